@@ -7,6 +7,7 @@ Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error in one line tha
 pass, such as a lost connection; 130 stopped by Ctrl-C, 143 by SIGTERM: the running step is finished and saved, and the same
 command resumes the run; a second Ctrl-C ends at once, as both do before the first step.
 """
+
 import shlex
 import sys
 from pathlib import Path
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from trainer.objective import Objective
 
 
-SHORTEST_NEEDLE = 512  # tokens that the shortest case of eval.needle takes at most, whatever the tokenizer
+SHORTEST_NEEDLE = (
+    512  # tokens that the shortest case of eval.needle takes at most, whatever the tokenizer
+)
 
 
 def objective_class(config: "RunConfig") -> "type[Objective]":
@@ -37,7 +40,9 @@ def objective_class(config: "RunConfig") -> "type[Objective]":
 
 def take_flag(words: list[str], flag: str) -> tuple[list[str], str | None]:
     """Returns the other words of the command line, and the flag's value: "" where it has none, None without the flag."""
-    if (index := next((i for i, word in enumerate(words) if word.partition("=")[0] == flag), None)) is None:
+    if (
+        index := next((i for i, word in enumerate(words) if word.partition("=")[0] == flag), None)
+    ) is None:
         return words, None
     _, equals, value = words[index].partition("=")
     end = index + 1
@@ -58,16 +63,26 @@ def next_commands(config: "RunConfig", processes: int) -> str:
 
     def flags(**sizes: int) -> str:
         # An evaluation runs in one process, with the devices of one machine.
-        return "".join(f" --{name} {size}" for name, size in sizes.items() if size > 1 and processes == 1)
+        return "".join(
+            f" --{name} {size}" for name, size in sizes.items() if size > 1 and processes == 1
+        )
 
     if config.trajectories.path:
-        devices = flags(simulate=mesh.simulate, seeds=rows, fsdp=rows, sequence=mesh.sequence * mesh.tensor)
-        return (f"next: python -m eval.in_context --checkpoint {run}{devices} --output {run}/in_context; "
-                f"python -m eval.report {run}")
+        devices = flags(
+            simulate=mesh.simulate, seeds=rows, fsdp=rows, sequence=mesh.sequence * mesh.tensor
+        )
+        return (
+            f"next: python -m eval.in_context --checkpoint {run}{devices} --output {run}/in_context; "
+            f"python -m eval.report {run}"
+        )
     tokens = max(config.data.context_length, SHORTEST_NEEDLE)
-    devices = flags(simulate=mesh.simulate, rows=rows, fsdp=rows, tensor=mesh.tensor, sequence=mesh.sequence)
-    return (f"next: python -m scripts.export_hf {run} {run}/exported; python -m eval.needle --checkpoint {run} "
-            f"--tokens {tokens}{devices} --output {run}/needle; python -m eval.report {run}")
+    devices = flags(
+        simulate=mesh.simulate, rows=rows, fsdp=rows, tensor=mesh.tensor, sequence=mesh.sequence
+    )
+    return (
+        f"next: python -m scripts.export_hf {run} {run}/exported; python -m eval.needle --checkpoint {run} "
+        f"--tokens {tokens}{devices} --output {run}/needle; python -m eval.report {run}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.evaluation import Evaluation, HeldOutLoss
         from trainer.loop import train
         from trainer.stages import stages_of, train_stages
+
         config = configuration.load(words, own=["dry-run", "no-download"])
         if config.evaluations:
             from eval.live import with_tests
@@ -110,8 +126,12 @@ def main(argv: list[str] | None = None) -> int:
                 from eval.live import evaluations_of
 
                 live = evaluations_of(config)
-            return train(config, objective_class(config), [HeldOutLoss(every=config.train.evaluate_every), *live],
-                         stage_follows)
+            return train(
+                config,
+                objective_class(config),
+                [HeldOutLoss(every=config.train.evaluate_every), *live],
+                stage_follows,
+            )
 
         train_stages(config, train_run)
         if config.logging.console and jax.process_index() == 0:

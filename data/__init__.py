@@ -1,4 +1,5 @@
 """Data: from files of records to packed rows of token ids."""
+
 from data import errors
 
 errors.install_ctrl_c_hook()

@@ -23,11 +23,18 @@ from data.reasons import (
     REFUSAL,
     TOOLS_LEFT_OUT,
     Drop,
-)  # fmt: skip
+)
 from data.scraped import before_rate_limit, from_html
 from data.shapes import FieldMap, unread_of
 from data.tool_calls import parse_tools
-from data.turns import Findings, in_order, read_message, read_messages, with_call_ids, with_loss_mask
+from data.turns import (
+    Findings,
+    in_order,
+    read_message,
+    read_messages,
+    with_call_ids,
+    with_loss_mask,
+)
 
 _REFUSAL = re.compile(
     r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b|\bi(?:['’]m| am) (?:just )?an? (?:ai|language) "
@@ -118,7 +125,11 @@ class Cleaner:
         if not raw.turns:
             raise Drop(EMPTY_RECORD)
         findings = Findings(set(raw.changes))
-        turns = [self._names.turn(turn) if isinstance(turn, dict) else turn for turn in raw.turns] if self._names else raw.turns
+        turns = (
+            [self._names.turn(turn) if isinstance(turn, dict) else turn for turn in raw.turns]
+            if self._names
+            else raw.turns
+        )
         messages = read_messages(turns, findings)
         if record.get("loss_mask") is not None:
             messages = with_loss_mask(messages, record["loss_mask"], findings)
@@ -127,7 +138,13 @@ class Cleaner:
         tools = parse_tools(described) if described else ()
         if tools is None:
             findings.changes.add(TOOLS_LEFT_OUT)
-        read = {"tools", "loss_mask", "id" if record_id is not None else None, system_field, *raw.fields}
+        read = {
+            "tools",
+            "loss_mask",
+            "id" if record_id is not None else None,
+            system_field,
+            *raw.fields,
+        }
         findings.unread |= unread_of(record, read, "record")
         is_scrape = shapes.is_sharegpt(raw)
         if self.config.html == "always" or (self.config.html == "detect" and is_scrape):
@@ -137,14 +154,21 @@ class Cleaner:
             messages = before_rate_limit(messages, findings.changes)
         self._filter(messages)
         messages = with_call_ids(messages)
-        content = json.dumps([_said(message) for message in messages] + [*(tools or ())], ensure_ascii=True)
+        content = json.dumps(
+            [_said(message) for message in messages] + [*(tools or ())], ensure_ascii=True
+        )
         digest = hashlib.sha256(content.encode()).digest()[:16]
         if self.config.duplicates:
             if digest in self._seen:
                 raise Drop(DUPLICATE)
             self._seen.add(digest)
-        return Cleaned(record_id or digest.hex()[:16], tuple(messages), findings.changes, tools or (),
-                       frozenset(findings.unread))
+        return Cleaned(
+            record_id or digest.hex()[:16],
+            tuple(messages),
+            findings.changes,
+            tools or (),
+            frozenset(findings.unread),
+        )
 
     def _without_html(self, message: Message, changes: set[str]) -> Message:
         content = from_html(message.content, self.config.html, changes)
@@ -153,13 +177,20 @@ class Cleaner:
     def _filter(self, messages: Sequence[Message]) -> None:
         """Raises Drop for what the user's optional filters leave out."""
         config = self.config
-        if config.refusals and any(m.role == "assistant" and _REFUSAL.search(m.content) for m in messages):
+        if config.refusals and any(
+            m.role == "assistant" and _REFUSAL.search(m.content) for m in messages
+        ):
             raise Drop(REFUSAL)
         if config.company_names and any(_COMPANY.search(m.content) for m in messages):
             raise Drop(COMPANY_NAME)
         if config.languages:
             # A beginning is enough to detect the language, and is clearer without blocks of code.
-            text = re.sub(r"```.*?(?:```|\Z)", " ", "\n".join(m.content[:2000] for m in messages[:6]), flags=re.DOTALL)
+            text = re.sub(
+                r"```.*?(?:```|\Z)",
+                " ",
+                "\n".join(m.content[:2000] for m in messages[:6]),
+                flags=re.DOTALL,
+            )
             if text.strip() and _language_classifier()(text[:4000])[0] not in config.languages:
                 raise Drop(OTHER_LANGUAGE)
 
@@ -195,7 +226,9 @@ def own_id(record: dict) -> str | None:
 def _said(message: Message) -> tuple:
     """Returns what makes two turns equal: role and text, and the calls of a turn that has some."""
     calls = [call["function"] for call in message.tool_calls]
-    more = ([calls] if calls else []) + ([{"reasoning": message.reasoning}] if message.reasoning else [])
+    more = ([calls] if calls else []) + (
+        [{"reasoning": message.reasoning}] if message.reasoning else []
+    )
     return (message.role, message.content, *more)
 
 
@@ -204,5 +237,7 @@ def _language_classifier() -> Callable[[str], tuple[str, float]]:
     try:
         from py3langid import classify
     except ImportError:
-        raise UserError("data.clean.languages needs py3langid; `pip install py3langid` would work") from None
+        raise UserError(
+            "data.clean.languages needs py3langid; `pip install py3langid` would work"
+        ) from None
     return classify

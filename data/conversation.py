@@ -37,7 +37,10 @@ class Message:
 def with_last_answer_trained(messages: Sequence[Message]) -> list[Message]:
     """Returns the turns with the last one of the assistant alone in the loss, unless its own `train` is False."""
     last = max(index for index, message in enumerate(messages) if message.role == "assistant")
-    return [replace(message, train=message.train and index == last) for index, message in enumerate(messages)]
+    return [
+        replace(message, train=message.train and index == last)
+        for index, message in enumerate(messages)
+    ]
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,14 @@ class _Interrupted(Exception):
     """The connection or the server failed in a way that a later attempt may not."""
 
 
-def download_file(url: str, path: Path, attempts: int = 8, first_wait: float = 1.0,
-                  on_progress: Callable[[int, int | None], object] = lambda done, size: None,
-                  on_failure: Callable[[str], object] = lambda message: None) -> None:
+def download_file(
+    url: str,
+    path: Path,
+    attempts: int = 8,
+    first_wait: float = 1.0,
+    on_progress: Callable[[int, int | None], object] = lambda done, size: None,
+    on_failure: Callable[[str], object] = lambda message: None,
+) -> None:
     """Downloads a file to `path`, which appears when all of it has arrived.
 
     What has arrived is kept in `path`.part, with the server's mark of the file's version in `path`.part.json. A later call
@@ -59,8 +64,10 @@ def download_file(url: str, path: Path, attempts: int = 8, first_wait: float = 1
             has = part.stat().st_size if part.exists() else 0
             failures, most = (1, has) if has > most else (failures + 1, most)
             if failures >= attempts:
-                raise TransientError(f"{url}: {error}, after {failures} attempts without progress; {has:,} bytes are kept, "
-                                     "and the same command goes on from there") from None
+                raise TransientError(
+                    f"{url}: {error}, after {failures} attempts without progress; {has:,} bytes are kept, "
+                    "and the same command goes on from there"
+                ) from None
             wait = min(first_wait * 2 ** (failures - 1), LONGEST_WAIT)
             on_failure(f"{error}; the next attempt is in {wait:g} s")
             time.sleep(wait)
@@ -88,10 +95,14 @@ def _fetch(url: str, part: Path, on_progress: Callable[[int, int | None], object
         # If-Range: of a file that has changed in the meantime the server sends everything, not the rest.
         headers |= {"Range": f"bytes={has}-", "If-Range": version}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=TIMEOUT
+        ) as response:
             start, size = _extent(response)
             if start not in (0, has):
-                raise _Interrupted(f"the server sent the file from byte {start:,} on, not from {has:,}")
+                raise _Interrupted(
+                    f"the server sent the file from byte {start:,} on, not from {has:,}"
+                )
             _write_version(part, response)
             with part.open("r+b" if start else "wb") as file:
                 file.truncate(start)
@@ -100,7 +111,9 @@ def _fetch(url: str, part: Path, on_progress: Callable[[int, int | None], object
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and has:
             match = _CONTENT_RANGE.fullmatch(error.headers.get("Content-Range", ""))
-            if match and int(match.group(2)) == has:  # all bytes had arrived before the last interruption
+            if (
+                match and int(match.group(2)) == has
+            ):  # all bytes had arrived before the last interruption
                 return
             part.unlink()
             raise _Interrupted("the file has become shorter on the server") from None
@@ -109,9 +122,17 @@ def _fetch(url: str, part: Path, on_progress: Callable[[int, int | None], object
         raise UserError(f"{url}: the server answered {error.code} {error.reason}") from None
     except http.client.InvalidURL as error:
         raise UserError(f"{url}: is no address ({error})") from None
-    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError) as error:
+    except (
+        urllib.error.URLError,
+        http.client.HTTPException,
+        ConnectionError,
+        TimeoutError,
+        ssl.SSLError,
+    ) as error:
         reason = getattr(error, "reason", None) or error
-        raise _Interrupted(f"the connection failed ({str(reason) or type(reason).__name__})") from None
+        raise _Interrupted(
+            f"the connection failed ({str(reason) or type(reason).__name__})"
+        ) from None
     if size is not None and arrived != size:
         raise _Interrupted(f"the connection ended after {arrived:,} of {size:,} bytes")
 
@@ -127,8 +148,13 @@ def _extent(response: http.client.HTTPResponse) -> tuple[int, int | None]:
     return 0, None if length is None else int(length)
 
 
-def _copy(response: http.client.HTTPResponse, file: BinaryIO, start: int, size: int | None,
-          on_progress: Callable[[int, int | None], object]) -> int:
+def _copy(
+    response: http.client.HTTPResponse,
+    file: BinaryIO,
+    start: int,
+    size: int | None,
+    on_progress: Callable[[int, int | None], object],
+) -> int:
     """Writes the response to the file; returns the file's size."""
     arrived = start
     on_progress(arrived, size)

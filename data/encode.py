@@ -95,7 +95,9 @@ class Encoder:
         changes: set[str] = set()
         if isinstance(record, Conversation):
             try:
-                parts = self._encode_conversation(record.messages, self.templates[record.source], record.tools, changes)
+                parts = self._encode_conversation(
+                    record.messages, self.templates[record.source], record.tools, changes
+                )
             except TemplateError as error:
                 return Encoded([], drop_reason=str(error))
         elif isinstance(record, Text):
@@ -107,7 +109,10 @@ class Encoder:
         else:
             parts = [TokenDocument(record.tokens, record.loss_mask.astype(np.uint8))]
         pieces = [
-            TokenDocument(part.tokens[start : start + self.context_length], part.loss_mask[start : start + self.context_length])
+            TokenDocument(
+                part.tokens[start : start + self.context_length],
+                part.loss_mask[start : start + self.context_length],
+            )
             for part in parts
             for start in range(0, len(part.tokens), self.context_length)
         ]
@@ -129,7 +134,11 @@ class Encoder:
         return Encoded(documents, frozenset({CUT} if len(tokens) > self.context_length else ()))
 
     def _encode_conversation(
-        self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]], changes: set[str]
+        self,
+        messages: Sequence[Message],
+        template: str,
+        tools: Sequence[dict[str, Any]],
+        changes: set[str],
     ) -> list[TokenDocument]:
         """Returns the conversation, or its parts if it is split; a part of one exchange may exceed context_length.
 
@@ -142,11 +151,17 @@ class Encoder:
         changes |= whole.notes
         if not self.split or len(whole.document.tokens) <= self.context_length:
             return [whole.document]
-        parts = list(split(messages, render, lambda part: len(part.document.tokens), self.context_length, whole))
+        parts = list(
+            split(
+                messages, render, lambda part: len(part.document.tokens), self.context_length, whole
+            )
+        )
         changes.update(*(part.notes for part in parts))
         return [part.document for part in parts]
 
-    def _render(self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]]) -> _Rendered:
+    def _render(
+        self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]]
+    ) -> _Rendered:
         segments, notes = encode_conversation(messages, template, self.tokenizer, tools=tools)
         tokens = np.fromiter((token for segment in segments for token in segment.ids), np.int32)
         lengths = [len(segment.ids) for segment in segments]
@@ -160,14 +175,22 @@ class Encoder:
         """
         add_bos = self.add_bos[record.source] if self.add_bos else self.tokenizer.adds_bos
         prompt, spans = record.prompt, self.tokenizer.encode_spans(record.text)
-        ids = [self.tokenizer.bos_id if add_bos else None, *(token for token, _, _ in spans), self.tokenizer.eos_id]
+        ids = [
+            self.tokenizer.bos_id if add_bos else None,
+            *(token for token, _, _ in spans),
+            self.tokenizer.eos_id,
+        ]
         mask = [not prompt, *(not prompt or end > prompt for _, _, end in spans), True]
-        pairs = [(token, train) for token, train in zip(ids, mask, strict=True) if token is not None]
+        pairs = [
+            (token, train) for token, train in zip(ids, mask, strict=True) if token is not None
+        ]
         tokens, loss_mask = zip(*pairs, strict=True)
         return TokenDocument(np.asarray(tokens, np.int32), np.asarray(loss_mask, np.uint8))
 
 
-def encode_all(encoder: Encoder, records: Iterable[Record], processes: int = 1) -> Iterator[tuple[Record, Encoded]]:
+def encode_all(
+    encoder: Encoder, records: Iterable[Record], processes: int = 1
+) -> Iterator[tuple[Record, Encoded]]:
     """Yields each record with its encoding, in the records' order whatever the number of processes.
 
     Reads only a few batches of records ahead.
@@ -180,9 +203,16 @@ def encode_all(encoder: Encoder, records: Iterable[Record], processes: int = 1) 
     # Forking a process in which JAX's threads run may deadlock.
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="longstripe-tokenizer-") as folder:
-        encoder.tokenizer.save(folder)  # since not all objects of the tokenizer libraries can be pickled
+        encoder.tokenizer.save(
+            folder
+        )  # since not all objects of the tokenizer libraries can be pickled
         tokenizer = encoder.tokenizer
-        arguments = (replace(encoder, tokenizer=None), folder, tokenizer.text_tokens, tokenizer.template_date)
+        arguments = (
+            replace(encoder, tokenizer=None),
+            folder,
+            tokenizer.text_tokens,
+            tokenizer.template_date,
+        )
         with ProcessPoolExecutor(processes, spawn, _set_up_process, arguments) as pool:
             try:
                 while batch := list(islice(records, BATCH)):
@@ -213,10 +243,14 @@ def _ctrl_c_blocked() -> Iterator[None]:
 _process_encoder: Encoder | None = None  # the encoder of a process that encode_all has started
 
 
-def _set_up_process(encoder: Encoder, folder: str, text_tokens: tuple[str, ...], template_date: datetime) -> None:
+def _set_up_process(
+    encoder: Encoder, folder: str, text_tokens: tuple[str, ...], template_date: datetime
+) -> None:
     global _process_encoder
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    tokenizer = Tokenizer.load(folder).with_text_tokens(text_tokens).with_template_date(template_date)
+    tokenizer = (
+        Tokenizer.load(folder).with_text_tokens(text_tokens).with_template_date(template_date)
+    )
     _process_encoder = replace(encoder, tokenizer=tokenizer)
 
 

@@ -72,7 +72,9 @@ class HuggingFace(Engine):
         self.special_tokens = {}
         self.controls = {
             token["content"]: ControlToken(
-                token["content"], token["id"], (bool(token.get("lstrip")), bool(token.get("rstrip")))
+                token["content"],
+                token["id"],
+                (bool(token.get("lstrip")), bool(token.get("rstrip"))),
             )
             for token in self._spec.get("added_tokens", [])
             if not _is_text(token)
@@ -87,7 +89,9 @@ class HuggingFace(Engine):
         from tokenizers import Tokenizer as Library
 
         library = Library.from_str(json.dumps(self._spec))
-        library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+        library.add_special_tokens(
+            [AddedToken(token, special=True, normalized=False) for token in tokens]
+        )
         return {"tokenizer.json": library.to_str(pretty=True).encode()}
 
     def forbid(self, control_ids: set[int]) -> None:
@@ -102,9 +106,13 @@ class HuggingFace(Engine):
         self._original_ids: dict[int, int] = {}
         for token in self._spec.get("added_tokens", []):
             if token["id"] not in control_ids:
-                options = {name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized")}
+                options = {
+                    name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized")
+                }
                 self._encoder.add_tokens([AddedToken(token["content"], **options)])
-                self._original_ids[self._encoder.token_to_id(token["content"])] = self.token_to_id(token["content"])
+                self._original_ids[self._encoder.token_to_id(token["content"])] = self.token_to_id(
+                    token["content"]
+                )
         self._encoder.add_special_tokens([AddedToken(GUARD, normalized=False)])
         # <unk> is the only control token that text may become: for characters that the vocabulary lacks, never by
         # typing it.
@@ -117,7 +125,10 @@ class HuggingFace(Engine):
         encoding = self._encoder.encode(guard + text, add_special_tokens=False)
         shift, skip = len(guard), int(not beginning)
         tokens = zip(encoding.ids[skip:], encoding.offsets[skip:], strict=True)
-        spans = [(self._original_ids.get(token, token), start - shift, end - shift) for token, (start, end) in tokens]
+        spans = [
+            (self._original_ids.get(token, token), start - shift, end - shift)
+            for token, (start, end) in tokens
+        ]
         _check_no_forbidden(spans, self._forbidden)
         return spans
 
@@ -148,7 +159,9 @@ class Sentencepiece(Engine):
                 )
             if token_id == len(pieces):
                 pieces.add(piece=token, score=0.0, type=self._types.CONTROL)
-        self._full = sentencepiece.SentencePieceProcessor(model_proto=self._proto.SerializeToString())
+        self._full = sentencepiece.SentencePieceProcessor(
+            model_proto=self._proto.SerializeToString()
+        )
         self.vocab_size = self._full.get_piece_size()
         self.controls = {
             piece.piece: ControlToken(piece.piece, token_id)
@@ -157,7 +170,11 @@ class Sentencepiece(Engine):
             or (piece.type == self._types.USER_DEFINED and piece.piece.strip(" \u2581\n\t"))
         }
         ids = {"bos": self._full.bos_id(), "eos": self._full.eos_id(), "pad": self._full.pad_id()}
-        texts = {f"{name}_token": self._full.id_to_piece(token_id) for name, token_id in ids.items() if token_id >= 0}
+        texts = {
+            f"{name}_token": self._full.id_to_piece(token_id)
+            for name, token_id in ids.items()
+            if token_id >= 0
+        }
         self.special_tokens = {**texts, "unk_token": self._full.id_to_piece(self._full.unk_id())}
 
     def token_to_id(self, text: str) -> int | None:
@@ -180,7 +197,9 @@ class Sentencepiece(Engine):
             if token_id in control_ids and piece.type == self._types.USER_DEFINED:
                 piece.type = self._types.UNUSED  # never matched; ids stay the same
             elif token_id not in control_ids and piece.type == self._types.CONTROL:
-                piece.type = self._types.USER_DEFINED  # one of Tokenizer.text_tokens: matched wherever it is typed
+                piece.type = (
+                    self._types.USER_DEFINED
+                )  # one of Tokenizer.text_tokens: matched wherever it is typed
         self._encoder = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         self._forbidden = control_ids - {self._full.unk_id()}
 
@@ -188,11 +207,17 @@ class Sentencepiece(Engine):
         # sentencepiece puts its space before every text, as LLaMA's authors encode each turn separately.
         del beginning
         pieces = self._encoder.encode(text, out_type="proto").pieces
-        characters, size = {0: 0}, 0  # from the library's offsets in bytes of UTF-8 to offsets in characters
+        characters, size = (
+            {0: 0},
+            0,
+        )  # from the library's offsets in bytes of UTF-8 to offsets in characters
         for count, character in enumerate(text, 1):
             size += len(character.encode())
             characters[size] = count
-        spans = [(piece.id, characters.get(piece.begin, 0), characters.get(piece.end, 0)) for piece in pieces]
+        spans = [
+            (piece.id, characters.get(piece.begin, 0), characters.get(piece.end, 0))
+            for piece in pieces
+        ]
         _check_no_forbidden(spans, self._forbidden)
         return spans
 
@@ -227,7 +252,9 @@ def _hide_control_tokens(model: dict, control_ids: set[int]) -> None:
     """Renames control tokens that are ordinary vocabulary entries; unigram and word models would match their text."""
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
-        hidden = {text: token_id for text, token_id in vocabulary.items() if token_id in control_ids}
+        hidden = {
+            text: token_id for text, token_id in vocabulary.items() if token_id in control_ids
+        }
         for text, token_id in hidden.items():
             del vocabulary[text]
             vocabulary[_hidden_name(token_id)] = token_id
@@ -235,8 +262,12 @@ def _hide_control_tokens(model: dict, control_ids: set[int]) -> None:
                 model["unk_token"] = _hidden_name(token_id)
         if "merges" in model:
             pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-            model["merges"] = [list(pair) for pair in pairs if not ({*pair, "".join(pair)} & hidden.keys())]
-    elif isinstance(vocabulary, list):  # a unigram model: [[piece, score], ...], in the order of the ids
+            model["merges"] = [
+                list(pair) for pair in pairs if not ({*pair, "".join(pair)} & hidden.keys())
+            ]
+    elif isinstance(
+        vocabulary, list
+    ):  # a unigram model: [[piece, score], ...], in the order of the ids
         for token_id in control_ids:
             if token_id < len(vocabulary):
                 vocabulary[token_id] = [_hidden_name(token_id), vocabulary[token_id][1]]

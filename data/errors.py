@@ -1,4 +1,5 @@
 """Errors that end a command with one line instead of a traceback: those that its user can correct, and Ctrl-C."""
+
 import difflib
 import errno
 import http
@@ -12,22 +13,61 @@ from data.signals import end_at_once
 
 # What the operating system says of mounts, connections and disks that may work a moment later. EFBIG, a limit on the size of
 # files, is not among them.
-_TRANSIENT_CODES = frozenset((
-    errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOLINK, errno.EBUSY, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT,
-    errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENOTCONN, errno.ESHUTDOWN,
-    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EADDRINUSE,
-))
+_TRANSIENT_CODES = frozenset(
+    (
+        errno.EIO,
+        errno.ESTALE,
+        errno.EREMOTEIO,
+        errno.ENOLINK,
+        errno.EBUSY,
+        errno.EAGAIN,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.ETIMEDOUT,
+        errno.ECONNRESET,
+        errno.ECONNREFUSED,
+        errno.ECONNABORTED,
+        errno.ENOTCONN,
+        errno.ESHUTDOWN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ENETRESET,
+        errno.EADDRINUSE,
+    )
+)
 # Libraries in C++ quote these words, and give no number.
-_TRANSIENT_WORDS = tuple(sorted(os.strerror(code) for code in _TRANSIENT_CODES - {errno.EAGAIN, errno.EBUSY}))
+_TRANSIENT_WORDS = tuple(
+    sorted(os.strerror(code) for code in _TRANSIENT_CODES - {errno.EAGAIN, errno.EBUSY})
+)
 # How messages of XLA, TensorStore and gRPC begin.
 _TRANSIENT_STATUSES = ("UNAVAILABLE:", "DEADLINE_EXCEEDED:", "ABORTED:")
 # Of requests, httpx, aiohttp and botocore, whose errors do not all derive from Python's.
-_TRANSIENT_NAMES = frozenset(("ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "Timeout", "TimeoutException",
-                              "ClientConnectionError", "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError"))
-_TRANSIENT_HTTP = frozenset((
-    http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.TOO_MANY_REQUESTS, http.HTTPStatus.INTERNAL_SERVER_ERROR,
-    http.HTTPStatus.BAD_GATEWAY, http.HTTPStatus.SERVICE_UNAVAILABLE, http.HTTPStatus.GATEWAY_TIMEOUT,
-))
+_TRANSIENT_NAMES = frozenset(
+    (
+        "ConnectionError",
+        "ConnectError",
+        "ConnectTimeout",
+        "ReadTimeout",
+        "Timeout",
+        "TimeoutException",
+        "ClientConnectionError",
+        "EndpointConnectionError",
+        "ConnectTimeoutError",
+        "ReadTimeoutError",
+    )
+)
+_TRANSIENT_HTTP = frozenset(
+    (
+        http.HTTPStatus.REQUEST_TIMEOUT,
+        http.HTTPStatus.TOO_MANY_REQUESTS,
+        http.HTTPStatus.INTERNAL_SERVER_ERROR,
+        http.HTTPStatus.BAD_GATEWAY,
+        http.HTTPStatus.SERVICE_UNAVAILABLE,
+        http.HTTPStatus.GATEWAY_TIMEOUT,
+    )
+)
 _RESOLVER_TRY_AGAIN = -3  # socket.EAI_AGAIN, without importing socket
 
 
@@ -68,24 +108,35 @@ def _is_transient_alone(error: BaseException) -> bool:
     """`is_transient` of one error, without those that it was raised for."""
     if isinstance(error, UserError):
         return isinstance(error, TransientError)
-    if isinstance(error, TimeoutError) or (isinstance(error, ConnectionError) and not isinstance(error, BrokenPipeError)):
+    if isinstance(error, TimeoutError) or (
+        isinstance(error, ConnectionError) and not isinstance(error, BrokenPipeError)
+    ):
         return True
     if (status := _http_status(error)) is not None:
         return status in _TRANSIENT_HTTP
     if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _TRANSIENT_CODES or (type(error).__name__ == "gaierror" and error.errno == _RESOLVER_TRY_AGAIN)
+        return error.errno in _TRANSIENT_CODES or (
+            type(error).__name__ == "gaierror" and error.errno == _RESOLVER_TRY_AGAIN
+        )
     if any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__):
         return True
     text = str(error)
-    if isinstance(error, (OSError, ValueError)) and any(f": {words}" in text for words in _TRANSIENT_WORDS):
+    if isinstance(error, (OSError, ValueError)) and any(
+        f": {words}" in text for words in _TRANSIENT_WORDS
+    ):
         return True
-    return isinstance(error, (OSError, RuntimeError, ValueError)) and text.startswith(_TRANSIENT_STATUSES)
+    return isinstance(error, (OSError, RuntimeError, ValueError)) and text.startswith(
+        _TRANSIENT_STATUSES
+    )
 
 
 def _http_status(error: BaseException) -> int | None:
     """Returns the status that a server answered, if the error has one: of urllib, requests, httpx, gcsfs or aiohttp."""
-    values = (getattr(getattr(error, "response", None), "status_code", None), getattr(error, "code", None),
-              getattr(error, "status", None))
+    values = (
+        getattr(getattr(error, "response", None), "status_code", None),
+        getattr(error, "code", None),
+        getattr(error, "status", None),
+    )
     return next((value for value in values if isinstance(value, int) and 100 <= value < 600), None)
 
 
@@ -116,7 +167,9 @@ def install_ctrl_c_hook() -> None:
         end_at_once()
 
 
-def _report_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _report_uncaught(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return

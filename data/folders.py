@@ -20,7 +20,9 @@ _LOCK = "lock"
 # Unfinished folders of prepared data, .HASH-RANDOM.
 _UNFINISHED = re.compile(r"\.(trajectories-)?[0-9a-f]{20}-\w+")
 _ABANDONED_SECONDS = 7 * 24 * 3600  # how long one without a lock is left alone
-HASHED_AT_START = 1 << 24  # bytes; array_record has checksums of its own, which are compared when a record is read
+HASHED_AT_START = (
+    1 << 24
+)  # bytes; array_record has checksums of its own, which are compared when a record is read
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -38,7 +40,9 @@ def named_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_ROOM or error.filename is not None:
             raise
-        raise TransientError(f"{folder}: {error.strerror}; with more room there the same command goes on") from error
+        raise TransientError(
+            f"{folder}: {error.strerror}; with more room there the same command goes on"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -56,7 +60,8 @@ def exclusive(path: Path, work: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TransientError(
-                f"{path.parent}: another process {work}; wait until it has ended, or name another folder") from None
+                f"{path.parent}: another process {work}; wait until it has ended, or name another folder"
+            ) from None
         except OSError:  # a file system without locks
             pass
         yield
@@ -76,8 +81,18 @@ def sync(path: Path) -> None:
 
 def record_files(folder: Path, names: Sequence[str]) -> str:
     """Returns the sizes and hashes of these files, and of those in the folders among them, for `check_files`."""
-    paths = [path for name in names for path in sorted([folder / name, *(folder / name).rglob("*")]) if path.is_file()]
-    return json.dumps({path.relative_to(folder).as_posix(): [path.stat().st_size, file_hash(path)] for path in paths})
+    paths = [
+        path
+        for name in names
+        for path in sorted([folder / name, *(folder / name).rglob("*")])
+        if path.is_file()
+    ]
+    return json.dumps(
+        {
+            path.relative_to(folder).as_posix(): [path.stat().st_size, file_hash(path)]
+            for path in paths
+        }
+    )
 
 
 def check_files(folder: Path, recorded: str) -> None:
@@ -144,7 +159,9 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
         scratch.mkdir()
         lock = _locked_file(scratch)
     except OSError as error:
-        raise UserError(f"{folder.parent}: cannot be written to ({error.strerror}); another folder would work") from error
+        raise UserError(
+            f"{folder.parent}: cannot be written to ({error.strerror}); another folder would work"
+        ) from error
     try:
         with lock:
             yield scratch
@@ -154,8 +171,10 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
     except Exception as error:
         if (problem := no_room(error)) is None:
             raise
-        raise TransientError(f"{folder.parent}: {problem} while {folder.name} was written; more room there, or another "
-                             "folder, would work") from error
+        raise TransientError(
+            f"{folder.parent}: {problem} while {folder.name} was written; more room there, or another "
+            "folder, would work"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -188,7 +207,9 @@ def _remove_abandoned(folder: Path) -> None:
     own = re.compile(rf"\.{re.escape(folder.name)}-[0-9a-f]{{8}}")
     for path in folder.parent.iterdir():
         if own.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name):
-            with contextlib.suppress(OSError):  # locked by a process at work, or another process was faster
+            with contextlib.suppress(
+                OSError
+            ):  # locked by a process at work, or another process was faster
                 if (path / _LOCK).exists():
                     with open(path / _LOCK, "a", encoding="utf-8") as file:
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -34,7 +34,9 @@ def to_markdown(text: str) -> str:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the parser warns programmers: "looks like XML", "looks like a URL"
+            warnings.simplefilter(
+                "ignore"
+            )  # the parser warns programmers: "looks like XML", "looks like a URL"
             markdown = _converter().convert(text)
     except (RecursionError, AssertionError, ValueError) as error:
         raise ValueError(f"HTML that cannot be read ({type(error).__name__})") from None
@@ -53,7 +55,9 @@ def _converter():
 
         def convert_pre(self, element, text: str, parent_tags) -> str:
             code = element.find("code") or element
-            language = next((name[9:] for name in code.get("class", []) if name.startswith("language-")), "")
+            language = next(
+                (name[9:] for name in code.get("class", []) if name.startswith("language-")), ""
+            )
             return f"\n\n```{language}\n{code.get_text().strip(chr(10))}\n```\n\n"
 
         def convert_span(self, element, text: str, parent_tags) -> str:
@@ -65,5 +69,9 @@ def _converter():
 
     # Underscores and asterisks stay as they are: a model reads the text, no markdown parser does.
     return Converter(
-        heading_style="ATX", bullets="-", escape_asterisks=False, escape_underscores=False, escape_misc=False
+        heading_style="ATX",
+        bullets="-",
+        escape_asterisks=False,
+        escape_underscores=False,
+        escape_misc=False,
     )

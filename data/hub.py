@@ -1,4 +1,5 @@
 """The Hugging Face hub: data sets, hf://datasets/OWNER/NAME[@REVISION][/FILE OR FOLDER], and models, in the hub's own cache."""
+
 from __future__ import annotations
 
 import contextlib
@@ -17,8 +18,14 @@ from data.printable import printable
 
 PREFIX = "hf://datasets/"
 WOULD_WORK = f"{PREFIX}OWNER/NAME[@REVISION][/FILE] would work"
-NOT_RECORDS = ("README.md", "dataset_infos.json", "dataset_info.json")  # files of the hub about a data set
-_OTHER_SPLIT = re.compile(r"(?<![a-z])(validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE)
+NOT_RECORDS = (
+    "README.md",
+    "dataset_infos.json",
+    "dataset_info.json",
+)  # files of the hub about a data set
+_OTHER_SPLIT = re.compile(
+    r"(?<![a-z])(validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE
+)
 
 
 def is_hub_dataset(path: str | Path) -> bool:
@@ -53,26 +60,47 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
 
     escaped = glob.escape(inner)
     folder = f"{escaped}/" if inner else ""
-    endings = [f"{folder}*{suffix}{packed}" for suffix in suffixes for packed in ("", ".gz", ".zst", ".bz2", ".xz")]
+    endings = [
+        f"{folder}*{suffix}{packed}"
+        for suffix in suffixes
+        for packed in ("", ".gz", ".zst", ".bz2", ".xz")
+    ]
     left_out = () if os.path.basename(inner) in NOT_RECORDS else NOT_RECORDS
     try:
         # Imported libraries know the hub's address as a constant, which HF_ENDPOINT sets.
-        snapshot = Path(snapshot_download(repository, repo_type="dataset", revision=revision, endpoint=constants.ENDPOINT,
-                                          allow_patterns=[escaped, *endings] if inner else endings,
-                                          ignore_patterns=[*left_out, *(f"*/{name}" for name in left_out)]))
+        snapshot = Path(
+            snapshot_download(
+                repository,
+                repo_type="dataset",
+                revision=revision,
+                endpoint=constants.ENDPOINT,
+                allow_patterns=[escaped, *endings] if inner else endings,
+                ignore_patterns=[*left_out, *(f"*/{name}" for name in left_out)],
+            )
+        )
     except HFValidationError as error:
-        raise UserError(f"{path}: names no data set of the hub ({first_line(error)}); {WOULD_WORK}") from None
+        raise UserError(
+            f"{path}: names no data set of the hub ({first_line(error)}); {WOULD_WORK}"
+        ) from None
     except RepositoryNotFoundError:
-        raise UserError(f"{path}: {constants.ENDPOINT} shows no data set {repository}; another name, or `hf auth login` for "
-                        "one that is private, would work") from None
+        raise UserError(
+            f"{path}: {constants.ENDPOINT} shows no data set {repository}; another name, or `hf auth login` for "
+            "one that is private, would work"
+        ) from None
     except RevisionNotFoundError:
-        raise UserError(f"{path}: the data set {repository} has no revision {revision}; another one would work") from None
+        raise UserError(
+            f"{path}: the data set {repository} has no revision {revision}; another one would work"
+        ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
-        raise UserError(f"{path}: cannot be downloaded from {constants.ENDPOINT}, and is not in the cache "
-                        f"({first_line(error)}); a network, or a local file, would work") from None
+        raise UserError(
+            f"{path}: cannot be downloaded from {constants.ENDPOINT}, and is not in the cache "
+            f"({first_line(error)}); a network, or a local file, would work"
+        ) from None
     local = snapshot / inner
     if not local.exists():
-        raise UserError(f"{path}: the data set {repository} has no {inner or ' or '.join(suffixes) + ' file'}; {WOULD_WORK}")
+        raise UserError(
+            f"{path}: the data set {repository} has no {inner or ' or '.join(suffixes) + ' file'}; {WOULD_WORK}"
+        )
     return local
 
 
@@ -83,7 +111,9 @@ def _parts(path: str) -> tuple[str, str | None, str]:
       UserError: the path names none.
     """
     revisions = r"refs/convert/\w+|refs/pr/\d+|[^/]+"  # the hub's own have slashes in them
-    match = re.fullmatch(rf"([^/@]+/[^/@]+)(?:@({revisions}))?(?:/(.*?))?/*", path.removeprefix(PREFIX))
+    match = re.fullmatch(
+        rf"([^/@]+/[^/@]+)(?:@({revisions}))?(?:/(.*?))?/*", path.removeprefix(PREFIX)
+    )
     if not match:
         raise UserError(f"{path}: names no data set of the hub; {WOULD_WORK}")
     return match[1], match[2] and urllib.parse.unquote(match[2]), match[3] or ""
@@ -115,7 +145,12 @@ def is_offline() -> bool:
     """Returns whether HF_HUB_OFFLINE forbids the network."""
     from huggingface_hub import constants
 
-    return constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    return constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in (
+        "1",
+        "ON",
+        "YES",
+        "TRUE",
+    )
 
 
 def download_model(name: str, revision: str | None, files: Sequence[str], needed: str = "") -> Path:
@@ -131,12 +166,22 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
       UserError: the hub has no such model for this user, or cannot be reached.
     """
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import DryRunError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        DryRunError,
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     def fetch(**options: Any) -> Any:
         try:
-            return snapshot_download(name, revision=revision, endpoint=constants.ENDPOINT, allow_patterns=list(files),
-                                     **options)
+            return snapshot_download(
+                name,
+                revision=revision,
+                endpoint=constants.ENDPOINT,
+                allow_patterns=list(files),
+                **options,
+            )
         except DryRunError as error:
             raise error.__cause__ or error from None  # what the hub answered
 
@@ -144,26 +189,41 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
     cache.mkdir(parents=True, exist_ok=True)
     hub = constants.ENDPOINT
     try:
-        with (cache / f".longstripe-{name.replace('/', '--')}.lock").open("a", encoding="utf-8") as lock:
+        with (cache / f".longstripe-{name.replace('/', '--')}.lock").open(
+            "a", encoding="utf-8"
+        ) as lock:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
             listed = fetch(dry_run=True)
             if needed and not any(file.filename.endswith(needed) for file in listed):
-                raise UserError(f"{name}: has no {needed.removeprefix('.')} on the hub; pickled weights can run code when they "
-                                "are loaded and are refused, another name would work")
+                raise UserError(
+                    f"{name}: has no {needed.removeprefix('.')} on the hub; pickled weights can run code when they "
+                    "are loaded and are refused, another name would work"
+                )
             missing = [file for file in listed if file.will_download]
             if missing:
                 size = sum(file.file_size for file in missing)
-                print(printable(f"{name}: downloading {size:,} bytes in {len(missing)} files from {hub} to {cache}"),
-                      file=sys.stderr, flush=True)
+                print(
+                    printable(
+                        f"{name}: downloading {size:,} bytes in {len(missing)} files from {hub} to {cache}"
+                    ),
+                    file=sys.stderr,
+                    flush=True,
+                )
             return Path(fetch())
     except GatedRepoError:
-        raise UserError(f"{name}: its owner has to grant access: ask for it at {hub}/{name}, then `hf auth login`") from None
+        raise UserError(
+            f"{name}: its owner has to grant access: ask for it at {hub}/{name}, then `hf auth login`"
+        ) from None
     except RepositoryNotFoundError:
-        raise UserError(f"{name}: neither a folder nor a model that {hub} shows; another name, or for a private model "
-                        f"`hf auth login`, then `hf download {name}`, would work") from None
+        raise UserError(
+            f"{name}: neither a folder nor a model that {hub} shows; another name, or for a private model "
+            f"`hf auth login`, then `hf download {name}`, would work"
+        ) from None
     except RevisionNotFoundError:
-        raise UserError(f"{name}: has no revision {revision} at {hub}; another one would work") from None
+        raise UserError(
+            f"{name}: has no revision {revision} at {hub}; another one would work"
+        ) from None
     except UserError:
         raise
     except Exception as error:  # of the disk, of the library for HTTP, which differs between versions of huggingface_hub
@@ -171,6 +231,10 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
 
 
 def _not_downloaded(name: str, hub: str, error: Exception) -> UserError:
-    return UserError(printable(
-        f"{name}: neither a folder nor in the local Hugging Face cache, and not downloaded from {hub} ({first_line(error)}); "
-        f"what has arrived is kept, and the same command, or `hf download {name}`, goes on from there"))
+    return UserError(
+        printable(
+            f"{name}: neither a folder nor in the local Hugging Face cache, and not downloaded from {hub} "
+            f"({first_line(error)}); "
+            f"what has arrived is kept, and the same command, or `hf download {name}`, goes on from there"
+        )
+    )

@@ -64,7 +64,9 @@ class Loader:
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size} must be at least 1")
         if not len(documents):
-            raise UserError(f"the split {documents.name} holds no document; a larger held_out_fraction would work")
+            raise UserError(
+                f"the split {documents.name} holds no document; a larger held_out_fraction would work"
+            )
         self.documents = documents
         self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
         self._dtypes = {**DTYPES, **({"source_ids": np.int32} if with_sources else {})}
@@ -74,7 +76,9 @@ class Loader:
         self._lock = threading.RLock()
         # Epoch 0, which gives the length of an epoch, and two more while reading ahead passes the end of one.
         self._plans = lru_cache(maxsize=3)(self._make_plan)
-        self._epoch_ends: list[int] = []  # number of rows up to the end of each epoch so far; used only with weights
+        self._epoch_ends: list[
+            int
+        ] = []  # number of rows up to the end of each epoch so far; used only with weights
         self.fingerprint = self._make_fingerprint()
 
     def _make_fingerprint(self) -> str:
@@ -89,7 +93,9 @@ class Loader:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def _make_plan(self, epoch: int) -> packing.Plan:
-        return packing.plan(self.documents.lengths, self.context_length, self.seed, epoch, self._weights)
+        return packing.plan(
+            self.documents.lengths, self.context_length, self.seed, epoch, self._weights
+        )
 
     def _plan(self, epoch: int) -> packing.Plan:
         with self._lock:  # lru_cache alone would let several threads make the same plan
@@ -141,13 +147,17 @@ class Loader:
         """
         return self._row_arrays(self._pieces(number), indices)
 
-    def _row_arrays(self, pieces: Sequence[Piece], indices: Int[np.ndarray, " T"] | None = None) -> Batch:
+    def _row_arrays(
+        self, pieces: Sequence[Piece], indices: Int[np.ndarray, " T"] | None = None
+    ) -> Batch:
         indices = np.arange(self.context_length) if indices is None else indices
         row = {name: np.zeros(len(indices), dtype) for name, dtype in self._dtypes.items()}
         row["index"][:] = indices
         piece_start = 0
         for segment, piece in enumerate(pieces, 1):
-            tokens_of_piece = slice(*np.searchsorted(indices, (piece_start, piece_start + piece.length)))
+            tokens_of_piece = slice(
+                *np.searchsorted(indices, (piece_start, piece_start + piece.length))
+            )
             positions = indices[tokens_of_piece] - piece_start
             piece_start += piece.length
             if len(positions):
@@ -156,10 +166,15 @@ class Loader:
                 row["segment_ids"][tokens_of_piece] = segment
         return row
 
-    def _piece_arrays(self, piece: Piece, positions: Int[np.ndarray, " t"]) -> dict[str, np.ndarray | int]:
+    def _piece_arrays(
+        self, piece: Piece, positions: Int[np.ndarray, " t"]
+    ) -> dict[str, np.ndarray | int]:
         """Returns the tokens at these positions of a piece, as values for a row's arrays."""
         document = self.documents[piece.document]
-        tokens, trained = (x[piece.start : piece.start + piece.length] for x in (document.tokens, document.loss_mask))
+        tokens, trained = (
+            x[piece.start : piece.start + piece.length]
+            for x in (document.tokens, document.loss_mask)
+        )
         following = np.minimum(positions + 1, piece.length - 1)
         has_target = following > positions
         arrays = {
@@ -179,9 +194,18 @@ class Loader:
 
     def record_ids(self, step: int) -> list[str]:
         """Returns the ids of the records in the rows of a step (from 0), in the rows' order, each once."""
-        return list(dict.fromkeys(self.documents[piece.document].record_id for piece in self._step_pieces(step)))
+        return list(
+            dict.fromkeys(
+                self.documents[piece.document].record_id for piece in self._step_pieces(step)
+            )
+        )
 
-    def batch(self, step: int, rows: Sequence[int] | None = None, indices: Int[np.ndarray, " T"] | None = None) -> Batch:
+    def batch(
+        self,
+        step: int,
+        rows: Sequence[int] | None = None,
+        indices: Int[np.ndarray, " T"] | None = None,
+    ) -> Batch:
         """Returns the rows of a step as arrays [B, L].
 
         Args:
@@ -190,7 +214,12 @@ class Loader:
             indices: see `row`.
         """
         first = step * self.batch_size
-        return _stack([self.row(first + int(row), indices) for row in (range(self.batch_size) if rows is None else rows)])
+        return _stack(
+            [
+                self.row(first + int(row), indices)
+                for row in (range(self.batch_size) if rows is None else rows)
+            ]
+        )
 
     def batches(
         self,
@@ -206,12 +235,17 @@ class Loader:
         import grain
 
         # Mapped over step numbers, the dataset has no state but the step.
-        steps = grain.MapDataset.range(start, 2**31 - 1).map(partial(self.batch, rows=rows, indices=indices))
+        steps = grain.MapDataset.range(start, 2**31 - 1).map(
+            partial(self.batch, rows=rows, indices=indices)
+        )
         options = grain.ReadOptions(num_threads=min(2, ahead), prefetch_buffer_size=ahead)
         return iter(steps.to_iter_dataset(options))
 
     def epoch_batches(
-        self, epoch: int = 0, rows: Sequence[int] | None = None, indices: Int[np.ndarray, " T"] | None = None
+        self,
+        epoch: int = 0,
+        rows: Sequence[int] | None = None,
+        indices: Int[np.ndarray, " T"] | None = None,
     ) -> Iterator[Batch]:
         """Yields every row of one epoch once, in batches, of which the last one is filled up with rows of padding.
 
@@ -219,9 +253,14 @@ class Loader:
         """
         plan = self._plan(epoch)
         for first in range(0, len(plan), self.batch_size):
-            numbers = [first + int(row) for row in (range(self.batch_size) if rows is None else rows)]
+            numbers = [
+                first + int(row) for row in (range(self.batch_size) if rows is None else rows)
+            ]
             yield _stack(
-                [self._row_arrays(plan.row(number) if number < len(plan) else (), indices) for number in numbers]
+                [
+                    self._row_arrays(plan.row(number) if number < len(plan) else (), indices)
+                    for number in numbers
+                ]
             )
 
 

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Int64, UInt64
 
-RULES = "packing-1"  # part of the loader's fingerprint: to be changed with every change to the plans
+RULES = (
+    "packing-1"  # part of the loader's fingerprint: to be changed with every change to the plans
+)
 
 
 class Piece(NamedTuple):
@@ -35,7 +37,9 @@ class Plan:
 
     def row(self, number: int) -> tuple[Piece, ...]:
         """Returns the pieces of a row in their order."""
-        return tuple(map(Piece._make, self.pieces[self.starts[number] : self.starts[number + 1]].tolist()))
+        return tuple(
+            map(Piece._make, self.pieces[self.starts[number] : self.starts[number + 1]].tolist())
+        )
 
     @cached_property
     def rows(self) -> tuple[tuple[Piece, ...], ...]:
@@ -84,7 +88,9 @@ def plan(
     pieces = shuffled[np.argsort(-shuffled[:, 2], kind="stable")]
     rows, count = _best_fit(pieces[:, 2].tolist(), context_length)
     shuffled_rows = np.empty(count, np.int64)
-    shuffled_rows[np.argsort(_hash(np.arange(count), seed, epoch, 1), kind="stable")] = np.arange(count)
+    shuffled_rows[np.argsort(_hash(np.arange(count), seed, epoch, 1), kind="stable")] = np.arange(
+        count
+    )
     row_of_piece = shuffled_rows[np.asarray(rows, np.int64)]
     order = np.lexsort((_hash(np.arange(len(pieces)), seed, epoch, 2), row_of_piece))
     starts = np.zeros(count + 1, np.int64)
@@ -129,7 +135,9 @@ def _best_fit(lengths: list[int], context_length: int) -> tuple[list[int], int]:
     return rows, count
 
 
-def _hash(numbers: Int[np.ndarray, " N"], seed: int, epoch: int, purpose: int) -> UInt64[np.ndarray, " N"]:
+def _hash(
+    numbers: Int[np.ndarray, " N"], seed: int, epoch: int, purpose: int
+) -> UInt64[np.ndarray, " N"]:
     """Returns a pseudorandom number for each number.
 
     By splitmix64, and not by numpy: numpy does not promise the same random stream in all versions, which a resumed run needs.

@@ -23,8 +23,26 @@ from data.folders import building, is_unfinished
 from data.within import check_within
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
-STORES = ("gs", "gcs", "s3", "s3a", "hf", "az", "abfs", "abfss", "adl", "oss", "oci", "hdfs", "webhdfs", "sftp", "http",
-          "https", "file", "memory")
+STORES = (
+    "gs",
+    "gcs",
+    "s3",
+    "s3a",
+    "hf",
+    "az",
+    "abfs",
+    "abfss",
+    "adl",
+    "oss",
+    "oci",
+    "hdfs",
+    "webhdfs",
+    "sftp",
+    "http",
+    "https",
+    "file",
+    "memory",
+)
 
 LARGE_BYTES = 1 << 24
 """Files of at least this size have their digest kept."""
@@ -46,8 +64,10 @@ def on_this_machine(path: str | Path) -> Path:
     """
     # pathlib has made one slash of two.
     if match := _STORE.match(str(path)):
-        raise UserError(f"{path}: {match[1]}:// is not read or written here; a local path, or the folder that the bucket is "
-                        "mounted at, would work")
+        raise UserError(
+            f"{path}: {match[1]}:// is not read or written here; a local path, or the folder that the bucket is "
+            "mounted at, would work"
+        )
     return Path(path)
 
 
@@ -59,18 +79,26 @@ def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSys
         UserError: an access to a remote store within the context fails, since the stores' libraries raise errors of their own
             types for missing credentials or an unreachable network.
     """
-    if not is_remote(path):  # not through url_to_fs, which would take :: for a chain of file systems
+    if not is_remote(
+        path
+    ):  # not through url_to_fs, which would take :: for a chain of file systems
         yield fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
         return
     protocol = str(path).split("://", 1)[0]
-    if protocol not in STORES:  # fsspec knows others, such as github:// and data:, that read what nobody named as a store
-        raise UserError(f"{path}: {protocol}:// is no store that is read here; {', '.join(STORES)} are")
+    if (
+        protocol not in STORES
+    ):  # fsspec knows others, such as github:// and data:, that read what nobody named as a store
+        raise UserError(
+            f"{path}: {protocol}:// is no store that is read here; {', '.join(STORES)} are"
+        )
     try:
         store = fsspec.get_filesystem_class(protocol)  # not through url_to_fs, as above
         yield store(**store._get_kwargs_from_urls(str(path))), store._strip_protocol(str(path))
     except (UserError, OSError):
         raise
-    except Exception as error:  # also for a missing gcsfs or s3fs and an unknown protocol, which the message names
+    except (
+        Exception
+    ) as error:  # also for a missing gcsfs or s3fs and an unknown protocol, which the message names
         raise UserError(f"{path}: {first_line(error)}") from error
 
 
@@ -125,7 +153,8 @@ class File:
                 yield _decompressed(file, self.compression)
             except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
                 raise UserError(
-                    f"{self}: cannot be unpacked ({first_line(error)}); a whole {self.compression} file would work") from None
+                    f"{self}: cannot be unpacked ({first_line(error)}); a whole {self.compression} file would work"
+                ) from None
 
 
 def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
@@ -136,7 +165,9 @@ def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
     return {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[compression](file, "rb")
 
 
-def find_files(path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()) -> list[File]:
+def find_files(
+    path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()
+) -> list[File]:
     """Returns the file at `path`, or all files with one of the suffixes in the folder tree at `path`, sorted by path.
 
     Of a data set of the Hugging Face hub, these are files of this machine's cache, without those that are about the data set.
@@ -149,14 +180,26 @@ def find_files(path: str | Path, suffixes: Sequence[str], left_out: Sequence[str
     with _open_file_system(path) as (file_system, inner_path):
         if not file_system.isdir(inner_path):
             return [File(str(path))]
-        names = sorted(name for name in file_system.find(inner_path)
-                       if File(name).suffix in suffixes and PurePosixPath(name).name not in not_records)
+        names = sorted(
+            name
+            for name in file_system.find(inner_path)
+            if File(name).suffix in suffixes and PurePosixPath(name).name not in not_records
+        )
         for name in () if is_remote(path) else names:
             check_within(inner_path, name)
-        files = [File(file_system.unstrip_protocol(name) if is_remote(path) else name) for name in names]
-    ours = {folder: _is_ours(folder) for folder in {parent for file in files for parent in _folders_between(path, file)}}
-    return [file for file in files if not any(ours[parent] for parent in _folders_between(path, file))
-            and not any(_whole_path(file.path).startswith(f"{folder}/") for folder in folders)]
+        files = [
+            File(file_system.unstrip_protocol(name) if is_remote(path) else name) for name in names
+        ]
+    ours = {
+        folder: _is_ours(folder)
+        for folder in {parent for file in files for parent in _folders_between(path, file)}
+    }
+    return [
+        file
+        for file in files
+        if not any(ours[parent] for parent in _folders_between(path, file))
+        and not any(_whole_path(file.path).startswith(f"{folder}/") for folder in folders)
+    ]
 
 
 def _whole_path(path: str | Path) -> str:
@@ -169,7 +212,9 @@ def _folders_between(path: str | Path, file: File) -> list[Path]:
     if is_remote(path):
         return []
     top = Path(os.path.abspath(os.path.expanduser(path)))
-    return [parent for parent in Path(file.path).parents if parent.is_relative_to(top) and parent != top]
+    return [
+        parent for parent in Path(file.path).parents if parent.is_relative_to(top) and parent != top
+    ]
 
 
 def _is_ours(folder: Path) -> bool:
@@ -190,7 +235,9 @@ def output_folder(path: str | Path) -> Path:
         Path(path).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise UserError(f"{path}: cannot be a folder for results ({error.strerror}); name another one") from None
+        raise UserError(
+            f"{path}: cannot be a folder for results ({error.strerror}); name another one"
+        ) from None
     return Path(path)
 
 
@@ -210,8 +257,10 @@ def check_own(path: str | Path, marker: bytes) -> None:
     with path.open("rb") as file:
         start = file.read(1 << 16)
     if start and marker not in start:
-        raise UserError(f"{path}: exists, and is nothing that this command wrote, so that it is not overwritten; name another "
-                        "file, or remove it")
+        raise UserError(
+            f"{path}: exists, and is nothing that this command wrote, so that it is not overwritten; name another "
+            "file, or remove it"
+        )
 
 
 def output_file(path: str | Path, marker: bytes = b"") -> Path:
@@ -271,8 +320,10 @@ def checkpoint_path(path: str | Path, field: str) -> Path:
     """
     path = on_this_machine(path).expanduser().absolute()
     if characters := [character for character in "*?[\\" if character in str(path)]:
-        raise UserError(f"{field}: {path} has {' and '.join(characters)} in it, and Orbax cannot save checkpoints in such a "
-                        "path; one without *, ?, [ and backslash would work, such as that of a link to this folder")
+        raise UserError(
+            f"{field}: {path} has {' and '.join(characters)} in it, and Orbax cannot save checkpoints in such a "
+            "path; one without *, ?, [ and backslash would work, such as that of a link to this folder"
+        )
     return path
 
 
@@ -288,7 +339,12 @@ def file_digest(path: str | Path) -> str:
     """
     path = Path(path).resolve()
     status = path.stat()
-    known = {"path": str(path), "size": status.st_size, "modified_ns": status.st_mtime_ns, "changed_ns": status.st_ctime_ns}
+    known = {
+        "path": str(path),
+        "size": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+        "changed_ns": status.st_ctime_ns,
+    }
     kept = cache_folder("digests") / f"{hashlib.sha256(os.fsencode(path)).hexdigest()}.json"
     try:
         record = json.loads(kept.read_text(encoding="utf-8"))
@@ -301,7 +357,9 @@ def file_digest(path: str | Path) -> str:
     if status.st_size >= LARGE_BYTES:
         with suppress(OSError):  # such as a cache that cannot be written to
             kept.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False, encoding="utf-8") as scratch:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=kept.parent, delete=False, encoding="utf-8"
+            ) as scratch:
                 json.dump(known | {"sha256": sha256}, scratch)
             os.replace(scratch.name, kept)
     return sha256
@@ -338,8 +396,10 @@ def download(remote: str, local: Path, last: str, is_whole: Callable[[Path], boo
 
 def upload(local: Path, remote: str, last: str) -> None:
     """Uploads a folder's files to a store, the file named `last` after all others."""
-    names = sorted((file.relative_to(local).as_posix() for file in local.rglob("*") if file.is_file()),
-                   key=lambda name: name == last)
+    names = sorted(
+        (file.relative_to(local).as_posix() for file in local.rglob("*") if file.is_file()),
+        key=lambda name: name == last,
+    )
     with _open_file_system(remote) as (file_system, path):
         for name in names:
             file_system.makedirs(f"{path}/{name}".rsplit("/", 1)[0], exist_ok=True)

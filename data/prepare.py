@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     import tqdm
 
 RULES = "prepare-5"  # to be changed with every change to the documents, so that existing folders are not reused
-WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes, which take seconds to start, encode it
+WORTH_PROCESSES = (
+    1 << 23
+)  # bytes of a source from which on several processes, which take seconds to start, encode it
 
 
 def prepare(
@@ -77,14 +79,22 @@ def prepare(
     if not sources:
         raise UserError("no data: data.sources is empty; --data.path FILE.json would work")
     if context_length < 2:
-        raise UserError(f"data.context_length: found {context_length}, which leaves no token to predict; 2 or more would work")
+        raise UserError(
+            f"data.context_length: found {context_length}, which leaves no token to predict; 2 or more would work"
+        )
     if not 0.0 <= held_out_fraction < 1.0:
-        raise UserError(f"data.held_out_fraction: found {held_out_fraction}; a number from 0 to less than 1 would work")
-    all_sources = [replace(source, left_out=(str(folder),)) for source in (*sources, *held_out_sources)]
+        raise UserError(
+            f"data.held_out_fraction: found {held_out_fraction}; a number from 0 to less than 1 would work"
+        )
+    all_sources = [
+        replace(source, left_out=(str(folder),)) for source in (*sources, *held_out_sources)
+    ]
     for source in all_sources:
         _template_text(source, tokenizer)  # so that a wrong name fails before an hour of reading
         _check_arrays(source, tokenizer)
-    job = _Job(all_sources, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on)
+    job = _Job(
+        all_sources, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on
+    )
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
     stored = prepared.read_or_warn(local)
@@ -121,13 +131,19 @@ class _Job:
     @cached_property
     def alternating(self) -> list[bool]:
         """Whether each source's template takes turns of user and assistant one after the other alone."""
-        return [source.format == "sharegpt" and needs_alternation(source.template, self.tokenizer) for source in self.sources]
+        return [
+            source.format == "sharegpt" and needs_alternation(source.template, self.tokenizer)
+            for source in self.sources
+        ]
 
     @cached_property
     def add_bos(self) -> tuple[bool, ...]:
         """Whether each source's texts begin with BOS."""
-        return tuple(source.format == "text" and (self.tokenizer.adds_bos if source.add_bos is None else source.add_bos)
-                     for source in self.sources)
+        return tuple(
+            source.format == "text"
+            and (self.tokenizer.adds_bos if source.add_bos is None else source.add_bos)
+            for source in self.sources
+        )
 
     def key(self) -> str:
         """Returns the folder's name, a hash of its contents: moving a file does not change it, editing a file does."""
@@ -141,7 +157,13 @@ class _Job:
             "train_on": self.train_on,
             "template_date": self._template_date(),
             "sources": [
-                [_content_hash(source), source.format, _template_text(source, self.tokenizer), dict(source.fields), add_bos]
+                [
+                    _content_hash(source),
+                    source.format,
+                    _template_text(source, self.tokenizer),
+                    dict(source.fields),
+                    add_bos,
+                ]
                 for source, add_bos in zip(self.sources, self.add_bos, strict=True)
             ],
         }
@@ -150,16 +172,24 @@ class _Job:
     def _template_date(self) -> str | None:
         """Returns the date that the templates write, or None if none writes one."""
         texts = [_template_text(source, self.tokenizer) or "" for source in self.sources]
-        return self.tokenizer.template_date.date().isoformat() if any("strftime_now" in text for text in texts) else None
+        return (
+            self.tokenizer.template_date.date().isoformat()
+            if any("strftime_now" in text for text in texts)
+            else None
+        )
 
     def is_held_out(self, source: int, record_id: str) -> bool:
         """Returns whether a record belongs to the split held_out."""
         if source >= self.train_sources:
             return True
-        number = int.from_bytes(hashlib.sha256(f"held-out\0{record_id}".encode()).digest()[:8], "big")
+        number = int.from_bytes(
+            hashlib.sha256(f"held-out\0{record_id}".encode()).digest()[:8], "big"
+        )
         return number < self.held_out_fraction * 2**64
 
-    def documents(self, report: Report, index: prepared.Index, progress_bar: "tqdm.tqdm") -> Iterator[tuple[int, dict]]:
+    def documents(
+        self, report: Report, index: prepared.Index, progress_bar: "tqdm.tqdm"
+    ) -> Iterator[tuple[int, dict]]:
         """Yields every document as tensorflow-datasets needs it: (key, fields), with consecutive keys to keep the order.
 
         Args:
@@ -168,30 +198,53 @@ class _Job:
             progress_bar: advanced by the bytes read.
         """
         templates = tuple(source.template for source in self.sources)
-        encoder = Encoder(templates, self.tokenizer, self.context_length, self.clean.split, self.train_on, self.add_bos)
+        encoder = Encoder(
+            templates,
+            self.tokenizer,
+            self.context_length,
+            self.clean.split,
+            self.train_on,
+            self.add_bos,
+        )
         for number, source in enumerate(self.sources):
-            records = source_readers.read(source, report, number, progress_bar.update, self.clean,
-                                          self.alternating[number])
+            records = source_readers.read(
+                source, report, number, progress_bar.update, self.clean, self.alternating[number]
+            )
             for record, encoded in encode_all(encoder, records, _processes_for(source)):
                 source_report = report.sources[-1]
                 if encoded.drop_reason is not None:
-                    content = None if isinstance(record, Tokens) else asdict(replace(record, file="", line=0))
+                    content = (
+                        None
+                        if isinstance(record, Tokens)
+                        else asdict(replace(record, file="", line=0))
+                    )
                     source_report.reject(encoded.drop_reason, record, content)
                     continue
                 source_report.count_kept(encoded.changes)
                 held_out = self.is_held_out(number, record.id)
                 for tokens, mask in encoded.documents:
                     key = index.add(len(tokens), int(mask[1:].sum()), number, held_out)
-                    yield key, {"tokens": tokens, "loss_mask": mask, "source": number, "record_id": record.id}
+                    yield (
+                        key,
+                        {
+                            "tokens": tokens,
+                            "loss_mask": mask,
+                            "source": number,
+                            "record_id": record.id,
+                        },
+                    )
             source_report = report.sources[-1]
             if not source_report.kept:
                 reasons = source_report.reasons()
-                raise UserError(f"{source.path}: none of its {source_report.records} records can be used ({reasons})")
+                raise UserError(
+                    f"{source.path}: none of its {source_report.records} records can be used ({reasons})"
+                )
             others = source.other_splits() if number < self.train_sources else []
             if others:
                 names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
                 source_report.notes.append(
-                    f"also reads {names}; name the folder or file of the training split to leave them out")
+                    f"also reads {names}; name the folder or file of the training split to leave them out"
+                )
 
 
 def _build(job: _Job, folder: Path, progress: bool) -> None:
@@ -200,17 +253,29 @@ def _build(job: _Job, folder: Path, progress: bool) -> None:
 
     index = prepared.Index()
     size = sum(file.size() for source in job.sources for file in source.files())
-    progress_bar = tqdm(total=size, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
+    progress_bar = tqdm(
+        total=size, unit="B", unit_scale=True, desc="preparing data", disable=not progress
+    )
     with building(folder, prepared.is_whole) as temporary:
         with progress_bar, (temporary / prepared.DROPPED).open("w", encoding="ascii") as dropped:
             numbers = itertools.count(1)
-            report = Report(on_drop=lambda record: next(numbers) <= MOST_DROPPED and dropped.write(record.to_json() + "\n"))
-            write_records(temporary, prepared.DOCUMENTS, prepared.document_features,
-                          lambda: job.documents(report, index, progress_bar))
+            report = Report(
+                on_drop=lambda record: (
+                    next(numbers) <= MOST_DROPPED and dropped.write(record.to_json() + "\n")
+                )
+            )
+            write_records(
+                temporary,
+                prepared.DOCUMENTS,
+                prepared.document_features,
+                lambda: job.documents(report, index, progress_bar),
+            )
         arrays = index.arrays()
         if arrays["held_out"].all():
-            raise UserError(f"data.held_out_fraction: found {job.held_out_fraction}, which takes all of {report.kept} "
-                            "records and leaves nothing to train on; a smaller one would work")
+            raise UserError(
+                f"data.held_out_fraction: found {job.held_out_fraction}, which takes all of {report.kept} "
+                "records and leaves nothing to train on; a smaller one would work"
+            )
         prepared.write_index(temporary, arrays, report)
 
 
@@ -246,9 +311,15 @@ def _check_arrays(source: Source, tokenizer: Tokenizer) -> None:
         array = tables.open_npy(file, source.would_work)
         if array.dtype.kind not in "iu":
             raise UserError(f"{file}: holds {array.dtype}, not integers; {source.would_work}")
-        if array.ndim == 1 and len(array) and not 0 <= array.min() <= array.max() < tokenizer.vocab_size:
-            raise UserError(f"{file}: holds ids from {array.min()} to {array.max()}, and the tokenizer has 0 to "
-                            f"{tokenizer.vocab_size - 1}; ids of this tokenizer would work")
+        if (
+            array.ndim == 1
+            and len(array)
+            and not 0 <= array.min() <= array.max() < tokenizer.vocab_size
+        ):
+            raise UserError(
+                f"{file}: holds ids from {array.min()} to {array.max()}, and the tokenizer has 0 to "
+                f"{tokenizer.vocab_size - 1}; ids of this tokenizer would work"
+            )
 
 
 def _content_hash(source: Source) -> str:
@@ -256,11 +327,15 @@ def _content_hash(source: Source) -> str:
     digest = hashlib.sha256()
     for file in source.files():
         if not file.exists():
-            next(source_readers.read(source, Report()), None)  # raises the error about the missing file
+            next(
+                source_readers.read(source, Report()), None
+            )  # raises the error about the missing file
         with file.open() as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
 
 
 if __name__ == "__main__":
-    raise SystemExit("this module is not a command; python -m scripts.prepare --config RECIPE.yaml tokenizes a recipe's data")
+    raise SystemExit(
+        "this module is not a command; python -m scripts.prepare --config RECIPE.yaml tokenizes a recipe's data"
+    )

@@ -82,7 +82,10 @@ class Documents:
         with readable(self.folder, "a document"):
             record = self._store[int(self._numbers[number])]
         return Document(
-            record["tokens"], record["loss_mask"].astype(bool), int(record["source"]), record["record_id"].decode()
+            record["tokens"],
+            record["loss_mask"].astype(bool),
+            int(record["source"]),
+            record["record_id"].decode(),
         )
 
     @cached_property
@@ -123,11 +126,18 @@ class Index:
     """The index of a folder: numbers of every document that are needed without reading it."""
 
     def __init__(self):
-        self._columns: dict[str, list[int]] = {"length": [], "trained": [], "source": [], "held_out": []}
+        self._columns: dict[str, list[int]] = {
+            "length": [],
+            "trained": [],
+            "source": [],
+            "held_out": [],
+        }
 
     def add(self, length: int, trained: int, source: int, held_out: bool) -> int:
         """Adds a document and returns its number."""
-        for column, value in zip(self._columns.values(), (length, trained, source, held_out), strict=True):
+        for column, value in zip(
+            self._columns.values(), (length, trained, source, held_out), strict=True
+        ):
             column.append(value)
         return len(self._columns["length"]) - 1
 
@@ -192,7 +202,10 @@ def read(folder: Path) -> Stored:
             index = {column: stored[column] for column in stored.files}
         check_files(folder, str(index.pop("files")))
         name = REPORT
-        reports = [SourceReport.from_dict(state) for state in json.loads((folder / REPORT).read_text(encoding="utf-8"))]
+        reports = [
+            SourceReport.from_dict(state)
+            for state in json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        ]
         return Stored(index, reports)
     except (PermissionError, UserError):
         raise
@@ -200,7 +213,9 @@ def read(folder: Path) -> Stored:
         raise UserError(f"{folder}: {name} is damaged ({first_line(error)})") from error
 
 
-def open_folder(folder: Path, stored: Stored, sources: list[Source], context_length: int) -> Prepared:
+def open_folder(
+    folder: Path, stored: Stored, sources: list[Source], context_length: int
+) -> Prepared:
     """Returns the two splits of a prepared folder; `sources` are those that were prepared, the held-out ones last."""
     index = stored.index
     held_out = index["held_out"].astype(bool)

@@ -1,4 +1,5 @@
 """Text that is not ours, as a terminal may be given it, and the streams and consoles through which all commands print."""
+
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +27,9 @@ def printable(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        "\ufffd" if character in _REPLACED or (character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs"))
+        "\ufffd"
+        if character in _REPLACED
+        or (character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs"))
         else character
         for character in text
     )
@@ -75,7 +78,7 @@ class _PrintableOutput(_Output):
     def write(self, text: str) -> int:
         # Bars of libraries go back to the line's beginning first; from there nothing but the bar itself can be hidden.
         start = "\r" if text.startswith("\r") else ""
-        super().write(start + printable(text[len(start):]))
+        super().write(start + printable(text[len(start) :]))
         return len(text)
 
 
@@ -87,8 +90,12 @@ def printable_output() -> Iterator[None]:
     """
     before = sys.stdout, sys.stderr
     # A stream is None where a process was started without it.
-    out, err = (stream if stream is None or isinstance(stream, _Output) else cast(TextIO, _PrintableOutput(stream))
-                for stream in before)
+    out, err = (
+        stream
+        if stream is None or isinstance(stream, _Output)
+        else cast(TextIO, _PrintableOutput(stream))
+        for stream in before
+    )
     sys.stdout, sys.stderr = out, err
     try:
         yield

@@ -12,8 +12,13 @@ from typing import Any
 from data.errors import UserError, first_line
 
 
-def write_records(folder: Path, split: str, features: Callable[[ModuleType], dict[str, Any]],
-                  records: Callable[[], Iterator[tuple[int, dict]]], name: str = "longstripe") -> None:
+def write_records(
+    folder: Path,
+    split: str,
+    features: Callable[[ModuleType], dict[str, Any]],
+    records: Callable[[], Iterator[tuple[int, dict]]],
+    name: str = "longstripe",
+) -> None:
     """Writes records to the folder `folder`/`split`, in their order.
 
     Args:
@@ -68,9 +73,13 @@ def readable(folder: Path, record: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # array_record and tensorflow-datasets raise RuntimeError and others of their own
-        raise UserError(f"{folder}: {record} cannot be read ({first_line(error)}); if this folder is deleted, the same command "
-                        "makes it again") from error
+    except (
+        Exception
+    ) as error:  # array_record and tensorflow-datasets raise RuntimeError and others of their own
+        raise UserError(
+            f"{folder}: {record} cannot be read ({first_line(error)}); if this folder is deleted, the same command "
+            "makes it again"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -58,7 +58,9 @@ class _Window:
     def grow(self, size: int) -> bool:
         """Discards the text before `offset` and appends `size` bytes of the file; returns False at the end of the file."""
         if len(self.text) - self.offset + size > MAX_BYTES:
-            raise UserError(f"{self.path}: a record of more than {MAX_BYTES >> 20} MiB; {would_fit('several records')}")
+            raise UserError(
+                f"{self.path}: a record of more than {MAX_BYTES >> 20} MiB; {would_fit('several records')}"
+            )
         block = self._file.read(size)
         if not block:
             return False
@@ -68,8 +70,17 @@ class _Window:
             # and not in another encoding.
             self.text = self.text[self.offset :] + self._decoder.decode(block)
         except UnicodeDecodeError as error:
-            kind = next((kind for beginning, kind in _KINDS.items() if self._first_bytes.startswith(beginning)), None)
-            problem = f"is {kind}" if kind else f"byte {self._bytes_read + error.start} is not UTF-8 text"
+            kind = next(
+                (
+                    kind
+                    for beginning, kind in _KINDS.items()
+                    if self._first_bytes.startswith(beginning)
+                ),
+                None,
+            )
+            problem = (
+                f"is {kind}" if kind else f"byte {self._bytes_read + error.start} is not UTF-8 text"
+            )
             raise UserError(f"{self.path}: {problem}; {WOULD_WORK}") from None
         self.offset = 0
         self._bytes_read += len(block)
@@ -107,7 +118,9 @@ class _MalformedJson(Exception):
         )
 
 
-def read_records(path: File, report: SourceReport, advance: Advance | None = None) -> Iterator[object]:
+def read_records(
+    path: File, report: SourceReport, advance: Advance | None = None
+) -> Iterator[object]:
     """Yields every complete JSON value of the file's list or lines.
 
     A malformed line, and the record within which a list ends, are dropped; the records before that one are used.
@@ -127,12 +140,18 @@ def read_records(path: File, report: SourceReport, advance: Advance | None = Non
         window = _Window(path, file, advance)
         first = window.peek()
         if first == "":
-            raise UserError(f"{path}: the file is empty ({path.size()} bytes, no text); {WOULD_WORK}")
+            raise UserError(
+                f"{path}: the file is empty ({path.size()} bytes, no text); {WOULD_WORK}"
+            )
         if first == "[":
             window.offset += 1
             yield from _read_list(window, report)
         elif first == "{":
-            yield from _read_values(window, report) if _spans_lines(window) else _read_lines(window, report)
+            yield from (
+                _read_values(window, report)
+                if _spans_lines(window)
+                else _read_lines(window, report)
+            )
         else:
             raise UserError(
                 f"{path}: begins with {first!r}, so it is not JSON; {WOULD_WORK} (a plain text with format: text, a table of "
@@ -166,10 +185,14 @@ def _read_values(window: _Window, report: SourceReport) -> Iterator[object]:
             value = _read_value(window)
         except _MalformedJson as error:
             if not error.is_cut_off(window.text):
-                raise UserError(f"{window.path}: record {count + 1} is malformed ({error.problem}), and all after it would be "
-                                f"lost; {WOULD_WORK}") from None
-            report.notes.append(f"the file is cut off in record {count + 1} ({error.problem}): only the records before that "
-                                "one are used")
+                raise UserError(
+                    f"{window.path}: record {count + 1} is malformed ({error.problem}), and all after it would be "
+                    f"lost; {WOULD_WORK}"
+                ) from None
+            report.notes.append(
+                f"the file is cut off in record {count + 1} ({error.problem}): only the records before that "
+                "one are used"
+            )
             report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
             return
         count += 1
@@ -196,7 +219,9 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
             character = window.peek()
         if character == "":
             # `[ {..}, {..}` and then nothing: every record is complete, only the closing bracket is missing.
-            report.notes.append(f"the JSON list has no end after record {count}: the file was cut there")
+            report.notes.append(
+                f"the JSON list has no end after record {count}: the file was cut there"
+            )
             return
         report.line = count + 1
         try:
@@ -221,8 +246,10 @@ def _check_end(window: _Window, count: int) -> None:
     """Raises UserError if anything but white space follows the end of the list, such as a second list."""
     window.offset += 1
     if window.peek():
-        raise UserError(f"{window.path}: text follows the JSON list after record {count}, and all of it would be lost; one "
-                        "list, or one JSON record a line, would work")
+        raise UserError(
+            f"{window.path}: text follows the JSON list after record {count}, and all of it would be lost; one "
+            "list, or one JSON record a line, would work"
+        )
 
 
 class _LongNumber:
@@ -244,7 +271,9 @@ def _decode(text: str, offset: int) -> tuple[object, int]:
         return _DECODER.raw_decode(text, offset)
     except json.JSONDecodeError:
         raise
-    except ValueError:  # an integer that is too long; the record is read once more, without integers, for its end
+    except (
+        ValueError
+    ):  # an integer that is too long; the record is read once more, without integers, for its end
         _, end = _WITHOUT_INTEGERS.raw_decode(text, offset)
         return _LongNumber(), end
 
@@ -268,7 +297,9 @@ def _read_value(window: _Window, advance: bool = True) -> object:
             malformed = _MalformedJson(error.msg, error.pos)
         except RecursionError:
             malformed = _MalformedJson("nested too deeply", window.offset)
-        if malformed and not malformed.is_cut_off(window.text):  # more of the file, which may be large, would not help
+        if malformed and not malformed.is_cut_off(
+            window.text
+        ):  # more of the file, which may be large, would not help
             raise malformed
         # A value that ends where the window ends may be a number that goes on in the next chunk.
         if end == len(window.text) and window.grow(size):
@@ -312,4 +343,6 @@ def _read_lines(window: _Window, report: SourceReport) -> Iterator[object]:
         shown = ", ".join(map(str, malformed[:5])) + (", ..." if len(malformed) > 5 else "")
         report.notes.append(f"lines that are cut off or not JSON: {shown}")
     if malformed and not valid:
-        raise UserError(f"{window.path}: none of its {line_number} lines is a JSON value by itself; {WOULD_WORK}")
+        raise UserError(
+            f"{window.path}: none of its {line_number} lines is a JSON value by itself; {WOULD_WORK}"
+        )

@@ -81,12 +81,16 @@ class SourceReport:
     def drop(self, reason: str, content: object = None) -> None:
         """Counts the next record as dropped."""
         self.records += 1
-        self._count_dropped(DroppedRecord(self.source, self.records, reason, content, self.file, self.line))
+        self._count_dropped(
+            DroppedRecord(self.source, self.records, reason, content, self.file, self.line)
+        )
 
     def reject(self, reason: str, record: Record, content: object = None) -> None:
         """Counts a record as dropped that was counted as kept before; it could not be encoded."""
         self.kept -= 1
-        self._count_dropped(DroppedRecord(self.source, record.record, reason, content, record.file, record.line))
+        self._count_dropped(
+            DroppedRecord(self.source, record.record, reason, content, record.file, record.line)
+        )
 
     def count_kept(self, changes: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
         """Counts what was changed in a record that is kept, and its fields that are not read."""
@@ -102,7 +106,10 @@ class SourceReport:
 
     def reasons(self) -> str:
         """Returns the reasons for drops, the most frequent first, such as `3 x empty record, 1 x no human turn`."""
-        return ", ".join(f"{count} x {reason}" for reason, count in self.dropped.most_common()) or "nothing dropped"
+        return (
+            ", ".join(f"{count} x {reason}" for reason, count in self.dropped.most_common())
+            or "nothing dropped"
+        )
 
     def table(self) -> str:
         """Returns a line for each rule or field: kept, dropped, repaired or not read, number of records, their share, name."""
@@ -112,7 +119,8 @@ class SourceReport:
         rows += [("  not read", count, name) for name, count in self.unread.most_common()]
         percent = 100 / max(self.records, 1)
         return "\n".join(
-            f"  {outcome:10} {count:9,} {count * percent:6.2f} %  {rule}".rstrip() for outcome, count, rule in rows
+            f"  {outcome:10} {count:9,} {count * percent:6.2f} %  {rule}".rstrip()
+            for outcome, count, rule in rows
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,7 +138,9 @@ class SourceReport:
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "SourceReport":
         """Returns the report that `to_dict` was called on, without `source` and `on_drop`."""
-        counters = {name: Counter(state.get(name, {})) for name in ("dropped", "repaired", "unread")}  # earlier ones lack some
+        counters = {
+            name: Counter(state.get(name, {})) for name in ("dropped", "repaired", "unread")
+        }  # earlier ones lack some
         return cls(**{**state, **counters})
 
 
@@ -187,7 +197,13 @@ class Report:
             lines += [source.table()] if source.dropped or source.repaired or source.unread else []
         if self.dropped and self.dropped_file:
             count = self.dropped.total()
-            which = f"the first {MOST_DROPPED:,} of {count:,} dropped records" if count > MOST_DROPPED else "dropped records"
+            which = (
+                f"the first {MOST_DROPPED:,} of {count:,} dropped records"
+                if count > MOST_DROPPED
+                else "dropped records"
+            )
             lines.append(f"{which}, each with its file, line and reason: {self.dropped_file}")
-        lines += [f"warning: {source.path}: {note}" for source in self.sources for note in source.notes]
+        lines += [
+            f"warning: {source.path}: {note}" for source in self.sources for note in source.notes
+        ]
         return "\n".join(lines)

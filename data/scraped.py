@@ -24,7 +24,9 @@ def from_html(content: str, which: Literal["detect", "always", "never"], changes
     Raises:
         Drop: the HTML cannot be read.
     """
-    if which == "never" or not (html.has_tags(content) if which == "always" else html.is_page(content)):
+    if which == "never" or not (
+        html.has_tags(content) if which == "always" else html.is_page(content)
+    ):
         return content
     try:
         markdown = html.to_markdown(content)
@@ -41,7 +43,11 @@ def before_rate_limit(messages: list[Message], changes: set[str]) -> list[Messag
         Drop: there is no answer before it.
     """
     for index, message in enumerate(messages):
-        if message.role == "assistant" and len(message.content) <= _BUSY_MAX_LENGTH and _BUSY.match(message.content):
+        if (
+            message.role == "assistant"
+            and len(message.content) <= _BUSY_MAX_LENGTH
+            and _BUSY.match(message.content)
+        ):
             changes.add(CUT_AT_RATE_LIMIT)
             answers = [number for number in range(index) if messages[number].role == "assistant"]
             if not answers:

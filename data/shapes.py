@@ -17,7 +17,7 @@ from data.reasons import (
     OTHER_REPLIES,
     TREE_MESSAGE,
     Drop,
-)  # fmt: skip
+)
 
 _ONLY_TURNS = ("conversations", "conversation", "messages", "items")  # which hold nothing else
 TURN_LISTS = (*_ONLY_TURNS, "dialogue", "dialog", "turns", "data", "chat")
@@ -25,10 +25,21 @@ ROLE_FIELDS, TEXT_FIELDS = ("from", "role", "speaker"), ("value", "content", "te
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 # Fields of a question and its answer, in a record or in an entry of a list of exchanges; the first pair that is there is read.
 PAIRS = (
-    ("prompt", "completion"), ("instruction", "output"), ("instruction", "response"), ("question", "answer"),
-    ("question", "response"), ("query", "response"), ("query", "answer"), ("problem", "solution"), ("inputs", "targets"),
-    ("prompt", "response"), ("prompt", "output"), ("input", "output"), ("human", "assistant"), ("user", "assistant"),
-)  # fmt: skip
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("inputs", "targets"),
+    ("prompt", "response"),
+    ("prompt", "output"),
+    ("input", "output"),
+    ("human", "assistant"),
+    ("user", "assistant"),
+)
 # What is joined to a question with an empty line between.
 _JOINED = {"instruction": ("input", "context"), "question": ("context",)}
 SHOWN_FIELDS = 12  # names of fields in a message
@@ -107,8 +118,17 @@ def shown_fields(record: Mapping[Any, Any]) -> str:
 
 def _turn_list(record: dict) -> RawTurns | None:
     """A list of turns or of exchanges, perhaps as a JSON text or as columns."""
-    lists = {name: turns for name in TURN_LISTS if (turns := _as_list(record.get(name))) is not None}
-    name = next((name for name, turns in lists.items() if turns and (name in _ONLY_TURNS or _is_turn(turns[0]))), None)
+    lists = {
+        name: turns for name in TURN_LISTS if (turns := _as_list(record.get(name))) is not None
+    }
+    name = next(
+        (
+            name
+            for name, turns in lists.items()
+            if turns and (name in _ONLY_TURNS or _is_turn(turns[0]))
+        ),
+        None,
+    )
     if name is None:  # a list without turns, unless the record has another shape
         name = next((name for name in lists if name in _ONLY_TURNS), None)
         if name is None or _pair_of(record):
@@ -129,13 +149,18 @@ def _as_list(value: object) -> list | None:
 
 
 def _is_turn(entry: object) -> bool:
-    return isinstance(entry, str) or (isinstance(entry, dict) and (
-        first_present(entry, ROLE_FIELDS) is not None or len(_entry_turns(entry)) == 2))
+    return isinstance(entry, str) or (
+        isinstance(entry, dict)
+        and (first_present(entry, ROLE_FIELDS) is not None or len(_entry_turns(entry)) == 2)
+    )
 
 
 def _alternating(texts: list) -> list[Any]:
     """Returns turns of user and assistant, one after the other."""
-    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+    return [
+        {"role": ("user", "assistant")[number % 2], "content": text}
+        for number, text in enumerate(texts)
+    ]
 
 
 def _is_json(text: str) -> bool:
@@ -152,7 +177,9 @@ def _parsed(text: str) -> object:
 
 def _from_columns(columns: dict) -> object:
     """Returns the turns of a dictionary of lists, such as {"from": [...], "value": [...]}; None if it is something else."""
-    if first_present(columns, TEXT_FIELDS) is None or not all(isinstance(column, list) for column in columns.values()):
+    if first_present(columns, TEXT_FIELDS) is None or not all(
+        isinstance(column, list) for column in columns.values()
+    ):
         return None
     if len({len(column) for column in columns.values()}) != 1:
         return None
@@ -163,11 +190,16 @@ def _entry_turns(entry: object) -> list[Any]:
     """Returns the entry of a list of turns; the two turns of one that is a whole exchange, such as {"input", "output"}."""
     if not isinstance(entry, dict) or first_present(entry, ROLE_FIELDS) is not None:
         return [entry]
-    pair = next((pair for pair in PAIRS if all(isinstance(entry.get(name), str) for name in pair)), None)
+    pair = next(
+        (pair for pair in PAIRS if all(isinstance(entry.get(name), str) for name in pair)), None
+    )
     if pair is None:
         return [entry]
     others = {name: value for name, value in entry.items() if name not in pair}
-    return [{"role": "user", "content": entry[pair[0]]}, {**others, "role": "assistant", "content": entry[pair[1]]}]
+    return [
+        {"role": "user", "content": entry[pair[0]]},
+        {**others, "role": "assistant", "content": entry[pair[1]]},
+    ]
 
 
 def _pair(record: dict) -> RawTurns | None:
@@ -177,11 +209,17 @@ def _pair(record: dict) -> RawTurns | None:
         return None
     fields = set(pair)
     sides = [record[name] for name in pair]
-    joined = [name for name in _JOINED.get(pair[0], ()) if name not in pair and isinstance(record.get(name), str)]
+    joined = [
+        name
+        for name in _JOINED.get(pair[0], ())
+        if name not in pair and isinstance(record.get(name), str)
+    ]
     if isinstance(sides[0], str) and joined:
         sides[0] = "\n\n".join(filter(None, [sides[0], *(record[name] for name in joined)]))
         fields.update(joined)
-    question, answer = (_side(side, role) for side, role in zip(sides, ("user", "assistant"), strict=True))
+    question, answer = (
+        _side(side, role) for side, role in zip(sides, ("user", "assistant"), strict=True)
+    )
     if question is None or answer is None:
         raise Drop(f"{NOT_TEXT}`{pair[0]}` and `{pair[1]}`")
     reasoning = [name for name in REASONING_FIELDS if isinstance(record.get(name), str)]
@@ -196,7 +234,14 @@ def _pair(record: dict) -> RawTurns | None:
 
 def _pair_of(record: dict) -> tuple[str, str] | None:
     """Returns the fields of a record's question and answer; None if it has none."""
-    return next((pair for pair in PAIRS if record.get(pair[0]) is not None and record.get(pair[1]) is not None), None)
+    return next(
+        (
+            pair
+            for pair in PAIRS
+            if record.get(pair[0]) is not None and record.get(pair[1]) is not None
+        ),
+        None,
+    )
 
 
 def _side(value: object, role: str) -> list[dict] | None:
@@ -210,7 +255,10 @@ def _side(value: object, role: str) -> list[dict] | None:
 
 def _history(history: object) -> list[dict]:
     history = history or []
-    if not (isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)):
+    if not (
+        isinstance(history, list)
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    ):
         raise Drop(BAD_HISTORY)
     return _alternating([text for pair in history for text in pair])
 
@@ -246,7 +294,10 @@ def _glaive(record: dict) -> RawTurns | None:
     if not pieces or before.strip():
         raise Drop(f"{NOT_TURNS}`chat`")
     roles = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
-    turns = [_glaive_turn(roles[speaker], text) for speaker, text in zip(pieces[::2], pieces[1::2], strict=True)]
+    turns = [
+        _glaive_turn(roles[speaker], text)
+        for speaker, text in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
     system = record.get("system")
     if not isinstance(system, str):
         return RawTurns(turns, {"chat"})
@@ -281,18 +332,51 @@ def _described_functions(system: str) -> tuple[str, list[dict]]:
 
 
 SHAPES = (
-    Shape("ShareGPT, OpenAI", "a list in one of TURNS", "a turn for each entry: ROLES with TEXTS", _turn_list),
-    Shape("Glaive", "`chat`: a text with `USER:`, `ASSISTANT:`",
-          "turns; JSON in `system` becomes tools, `<functioncall>` a call", _glaive),
-    Shape("OpenAssistant", "`prompt` with `replies`", "the path of the best ranked replies; others are counted", _tree),
-    Shape("an exchange", "one of PAIRS", "a question and its answer, texts or lists of turns", _pair),
+    Shape(
+        "ShareGPT, OpenAI",
+        "a list in one of TURNS",
+        "a turn for each entry: ROLES with TEXTS",
+        _turn_list,
+    ),
+    Shape(
+        "Glaive",
+        "`chat`: a text with `USER:`, `ASSISTANT:`",
+        "turns; JSON in `system` becomes tools, `<functioncall>` a call",
+        _glaive,
+    ),
+    Shape(
+        "OpenAssistant",
+        "`prompt` with `replies`",
+        "the path of the best ranked replies; others are counted",
+        _tree,
+    ),
+    Shape(
+        "an exchange", "one of PAIRS", "a question and its answer, texts or lists of turns", _pair
+    ),
 )
 
 
 # What a source's `fields` may map a record's fields to.
 ROLE_TARGETS = ("user", "assistant")
-TURN_TARGETS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
-RECORD_TARGETS = ("messages", "system", "prompt", "completion", "history", "tools", "id", "loss_mask")
+TURN_TARGETS = (
+    "role",
+    "content",
+    "reasoning_content",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+    "train",
+)
+RECORD_TARGETS = (
+    "messages",
+    "system",
+    "prompt",
+    "completion",
+    "history",
+    "tools",
+    "id",
+    "loss_mask",
+)
 
 
 class FieldMap:
@@ -301,7 +385,11 @@ class FieldMap:
     def __init__(self, fields: Mapping[str, str]):
         self._roles = {name: target for name, target in fields.items() if target in ROLE_TARGETS}
         self._turns = {name: target for name, target in fields.items() if target in TURN_TARGETS}
-        self._record = {name: target for name, target in fields.items() if target not in ROLE_TARGETS + TURN_TARGETS}
+        self._record = {
+            name: target
+            for name, target in fields.items()
+            if target not in ROLE_TARGETS + TURN_TARGETS
+        }
 
     def record(self, record: dict) -> dict:
         """Returns a record under the names that are read here, with `messages` for fields that are mapped to roles.
@@ -334,15 +422,23 @@ class FieldMap:
 
 def renamed(fields: dict, names: Mapping[str, str]) -> dict:
     """Returns fields of which some have other names; what had such a name before is kept as one that nothing reads."""
-    moved = {names[name]: value for name, value in fields.items() if name in names and value is not None}
+    moved = {
+        names[name]: value for name, value in fields.items() if name in names and value is not None
+    }
     if not moved:
         return fields
     others = {name: value for name, value in fields.items() if name not in names}
-    kept = {f"{name}, for which another is named" if name in moved else name: value for name, value in others.items()}
+    kept = {
+        f"{name}, for which another is named" if name in moved else name: value
+        for name, value in others.items()
+    }
     return {**kept, **moved}
 
 
 def unread_of(fields: Mapping[Any, Any], read: set[str] | frozenset[str], where: str) -> set[str]:
     """Returns, for the report, the fields that have a value and are not read, such as "record field `source`"."""
-    return {f"{where} field `{printable(str(name))[:80]}`" for name, value in fields.items()
-            if name not in read and has_value(value)}
+    return {
+        f"{where} field `{printable(str(name))[:80]}`"
+        for name, value in fields.items()
+        if name not in read and has_value(value)
+    }

@@ -4,6 +4,7 @@ Python runs a signal's handler only when the running call returns to the interpr
 and the system ignores SIGTERM for PID 1, as which a container starts its command, unless there is a handler. Training has
 handlers of its own while there is something to save; see `trainer.run.preemption`.
 """
+
 from __future__ import annotations
 
 import os
@@ -23,7 +24,9 @@ _before_the_end: list[Callable[[int, str], object]] = []
 
 def end_at_once() -> None:
     """Installs the handlers; to be called by a command in its first lines, in the main thread."""
-    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # ignored by who started it, or done already
+    if (
+        signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):  # ignored by who started it, or done already
         return
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -51,8 +54,11 @@ def _listen(read_end: int) -> None:
     while byte := os.read(read_end, 1):
         if byte[0] == signal.SIGTERM:
             _end(128 + signal.SIGTERM, "stopped (SIGTERM): the same command starts again")
-        if byte[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) == _interrupt \
-                and not _interrupted.wait(INTERRUPT_SECONDS):
+        if (
+            byte[0] == signal.SIGINT
+            and signal.getsignal(signal.SIGINT) == _interrupt
+            and not _interrupted.wait(INTERRUPT_SECONDS)
+        ):
             _end(128 + signal.SIGINT, "stopped")
         _interrupted.clear()
 

@@ -30,7 +30,10 @@ _PART = 1 << 22  # tokens of an array that are in memory at a time
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
 _NO_RECORD = (NO_SHAPE, NO_TEXT, NO_TOKENS)  # reasons to drop what is no record at all
 # What the `fields` of a source of another format than sharegpt may stand for.
-_FIELDS = {"text": ("text", "prompt", "completion", "id"), "tokens": ("tokens", "loss_mask", "labels", "id")}
+_FIELDS = {
+    "text": ("text", "prompt", "completion", "id"),
+    "tokens": ("tokens", "loss_mask", "labels", "id"),
+}
 
 
 class Format(NamedTuple):
@@ -86,18 +89,29 @@ class Source:
 
     def __post_init__(self):
         if self.format not in FORMATS:
-            raise UserError(f"data.sources: format {self.format!r} is unknown; {', '.join(FORMATS)} would work")
+            raise UserError(
+                f"data.sources: format {self.format!r} is unknown; {', '.join(FORMATS)} would work"
+            )
         if not 0 < self.weight < float("inf"):
-            raise UserError(f"data.sources: weight {self.weight} of {self.path} must be a number above 0")
-        valid = (*shapes.ROLE_TARGETS, *shapes.TURN_TARGETS, *shapes.RECORD_TARGETS) if self.format == "sharegpt" else (
-            _FIELDS[self.format])
+            raise UserError(
+                f"data.sources: weight {self.weight} of {self.path} must be a number above 0"
+            )
+        valid = (
+            (*shapes.ROLE_TARGETS, *shapes.TURN_TARGETS, *shapes.RECORD_TARGETS)
+            if self.format == "sharegpt"
+            else (_FIELDS[self.format])
+        )
         for name, target in self.fields.items():
             if target not in valid:
-                raise UserError(f"data.sources: fields of {self.path}: {name!r} stands for {target!r}; {', '.join(valid)} "
-                                "would work")
+                raise UserError(
+                    f"data.sources: fields of {self.path}: {name!r} stands for {target!r}; {', '.join(valid)} "
+                    "would work"
+                )
         if self.add_bos is not None and self.format != "text":
-            raise UserError(f"data.sources: add_bos of {self.path}: is for format: text; of conversations the template writes "
-                            "BOS, and tokens are used as they are")
+            raise UserError(
+                f"data.sources: add_bos of {self.path}: is for format: text; of conversations the template writes "
+                "BOS, and tokens are used as they are"
+            )
 
     @property
     def would_work(self) -> str:
@@ -114,7 +128,9 @@ class Source:
         files = paths.find_files(self.path, suffixes, self.left_out)
         if not files:
             apart = f" apart from {', '.join(self.left_out)}" if self.left_out else ""
-            raise UserError(f"{self.path}: no {' or '.join(suffixes)} file in this folder{apart}; {self.would_work}")
+            raise UserError(
+                f"{self.path}: no {' or '.join(suffixes)} file in this folder{apart}; {self.would_work}"
+            )
         return files
 
     def other_splits(self) -> list[str]:
@@ -122,7 +138,11 @@ class Source:
 
         What lies in a folder of the user's own is there for a purpose, whatever its name.
         """
-        return hub.other_splits([str(file) for file in self.files()]) if hub.is_hub_dataset(self.path) else []
+        return (
+            hub.other_splits([str(file) for file in self.files()])
+            if hub.is_hub_dataset(self.path)
+            else []
+        )
 
 
 def read(
@@ -173,7 +193,9 @@ Parse = Callable[[object, int, int], Record]
 """A function of (raw record, source number, record number) that returns the record or raises Drop."""
 
 
-def _parsed_records(raw: object, parse: Parse, number: int, report: SourceReport) -> Iterator[Record]:
+def _parsed_records(
+    raw: object, parse: Parse, number: int, report: SourceReport
+) -> Iterator[Record]:
     """Yields the record that a raw one is, or those in the list that it is wrapped around; counts what is dropped."""
     try:
         record = parse(raw, number, report.records + 1)
@@ -187,8 +209,10 @@ def _parsed_records(raw: object, parse: Parse, number: int, report: SourceReport
         yield replace(record, file=report.file, line=report.line)
         return
     others = sorted(raw.keys() - {name})
-    report.notes.append(f"{report.file}: the records are the list in its field `{printable(name)}`"
-                        + (f"; not read beside it: {shapes.shown_fields(dict.fromkeys(others))}" if others else ""))
+    report.notes.append(
+        f"{report.file}: the records are the list in its field `{printable(name)}`"
+        + (f"; not read beside it: {shapes.shown_fields(dict.fromkeys(others))}" if others else "")
+    )
     for report.line, inner in enumerate(raw[name], 1):
         yield from _parsed_records(inner, parse, number, report)
 
@@ -197,7 +221,11 @@ def _wrapped_list(raw: object, parse: Parse) -> str | None:
     """Returns the field of an object that holds a list of records, such as {"data": [...]}; None if there is not one."""
     if not isinstance(raw, dict):
         return None
-    lists = [name for name, value in raw.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    lists = [
+        name
+        for name, value in raw.items()
+        if isinstance(value, list) and value and isinstance(value[0], dict)
+    ]
     return lists[0] if len(lists) == 1 and _is_record(raw[lists[0]][0], parse) else None
 
 
@@ -210,7 +238,9 @@ def _is_record(raw: object, parse: Parse) -> bool:
     return True
 
 
-def _without_metadata(raw_records: Iterator[object], parse: Parse, report: SourceReport) -> Iterator[object]:
+def _without_metadata(
+    raw_records: Iterator[object], parse: Parse, report: SourceReport
+) -> Iterator[object]:
     """Yields the records of a file among others, but for a single object that is none: what is said about a data set."""
     first = list(itertools.islice(raw_records, 1))
     line = report.line
@@ -218,8 +248,10 @@ def _without_metadata(raw_records: Iterator[object], parse: Parse, report: Sourc
     line, report.line = report.line, line
     alone = first[0] if len(first) == 1 else None
     if isinstance(alone, dict) and not _is_record(alone, parse) and not _wrapped_list(alone, parse):
-        report.notes.append(f"{report.file}: not read, since it holds one object that is no record, with "
-                            f"{shapes.shown_fields(alone)}")
+        report.notes.append(
+            f"{report.file}: not read, since it holds one object that is no record, with "
+            f"{shapes.shown_fields(alone)}"
+        )
         return
     if isinstance(alone, str) and _is_card(report.file, alone):
         report.notes.append(f"{report.file}: not read, since it is the card of a data set")
@@ -232,14 +264,19 @@ def _without_metadata(raw_records: Iterator[object], parse: Parse, report: Sourc
 
 def _is_card(file: str, text: str) -> bool:
     """Returns whether a text is a README.md that begins with fields in YAML, as the hub's do."""
-    return PurePosixPath(file).name == "README.md" and re.match(r"---\n.*?\n---(?:\n|\Z)", text, re.DOTALL) is not None
+    return (
+        PurePosixPath(file).name == "README.md"
+        and re.match(r"---\n.*?\n---(?:\n|\Z)", text, re.DOTALL) is not None
+    )
 
 
 def _raw_records(
     file: File, source: Source, report: SourceReport, advance: Advance | None
 ) -> Iterator[object]:
     """Yields JSON values, one string for a plain text file, or arrays [n] of token ids."""
-    if file.suffix not in (*tables.SUFFIXES, ".npy") and (source.format == "sharegpt" or file.suffix in _JSON):
+    if file.suffix not in (*tables.SUFFIXES, ".npy") and (
+        source.format == "sharegpt" or file.suffix in _JSON
+    ):
         yield from read_records(file, report, advance)
         return
     if not file.exists():
@@ -261,10 +298,14 @@ def _read_text(file: File, source: Source) -> str:
         with file.open_decompressed() as opened:
             content = opened.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise UserError(f"{file}: more than {MAX_BYTES >> 20} MiB in one text; {would_fit('several files')}")
+            raise UserError(
+                f"{file}: more than {MAX_BYTES >> 20} MiB in one text; {would_fit('several files')}"
+            )
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: byte {error.start} is not UTF-8 text; {source.would_work}") from None
+        raise UserError(
+            f"{file}: byte {error.start} is not UTF-8 text; {source.would_work}"
+        ) from None
 
 
 def _parser(source: Source, clean: CleanConfig, alternating: bool, report: SourceReport) -> Parse:
@@ -303,13 +344,19 @@ def _parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
     """Reads a text, or a prompt and its completion; returns it and the fields that were not read."""
     fields = raw if isinstance(raw, dict) else {"text": raw}
     text, prompt, read = fields.get("text"), "", {"text"}
-    if text is None and isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str):
+    if (
+        text is None
+        and isinstance(fields.get("prompt"), str)
+        and isinstance(fields.get("completion"), str)
+    ):
         if not fields["completion"].strip():
             raise Drop(EMPTY_TEXT)
         prompt = _unicode(fields["prompt"])
         text, read = prompt + fields["completion"], {"prompt", "completion"}
     if not isinstance(text, str):
-        raise Drop(NO_TEXT + (f": it has {shapes.shown_fields(fields)}" if isinstance(raw, dict) else ""))
+        raise Drop(
+            NO_TEXT + (f": it has {shapes.shown_fields(fields)}" if isinstance(raw, dict) else "")
+        )
     if not text.strip():
         raise Drop(EMPTY_TEXT)
     text = _unicode(text)
@@ -330,7 +377,14 @@ def _parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[st
     name = "tokens" if "tokens" in fields else "input_ids"
     tokens = _int32(fields.get(name))
     if tokens is None:
-        raise Drop(NO_TOKENS + (f": it has {shapes.shown_fields(fields)}" if isinstance(raw, dict) and name not in raw else ""))
+        raise Drop(
+            NO_TOKENS
+            + (
+                f": it has {shapes.shown_fields(fields)}"
+                if isinstance(raw, dict) and name not in raw
+                else ""
+            )
+        )
     read, mask = {name}, np.ones(len(tokens), bool)
     if fields.get("loss_mask") is not None:
         read.add("loss_mask")
@@ -341,7 +395,9 @@ def _parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[st
         mask = None if labels is None else labels != IGNORED_LABEL
     if mask is None or len(mask) != len(tokens):
         raise Drop(BAD_MASK)
-    return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask.astype(bool), source, number), _unread(raw, read)
+    return Tokens(
+        _record_id(raw, tokens.tobytes()), tokens, mask.astype(bool), source, number
+    ), _unread(raw, read)
 
 
 def _parse_array(array: np.memmap, source: int, number: int) -> Tokens:
@@ -351,7 +407,9 @@ def _parse_array(array: np.memmap, source: int, number: int) -> Tokens:
     digest = hashlib.sha256()
     for start in range(0, len(array), _PART):
         digest.update(array[start : start + _PART].astype(np.int32).tobytes())
-    return Tokens(digest.hexdigest()[:16], array, np.broadcast_to(np.True_, len(array)), source, number)
+    return Tokens(
+        digest.hexdigest()[:16], array, np.broadcast_to(np.True_, len(array)), source, number
+    )
 
 
 def _unread(raw: object, read: set[str]) -> set[str]:
@@ -365,7 +423,11 @@ def _int32(values: object, allow_bool: bool = False) -> Int32[np.ndarray, " n"] 
     """Returns the values as an array, or None if they are not a non-empty list or array of 32-bit integers."""
     if not isinstance(values, list | np.ndarray) or len(values) == 0:
         return None
-    if not allow_bool and isinstance(values, list) and any(isinstance(value, bool) for value in values):
+    if (
+        not allow_bool
+        and isinstance(values, list)
+        and any(isinstance(value, bool) for value in values)
+    ):
         return None  # among integers, numpy would convert them to 0 and 1
     try:
         array = np.asarray(values)
@@ -378,9 +440,13 @@ def _is_int32(array: np.ndarray, allow_bool: bool = False) -> bool:
     """Returns whether an array holds at least one number, and 32-bit integers alone."""
     if array.ndim != 1 or not len(array) or array.dtype.kind not in ("iub" if allow_bool else "iu"):
         return False
-    return array.min() >= -(2**31) and array.max() < 2**31  # not abs(), whose value for the lowest int64 is negative
+    return (
+        array.min() >= -(2**31) and array.max() < 2**31
+    )  # not abs(), whose value for the lowest int64 is negative
 
 
 def _record_id(raw: object, content: bytes) -> str:
     """Returns the record's own id, or a hash of its content; never a path, since files may be moved."""
-    return (own_id(raw) if isinstance(raw, dict) else None) or hashlib.sha256(content).hexdigest()[:16]
+    return (own_id(raw) if isinstance(raw, dict) else None) or hashlib.sha256(content).hexdigest()[
+        :16
+    ]

@@ -44,10 +44,15 @@ def split(
 
     first = 0
     while first < len(starts) - 1:
-        lengths = (characters[starts[first + 1 :]] - characters[starts[first]]) * length_per_character
+        lengths = (
+            characters[starts[first + 1 :]] - characters[starts[first]]
+        ) * length_per_character
         count, part = _largest_part(
-            partial(render_exchanges, first), length, max_length,
-            guess=int((lengths <= max_length).sum()), available=len(starts) - 1 - first,
+            partial(render_exchanges, first),
+            length,
+            max_length,
+            guess=int((lengths <= max_length).sum()),
+            available=len(starts) - 1 - first,
         )
         yield part
         first += count
@@ -72,7 +77,11 @@ def _exchange_starts(messages: Sequence[Message], first: int) -> Iterator[int]:
 
 
 def _largest_part(
-    render: Callable[[int], Rendered], length: Callable[[Rendered], int], max_length: int, guess: int, available: int
+    render: Callable[[int], Rendered],
+    length: Callable[[Rendered], int],
+    max_length: int,
+    guess: int,
+    available: int,
 ) -> tuple[int, Rendered]:
     """Returns how many exchanges fit into `max_length`, at least one, and these rendered.
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".csv", ".tsv")
 _ROWS = 256  # in memory at a time
-_IN_FILE_FORMAT = b"ARROW1"  # which Arrow's format for files begins with, and that for streams does not
+_IN_FILE_FORMAT = (
+    b"ARROW1"  # which Arrow's format for files begins with, and that for streams does not
+)
 MORE_CELLS = "cells beyond the header's columns"
 
 
@@ -48,10 +50,14 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
     except UserError:
         raise
     except Exception as error:  # a damaged page may raise any of Arrow's errors and of Python's
-        raise UserError(f"{file}: cannot be read as {kind} ({first_line(error)}); a whole file would work") from None
+        raise UserError(
+            f"{file}: cannot be read as {kind} ({first_line(error)}); a whole file would work"
+        ) from None
     finally:
-        report.notes += [f"{file}: {count} values of the column {printable(name)} cannot be read and are left out"
-                         for name, count in unreadable.items()]
+        report.notes += [
+            f"{file}: {count} values of the column {printable(name)} cannot be read and are left out"
+            for name, count in unreadable.items()
+        ]
 
 
 def _parquet_batches(opened: io.IOBase) -> "Iterator[pyarrow.RecordBatch]":
@@ -79,7 +85,9 @@ def _rows(batch: "pyarrow.RecordBatch", unreadable: Counter[str]) -> list[dict]:
     """Returns the rows of a batch without the values that cannot be read, which are counted by column."""
     try:
         return batch.to_pylist()
-    except Exception:  # ValueError, OverflowError, UnicodeDecodeError, ArrowException, ...; now value by value
+    except (
+        Exception
+    ):  # ValueError, OverflowError, UnicodeDecodeError, ArrowException, ...; now value by value
         rows: list[dict] = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         for row, value in zip(rows, column, strict=True):
@@ -97,21 +105,33 @@ def _read_csv(file: File) -> Iterator[dict]:
         with file.open_decompressed() as opened:
             text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
             first = text.readline(1 << 20)
-            delimiter = "\t" if file.suffix == ".tsv" else next((mark for mark in ",;\t" if mark in first), ",")
+            delimiter = (
+                "\t"
+                if file.suffix == ".tsv"
+                else next((mark for mark in ",;\t" if mark in first), ",")
+            )
             reader = csv.reader(itertools.chain([first], text), delimiter=delimiter, strict=True)
             names = next(reader, [])
             if repeated := [name for name, count in Counter(names).items() if count > 1]:
-                raise UserError(f"{file}: two of its columns are called {printable(repeated[0])!r}; a first line "
-                                "that names each column once would work")
+                raise UserError(
+                    f"{file}: two of its columns are called {printable(repeated[0])!r}; a first line "
+                    "that names each column once would work"
+                )
             for cells in reader:
                 if cells:
                     row = dict(zip(names, cells, strict=False))
-                    yield row | ({MORE_CELLS: cells[len(names):]} if len(cells) > len(names) else {})
+                    yield row | (
+                        {MORE_CELLS: cells[len(names) :]} if len(cells) > len(names) else {}
+                    )
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: byte {error.start} of a line is not UTF-8 text; a table in UTF-8 would work") from None
+        raise UserError(
+            f"{file}: byte {error.start} of a line is not UTF-8 text; a table in UTF-8 would work"
+        ) from None
     except csv.Error as error:
-        raise UserError(f"{file}: cannot be read as a table in text (line {reader.line_num}: {error}); quotes that are closed "
-                        "would work") from None
+        raise UserError(
+            f"{file}: cannot be read as a table in text (line {reader.line_num}: {error}); quotes that are closed "
+            "would work"
+        ) from None
 
 
 def read_npy(file: File, would_work: str) -> Iterator[Int[np.ndarray, " n"]]:
@@ -139,9 +159,13 @@ def open_npy(file: File, would_work: str) -> np.ndarray:
     except UserError:
         raise
     except Exception as error:  # numpy raises ValueError, EOFError, SyntaxError and others of its own, and those of zipfile
-        raise UserError(f"{file}: cannot be read as .npy ({first_line(error)}); {would_work}") from None
+        raise UserError(
+            f"{file}: cannot be read as .npy ({first_line(error)}); {would_work}"
+        ) from None
     if not isinstance(array, np.ndarray):
         raise UserError(f"{file}: is an .npz archive, not a single array; {would_work}")
     if array.ndim not in (1, 2):
-        raise UserError(f"{file}: has shape {list(array.shape)}; [tokens] or [documents, tokens] would work")
+        raise UserError(
+            f"{file}: has shape {list(array.shape)}; [tokens] or [documents, tokens] would work"
+        )
     return array

@@ -26,8 +26,10 @@ FILES = (
     "chat_template.jinja",
 )
 BPE_FILES = ("vocab.json", "merges.txt")  # from which a tokenizer.json is made where there is none
-WOULD_WORK = ("a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a sentencepiece .model file, "
-              "would work")
+WOULD_WORK = (
+    "a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a sentencepiece .model file, "
+    "would work"
+)
 # The date that chat templates write, unless a recipe has another: one of its own, so that the same data gives the same ids.
 TEMPLATE_DATE = datetime(2025, 1, 1)
 _NONCHARACTERS = re.compile("[\ufdd0\ufdd1]")
@@ -55,7 +57,9 @@ class Tokenizer:
     template_date: datetime
     """What strftime_now writes in a chat template."""
 
-    def __init__(self, files: dict[str, bytes], engine: Engine, path: str, text_tokens: tuple[str, ...] = ()):
+    def __init__(
+        self, files: dict[str, bytes], engine: Engine, path: str, text_tokens: tuple[str, ...] = ()
+    ):
         """Makes a tokenizer of the contents of its `files`; `path` names it in messages."""
         self._files = files
         self._engine = engine
@@ -63,10 +67,17 @@ class Tokenizer:
         self.vocab_size = engine.vocab_size
         config = _parse_json(files, "tokenizer_config.json", path)
         self._set_special_tokens(
-            {**engine.special_tokens, **_named(_parse_json(files, "special_tokens_map.json", path)), **_named(config)}, path
+            {
+                **engine.special_tokens,
+                **_named(_parse_json(files, "special_tokens_map.json", path)),
+                **_named(config),
+            },
+            path,
         )
         flag = config.get("add_bos_token")
-        self.adds_bos = self.bos_id is not None and engine.begins_with(self.bos_id, flag if isinstance(flag, bool) else None)
+        self.adds_bos = self.bos_id is not None and engine.begins_with(
+            self.bos_id, flag if isinstance(flag, bool) else None
+        )
         self.chat_template = _chat_template(files, config, path)
         self.text_tokens = text_tokens
         self.template_date = TEMPLATE_DATE
@@ -74,7 +85,9 @@ class Tokenizer:
             special = {self.bos_token, self.eos_token, self.pad_token}
             if text not in self.controls or text in special:
                 valid = ", ".join(sorted(self.controls.keys() - special)) or "none"
-                raise UserError(f"data.text_tokens: {text!r} is no added token of the tokenizer; {valid} would work")
+                raise UserError(
+                    f"data.text_tokens: {text!r} is no added token of the tokenizer; {valid} would work"
+                )
             del self.controls[text]
         engine.forbid({control.id for control in self.controls.values()})
 
@@ -84,7 +97,9 @@ class Tokenizer:
             text = config.get(f"{name}_token")
             text = text.get("content") if isinstance(text, dict) else text
             if text is not None and not _is_text(text):
-                raise UserError(f"{path}: its {name}_token is {text!r}, which is no text; the text of a token would work")
+                raise UserError(
+                    f"{path}: its {name}_token is {text!r}, which is no text; the text of a token would work"
+                )
             token_id = None if text is None else self._engine.token_to_id(text)
             if text is not None and token_id is None:
                 raise UserError(f"{path}: its {name}_token {text!r} is not in its vocabulary")
@@ -107,17 +122,25 @@ class Tokenizer:
         path = Path(path).expanduser()
         if path.is_dir():
             files = {name: file.read_bytes() for name in FILES if (file := file_within(path, name))}
-            if {"tokenizer.json", "tokenizer.model"}.isdisjoint(files) and all(file_within(path, name) for name in BPE_FILES):
+            if {"tokenizer.json", "tokenizer.model"}.isdisjoint(files) and all(
+                file_within(path, name) for name in BPE_FILES
+            ):
                 files["tokenizer.json"] = _from_bpe_files(path)
             elif {"tokenizer.json", "tokenizer.model"}.isdisjoint(files):
                 models = sorted(path.glob("*.model"))
                 if len(models) != 1:
-                    names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-                    raise UserError(f"{path}: no tokenizer in this folder (found {names}); {WOULD_WORK}")
+                    names = (
+                        ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+                    )
+                    raise UserError(
+                        f"{path}: no tokenizer in this folder (found {names}); {WOULD_WORK}"
+                    )
                 check_within(path, models[0])
                 files["tokenizer.model"] = models[0].read_bytes()
         elif path.is_file():
-            files = {"tokenizer.json" if path.suffix == ".json" else "tokenizer.model": path.read_bytes()}
+            files = {
+                "tokenizer.json" if path.suffix == ".json" else "tokenizer.model": path.read_bytes()
+            }
         else:
             raise UserError(f"{path}: no such file or folder; {WOULD_WORK}")
         try:
@@ -125,7 +148,9 @@ class Tokenizer:
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
         except Exception as error:  # both libraries raise bare Exception or RuntimeError
-            raise UserError(f"{path}: cannot be read as a tokenizer ({first_line(error)}); {WOULD_WORK}") from None
+            raise UserError(
+                f"{path}: cannot be read as a tokenizer ({first_line(error)}); {WOULD_WORK}"
+            ) from None
         return cls(files, engine, str(path))
 
     def with_controls(self, tokens: Iterable[str]) -> "Tokenizer":
@@ -134,7 +159,12 @@ class Tokenizer:
         if not missing:
             return self
         files = {**self._files, **self._engine.with_control_tokens(missing)}
-        tokenizer = Tokenizer(files, type(self._engine)(files), "the tokenizer with added control tokens", self.text_tokens)
+        tokenizer = Tokenizer(
+            files,
+            type(self._engine)(files),
+            "the tokenizer with added control tokens",
+            self.text_tokens,
+        )
         return tokenizer.with_template_date(self.template_date)
 
     def with_text_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
@@ -198,7 +228,9 @@ class Tokenizer:
             UserError: the tokenizer has no such control token.
         """
         if token not in self.controls:
-            raise UserError(f"the tokenizer has no control token {token!r}; it has {', '.join(sorted(self.controls))}")
+            raise UserError(
+                f"the tokenizer has no control token {token!r}; it has {', '.join(sorted(self.controls))}"
+            )
         return self.controls[token].id
 
     def typed(self, text: str) -> set[str]:
@@ -240,7 +272,9 @@ class Tokenizer:
             files["tokenizer_config.json"] = self._sentencepiece_config()
         if chat_template is not None:
             config = json.loads(files.get("tokenizer_config.json", b"{}"))
-            if config.pop("chat_template", None) is not None:  # a folder must not contain two templates
+            if (
+                config.pop("chat_template", None) is not None
+            ):  # a folder must not contain two templates
                 files["tokenizer_config.json"] = _dump_json(config)
             files["chat_template.jinja"] = chat_template.encode()
         elif self.chat_template is not None and "chat_template.jinja" in files:
@@ -254,7 +288,11 @@ class Tokenizer:
         config.setdefault("tokenizer_class", "LlamaTokenizer")
         # The default of `legacy` differs between versions of transformers; BOS and EOS are left to the template.
         options = {"legacy": True, "add_bos_token": False, "add_eos_token": False}
-        special_tokens = {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": self.pad_token}
+        special_tokens = {
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "pad_token": self.pad_token,
+        }
         for key, value in {**options, **special_tokens, **self._engine.special_tokens}.items():
             config.setdefault(key, value)
         return _dump_json(config)
@@ -271,10 +309,16 @@ def _from_bpe_files(folder: Path) -> bytes:
     describes = any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json"))
     kind = AutoTokenizer if describes else GPT2Tokenizer  # the first model with these two files
     try:
-        return kind.from_pretrained(str(folder), local_files_only=True).backend_tokenizer.to_str().encode()
+        return (
+            kind.from_pretrained(str(folder), local_files_only=True)
+            .backend_tokenizer.to_str()
+            .encode()
+        )
     except Exception as error:  # transformers and tokenizers raise what they like
-        raise UserError(f"{folder}: vocab.json and merges.txt cannot be read as a tokenizer ({first_line(error)}); "
-                        f"{WOULD_WORK}") from None
+        raise UserError(
+            f"{folder}: vocab.json and merges.txt cannot be read as a tokenizer ({first_line(error)}); "
+            f"{WOULD_WORK}"
+        ) from None
 
 
 def _named(config: dict) -> dict:
@@ -288,13 +332,21 @@ def _chat_template(files: dict[str, bytes], config: dict, path: str) -> str | No
         try:
             return files["chat_template.jinja"].decode()
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}: byte {error.start} of chat_template.jinja is not UTF-8 text") from None
+            raise UserError(
+                f"{path}: byte {error.start} of chat_template.jinja is not UTF-8 text"
+            ) from None
     template = config.get("chat_template")
     if isinstance(template, list):  # an older form in transformers, with several named templates
-        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        entries = [
+            entry
+            for entry in template
+            if isinstance(entry, dict) and entry.get("name") == "default"
+        ]
         template = entries[-1].get("template") if entries else None
     if template is not None and not _is_text(template):
-        raise UserError(f"{path}: the chat_template in tokenizer_config.json is no text; a Jinja template would work")
+        raise UserError(
+            f"{path}: the chat_template in tokenizer_config.json is no text; a Jinja template would work"
+        )
     return template
 
 

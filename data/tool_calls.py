@@ -21,7 +21,11 @@ def parse_calls(value: object) -> tuple[dict[str, Any], ...]:
 
 def _parse_call(call: object) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
         raise ValueError("a tool call without a name")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
@@ -47,8 +51,11 @@ def unread_call_fields(value: object) -> set[str]:
         read |= {"id"} if isinstance(call.get("id"), str) else set()
         read |= {"type"} if call.get("type") == "function" else set()
         fields = {**call, **function}
-        unread |= {f"tool call's field `{printable(str(name))[:80]}`" for name, content in fields.items()
-                   if name not in read and content is not None and content not in ("", [], {})}
+        unread |= {
+            f"tool call's field `{printable(str(name))[:80]}`"
+            for name, content in fields.items()
+            if name not in read and content is not None and content not in ("", [], {})
+        }
     return unread
 
 
@@ -66,7 +73,10 @@ def parse_tools(value: object) -> tuple[dict[str, Any], ...] | None:
         value = json.loads(value) if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
             return None
-        return tuple(_unicode(tool if "function" in tool else {"type": "function", "function": tool}) for tool in value)
+        return tuple(
+            _unicode(tool if "function" in tool else {"type": "function", "function": tool})
+            for tool in value
+        )
     except (ValueError, TypeError, RecursionError):
         return None
 

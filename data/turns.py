@@ -30,19 +30,51 @@ from data.reasons import (
     UNKNOWN_ROLE,
     WHITE_SPACE,
     Drop,
-)  # fmt: skip
-from data.shapes import CONTEXT, REASONING_FIELDS, ROLE_FIELDS, TEXT_FIELDS, first_present, unread_of
+)
+from data.shapes import (
+    CONTEXT,
+    REASONING_FIELDS,
+    ROLE_FIELDS,
+    TEXT_FIELDS,
+    first_present,
+    unread_of,
+)
 from data.tool_calls import new_id, parse_call_text, parse_calls, unread_call_fields
 
 # The names of roles in public dumps, in lower case and with _ for a hyphen or space.
 _ROLES = {
     **dict.fromkeys(["human", "user", "prompter", "person", "customer", "client", "usr"], "user"),
-    **dict.fromkeys(["assistant", "model", "bot", "ai", "llm", "chatbot", "agent", "function_call", "tool_call"], "assistant"),
+    **dict.fromkeys(
+        [
+            "assistant",
+            "model",
+            "bot",
+            "ai",
+            "llm",
+            "chatbot",
+            "agent",
+            "function_call",
+            "tool_call",
+        ],
+        "assistant",
+    ),
     **dict.fromkeys(["system", "developer", "sys", "system_prompt"], "system"),
-    **dict.fromkeys(["tool", "function", "observation", "tool_response", "function_response", "tool_result", "function_result",
-                     "tool_output", "ipython"], "tool"),
+    **dict.fromkeys(
+        [
+            "tool",
+            "function",
+            "observation",
+            "tool_response",
+            "function_response",
+            "tool_result",
+            "function_result",
+            "tool_output",
+            "ipython",
+        ],
+        "tool",
+    ),
     **dict.fromkeys(["thinking", "reasoning", "thought", "think"], "thought"),
-}  # fmt: skip
+}
 # The names of models, with whatever version behind: gpt, gpt-4o, chatgpt, claude-3-opus.
 _MODELS = re.compile(
     r"(?:chat_?)?gpt|bing|bard|claude|gemini|gemma|llama|vicuna|alpaca|mistral|mixtral|qwen|deepseek|command_r|grok|phi|palm|kimi|o\d"
@@ -95,7 +127,11 @@ def read_messages(turns: Sequence[object], findings: Findings) -> list[Message]:
         if thoughts:
             if role != "assistant":
                 raise Drop(THOUGHT_ALONE)
-            messages.append(replace(message, reasoning="\n\n".join([*thoughts, message.reasoning or ""]).strip()))
+            messages.append(
+                replace(
+                    message, reasoning="\n\n".join([*thoughts, message.reasoning or ""]).strip()
+                )
+            )
             thoughts = []
         else:
             messages.append(message)
@@ -136,7 +172,11 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
         raise Drop(BAD_TURN)
     if role is None:
         raise Drop(UNKNOWN_ROLE + (printable(raw_role.strip())[:60] or "(empty)"))
-    if not calls and raw_role.strip().lower().replace("-", "_") in _CALL_ROLES and (calls := parse_call_text(content)):
+    if (
+        not calls
+        and raw_role.strip().lower().replace("-", "_") in _CALL_ROLES
+        and (calls := parse_call_text(content))
+    ):
         findings.unread |= unread_call_fields(json.loads(content))
         content = ""
     if calls and role != "assistant":
@@ -153,8 +193,15 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
         if role == "tool":
             call_id, name = (_text_field(turn, field, read) for field in ("tool_call_id", "name"))
         findings.unread |= unread_of(turn, read, "turn")
-    return role, Message("assistant" if role == "thought" else role, stripped, train, calls, call_id, name,
-                         reasoning=reasoning if reasoning.strip() else None)
+    return role, Message(
+        "assistant" if role == "thought" else role,
+        stripped,
+        train,
+        calls,
+        call_id,
+        name,
+        reasoning=reasoning if reasoning.strip() else None,
+    )
 
 
 def _calls(turn: dict, findings: Findings) -> tuple[tuple[dict[str, Any], ...], str | None]:
@@ -282,7 +329,8 @@ def with_call_ids(messages: list[Message]) -> list[Message]:
     for turn, message in enumerate(messages):
         if message.tool_calls:
             calls = tuple(
-                {**call, "id": call.get("id") or new_id(turn, number, call)} for number, call in enumerate(message.tool_calls)
+                {**call, "id": call.get("id") or new_id(turn, number, call)}
+                for number, call in enumerate(message.tool_calls)
             )
             unanswered = [call["id"] for call in calls]
             result.append(replace(message, tool_calls=calls))
@@ -312,8 +360,15 @@ def in_order(messages: list[Message], alternating: bool, changes: set[str]) -> l
         # Exports often have an empty system turn; without it, the template uses its default.
         system = [messages[0]] if messages[0].content else []
         messages = messages[1:]
-    messages = _alternating(messages, changes) if alternating else _with_opening_as_context(messages, changes)
-    if any(not message.content and not message.tool_calls and not message.reasoning for message in messages):
+    messages = (
+        _alternating(messages, changes)
+        if alternating
+        else _with_opening_as_context(messages, changes)
+    )
+    if any(
+        not message.content and not message.tool_calls and not message.reasoning
+        for message in messages
+    ):
         raise Drop(EMPTY_TURN)
     answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
     if not answers:
@@ -324,7 +379,10 @@ def in_order(messages: list[Message], alternating: bool, changes: set[str]) -> l
 
 
 def _alternating(messages: list[Message], changes: set[str]) -> list[Message]:
-    first = next((number for number, message in enumerate(messages) if message.role != "assistant"), len(messages))
+    first = next(
+        (number for number, message in enumerate(messages) if message.role != "assistant"),
+        len(messages),
+    )
     if first:
         messages = messages[first:]
         changes.add(LEADING_ASSISTANT)
@@ -335,7 +393,9 @@ def _alternating(messages: list[Message], changes: set[str]) -> list[Message]:
     if messages[0].role != "user":
         raise Drop(NOT_ALTERNATING)
     may_follow: Mapping[str, tuple[str, ...]] = {
-        "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")
+        "user": ("assistant",),
+        "assistant": ("user", "tool"),
+        "tool": ("tool", "assistant"),
     }
     for message, following in pairwise(messages):
         if following.role not in may_follow[message.role]:
@@ -344,7 +404,9 @@ def _alternating(messages: list[Message], changes: set[str]) -> list[Message]:
 
 
 def _with_opening_as_context(messages: list[Message], changes: set[str]) -> list[Message]:
-    first = next((number for number, message in enumerate(messages) if message.role == "user"), None)
+    first = next(
+        (number for number, message in enumerate(messages) if message.role == "user"), None
+    )
     if first is None:
         raise Drop(NO_HUMAN)
     opening = [replace(message, train=False) for message in messages[:first]]

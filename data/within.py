@@ -1,4 +1,5 @@
 """Files of a folder that somebody else may have made: read only where they lie inside it."""
+
 import os
 import re
 from pathlib import Path
@@ -39,6 +40,12 @@ def check_within(folder: str | Path, path: str | Path) -> None:
         # Not resolved: a link in the place of `blobs` leads out too.
         allowed.append(Path(match["repository"]) / "blobs")
     if not any(target.is_relative_to(place) for place in allowed):
-        raise UserError(printable(f"{path}: leads to {target}, outside of its folder; a copy of the file would work"))
+        raise UserError(
+            printable(
+                f"{path}: leads to {target}, outside of its folder; a copy of the file would work"
+            )
+        )
     if target.exists() and not (target.is_file() or target.is_dir()):
-        raise UserError(printable(f"{path}: is neither a file nor a folder; a plain file would work"))
+        raise UserError(
+            printable(f"{path}: is neither a file nor a folder; a plain file would work")
+        )

@@ -1,4 +1,5 @@
 """Adapters of evaluations' command lines: several of one base, one after the other, and the quantization of the base."""
+
 from __future__ import annotations
 
 import argparse
@@ -13,12 +14,25 @@ from trainer.entry import NoDownload
 
 def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
     """Adds --adapter, which takes several folders if the command can do with them, and --quantize."""
-    also = "; several are evaluated one after the other, each into a folder of its name in --output" if several else ""
-    parser.add_argument("--adapter", metavar="FOLDER", nargs="+" if several else None, help="an adapter beside the model: a "
-                        "folder that peft has written, or a run with adapters" + also)
+    also = (
+        "; several are evaluated one after the other, each into a folder of its name in --output"
+        if several
+        else ""
+    )
+    parser.add_argument(
+        "--adapter",
+        metavar="FOLDER",
+        nargs="+" if several else None,
+        help="an adapter beside the model: a "
+        "folder that peft has written, or a run with adapters" + also,
+    )
     parser.add_argument("--no-download", action=NoDownload)
-    parser.add_argument("--quantize", choices=get_args(Quantization), help="quantization of the base weights (default: as in "
-                        "training for a run; none for a PEFT folder)")
+    parser.add_argument(
+        "--quantize",
+        choices=get_args(Quantization),
+        help="quantization of the base weights (default: as in "
+        "training for a run; none for a PEFT folder)",
+    )
 
 
 def each_adapter(evaluate: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ BEFORE and AFTER are folders that the same evaluation (eval.line_retrieval, eval
 two checkpoints. Since both answered the same cases, the interval is that of the paired differences: narrower than what the two
 scores' own intervals suggest.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -81,23 +82,41 @@ def scores_of(rows: Sequence[Mapping[str, Any]]) -> dict[Group, dict[Case, float
             group, score = Group(row["source"], row["num_lines"], "lines"), row["right"]
         else:
             group, score = Group(row["task"], row["tokens"], "tokens"), row["score"]
-        identity = json.dumps({name: value for name, value in row.items() if name not in OF_THE_MODEL}, sort_keys=True)
+        identity = json.dumps(
+            {name: value for name, value in row.items() if name not in OF_THE_MODEL}, sort_keys=True
+        )
         scores.setdefault(group, {})[identity, repeats[identity]] = float(score)
         repeats[identity] += 1
     return scores
 
 
-def differences(before: Mapping[Group, Mapping[Case, float]], after: Mapping[Group, Mapping[Case, float]]) -> list[Difference]:
+def differences(
+    before: Mapping[Group, Mapping[Case, float]], after: Mapping[Group, Mapping[Case, float]]
+) -> list[Difference]:
     """Returns the difference for each task and length of which both have answered a case, over the cases that both have."""
     rows = []
     for group, cases in before.items():
         common = [case for case in cases if case in after.get(group, {})]
         if common:
-            first, second = (np.array([scores[group][case] for case in common]) for scores in (before, after))
+            first, second = (
+                np.array([scores[group][case] for case in common]) for scores in (before, after)
+            )
             low, high = paired_interval(first, second)
-            rows.append(Difference(group.task, group.size, group.unit, len(common), float(first.mean()), float(second.mean()),
-                                   float((second - first).mean()), low, high, int((second > first).sum()),
-                                   int((second < first).sum())))
+            rows.append(
+                Difference(
+                    group.task,
+                    group.size,
+                    group.unit,
+                    len(common),
+                    float(first.mean()),
+                    float(second.mean()),
+                    float((second - first).mean()),
+                    low,
+                    high,
+                    int((second > first).sum()),
+                    int((second < first).sum()),
+                )
+            )
     return sorted(rows, key=lambda row: (row.unit, row.task, row.size))
 
 
@@ -109,9 +128,13 @@ def read(folder: Path) -> dict[Group, dict[Case, float]]:
     """
     path = folder / "cases.jsonl"
     try:
-        scores = scores_of([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+        scores = scores_of(
+            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: no cases of an evaluation ({type(error).__name__}: {error}); {WOULD_WORK}") from None
+        raise UserError(
+            f"{path}: no cases of an evaluation ({type(error).__name__}: {error}); {WOULD_WORK}"
+        ) from None
     if not scores:
         raise UserError(f"{path}: is empty; {WOULD_WORK}")
     return scores
@@ -125,12 +148,29 @@ def print_table(rows: Sequence[Difference]) -> None:
     for task in dict.fromkeys(row.task for row in rows):
         console.print(task, markup=False)
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        for name in ("length", "cases", "before", "after", "difference", "95% interval", "better", "worse"):
+        for name in (
+            "length",
+            "cases",
+            "before",
+            "after",
+            "difference",
+            "95% interval",
+            "better",
+            "worse",
+        ):
             table.add_column(name, justify="right", no_wrap=True)
         for row in rows:
             if row.task == task:
-                table.add_row(f"{row.size:,} {row.unit}", str(row.cases), f"{row.before:.3f}", f"{row.after:.3f}",
-                              f"{row.difference:+.3f}", f"{row.low:+.3f} to {row.high:+.3f}", str(row.better), str(row.worse))
+                table.add_row(
+                    f"{row.size:,} {row.unit}",
+                    str(row.cases),
+                    f"{row.before:.3f}",
+                    f"{row.after:.3f}",
+                    f"{row.difference:+.3f}",
+                    f"{row.low:+.3f} to {row.high:+.3f}",
+                    str(row.better),
+                    str(row.worse),
+                )
         console.print(table)
 
 
@@ -140,27 +180,49 @@ def compare(args: argparse.Namespace) -> None:
     before, after = read(args.before), read(args.after)
     rows = differences(before, after)
     if not rows:
-        raise UserError(f"{args.before} and {args.after} have no case in common; two folders that the same command wrote for "
-                        "two checkpoints would work")
+        raise UserError(
+            f"{args.before} and {args.after} have no case in common; two folders that the same command wrote for "
+            "two checkpoints would work"
+        )
     print(f"before: {args.before}\nafter: {args.after}")
     print_table(rows)
     for folder, scores in ((args.before, before), (args.after, after)):
         alone = sum(map(len, scores.values())) - sum(row.cases for row in rows)
         if alone:
             print(f"left out: {alone} cases that only {folder} has")
-    print("Interval of the paired difference: Bonett and Price (2012) where scores are 0 or 1, else bootstrap over the cases.")
+    print(
+        "Interval of the paired difference: Bonett and Price (2012) where scores are 0 or 1, else bootstrap over the cases."
+    )
     if output:
-        content = {"before": str(args.before), "after": str(args.after), "differences": list(map(dataclasses.asdict, rows))}
+        content = {
+            "before": str(args.before),
+            "after": str(args.after),
+            "differences": list(map(dataclasses.asdict, rows)),
+        }
         output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         print(f"wrote {output}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = entry.CommandParser(prog="python -m eval.compare", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("before", metavar="BEFORE", type=Path, help="folder that an evaluation of the first checkpoint wrote")
-    parser.add_argument("after", metavar="AFTER", type=Path, help="folder that the same evaluation of the second one wrote")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table to this file, as JSON")
+    parser = entry.CommandParser(
+        prog="python -m eval.compare", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "before",
+        metavar="BEFORE",
+        type=Path,
+        help="folder that an evaluation of the first checkpoint wrote",
+    )
+    parser.add_argument(
+        "after",
+        metavar="AFTER",
+        type=Path,
+        help="folder that the same evaluation of the second one wrote",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the table to this file, as JSON"
+    )
     args = parser.parse_args(argv)
     return entry.run(lambda: compare(args), args.output)
 

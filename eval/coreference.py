@@ -6,6 +6,7 @@ The form is that of MRCR (Vodrahalli et al. 2024, "Michelangelo") and of OpenAI'
 with given letters, and is scored by its similarity to the reply. Requests and replies are made of our own words; without a chat
 template the turns are plain text. Writes results.json, cases.jsonl and coreference.png into --output.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -27,8 +28,13 @@ NEW_TOKENS = 160
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
-def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], alike: Sequence[int] = (2, 4, 8), each: int = 20,
-               seed: int = 0) -> list[suite.Case]:
+def make_cases(
+    count: Callable[[runner.Prompt], int],
+    lengths: Sequence[int],
+    alike: Sequence[int] = (2, 4, 8),
+    each: int = 20,
+    seed: int = 0,
+) -> list[suite.Case]:
     """Returns `each` cases for each length and number of equal requests.
 
     Args:
@@ -37,17 +43,25 @@ def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], al
     cases = []
     for requests in alike:
         for tokens in lengths:
+
             def make(units: int, sample: int = 0, requests=requests, tokens=tokens) -> suite.Case:
                 rng = np.random.default_rng([seed, sample, requests, tokens])
                 turns, beginning, reply = conversation(rng, requests, units, sample % requests)
-                return suite.Case(f"{requests} alike", runner.Prompt(turns, NEW_TOKENS), (beginning, reply), tokens,
-                                  scoring="similarity")
+                return suite.Case(
+                    f"{requests} alike",
+                    runner.Prompt(turns, NEW_TOKENS),
+                    (beginning, reply),
+                    tokens,
+                    scoring="similarity",
+                )
 
             cases += suite.cases_of(make, tokens, count, each)
     return cases
 
 
-def conversation(rng: np.random.Generator, requests: int, others: int, asked: int) -> tuple[tuple[Message, ...], str, str]:
+def conversation(
+    rng: np.random.Generator, requests: int, others: int, asked: int
+) -> tuple[tuple[Message, ...], str, str]:
     """Returns the turns, the letters that the answer must begin with, and the reply that is asked for.
 
     Args:
@@ -68,13 +82,19 @@ def conversation(rng: np.random.Generator, requests: int, others: int, asked: in
         if (kind, about) == (form, topic):
             replies.append(reply)
     beginning = "".join(rng.choice(list(string.ascii_letters + string.digits), 10))
-    turns.append(Message("user", f"Write {beginning} and then repeat the {ORDINALS[asked]} {form} about a {topic} of this "
-                                 "conversation, word for word. Write nothing else."))
+    turns.append(
+        Message(
+            "user",
+            f"Write {beginning} and then repeat the {ORDINALS[asked]} {form} about a {topic} of this "
+            "conversation, word for word. Write nothing else.",
+        )
+    )
     return tuple(turns), beginning, replies[asked]
 
 
 def _reply(rng: np.random.Generator, about: str) -> str:
     """Returns four lines of random words about a topic."""
+
     def line() -> str:
         first, second = rng.choice(ADJECTIVES, 2, replace=False)
         return f"the {first} {about} and the {second} {rng.choice(NOUNS)}"
@@ -93,12 +113,31 @@ class LiveCoreference(LiveTest):
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(prog="python -m eval.coreference", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(
+        prog="python -m eval.coreference", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     runner.add_flags(parser, new_tokens=None)
-    parser.add_argument("--tokens", nargs="+", type=entry.at_least_one, required=True, help="lengths, answers included")
-    parser.add_argument("--alike", nargs="+", type=int, default=[2, 4, 8], choices=range(2, len(ORDINALS) + 1),
-                        help="numbers of equal requests (default 2 4 8)")
-    parser.add_argument("--count", type=entry.at_least_one, default=20, help="cases of each length and number (default 20)")
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=entry.at_least_one,
+        required=True,
+        help="lengths, answers included",
+    )
+    parser.add_argument(
+        "--alike",
+        nargs="+",
+        type=int,
+        default=[2, 4, 8],
+        choices=range(2, len(ORDINALS) + 1),
+        help="numbers of equal requests (default 2 4 8)",
+    )
+    parser.add_argument(
+        "--count",
+        type=entry.at_least_one,
+        default=20,
+        help="cases of each length and number (default 20)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
     return runner.parse(parser, argv)
 

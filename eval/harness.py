@@ -7,6 +7,7 @@ are asked in the model's own chat template. Prompts longer than --length are cut
 written. Answers are as long as a task says, and greedy: a task that asks for sampling is refused. Needs lm-eval: pip install -r
 requirements-eval.txt. Writes results.json, and what lm-eval returns to lm_eval.json.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -37,16 +38,30 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(prog="python -m eval.harness", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(
+        prog="python -m eval.harness", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     runner.add_flags(parser, new_tokens=None, continues=False)
-    parser.add_argument("--max-new-tokens", type=entry.at_least_one, default=256, help="number of tokens of the longest answer "
-                        "to a task that does not say it (max_gen_toks); default 256")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=entry.at_least_one,
+        default=256,
+        help="number of tokens of the longest answer "
+        "to a task that does not say it (max_gen_toks); default 256",
+    )
     parser.add_argument("--tasks", required=True, help="names of tasks, with commas between them")
     parser.add_argument("--include-path", metavar="DIR", help="folder with tasks of your own")
-    parser.add_argument("--few-shot", type=int, help="number of examples before a question (default: the task's own)")
+    parser.add_argument(
+        "--few-shot",
+        type=int,
+        help="number of examples before a question (default: the task's own)",
+    )
     parser.add_argument("--limit", type=int, help="only the first so many questions of each task")
-    parser.add_argument("--length", type=entry.at_least_one, help="tokens of the longest prompt with its answer (default: the "
-                        "trained length)")
+    parser.add_argument(
+        "--length",
+        type=entry.at_least_one,
+        help="tokens of the longest prompt with its answer (default: the trained length)",
+    )
     parser.add_argument("--chat", action="store_true", help="ask in the model's chat template")
     return runner.parse(parser, argv)
 
@@ -78,8 +93,10 @@ class AnswerForm:
         is_sampled = temperature != 0 if do_sample else do_sample is None and (temperature or 0) > 0
         if is_sampled and is_greedy:
             sampling = "do_sample: true" if do_sample else f"temperature: {temperature}"
-            raise UserError(f"--tasks: {task} asks for sampling ({sampling}); answers here are greedy, so its score would be "
-                            "another test's; a --temperature above 0, which is that of all tasks, would work")
+            raise UserError(
+                f"--tasks: {task} asks for sampling ({sampling}); answers here are greedy, so its score would be "
+                "another test's; a --temperature above 0, which is that of all tasks, would work"
+            )
         ends = options.get("until") or ()
         most = next((int(options[name]) for name in LENGTHS if options.get(name) is not None), None)
         return cls(task, (ends,) if isinstance(ends, str) else tuple(ends), most)
@@ -123,7 +140,9 @@ class Harness:
     def _generator(self, new_tokens: int) -> Generator:
         """Returns what writes answers of at most so many tokens, 0 to score texts. The one before it frees its cache."""
         respondent = self.opened.respondent
-        generator = respondent.generator(self.opened.params, respondent.capacity(self.length), new_tokens, self.length)
+        generator = respondent.generator(
+            self.opened.params, respondent.capacity(self.length), new_tokens, self.length
+        )
         if self._last is not None and self._last is not generator:
             self._last.forget()  # there is memory for one cache
         self._last = generator
@@ -143,8 +162,10 @@ class Harness:
             chat = self.chats_sorted[position - 1]
             if start.startswith(chat):
                 return chat
-            equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(start, chat, strict=False))
-            start = start[:sum(1 for _ in equal)]
+            equal = itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(start, chat, strict=False)
+            )
+            start = start[: sum(1 for _ in equal)]
         return None
 
     def _encode(self, text: str) -> list[int]:
@@ -152,7 +173,9 @@ class Harness:
         if chat is not None:
             rest = text.removeprefix(chat)
             return self.chats[chat] + (self.tokenizer.encode(rest) if rest else [])
-        first = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
+        first = (
+            self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
+        )
         return [*([first] if first is not None else []), *self.tokenizer.encode(text)]
 
     def _cut(self, ids: list[int], room: int) -> list[int]:
@@ -160,7 +183,7 @@ class Harness:
         if len(ids) + room <= self.length:
             return ids
         self.truncated += 1
-        return ids[len(ids) + room - self.length:]
+        return ids[len(ids) + room - self.length :]
 
     def likelihoods(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Returns of each context with its continuation the continuation's log-likelihood and whether greedy decoding gives it.
@@ -185,9 +208,14 @@ class Harness:
         for text in texts:
             ids = self._encode(text)
             # The last token of a piece is the first one of the next, where it is given and not scored.
-            pieces = [ids[first:first + self.length] for first in range(0, len(ids) - 1, self.length - 1)]
+            pieces = [
+                ids[first : first + self.length]
+                for first in range(0, len(ids) - 1, self.length - 1)
+            ]
             self.truncated += len(pieces) > 1
-            totals.append(sum(sum(score.log_likelihoods) for score in self._score(pieces, [1] * len(pieces))))
+            totals.append(
+                sum(sum(score.log_likelihoods) for score in self._score(pieces, [1] * len(pieces)))
+            )
         return totals
 
     def _score(self, texts: list[list[int]], starts: list[int]) -> list[Scores]:
@@ -195,7 +223,9 @@ class Harness:
         generator = self._generator(0)
         scores: dict[int, Scores] = {}
         for chosen in self._batches(range(len(texts)), texts):
-            batch = generator.score(self.opened.params, [texts[i] for i in chosen], [starts[i] for i in chosen])
+            batch = generator.score(
+                self.opened.params, [texts[i] for i in chosen], [starts[i] for i in chosen]
+            )
             scores.update(zip(chosen, batch, strict=True))
         return [scores[i] for i in range(len(texts))]
 
@@ -218,12 +248,21 @@ class Harness:
         most = [answer.new_tokens or self.new_tokens for answer in answers]
         for answer, new_tokens in zip(answers, most, strict=True):
             self._check_room(answer, new_tokens)
-        ids = [self._cut(self._encode(context), new_tokens) for context, new_tokens in zip(contexts, most, strict=True)]
+        ids = [
+            self._cut(self._encode(context), new_tokens)
+            for context, new_tokens in zip(contexts, most, strict=True)
+        ]
         texts = [""] * len(ids)
         for new_tokens in sorted(set(most)):
             generator = self._generator(new_tokens)
-            for chosen in self._batches([i for i, number in enumerate(most) if number == new_tokens], ids):
-                generated = generator(self.opened.params, [ids[i] for i in chosen], [self.continued + i for i in chosen])
+            for chosen in self._batches(
+                [i for i, number in enumerate(most) if number == new_tokens], ids
+            ):
+                generated = generator(
+                    self.opened.params,
+                    [ids[i] for i in chosen],
+                    [self.continued + i for i in chosen],
+                )
                 for i, answer_ids in zip(chosen, generated, strict=True):
                     texts[i] = answers[i].cut(self.tokenizer.decode(answer_ids))
         self.continued += len(ids)
@@ -233,9 +272,15 @@ class Harness:
         """Raises UserError if `length` leaves no room for a question whose answer has so many tokens."""
         if new_tokens < self.length:
             return
-        most = f"--max-new-tokens {new_tokens}" if answer.new_tokens is None else f"its own max_gen_toks {new_tokens}"
-        raise UserError(f"--length: found {self.length}, which leaves no room for a question of {answer.task} beside an answer "
-                        f"of {most}; {new_tokens + 1} or more would work")
+        most = (
+            f"--max-new-tokens {new_tokens}"
+            if answer.new_tokens is None
+            else f"its own max_gen_toks {new_tokens}"
+        )
+        raise UserError(
+            f"--length: found {self.length}, which leaves no room for a question of {answer.task} beside an answer "
+            f"of {most}; {new_tokens + 1} or more would work"
+        )
 
     def chat_prompt(self, turns: list[dict[str, str]], generation: bool = True) -> str:
         """Returns turns in the model's chat template.
@@ -244,10 +289,17 @@ class Harness:
           UserError: it has none.
         """
         if not self.opened.respondent.template:
-            raise UserError(f"{self.opened.about['checkpoint']}: its tokenizer has no chat template; without --chat, or with "
-                            "--template, it can be evaluated")
+            raise UserError(
+                f"{self.opened.about['checkpoint']}: its tokenizer has no chat template; without --chat, or with "
+                "--template, it can be evaluated"
+            )
         messages = [Message(turn["role"], turn["content"]) for turn in turns]
-        segments = render(messages, self.opened.respondent.template, self.tokenizer, add_generation_prompt=generation)
+        segments = render(
+            messages,
+            self.opened.respondent.template,
+            self.tokenizer,
+            add_generation_prompt=generation,
+        )
         ids = [token for segment in segments for token in segment.ids]
         text = self.tokenizer.decode(ids, skip_control=False)
         self.add_chat(text, ids)
@@ -269,7 +321,9 @@ def make_model(harness: Harness) -> Any:
     try:
         from lm_eval.api.model import LM
     except ImportError:
-        raise UserError("lm-eval is not installed; pip install -r requirements-eval.txt installs it") from None
+        raise UserError(
+            "lm-eval is not installed; pip install -r requirements-eval.txt installs it"
+        ) from None
 
     class LongstripeLM(LM):
         """A checkpoint of ours in lm-eval."""
@@ -284,7 +338,9 @@ def make_model(harness: Harness) -> Any:
 
         def generate_until(self, requests, disable_tqdm=False):
             is_greedy = not harness.opened.respondent.sampling.temperature
-            answers = [AnswerForm.of(request.task_name, request.args[1], is_greedy) for request in requests]
+            answers = [
+                AnswerForm.of(request.task_name, request.args[1], is_greedy) for request in requests
+            ]
             return harness.continuations([request.args[0] for request in requests], answers)
 
         def chat_template(self, chat_template=False):
@@ -303,12 +359,28 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
         for name, value in metrics.items():
             metric, _, filtered = name.partition(",")
             error = metrics.get(f"{metric}_stderr,{filtered}")
-            if isinstance(value, int | float) and "stderr" not in metric and isinstance(error, int | float):
+            if (
+                isinstance(value, int | float)
+                and "stderr" not in metric
+                and isinstance(error, int | float)
+            ):
                 cases = results.get("n-samples", {}).get(task, {}).get("effective", 0)
-                label = f"{task} {metric}" + (f" ({filtered})" if filtered not in ("", "none") else "")
-                rows.append({"task": label, "tokens": 0, "depth": None, "cases": cases, "score": value,
-                             "low": value - Z95 * error, "high": value + Z95 * error, "prompt_tokens": 0,
-                             "beyond_trained_length": False})
+                label = f"{task} {metric}" + (
+                    f" ({filtered})" if filtered not in ("", "none") else ""
+                )
+                rows.append(
+                    {
+                        "task": label,
+                        "tokens": 0,
+                        "depth": None,
+                        "cases": cases,
+                        "score": value,
+                        "low": value - Z95 * error,
+                        "high": value + Z95 * error,
+                        "prompt_tokens": 0,
+                        "beyond_trained_length": False,
+                    }
+                )
     return rows
 
 
@@ -319,8 +391,10 @@ def check_tasks(tasks: Sequence[str], known: Collection[str]) -> None:
             continue
         near = difflib.get_close_matches(task, known, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
-        raise UserError(f"--tasks: lm-eval has no task {printable(task)!r}{meant}; lm-eval ls tasks lists them, and "
-                        "--include-path takes a folder with tasks of your own")
+        raise UserError(
+            f"--tasks: lm-eval has no task {printable(task)!r}{meant}; lm-eval ls tasks lists them, and "
+            "--include-path takes a folder with tasks of your own"
+        )
 
 
 def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -330,7 +404,9 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError:
-        raise UserError("lm-eval is not installed; pip install -r requirements-eval.txt installs it") from None
+        raise UserError(
+            "lm-eval is not installed; pip install -r requirements-eval.txt installs it"
+        ) from None
     if args.include_path and not Path(args.include_path).is_dir():
         raise UserError(f"--include-path: {printable(args.include_path)} is no folder")
     tasks = args.tasks.split(",")
@@ -340,20 +416,44 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     opened = runner.open_respondent(args)
     harness = Harness(opened, args.length or opened.respondent.trained_length, args.max_new_tokens)
     results = lm_eval.simple_evaluate(
-        model=make_model(harness), tasks=tasks, num_fewshot=args.few_shot, limit=args.limit,
-        apply_chat_template=args.chat, task_manager=task_manager)
+        model=make_model(harness),
+        tasks=tasks,
+        num_fewshot=args.few_shot,
+        limit=args.limit,
+        apply_chat_template=args.chat,
+        task_manager=task_manager,
+    )
     rows = rows_of(results)
     if harness.truncated:
-        print(f"warning: {harness.truncated} prompts were longer than {harness.length} tokens and were cut at their beginning")
-    about = opened.about | {"tasks": args.tasks, "truncated_prompts": harness.truncated, "length": harness.length,
-                            "max_new_tokens": harness.new_tokens,
-                            "lm_eval": lm_eval.__version__}
-    content = {"evaluation": "lm-eval", "about": about, "interval": "95%: normal, of lm-eval's standard error", "results": rows}
+        print(
+            f"warning: {harness.truncated} prompts were longer than {harness.length} tokens and were cut at their beginning"
+        )
+    about = opened.about | {
+        "tasks": args.tasks,
+        "truncated_prompts": harness.truncated,
+        "length": harness.length,
+        "max_new_tokens": harness.new_tokens,
+        "lm_eval": lm_eval.__version__,
+    }
+    content = {
+        "evaluation": "lm-eval",
+        "about": about,
+        "interval": "95%: normal, of lm-eval's standard error",
+        "results": rows,
+    }
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    own = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples", "configs") if name in results}
-    (folder / "lm_eval.json").write_text(json.dumps(own, indent=2, default=str) + "\n", encoding="utf-8")
+    own = {
+        name: results[name]
+        for name in ("results", "versions", "n-shot", "n-samples", "configs")
+        if name in results
+    }
+    (folder / "lm_eval.json").write_text(
+        json.dumps(own, indent=2, default=str) + "\n", encoding="utf-8"
+    )
     for row in rows:
-        print(f"{row['task']}: {row['score']:.3f} ({row['low']:.3f} to {row['high']:.3f}, {row['cases']} cases)")
+        print(
+            f"{row['task']}: {row['score']:.3f} ({row['low']:.3f} to {row['high']:.3f}, {row['cases']} cases)"
+        )
     print(f"wrote {folder}/results.json and lm_eval.json")
     return rows
 

@@ -6,6 +6,7 @@ The model sees its own earlier episodes and their rewards, and is asked for the 
 keys and values stay in a cache that is split over the devices of --sequence (model/cache.py). Writes results.json and
 in_context.png into --output. Returns are sums of rewards over all simulator steps of an episode.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -30,19 +31,55 @@ from trainer import entry
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(prog="python -m eval.in_context", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--checkpoint", required=True, help="checkpoint or run folder of a model of trajectories")
-    parser.add_argument("--episodes", type=entry.at_least_one, default=8, help="number of episodes, one after the other "
-                        "(default 8); a new context begins after as many as the model was trained with")
-    parser.add_argument("--seeds", type=entry.at_least_one, default=5, help="number of environments, each with a seed of its "
-                        "own, that are in flight at once (default 5)")
-    parser.add_argument("--first-seed", type=int, default=1000, help="seed of the first environment (default 1000)")
-    parser.add_argument("--target", type=float, help="return that is asked for (default: the best one in the data)")
-    parser.add_argument("--output", required=True, help="folder for results.json and in_context.png")
-    parser.add_argument("--video", action="store_true", help="also record the last episode of the first environment, as a GIF")
-    parser.add_argument("--fsdp", type=entry.at_least_one, default=1, help="number of devices along fsdp; divides --seeds")
-    parser.add_argument("--sequence", type=entry.at_least_one, default=1, help="number of devices along sequence")
-    parser.add_argument("--simulate", type=int, default=0, help="simulate this many devices on the CPU; 0 uses the machine's")
+    parser = entry.CommandParser(
+        prog="python -m eval.in_context", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, help="checkpoint or run folder of a model of trajectories"
+    )
+    parser.add_argument(
+        "--episodes",
+        type=entry.at_least_one,
+        default=8,
+        help="number of episodes, one after the other "
+        "(default 8); a new context begins after as many as the model was trained with",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=entry.at_least_one,
+        default=5,
+        help="number of environments, each with a seed of its "
+        "own, that are in flight at once (default 5)",
+    )
+    parser.add_argument(
+        "--first-seed", type=int, default=1000, help="seed of the first environment (default 1000)"
+    )
+    parser.add_argument(
+        "--target", type=float, help="return that is asked for (default: the best one in the data)"
+    )
+    parser.add_argument(
+        "--output", required=True, help="folder for results.json and in_context.png"
+    )
+    parser.add_argument(
+        "--video",
+        action="store_true",
+        help="also record the last episode of the first environment, as a GIF",
+    )
+    parser.add_argument(
+        "--fsdp",
+        type=entry.at_least_one,
+        default=1,
+        help="number of devices along fsdp; divides --seeds",
+    )
+    parser.add_argument(
+        "--sequence", type=entry.at_least_one, default=1, help="number of devices along sequence"
+    )
+    parser.add_argument(
+        "--simulate",
+        type=int,
+        default=0,
+        help="simulate this many devices on the CPU; 0 uses the machine's",
+    )
     args = parser.parse_args(argv)
     if args.seeds % args.fsdp:
         parser.error(f"--seeds: {args.seeds} is no multiple of --fsdp {args.fsdp}")
@@ -77,13 +114,22 @@ class Inputs:
         from trainer.trajectories import ASSET
 
         if not (assets / ASSET).exists():
-            raise UserError(f"--checkpoint: {assets.parent} holds no model of trajectories; one that train.py made from a "
-                            "recipe with a section trajectories would work")
+            raise UserError(
+                f"--checkpoint: {assets.parent} holds no model of trajectories; one that train.py made from a "
+                "recipe with a section trajectories would work"
+            )
         fields = json.loads((assets / ASSET).read_text(encoding="utf-8"))
         sizes, scales, data = fields["sizes"], fields["scales"], fields["data"]
-        return cls(fields["task"], sizes["observation"], sizes["action"], TrajectoryConfig(**fields["options"]),
-                   Scales(np.array(scales["mean"]), np.array(scales["std"]), scales["return_scale"]), fields["target_return"],
-                   data["best"], data["mean"])
+        return cls(
+            fields["task"],
+            sizes["observation"],
+            sizes["action"],
+            TrajectoryConfig(**fields["options"]),
+            Scales(np.array(scales["mean"]), np.array(scales["std"]), scales["return_scale"]),
+            fields["target_return"],
+            data["best"],
+            data["mean"],
+        )
 
 
 class Agent:
@@ -112,19 +158,24 @@ class Agent:
         self.length = 0
         self.last: dict[int, Float[np.ndarray, "B n"]] = {}
 
-    def act(self, observation: Float32[np.ndarray, "B O"], to_go: Float[np.ndarray, " B"]) -> Float32[np.ndarray, "B A"]:
+    def act(
+        self, observation: Float32[np.ndarray, "B O"], to_go: Float[np.ndarray, " B"]
+    ) -> Float32[np.ndarray, "B A"]:
         """Returns the next actions, in -1 .. 1.
 
         Args:
           to_go: the return still asked for.
         """
-        numbers = {**self.last, STATE: self.inputs.scales.state(observation),
-                   RETURN_TO_GO: to_go[:, None] / self.inputs.scales.return_scale}
+        numbers = {
+            **self.last,
+            STATE: self.inputs.scales.state(observation),
+            RETURN_TO_GO: to_go[:, None] / self.inputs.scales.return_scale,
+        }
         values = np.zeros((self.rows, len(self.kinds), self.width), np.float32)
         is_kept = np.zeros(len(self.kinds), np.int32)
         for i, kind in enumerate(self.kinds):
             if kind in numbers:
-                values[:, i, :numbers[kind].shape[1]] = numbers[kind]
+                values[:, i, : numbers[kind].shape[1]] = numbers[kind]
                 is_kept[i] = 1
         index = self.length - 1 + np.cumsum(is_kept)
         self.length += int(is_kept.sum())
@@ -132,21 +183,32 @@ class Agent:
         def of_rows(x):
             return np.broadcast_to(np.asarray(x, np.int32), (self.rows, len(self.kinds)))
 
-        batch = {"values": values, "kinds": of_rows(self.kinds), "index": of_rows(np.maximum(index, 0)),
-                 "segment_ids": of_rows(is_kept)}
+        batch = {
+            "values": values,
+            "kinds": of_rows(self.kinds),
+            "index": of_rows(np.maximum(index, 0)),
+            "segment_ids": of_rows(is_kept),
+        }
         self.cache, actions = self.cached.extend(self.params, self.cache, batch)
         return np.asarray(actions)[:, -1]
 
-    def remember(self, action: Float[np.ndarray, "B A"], reward: Float[np.ndarray, " B"], reached: np.ndarray) -> None:
+    def remember(
+        self, action: Float[np.ndarray, "B A"], reward: Float[np.ndarray, " B"], reached: np.ndarray
+    ) -> None:
         """Keeps what came of the last actions, for the next call of `act`.
 
         Args:
           reached: bool [B], whether an episode has ended with at least the target return.
         """
-        self.last = {ACTION: action * self.inputs.options.see_actions, REWARD: np.stack([reward, reached], 1)}
+        self.last = {
+            ACTION: action * self.inputs.options.see_actions,
+            REWARD: np.stack([reward, reached], 1),
+        }
 
 
-def play(agent: Agent, environments: list[Any], target: float, decisions: int, on_step: Any = None) -> Float[np.ndarray, " B"]:
+def play(
+    agent: Agent, environments: list[Any], target: float, decisions: int, on_step: Any = None
+) -> Float[np.ndarray, " B"]:
     """Plays one episode in each environment and returns their returns.
 
     Args:
@@ -155,7 +217,9 @@ def play(agent: Agent, environments: list[Any], target: float, decisions: int, o
     from data.trajectories.tasks import flatten_observation
 
     repeat = agent.inputs.options.action_repeat
-    observation = np.stack([flatten_observation(environment.reset().observation) for environment in environments])
+    observation = np.stack(
+        [flatten_observation(environment.reset().observation) for environment in environments]
+    )
     returns = np.zeros(len(environments))
     for decision in range(decisions):
         action = np.clip(agent.act(observation, target - returns), -1, 1)
@@ -178,8 +242,14 @@ def summary(returns: Float[np.ndarray, "seeds episodes"]) -> dict[str, dict[str,
     """Returns mean and interval over the seeds of the last, best and mean episode. Best-of-n alone would hide that later
     episodes are no better than earlier ones."""
     scores = {"last": returns[:, -1], "best": returns.max(1), "mean": returns.mean(1)}
-    return {name: {"mean": float(values.mean()), "interval": bootstrap(values), "by_seed": values.tolist()}
-            for name, values in scores.items()}
+    return {
+        name: {
+            "mean": float(values.mean()),
+            "interval": bootstrap(values),
+            "by_seed": values.tolist(),
+        }
+        for name, values in scores.items()
+    }
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
@@ -200,8 +270,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     assets = assets_dir(args.checkpoint)
     inputs = Inputs.read(assets)
     task, mask = get_task(inputs.task), trained_mask(assets)
-    run = RunConfig(model=ModelConfig(compute_dtype="float32"),
-                    attention=AttentionConfig(window=mask.window, global_tokens=mask.global_tokens))
+    run = RunConfig(
+        model=ModelConfig(compute_dtype="float32"),
+        attention=AttentionConfig(window=mask.window, global_tokens=mask.global_tokens),
+    )
     mesh = make_mesh(MeshConfig(fsdp=args.fsdp, sequence=args.sequence))
     sizes = TrajectorySizes(inputs.observation, inputs.action, inputs.options.components)
     model = build_agentic(run, stored_shape(assets), mesh, sizes, ())
@@ -217,11 +289,22 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         for episode in range(args.episodes):
             if episode % inputs.options.in_context == 0:
                 agent.begin_context()
-            returns[:, episode] = play(agent, environments, target, decisions, lambda: progress.advance(bar))
-    results = {"checkpoint": str(args.checkpoint), "task": inputs.task, "in_context": inputs.options.in_context,
-               "conditioning": inputs.options.conditioning, "action_repeat": inputs.options.action_repeat, "target": target,
-               "first_seed": args.first_seed, "data_best": inputs.best, "data_mean": inputs.mean,
-               "returns": returns.tolist(), "scores": summary(returns)}
+            returns[:, episode] = play(
+                agent, environments, target, decisions, lambda: progress.advance(bar)
+            )
+    results = {
+        "checkpoint": str(args.checkpoint),
+        "task": inputs.task,
+        "in_context": inputs.options.in_context,
+        "conditioning": inputs.options.conditioning,
+        "action_repeat": inputs.options.action_repeat,
+        "target": target,
+        "first_seed": args.first_seed,
+        "data_best": inputs.best,
+        "data_mean": inputs.mean,
+        "returns": returns.tolist(),
+        "scores": summary(returns),
+    }
     write(results, Path(args.output))
     if args.video:
         record(agent, environments, target, decisions, Path(args.output))
@@ -235,8 +318,13 @@ def write(results: dict[str, Any], folder: Path) -> None:
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     plot(results, folder / "in_context.png")
     returns = np.array(results["returns"])
-    table = Table(title=f"{results['task']}: returns over {returns.shape[0]} seeds, {returns.shape[1]} episodes each",
-                  title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(
+        title=f"{results['task']}: returns over {returns.shape[0]} seeds, {returns.shape[1]} episodes each",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
     for name in ("episode", "return", "95% interval"):
         table.add_column(name, justify="right")
     for name, score in results["scores"].items():
@@ -250,6 +338,7 @@ def write(results: dict[str, Any], folder: Path) -> None:
 def plot(results: dict[str, Any], path: Path) -> None:
     """Draws the return against the number of the episode, with the data's best and mean."""
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -259,33 +348,53 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     axes.plot(episodes, returns.T, color="0.8", linewidth=0.8)
     axes.fill_between(episodes, intervals[:, 0], intervals[:, 1], alpha=0.25)
-    axes.plot(episodes, returns.mean(0), marker="o", label=f"mean of {returns.shape[0]} seeds, 95% interval")
+    axes.plot(
+        episodes,
+        returns.mean(0),
+        marker="o",
+        label=f"mean of {returns.shape[0]} seeds, 95% interval",
+    )
     axes.axhline(results["data_best"], color="tab:green", linestyle="--", label="best in the data")
     axes.axhline(results["data_mean"], color="tab:red", linestyle=":", label="mean of the data")
-    axes.set(xlabel="episode", ylabel="return", title=f"{results['task']}, {results['in_context']} episodes in a context",
-             xticks=episodes)
+    axes.set(
+        xlabel="episode",
+        ylabel="return",
+        title=f"{results['task']}, {results['in_context']} episodes in a context",
+        xticks=episodes,
+    )
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def record(agent: Agent, environments: list[Any], target: float, decisions: int, folder: Path) -> None:
+def record(
+    agent: Agent, environments: list[Any], target: float, decisions: int, folder: Path
+) -> None:
     """Plays one more episode and writes the first environment's pictures to episode.gif; says so where none can be drawn."""
     frames: list[np.ndarray] = []
     try:
         environments[0].physics.render(height=8, width=8, camera_id=0)
     except Exception as error:  # whatever a missing driver raises
-        print(f"no video: the simulator cannot draw here ({str(error).splitlines()[0][:80]}); MUJOCO_GL=egl or osmesa would do "
-              "where its library is installed")
+        print(
+            f"no video: the simulator cannot draw here ({str(error).splitlines()[0][:80]}); MUJOCO_GL=egl or osmesa would do "
+            "where its library is installed"
+        )
         return
     if agent.length + decisions * len(agent.kinds) > agent.cached.capacity:
         agent.begin_context()
-    play(agent, environments, target, decisions,
-         lambda: frames.append(environments[0].physics.render(height=240, width=320, camera_id=0)))
+    play(
+        agent,
+        environments,
+        target,
+        decisions,
+        lambda: frames.append(environments[0].physics.render(height=240, width=320, camera_id=0)),
+    )
     from PIL import Image
 
     images = [Image.fromarray(frame) for frame in frames]
-    images[0].save(folder / "episode.gif", save_all=True, append_images=images[1:], duration=40, loop=0)
+    images[0].save(
+        folder / "episode.gif", save_all=True, append_images=images[1:], duration=40, loop=0
+    )
     print(f"wrote {folder}/episode.gif")
 
 

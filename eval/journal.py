@@ -1,4 +1,5 @@
 """Answers in a file to which each is added at once, so that an interrupted evaluation goes on where it stopped."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -32,7 +33,9 @@ class Journal:
         whole, offset = _whole_lines(path)
         if whole:
             _check_about(path, whole[0], about)
-            self.answers = {line["key"]: Answer(line["generated"], line["prompt_tokens"]) for line in whole[1:]}
+            self.answers = {
+                line["key"]: Answer(line["generated"], line["prompt_tokens"]) for line in whole[1:]
+            }
         self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - open as long as the evaluation
         self._file.truncate(offset)
         self._file.seek(offset)
@@ -70,5 +73,7 @@ def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 def _check_about(path: Path, saved: dict[str, Any], about: dict[str, Any]) -> None:
     for name, value in about.items():
         if saved.get(name) != value:
-            raise UserError(f"{path}: has answers with {name} = {saved.get(name)!r}, now it is {value!r}; another --output, or "
-                            "removing this file, would work")
+            raise UserError(
+                f"{path}: has answers with {name} = {saved.get(name)!r}, now it is {value!r}; another --output, or "
+                "removing this file, would work"
+            )

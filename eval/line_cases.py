@@ -30,7 +30,9 @@ KEY_STYLES = ("adjective_noun", "noun_noun", "short")
 # The wording and the keys of data/fixtures, for the style "short".
 SHORT_HEAD = "Remember these lines.\n\n"
 SHORT_LINE = "line {key}: {number}\n"
-SHORT_TAIL = "\nNow the record is over. Tell me what is the number in line {key}? I need the number."
+SHORT_TAIL = (
+    "\nNow the record is over. Tell me what is the number in line {key}? I need the number."
+)
 
 MOST_LINES = 44_999  # that 50,000 numbers suffice for
 SHORT_KEYS = "bee cat dog elk fox hen owl pig".split()  # noqa: SIM905
@@ -72,11 +74,15 @@ def read(path: str | pathlib.Path) -> list[LineCase]:
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot read the line cases ({getattr(error, 'strerror', None) or error})") from error
+        raise UserError(
+            f"{path}: cannot read the line cases ({getattr(error, 'strerror', None) or error})"
+        ) from error
     name = pathlib.Path(path).name
     # Not splitlines(), which would also split at U+2028.
     cases = [
-        _parse(line, f"{path}:{number}", name) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
+        _parse(line, f"{path}:{number}", name)
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
     ]
     if not cases:
         raise UserError(f"{path}: no line cases in it")
@@ -92,16 +98,31 @@ def _parse(line: str, location: str, source: str) -> LineCase:
         raise UserError(f"{location}: by itself not valid JSON ({message}); {FORM}") from error
     if not isinstance(record, dict):
         raise UserError(f"{location}: expected an object, found {type(record).__name__}; {FORM}")
-    for field, kind in (("prompt", str), ("expected_number", int), ("num_lines", int), ("correct_line", str)):
+    for field, kind in (
+        ("prompt", str),
+        ("expected_number", int),
+        ("num_lines", int),
+        ("correct_line", str),
+    ):
         if not isinstance(record.get(field), kind) or isinstance(record.get(field), bool):
-            raise UserError(f"{location}: {field} should be {kind.__name__}, found {short(record.get(field))}; {FORM}")
+            raise UserError(
+                f"{location}: {field} should be {kind.__name__}, found {short(record.get(field))}; {FORM}"
+            )
     key_style = record.get("key_style", "")
     if not isinstance(key_style, str):
         raise UserError(f"{location}: key_style should be str, found {short(key_style)}")
     if not 1 <= record["num_lines"] <= LARGEST:
-        raise UserError(f"{location}: num_lines: found {short(record['num_lines'])}; 1 to {LARGEST:,} would work")
-    return LineCase(record["prompt"], record["expected_number"], record["num_lines"], record["correct_line"], source=source,
-                    key_style=key_style)
+        raise UserError(
+            f"{location}: num_lines: found {short(record['num_lines'])}; 1 to {LARGEST:,} would work"
+        )
+    return LineCase(
+        record["prompt"],
+        record["expected_number"],
+        record["num_lines"],
+        record["correct_line"],
+        source=source,
+        key_style=key_style,
+    )
 
 
 def short(value: object) -> str:
@@ -120,8 +141,15 @@ def write(cases: list[LineCase], path: str | pathlib.Path) -> None:
 SHORT = Wording(SHORT_HEAD, SHORT_LINE, SHORT_TAIL)
 
 
-def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_noun", wording: Wording | None = None,
-             questions: int = 1, reserved: bool = False) -> list[LineCase]:
+def generate(
+    lines: int,
+    count: int,
+    seed: int = 0,
+    key_style: str = "adjective_noun",
+    wording: Wording | None = None,
+    questions: int = 1,
+    reserved: bool = False,
+) -> list[LineCase]:
     """Generates cases, as a pure function of the arguments.
 
     Within a case all keys are distinct, and so are all numbers, so that a right answer identifies one line. Over the cases, the
@@ -145,14 +173,26 @@ def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_
     short = key_style == "short"
     most = len(SHORT_KEYS) if short else MOST_LINES
     if not 1 <= lines <= most:
-        raise UserError(f"{lines} lines cannot be generated; {key_style} has keys for 1 to {most} lines")
+        raise UserError(
+            f"{lines} lines cannot be generated; {key_style} has keys for 1 to {most} lines"
+        )
     if not 1 <= questions <= lines:
-        raise UserError(f"--questions: {questions} about {lines} lines cannot be generated; 1 to {lines} would work")
+        raise UserError(
+            f"--questions: {questions} about {lines} lines cannot be generated; 1 to {lines} would work"
+        )
     if short and reserved:
-        raise UserError("--unseen: keys of the style short occur in training data; --keys adjective_noun would work")
+        raise UserError(
+            "--unseen: keys of the style short occur in training data; --keys adjective_noun would work"
+        )
     keys = SHORT_KEYS if short else words.keys(key_style, lines)
-    family = key_style + (", never trained on" if reserved else "") + (f", worded as {wording.name}" if wording else "")
-    own = dataclasses.replace(OWN_LINES, tail=OWN_LINES.tail + (" " if key_style == "adjective_noun" else ""))
+    family = (
+        key_style
+        + (", never trained on" if reserved else "")
+        + (f", worded as {wording.name}" if wording else "")
+    )
+    own = dataclasses.replace(
+        OWN_LINES, tail=OWN_LINES.tail + (" " if key_style == "adjective_noun" else "")
+    )
     wording = wording or (SHORT if short else own)
     rng = np.random.default_rng([seed, lines, KEY_STYLES.index(key_style)])
     cases: list[LineCase] = []
@@ -167,7 +207,10 @@ def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_
                 numbers = rng.choice(np.arange(10, 100), size=lines, replace=False).tolist()
             else:
                 numbers = draw_values(rng, case_keys, 1, 50_000, evaluation=True)
-        record = [wording.line.format(key=key, number=number) for key, number in zip(case_keys, numbers, strict=True)]
+        record = [
+            wording.line.format(key=key, number=number)
+            for key, number in zip(case_keys, numbers, strict=True)
+        ]
         head = wording.head + "".join(record)
         for question in range(min(questions, count - len(cases))):
             asked = (int(first) + question * lines // questions) % lines
@@ -176,7 +219,9 @@ def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_
     return cases
 
 
-def _reserved_lines(rng: np.random.Generator, lines: int, key_style: str) -> tuple[list[str], list[int]]:
+def _reserved_lines(
+    rng: np.random.Generator, lines: int, key_style: str
+) -> tuple[list[str], list[int]]:
     """Returns keys and numbers that no generated training text has.
 
     Raises:

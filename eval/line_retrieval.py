@@ -7,6 +7,7 @@ cases have our own wording, which makes another test than LongChat's files, or w
 by the same distributed attention as in training (model/decode.py). Writes results.json, cases.jsonl, line_retrieval.png and
 line_depth.png into --output.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -27,26 +28,70 @@ MOST_TOKENS = 1_100_000  # in a generated case
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(prog="python -m eval.line_retrieval", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
+    parser = entry.CommandParser(
+        prog="python -m eval.line_retrieval",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
     runner.add_flags(parser)
-    parser.add_argument("--cases", nargs="+", default=[], metavar="FILE.jsonl", help="case files in LongChat's form")
-    parser.add_argument("--lines", nargs="+", type=int, default=[], help="generate cases with this many lines")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[], help="generate cases with as many lines as fill this many "
-                        "tokens of the model, with the answer")
-    parser.add_argument("--count", type=int, default=50, help="number of generated cases for each number of lines (default 50)")
-    parser.add_argument("--questions", type=int, default=1, help="number of generated cases that ask about the same lines, "
-                        "which then are processed once (default 1)")
-    parser.add_argument("--limit", type=int, default=0, help="use only the first so many cases of each file; 0 uses all")
-    parser.add_argument("--keys", default="adjective_noun", choices=line_cases.KEY_STYLES,
-                        help="style of the keys of generated cases")
-    parser.add_argument("--unseen", action="store_true", help="use only keys and numbers that are reserved for evaluation; by "
-                        "default both may occur in generated training data, but never together")
-    parser.add_argument("--like", metavar="FILE.jsonl", help="word generated cases as this file does: its header, lines and "
-                        "question")
+    parser.add_argument(
+        "--cases", nargs="+", default=[], metavar="FILE.jsonl", help="case files in LongChat's form"
+    )
+    parser.add_argument(
+        "--lines", nargs="+", type=int, default=[], help="generate cases with this many lines"
+    )
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=int,
+        default=[],
+        help="generate cases with as many lines as fill this many "
+        "tokens of the model, with the answer",
+    )
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=50,
+        help="number of generated cases for each number of lines (default 50)",
+    )
+    parser.add_argument(
+        "--questions",
+        type=int,
+        default=1,
+        help="number of generated cases that ask about the same lines, "
+        "which then are processed once (default 1)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=0,
+        help="use only the first so many cases of each file; 0 uses all",
+    )
+    parser.add_argument(
+        "--keys",
+        default="adjective_noun",
+        choices=line_cases.KEY_STYLES,
+        help="style of the keys of generated cases",
+    )
+    parser.add_argument(
+        "--unseen",
+        action="store_true",
+        help="use only keys and numbers that are reserved for evaluation; by "
+        "default both may occur in generated training data, but never together",
+    )
+    parser.add_argument(
+        "--like",
+        metavar="FILE.jsonl",
+        help="word generated cases as this file does: its header, lines and question",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the generated cases")
-    parser.add_argument("--beside", nargs="+", default=[], metavar="DIR", help="folders of other evaluations, to be drawn "
-                        "in the same plot")
+    parser.add_argument(
+        "--beside",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="folders of other evaluations, to be drawn in the same plot",
+    )
     return runner.parse(parser, argv)
 
 
@@ -57,7 +102,9 @@ def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
         UserError: an option is wrong, as far as can be known without the model.
     """
     if not args.cases and not args.lines and not args.tokens:
-        raise UserError("nothing to evaluate: give --cases FILE.jsonl, --lines 20 50 or --tokens 4096")
+        raise UserError(
+            "nothing to evaluate: give --cases FILE.jsonl, --lines 20 50 or --tokens 4096"
+        )
     runner.check_flags(args)
     if args.count < 1:
         raise UserError(f"--count: {args.count} cases of each length; 1 or more would work")
@@ -67,29 +114,38 @@ def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
     cases = []
     for path in args.cases:
         if path.isdecimal() and not Path(path).exists():
-            raise UserError(f"--cases: found {path}, which is no file of cases; --count {path} would generate so many for each "
-                            "of --lines or --tokens")
+            raise UserError(
+                f"--cases: found {path}, which is no file of cases; --count {path} would generate so many for each "
+                "of --lines or --tokens"
+            )
         file_cases = line_cases.read(path)
-        cases += file_cases[:args.limit] if args.limit else file_cases
+        cases += file_cases[: args.limit] if args.limit else file_cases
     return cases + [case for lines in args.lines for case in _generate(args, lines)]
 
 
 def _generate(args: argparse.Namespace, lines: int) -> list[line_cases.LineCase]:
     wording = line_cases.wording_like(args.like) if args.like else None
-    return line_cases.generate(lines, args.count, args.seed, args.keys, wording, args.questions, args.unseen)
+    return line_cases.generate(
+        lines, args.count, args.seed, args.keys, wording, args.questions, args.unseen
+    )
 
 
-def cases_that_fill(tokens: int, args: argparse.Namespace, respondent: runner.Respondent) -> list[line_cases.LineCase]:
+def cases_that_fill(
+    tokens: int, args: argparse.Namespace, respondent: runner.Respondent
+) -> list[line_cases.LineCase]:
     """Returns generated cases whose prompts take at most `tokens` tokens with their answers, all with the same number of lines.
 
     Raises:
         UserError: not even one line fits.
     """
+
     def length(case: line_cases.LineCase) -> int:
-        return respondent.length(runner.Prompt(case.prompt, args.max_new_tokens)) + args.max_new_tokens
+        return (
+            respondent.length(runner.Prompt(case.prompt, args.max_new_tokens)) + args.max_new_tokens
+        )
 
     def first_length(lines: int) -> int:
-        case, = line_cases.generate(max(lines, 1), 1, args.seed, args.keys, wording)
+        (case,) = line_cases.generate(max(lines, 1), 1, args.seed, args.keys, wording)
         return length(case)
 
     wording = line_cases.wording_like(args.like) if args.like else None
@@ -101,8 +157,10 @@ def cases_that_fill(tokens: int, args: argparse.Namespace, respondent: runner.Re
         if longest <= tokens:
             return cases
         lines -= max(1, lines * (longest - tokens) // longest)
-    raise UserError(f"--tokens: a case of one line takes {first_length(1)} tokens with its answer, found {tokens}; more "
-                    "would work")
+    raise UserError(
+        f"--tokens: a case of one line takes {first_length(1)} tokens with its answer, found {tokens}; more "
+        "would work"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,20 +174,34 @@ class LiveLines(LiveTest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.max_new_tokens >= 1, "evaluations.max_new_tokens", self.max_new_tokens, "at least 1")
+        require(
+            self.max_new_tokens >= 1,
+            "evaluations.max_new_tokens",
+            self.max_new_tokens,
+            "at least 1",
+        )
 
     def cases(self, count: Count, lengths: Sequence[int]) -> list[suite.Case]:
         """Returns the cases of these lengths."""
         wording = line_cases.wording_like(self.like) if self.like else None
         # All cases of a number of lines are generated together, so that the lines in question are evenly spread.
-        together = functools.lru_cache(maxsize=2)(lambda lines: line_cases.generate(lines, self.count, wording=wording))
+        together = functools.lru_cache(maxsize=2)(
+            lambda lines: line_cases.generate(lines, self.count, wording=wording)
+        )
         cases = []
         for tokens in lengths:
+
             def make(lines: int, sample: int | None = None, tokens=tokens) -> suite.Case:
                 # The one that the number of lines is fitted with is generated alone, which is quicker.
-                case = line_cases.generate(lines, 1, wording=wording)[0] if sample is None else together(lines)[sample]
+                case = (
+                    line_cases.generate(lines, 1, wording=wording)[0]
+                    if sample is None
+                    else together(lines)[sample]
+                )
                 prompt = runner.Prompt(case.prompt, self.max_new_tokens)
-                return suite.Case("lines", prompt, (str(case.expected_number),), tokens, scoring="integer")
+                return suite.Case(
+                    "lines", prompt, (str(case.expected_number),), tokens, scoring="integer"
+                )
 
             cases += suite.cases_of(make, tokens, count, self.count, line_cases.MOST_LINES)
         return cases
@@ -149,9 +221,19 @@ def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
     opened = runner.open_respondent(args)
     respondent = opened.respondent
     cases += [case for tokens in args.tokens for case in cases_that_fill(tokens, args, respondent)]
-    answers = opened.answer([runner.Prompt(case.prompt, args.max_new_tokens) for case in cases], args.output)
-    outcomes = [scoring.outcome(case, answer.generated, answer.prompt_tokens, respondent.trained_length, args.max_new_tokens)
-                for case, answer in zip(cases, answers, strict=True)]
+    answers = opened.answer(
+        [runner.Prompt(case.prompt, args.max_new_tokens) for case in cases], args.output
+    )
+    outcomes = [
+        scoring.outcome(
+            case,
+            answer.generated,
+            answer.prompt_tokens,
+            respondent.trained_length,
+            args.max_new_tokens,
+        )
+        for case, answer in zip(cases, answers, strict=True)
+    ]
     about = opened.about | {"seed": args.seed, "max_new_tokens": args.max_new_tokens}
     scores = line_report.write(outcomes, args.output, about, others)
     print(f"wrote {args.output}/results.json, cases.jsonl, line_retrieval.png and line_depth.png")

@@ -1,4 +1,5 @@
 """Tests of long contexts and answers to prompts during training: the loop hands over its parameters every so many steps."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from trainer.text import TextObjective
 
 
-def _respondent(run: RunConfig, objective: Objective, rows: int = 0, chunk: int = 4096) -> runner.Respondent:
+def _respondent(
+    run: RunConfig, objective: Objective, rows: int = 0, chunk: int = 4096
+) -> runner.Respondent:
     """Returns the run's model on its own mesh as one that answers greedily, in the template of the run's conversations."""
     from model.decode import Sampling
 
@@ -28,11 +31,21 @@ def _respondent(run: RunConfig, objective: Objective, rows: int = 0, chunk: int 
     templates = chat_templates(run.data)
     template = templates[0] if templates else "tokenizer" if text.tokenizer.chat_template else None
     stops = runner.stop_ids(text.source.config, text.tokenizer, template)
-    return runner.Respondent(text.model, text.tokenizer, template, stops, run.data.context_length,
-                             rows or run.mesh.data * run.mesh.fsdp, chunk, Sampling())
+    return runner.Respondent(
+        text.model,
+        text.tokenizer,
+        template,
+        stops,
+        run.data.context_length,
+        rows or run.mesh.data * run.mesh.fsdp,
+        chunk,
+        Sampling(),
+    )
 
 
-def _answers(respondent: runner.Respondent, params: Params, prompts: list[runner.Prompt]) -> list[runner.Answer]:
+def _answers(
+    respondent: runner.Respondent, params: Params, prompts: list[runner.Prompt]
+) -> list[runner.Answer]:
     """Returns the answers of these parameters; those that are trained in the host's memory are brought to the devices."""
     return respondent.answer(jax.device_put(params, dict(respondent.model.shardings)), prompts)
 
@@ -58,14 +71,18 @@ def tests_of(config: RunConfig) -> list[LiveTest]:
         if "test" not in entry:
             raise UserError(f"{field}.test: missing; one of {', '.join(TESTS)} would work")
         if entry["test"] not in TESTS:
-            raise UserError(f"{field}.test: found {entry['test']}, expects one of {', '.join(TESTS)}")
+            raise UserError(
+                f"{field}.test: found {entry['test']}, expects one of {', '.join(TESTS)}"
+            )
         tests.append(section(TESTS[entry["test"]], entry, field))
     return tests
 
 
 def with_tests(config: RunConfig) -> RunConfig:
     """Returns the configuration with every default of its evaluations filled in; errors as in `tests_of`."""
-    return dataclasses.replace(config, evaluations=tuple(dataclasses.asdict(test) for test in tests_of(config)))
+    return dataclasses.replace(
+        config, evaluations=tuple(dataclasses.asdict(test) for test in tests_of(config))
+    )
 
 
 class LiveEvaluation:
@@ -79,21 +96,28 @@ class LiveEvaluation:
           UserError: the run trains on no text.
         """
         if run.trajectories.path:
-            raise UserError("evaluations: found some in a run on trajectories, which answers no questions; leave them out")
+            raise UserError(
+                "evaluations: found some in a run on trajectories, which answers no questions; leave them out"
+            )
         self.test, self.run_config = test, run
         self.name, self.every = test.name or test.test, test.every
 
     def prepare(self, objective: Objective, builder: StepBuilder) -> None:
         """Makes the cases; programs are compiled by the first measurement."""
         self.respondent = _respondent(self.run_config, objective, self.test.rows, self.test.chunk)
-        self.cases = self.test.cases(self.respondent.length, self.test.tokens or (self.run_config.data.context_length,))
+        self.cases = self.test.cases(
+            self.respondent.length, self.test.tokens or (self.run_config.data.context_length,)
+        )
 
     def run(self, params: Params, step: int) -> dict[str, float]:
         """Answers all questions with these parameters."""
         answers = _answers(self.respondent, params, [case.prompt for case in self.cases])
         results = suite.results_of(self.cases, answers, self.respondent.trained_length)
         depth = {result: "" if result.depth is None else f"/{result.depth:g}" for result in results}
-        return {f"{self.name}/{result.task}/{result.tokens}{depth[result]}": result.score for result in results}
+        return {
+            f"{self.name}/{result.task}/{result.tokens}{depth[result]}": result.score
+            for result in results
+        }
 
 
 class Samples:
@@ -108,9 +132,13 @@ class Samples:
           UserError: the run trains on no text.
         """
         if run.trajectories.path:
-            raise UserError("samples.prompts: found some in a run on trajectories, which answers none; leave them out")
+            raise UserError(
+                "samples.prompts: found some in a run on trajectories, which answers none; leave them out"
+            )
         self.run_config, self.every = run, run.samples.every
-        self.prompts = [runner.Prompt(prompt, run.samples.new_tokens) for prompt in run.samples.prompts]
+        self.prompts = [
+            runner.Prompt(prompt, run.samples.new_tokens) for prompt in run.samples.prompts
+        ]
 
     def prepare(self, objective: Objective, builder: StepBuilder) -> None:
         """Takes the model; programs are compiled by the first answers."""
@@ -119,7 +147,10 @@ class Samples:
     def run(self, params: Params, step: int) -> dict[str, str]:
         """Returns the answers of these parameters."""
         answers = _answers(self.respondent, params, self.prompts)
-        return {prompt: answer.generated for prompt, answer in zip(self.run_config.samples.prompts, answers, strict=True)}
+        return {
+            prompt: answer.generated
+            for prompt, answer in zip(self.run_config.samples.prompts, answers, strict=True)
+        }
 
 
 def evaluations_of(config: RunConfig) -> list[Evaluation]:

@@ -1,4 +1,5 @@
 """What an entry of a recipe's list `evaluations` has, whichever test it names; each test adds its own fields."""
+
 from __future__ import annotations
 
 import abc
@@ -37,7 +38,12 @@ class LiveTest(abc.ABC):
             for field in fields:
                 value = getattr(self, field)
                 require(value >= minimum, f"evaluations.{field}", value, f"at least {minimum}")
-        require(all(tokens >= 1 for tokens in self.tokens), "evaluations.tokens", self.tokens, "lengths of at least 1")
+        require(
+            all(tokens >= 1 for tokens in self.tokens),
+            "evaluations.tokens",
+            self.tokens,
+            "lengths of at least 1",
+        )
 
     @abc.abstractmethod
     def cases(self, count: Count, lengths: Sequence[int]) -> list[Case]:

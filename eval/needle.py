@@ -5,6 +5,7 @@
 The text is RULER's noise, or --text FILE, a book or essays. With several needles the first is at the depth and the others are
 evenly spread behind it; the score is the share that is found. Writes results.json, cases.jsonl and needle.png into --output.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -36,15 +37,25 @@ def read_haystack(path: str | None) -> Haystack:
     try:
         haystack = Haystack.of_text(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--text: {path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise UserError(
+            f"--text: {path} cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from None
     if not "".join(haystack.sentences):
-        raise UserError(f"--text: {path} has no sentence; a book or essays as plain text would work")
+        raise UserError(
+            f"--text: {path} has no sentence; a book or essays as plain text would work"
+        )
     return haystack
 
 
-def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], depths: Sequence[float],
-               numbers: Sequence[int] = (1,), each: int = 5, seed: int = 0,
-               haystack: Haystack = Haystack()) -> list[suite.Case]:  # noqa: B008
+def make_cases(
+    count: Callable[[runner.Prompt], int],
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    numbers: Sequence[int] = (1,),
+    each: int = 5,
+    seed: int = 0,
+    haystack: Haystack = Haystack(),  # noqa: B008
+) -> list[suite.Case]:
     """Returns `each` cases for each number of needles, length and depth.
 
     Args:
@@ -56,9 +67,24 @@ def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], de
             for depth in depths:
                 spread = [depth + (1 - depth) * i / hidden for i in range(hidden)]
 
-                def make(units: int, sample: int = 0, hidden=hidden, tokens=tokens, depth=depth, spread=spread) -> suite.Case:
+                def make(
+                    units: int,
+                    sample: int = 0,
+                    hidden=hidden,
+                    tokens=tokens,
+                    depth=depth,
+                    spread=spread,
+                ) -> suite.Case:
                     rng = np.random.default_rng([seed, sample, hidden, tokens, round(depth * 1000)])
-                    exercise = needles(rng, units, True, keys=hidden, queries=hidden, haystack=haystack, depths=spread)
+                    exercise = needles(
+                        rng,
+                        units,
+                        True,
+                        keys=hidden,
+                        queries=hidden,
+                        haystack=haystack,
+                        depths=spread,
+                    )
                     prompt = runner.Prompt(exercise.text, NEW_TOKENS * hidden, exercise.prefix)
                     name = "one needle" if hidden == 1 else f"{hidden} needles"
                     return suite.Case(name, prompt, exercise.expected, tokens, depth)
@@ -76,7 +102,12 @@ class LiveNeedles(LiveTest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(all(0 <= depth <= 1 for depth in self.depths), "evaluations.depths", self.depths, "shares from 0 to 1")
+        require(
+            all(0 <= depth <= 1 for depth in self.depths),
+            "evaluations.depths",
+            self.depths,
+            "shares from 0 to 1",
+        )
 
     def cases(self, count: Count, lengths: Sequence[int]) -> list[suite.Case]:
         """Returns the cases of these lengths."""
@@ -85,13 +116,40 @@ class LiveNeedles(LiveTest):
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(prog="python -m eval.needle", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(
+        prog="python -m eval.needle", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     runner.add_flags(parser, new_tokens=None)
-    parser.add_argument("--tokens", nargs="+", type=entry.at_least_one, required=True, help="lengths, answers included")
-    parser.add_argument("--depths", nargs="+", type=float, default=[0, 0.25, 0.5, 0.75, 1], help="depths, from 0 to 1")
-    parser.add_argument("--needles", nargs="+", type=entry.at_least_one, default=[1], help="numbers of needles (default 1)")
-    parser.add_argument("--count", type=entry.at_least_one, default=5, help="cases of each length and depth (default 5)")
-    parser.add_argument("--text", metavar="FILE", help="a text that the needles are hidden in, instead of noise")
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=entry.at_least_one,
+        required=True,
+        help="lengths, answers included",
+    )
+    parser.add_argument(
+        "--depths",
+        nargs="+",
+        type=float,
+        default=[0, 0.25, 0.5, 0.75, 1],
+        help="depths, from 0 to 1",
+    )
+    parser.add_argument(
+        "--needles",
+        nargs="+",
+        type=entry.at_least_one,
+        default=[1],
+        help="numbers of needles (default 1)",
+    )
+    parser.add_argument(
+        "--count",
+        type=entry.at_least_one,
+        default=5,
+        help="cases of each length and depth (default 5)",
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", help="a text that the needles are hidden in, instead of noise"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
     args = runner.parse(parser, argv)
     if not all(0 <= depth <= 1 for depth in args.depths):
@@ -105,8 +163,22 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     haystack = read_haystack(args.text)
     results_folder(args.output)
     opened = runner.open_respondent(args)
-    cases = make_cases(opened.respondent.length, args.tokens, args.depths, args.needles, args.count, args.seed, haystack)
-    return suite.run("needle", opened, cases, args.output, {"haystack": args.text or haystack.name, "seed": args.seed})
+    cases = make_cases(
+        opened.respondent.length,
+        args.tokens,
+        args.depths,
+        args.needles,
+        args.count,
+        args.seed,
+        haystack,
+    )
+    return suite.run(
+        "needle",
+        opened,
+        cases,
+        args.output,
+        {"haystack": args.text or haystack.name, "seed": args.seed},
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

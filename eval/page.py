@@ -1,4 +1,5 @@
 """The pieces of a self-contained HTML page: its style, text, tables, and line charts as SVG. Nothing loads anything."""
+
 from __future__ import annotations
 
 import html
@@ -67,7 +68,12 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
       log: the x axis is logarithmic.
     """
     width, height, left, bottom, top, right = 400, 250, 52, 40, 12, 16
-    points = [point for curve in series.values() for point in curve if math.isfinite(point[1]) and (point[0] > 0 or not log)]
+    points = [
+        point
+        for curve in series.values()
+        for point in curve
+        if math.isfinite(point[1]) and (point[0] > 0 or not log)
+    ]
     if not points:
         return ""
     scale = math.log2 if log else float
@@ -86,30 +92,50 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
     marks = []
     for y in y_ticks:
         _, down = place(points[0][0], y).split(",")
-        marks.append(f'<line x1="{left}" x2="{width - right}" y1="{down}" y2="{down}" stroke="#ddd"/>'
-                     f'<text x="{left - 6}" y="{down}" text-anchor="end" dominant-baseline="middle">{number(y)}</text>')
+        marks.append(
+            f'<line x1="{left}" x2="{width - right}" y1="{down}" y2="{down}" stroke="#ddd"/>'
+            f'<text x="{left - 6}" y="{down}" text-anchor="end" dominant-baseline="middle">{number(y)}</text>'
+        )
     for x in x_ticks:
         across = left + (x - x_low) / x_span * (width - left - right)
-        marks.append(f'<text x="{across:.1f}" y="{height - bottom + 16}" text-anchor="middle">'
-                     f"{number(2 ** x if log else x)}</text>")
+        marks.append(
+            f'<text x="{across:.1f}" y="{height - bottom + 16}" text-anchor="middle">'
+            f"{number(2**x if log else x)}</text>"
+        )
     for index, (name, curve) in enumerate(series.items()):
-        color, dash = COLORS[index % 2], ("", ' stroke-dasharray="6 4"', ' stroke-dasharray="2 3"')[index // 2 % 3]
+        color, dash = (
+            COLORS[index % 2],
+            ("", ' stroke-dasharray="6 4"', ' stroke-dasharray="2 3"')[index // 2 % 3],
+        )
         path = " ".join(place(x, y) for x, y in curve if math.isfinite(y) and (x > 0 or not log))
-        marks.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}>'
-                     f"<title>{text(name)}</title></polyline>")
-        marks += [f'<circle cx="{dot.split(",")[0]}" cy="{dot.split(",")[1]}" r="3" fill="{color}"/>' for dot in path.split()
-                  if len(curve) <= 24]
-    marks.append(f'<text x="{(left + width) / 2}" y="{height - 8}" text-anchor="middle">{text(x_label)}</text>')
+        marks.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}>'
+            f"<title>{text(name)}</title></polyline>"
+        )
+        marks += [
+            f'<circle cx="{dot.split(",")[0]}" cy="{dot.split(",")[1]}" r="3" fill="{color}"/>'
+            for dot in path.split()
+            if len(curve) <= 24
+        ]
+    marks.append(
+        f'<text x="{(left + width) / 2}" y="{height - 8}" text-anchor="middle">{text(x_label)}</text>'
+    )
     squares = ("&#9632;", "&#9633;")
-    legend = " ".join(f'<span style="color:{COLORS[index % 2]}">{squares[index > 1]} {text(name)}</span>'
-                      for index, name in enumerate(series))
-    return (f'<figure><figcaption>{text(y_label)}</figcaption><svg viewBox="0 0 {width} {height}" role="img" '
-            f'aria-label="{text(y_label)} against {text(x_label)}" font-size="12" font-family="sans-serif">'
-            f'{"".join(marks)}</svg>'
-            f"<figcaption>{legend}</figcaption></figure>")
+    legend = " ".join(
+        f'<span style="color:{COLORS[index % 2]}">{squares[index > 1]} {text(name)}</span>'
+        for index, name in enumerate(series)
+    )
+    return (
+        f'<figure><figcaption>{text(y_label)}</figcaption><svg viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{text(y_label)} against {text(x_label)}" font-size="12" font-family="sans-serif">'
+        f"{''.join(marks)}</svg>"
+        f"<figcaption>{legend}</figcaption></figure>"
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Returns a table; cells are text."""
-    body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return f'<div class="wide"><table><tr>{"".join(f"<th>{text(cell)}</th>" for cell in head)}</tr>{body}</table></div>'

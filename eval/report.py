@@ -5,6 +5,7 @@
 A run is a folder that train.py wrote. Evaluations are looked for in the run's folder; with two runs, --evaluations may be given
 once for each. The file loads nothing from a network and has no script: it opens anywhere, on a phone too, and prints.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -25,7 +26,9 @@ from eval.report_input import Evaluation, Run, Score, read_run, scores_by_run
 from trainer import entry
 
 SAMPLES = 3  # of right answers, and as many of wrong ones
-GENERATOR = '<meta name="generator" content="eval.report of Longstripe">'  # by which a report knows its own
+GENERATOR = (
+    '<meta name="generator" content="eval.report of Longstripe">'  # by which a report knows its own
+)
 STEPS_SHOWN = 6  # of answers to the recipe's own prompts
 LONGEST_SAMPLE = 600  # characters of an answer
 
@@ -39,16 +42,25 @@ def cost(run: Run) -> dict[str, str]:
     devices = math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp", "tensor", "sequence"))
     steps = [row["step"] for row in rows]
     spans = [step - before for before, step in zip([0, *steps], steps, strict=False)]
-    seconds = sum(span * (row.get("step_seconds") or 0) for span, row in zip(spans, rows, strict=True))
+    seconds = sum(
+        span * (row.get("step_seconds") or 0) for span, row in zip(spans, rows, strict=True)
+    )
     # For metrics of earlier versions, which do not have tokens_seen.
-    tokens = sum(span * (row.get("step_seconds") or 0) * (row.get("tokens_per_second") or 0)
-                 for span, row in zip(spans, rows, strict=True))
+    tokens = sum(
+        span * (row.get("step_seconds") or 0) * (row.get("tokens_per_second") or 0)
+        for span, row in zip(spans, rows, strict=True)
+    )
     last = rows[-1] if rows else {}
-    kind = ("simulated " if mesh.get("simulate") else "") + ("device" if devices == 1 else "devices")
-    values = {"steps": f"{steps[-1]:,}" if steps else "0", "tokens": f"{last.get('tokens_seen', tokens):,.0f}",
-              "training": _duration(seconds),
-              "device hours": f"{seconds * devices / 3600:,.2f} on {devices} {kind}",
-              "compilation": _duration(last.get("compile_seconds") or 0)}
+    kind = ("simulated " if mesh.get("simulate") else "") + (
+        "device" if devices == 1 else "devices"
+    )
+    values = {
+        "steps": f"{steps[-1]:,}" if steps else "0",
+        "tokens": f"{last.get('tokens_seen', tokens):,.0f}",
+        "training": _duration(seconds),
+        "device hours": f"{seconds * devices / 3600:,.2f} on {devices} {kind}",
+        "compilation": _duration(last.get("compile_seconds") or 0),
+    }
     for name, label in (("mfu", "MFU, last"), ("peak_device_gib", "peak GiB a device")):
         if last.get(name) is not None:
             values[label] = f"{last[name]:.3g}"
@@ -69,16 +81,32 @@ def curves_of(runs: Sequence[Run]) -> str:
     names: dict[tuple[str, str], None] = {}
     for run in runs:
         for log, rows in run.logs.items():
-            keys = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float))
-            chosen = ("loss", "grad_norm", "learning_rate", "tokens_per_second") if log == "metrics" else ()
+            keys = dict.fromkeys(
+                key for row in rows for key, value in row.items() if isinstance(value, int | float)
+            )
+            chosen = (
+                ("loss", "grad_norm", "learning_rate", "tokens_per_second")
+                if log == "metrics"
+                else ()
+            )
             for key in keys:
-                worth = key.startswith(chosen) and key != "tokens_per_second_per_device" if chosen else True
+                worth = (
+                    key.startswith(chosen) and key != "tokens_per_second_per_device"
+                    if chosen
+                    else True
+                )
                 if key != "step" and worth and not key.endswith("target_tokens"):
                     names[log, key] = None
     charts = []
     for log, key in names:
-        series = {run.name: [(row["step"], row[key]) for row in run.logs.get(log, ()) if isinstance(row.get(key), int | float)]
-                  for run in runs}
+        series = {
+            run.name: [
+                (row["step"], row[key])
+                for row in run.logs.get(log, ())
+                if isinstance(row.get(key), int | float)
+            ]
+            for run in runs
+        }
         charts.append(chart({name: curve for name, curve in series.items() if curve}, "step", key))
     return '<div class="side">' + "".join(charts) + "</div>"
 
@@ -90,17 +118,48 @@ def scores_of(runs: Sequence[Run]) -> str:
     parts = []
     for name in dict.fromkeys(score.evaluation for score in every.values()):
         parts.append(f"<h3>{text(name)}</h3>")
-        keys = sorted(key for key, score in every.items() if score.evaluation == name and score.depth is None)
+        keys = sorted(
+            key for key, score in every.items() if score.evaluation == name and score.depth is None
+        )
         if keys:
-            head = ["task", "length", *(column for run in runs for column in (f"{run.name}: score", "95% interval", "cases"))]
-            rows = [[every[key].label, f"{every[key].size:,} {every[key].unit}{' *' if every[key].beyond else ''}",
-                     *(cell for scores in by_run for cell in _cells(scores.get(key)))] for key in keys]
+            head = [
+                "task",
+                "length",
+                *(
+                    column
+                    for run in runs
+                    for column in (f"{run.name}: score", "95% interval", "cases")
+                ),
+            ]
+            rows = [
+                [
+                    every[key].label,
+                    f"{every[key].size:,} {every[key].unit}{' *' if every[key].beyond else ''}",
+                    *(cell for scores in by_run for cell in _cells(scores.get(key))),
+                ]
+                for key in keys
+            ]
             parts.append(table(head, rows))
-        tasks = dict.fromkeys(score.label for score in every.values() if score.evaluation == name and score.depth is not None)
+        tasks = dict.fromkeys(
+            score.label
+            for score in every.values()
+            if score.evaluation == name and score.depth is not None
+        )
         for task in tasks:
-            maps = [_map([score for score in scores.values() if (score.evaluation, score.label) == (name, task)], run.name)
-                    for run, scores in zip(runs, by_run, strict=True)]
-            parts.append(f'<p>{text(task)}: length against depth</p><div class="side">{"".join(maps)}</div>')
+            maps = [
+                _map(
+                    [
+                        score
+                        for score in scores.values()
+                        if (score.evaluation, score.label) == (name, task)
+                    ],
+                    run.name,
+                )
+                for run, scores in zip(runs, by_run, strict=True)
+            ]
+            parts.append(
+                f'<p>{text(task)}: length against depth</p><div class="side">{"".join(maps)}</div>'
+            )
     if any(score.beyond for score in every.values()):
         parts.append('<p class="note">* beyond the trained length</p>')
     return "".join(parts) or "<p>No evaluation was found.</p>"
@@ -114,10 +173,21 @@ def differences_of(runs: Sequence[Run]) -> str:
     if not rows:
         return ""
     before, after = (run.name for run in runs)
-    cells = [[label, f"{row.size:,} {row.unit}", str(row.cases), f"{row.before:.3f}", f"{row.after:.3f}",
-              f"{row.difference:+.3f}", f"{row.low:+.2f} to {row.high:+.2f}"] for label, row in rows]
-    return (f"<h3>{text(after)} less {text(before)}, over the same cases</h3>"
-            + table(["task", "length", "cases", before, after, "difference", "95% interval"], cells))
+    cells = [
+        [
+            label,
+            f"{row.size:,} {row.unit}",
+            str(row.cases),
+            f"{row.before:.3f}",
+            f"{row.after:.3f}",
+            f"{row.difference:+.3f}",
+            f"{row.low:+.2f} to {row.high:+.2f}",
+        ]
+        for label, row in rows
+    ]
+    return f"<h3>{text(after)} less {text(before)}, over the same cases</h3>" + table(
+        ["task", "length", "cases", before, after, "difference", "95% interval"], cells
+    )
 
 
 Pair = tuple[str, str, Difference]
@@ -141,7 +211,10 @@ def _labelled(pairs: list[Pair]) -> list[tuple[str, Difference]]:
     if len(pairs) == 1:
         return [(row.task, row) for _, _, row in pairs]
     alike = [pair for pair in pairs if pair[0] == pair[1]]
-    return [(f"{row.task} ({', '.join(dict.fromkeys((first, second)))})", row) for first, second, row in alike or pairs]
+    return [
+        (f"{row.task} ({', '.join(dict.fromkeys((first, second)))})", row)
+        for first, second, row in alike or pairs
+    ]
 
 
 def _case_scores(evaluation: Evaluation) -> dict:
@@ -152,14 +225,21 @@ def _case_scores(evaluation: Evaluation) -> dict:
 
 
 def _cells(score: Score | None) -> list[str]:
-    return ["", "", ""] if score is None else [f"{score.score:.3f}", f"{score.low:.2f} to {score.high:.2f}", str(score.cases)]
+    return (
+        ["", "", ""]
+        if score is None
+        else [f"{score.score:.3f}", f"{score.low:.2f} to {score.high:.2f}", str(score.cases)]
+    )
 
 
 def _map(scores: list[Score], title: str) -> str:
     """Returns a table of depths and lengths whose cells are coloured from red (0) to green (1)."""
     if not scores:
         return ""
-    sizes, depths = sorted({score.size for score in scores}), sorted({score.depth or 0.0 for score in scores})
+    sizes, depths = (
+        sorted({score.size for score in scores}),
+        sorted({score.depth or 0.0 for score in scores}),
+    )
     cells = {(score.size, score.depth or 0.0): score for score in scores}
     rows = []
     for depth in depths:
@@ -168,17 +248,30 @@ def _map(scores: list[Score], title: str) -> str:
             score = cells.get((size, depth))
             hover = f"{score.low:.2f} to {score.high:.2f}, {score.cases} cases" if score else ""
             color = f"hsl({120 * score.score:.0f} 60% 75%)" if score else "#eee"
-            row.append(f'<td style="background:{color}" title="{hover}">{f"{score.score:.2f}" if score else ""}</td>')
+            row.append(
+                f'<td style="background:{color}" title="{hover}">{f"{score.score:.2f}" if score else ""}</td>'
+            )
         rows.append("<tr>" + "".join(row) + "</tr>")
     head = "".join(f"<th>{size:,} {text(scores[0].unit)}</th>" for size in sizes)
-    return (f'<figure class="wide"><figcaption>{text(title)}</figcaption><table class="map"><tr><th>depth</th>{head}</tr>'
-            f'{"".join(rows)}</table></figure>')
+    return (
+        f'<figure class="wide"><figcaption>{text(title)}</figcaption><table class="map"><tr><th>depth</th>{head}</tr>'
+        f"{''.join(rows)}</table></figure>"
+    )
 
 
 def positions_of(runs: Sequence[Run]) -> str:
     """Returns the chart of losses by position, or nothing."""
-    series = {name: [(math.sqrt(row["tokens_before_from"] * row["tokens_before_to"]), row["loss_nats_per_target"])
-                     for row in rows] for run in runs for name, rows in run.curves.items()}
+    series = {
+        name: [
+            (
+                math.sqrt(row["tokens_before_from"] * row["tokens_before_to"]),
+                row["loss_nats_per_target"],
+            )
+            for row in rows
+        ]
+        for run in runs
+        for name, rows in run.curves.items()
+    }
     drawn = chart(series, "tokens of the text before the target", "loss, nats per target", log=True)
     return f"<h2>Loss by position</h2>{drawn}" if drawn else ""
 
@@ -187,7 +280,9 @@ def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns at most STEPS_SHOWN rows: the first, the last, and some between them at about equal distances."""
     if len(rows) <= STEPS_SHOWN:
         return rows
-    return [rows[round(number * (len(rows) - 1) / (STEPS_SHOWN - 1))] for number in range(STEPS_SHOWN)]
+    return [
+        rows[round(number * (len(rows) - 1) / (STEPS_SHOWN - 1))] for number in range(STEPS_SHOWN)
+    ]
 
 
 def _live_samples(run: Run) -> list[str]:
@@ -196,8 +291,13 @@ def _live_samples(run: Run) -> list[str]:
     parts = []
     for prompt in dict.fromkeys(key for row in rows for key in row if key != "step"):
         answers = _spread([row for row in rows if prompt in row])
-        blocks = "".join(f"<pre>step {row['step']:,}\n\n{text(str(row[prompt])[:LONGEST_SAMPLE])}</pre>" for row in answers)
-        parts.append(f"<details><summary>During training: {text(prompt)}</summary>{blocks}</details>")
+        blocks = "".join(
+            f"<pre>step {row['step']:,}\n\n{text(str(row[prompt])[:LONGEST_SAMPLE])}</pre>"
+            for row in answers
+        )
+        parts.append(
+            f"<details><summary>During training: {text(prompt)}</summary>{blocks}</details>"
+        )
     return parts
 
 
@@ -207,7 +307,11 @@ def samples_of(run: Run) -> str:
     for evaluation in run.evaluations:
         chosen: list[dict] = []
         for is_right in (True, False):
-            group = [row for row in evaluation.samples if (row.get("right", row.get("score", 0) == 1)) == is_right]
+            group = [
+                row
+                for row in evaluation.samples
+                if (row.get("right", row.get("score", 0) == 1)) == is_right
+            ]
             chosen += group[:SAMPLES]
         blocks = []
         for row in chosen:
@@ -215,9 +319,13 @@ def samples_of(run: Run) -> str:
             verdict = row.get("right", row.get("score"))
             label = row.get("task") or f"{row.get('num_lines')} lines"
             facts = f"{label}, {row.get('prompt_tokens')} tokens; expected {json.dumps(expected)}; score {float(verdict or 0)}"
-            blocks.append(f"<pre>{text(facts)}\n\n{text(str(row.get('generated'))[:LONGEST_SAMPLE])}</pre>")
+            blocks.append(
+                f"<pre>{text(facts)}\n\n{text(str(row.get('generated'))[:LONGEST_SAMPLE])}</pre>"
+            )
         if blocks:
-            parts.append(f"<details><summary>{text(run.folder_of(evaluation))}</summary>{''.join(blocks)}</details>")
+            parts.append(
+                f"<details><summary>{text(run.folder_of(evaluation))}</summary>{''.join(blocks)}</details>"
+            )
     return "".join(parts)
 
 
@@ -228,52 +336,87 @@ def about_of(run: Run) -> str:
         about = evaluation.about
         command = " ".join(map(str, about.get("command", ())))
         facts = {key: value for key, value in about.items() if key != "command"}
-        parts.append(f"<details><summary>{text(run.folder_of(evaluation))}: how it was made</summary><pre>{text(command)}\n\n"
-                     f"{text(json.dumps(facts, indent=1))}</pre></details>")
+        parts.append(
+            f"<details><summary>{text(run.folder_of(evaluation))}: how it was made</summary><pre>{text(command)}\n\n"
+            f"{text(json.dumps(facts, indent=1))}</pre></details>"
+        )
     configuration = yaml.safe_dump(run.config, sort_keys=False)
     command = f"python train.py --config {run.folder}/config.yaml --run_dir {run.folder}"
-    parts.append(f"<details><summary>Configuration and command</summary><pre>{text(command)}\n\n{text(configuration)}</pre>"
-                 "</details>")
+    parts.append(
+        f"<details><summary>Configuration and command</summary><pre>{text(command)}\n\n{text(configuration)}</pre>"
+        "</details>"
+    )
     return "".join(parts)
 
 
 def page(runs: Sequence[Run]) -> str:
     """Returns the report as HTML."""
     title = " and ".join(run.name for run in runs)
-    costs = "".join(f"<section>{table(['', run.name], cost(run).items())}<p class=\"note\">{text(run.folder)}</p></section>"
-                    for run in runs)
+    costs = "".join(
+        f'<section>{table(["", run.name], cost(run).items())}<p class="note">{text(run.folder)}</p></section>'
+        for run in runs
+    )
     about = "".join(f"<section><h3>{text(run.name)}</h3>{about_of(run)}</section>" for run in runs)
-    samples = "".join(f"<section><h3>{text(run.name)}</h3>{samples_of(run) or '<p>None.</p>'}</section>" for run in runs)
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
-            f'initial-scale=1">{GENERATOR}<title>{text(title)}</title><style>{STYLE}</style></head><body><h1>{text(title)}</h1>'
-            f"<h2>Cost</h2><div class=\"side\">{costs}</div><h2>Evaluations</h2>{scores_of(runs)}{differences_of(runs)}"
-            f'{positions_of(runs)}<h2>Curves</h2>{curves_of(runs)}<h2>Samples</h2><div class="side">{samples}</div>'
-            f'<h2>How it was made</h2><div class="side">{about}</div></body></html>\n')
+    samples = "".join(
+        f"<section><h3>{text(run.name)}</h3>{samples_of(run) or '<p>None.</p>'}</section>"
+        for run in runs
+    )
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
+        f'initial-scale=1">{GENERATOR}<title>{text(title)}</title><style>{STYLE}</style></head><body><h1>{text(title)}</h1>'
+        f'<h2>Cost</h2><div class="side">{costs}</div><h2>Evaluations</h2>{scores_of(runs)}{differences_of(runs)}'
+        f'{positions_of(runs)}<h2>Curves</h2>{curves_of(runs)}<h2>Samples</h2><div class="side">{samples}</div>'
+        f'<h2>How it was made</h2><div class="side">{about}</div></body></html>\n'
+    )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(prog="python -m eval.report", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; two are shown side by side")
-    parser.add_argument("--evaluations", nargs="+", action="append", type=Path, default=[], metavar="DIR", help="folders with "
-                        "results of evaluations; the first --evaluations are of the first run, the second of the second")
-    parser.add_argument("--output", type=Path, help="the file (default: report.html in the folder of the last run)")
+    parser = entry.CommandParser(
+        prog="python -m eval.report", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run; two are shown side by side",
+    )
+    parser.add_argument(
+        "--evaluations",
+        nargs="+",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="folders with "
+        "results of evaluations; the first --evaluations are of the first run, the second of the second",
+    )
+    parser.add_argument(
+        "--output", type=Path, help="the file (default: report.html in the folder of the last run)"
+    )
     args = parser.parse_args(argv)
     args.output = args.output or args.runs[-1] / "report.html"
     if len(args.runs) > 2:
         parser.error(f"found {len(args.runs)} runs; one, or two side by side, would work")
     if len(args.evaluations) > len(args.runs):
-        parser.error(f"argument --evaluations: given {len(args.evaluations)} times for {len(args.runs)} runs")
+        parser.error(
+            f"argument --evaluations: given {len(args.evaluations)} times for {len(args.runs)} runs"
+        )
     return args
 
 
 def write(args: argparse.Namespace) -> None:
     """Writes the report to `args.output` and prints its path; `args` are those of `parse`."""
     evaluations = [*args.evaluations, *([] for _ in args.runs)]
-    runs = [read_run(folder, folders) for folder, folders in zip(args.runs, evaluations, strict=False)]
+    runs = [
+        read_run(folder, folders) for folder, folders in zip(args.runs, evaluations, strict=False)
+    ]
     if len({run.name for run in runs}) < len(runs):
-        raise UserError(f"{args.runs[0]} and {args.runs[1]}: the report tells runs apart by the names of their folders, which "
-                        "are equal; a link of another name would work")
+        raise UserError(
+            f"{args.runs[0]} and {args.runs[1]}: the report tells runs apart by the names of their folders, which "
+            "are equal; a link of another name would work"
+        )
     path = output_file(args.output, GENERATOR.encode())
     path.write_text(page(runs), encoding="utf-8")
     print(f"wrote {path}")

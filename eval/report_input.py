@@ -1,4 +1,5 @@
 """What a run's folder holds for its report: metrics, evaluations with their cases, losses by position."""
+
 from __future__ import annotations
 
 import collections
@@ -17,7 +18,11 @@ from trainer.run.directory import EARLIER_STAGES
 from trainer.run.results import evaluated, is_of_run
 
 CONFIG = "config.yaml"
-COUNTS = ("step", "tokens_seen", "compile_seconds")  # in rows of metrics, since the beginning of the run or of the stage
+COUNTS = (
+    "step",
+    "tokens_seen",
+    "compile_seconds",
+)  # in rows of metrics, since the beginning of the run or of the stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +49,14 @@ class Score:
     @property
     def key(self) -> tuple:
         """By which rows of two runs are compared: (evaluation, task, folder, unit, size, depth)."""
-        return self.evaluation, self.task, self.folder, self.unit, self.size, -1.0 if self.depth is None else self.depth
+        return (
+            self.evaluation,
+            self.task,
+            self.folder,
+            self.unit,
+            self.size,
+            -1.0 if self.depth is None else self.depth,
+        )
 
     @property
     def label(self) -> str:
@@ -86,7 +98,9 @@ class Run:
     def folder_of(self, evaluation: Evaluation) -> str:
         """Returns the folder of an evaluation, from the run's folder where it lies in it."""
         folder = evaluation.path.parent
-        return str(folder.relative_to(self.folder) if folder.is_relative_to(self.folder) else folder)
+        return str(
+            folder.relative_to(self.folder) if folder.is_relative_to(self.folder) else folder
+        )
 
 
 def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
@@ -99,12 +113,20 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     """
     stages = _stage_folders(folder)
     if not stages:
-        raise UserError(f"{folder}: holds no run (config.yaml is missing); a folder that train.py wrote would work")
+        raise UserError(
+            f"{folder}: holds no run (config.yaml is missing); a folder that train.py wrote would work"
+        )
     for path in evaluations:
         if not path.is_dir():
             raise UserError(f"--evaluations: {path} is no folder")
     # By where it really is, since --evaluations may name folders of the run.
-    files = sorted({path.resolve(): path for root in (*evaluations, folder) for path in root.rglob("results.json")}.values())
+    files = sorted(
+        {
+            path.resolve(): path
+            for root in (*evaluations, folder)
+            for path in root.rglob("results.json")
+        }.values()
+    )
     results = [evaluation for path in files if (evaluation := _evaluation(path))]
     for evaluation in results:
         _check_model(evaluation, folder)
@@ -120,7 +142,9 @@ def _check_model(evaluation: Evaluation, run: Path) -> None:
     warns of one within it."""
     if is_of_run(evaluation.about, run):
         return
-    found = f"{evaluation.path}: is of {evaluated(evaluation.about)}, which is no checkpoint of {run}"
+    found = (
+        f"{evaluation.path}: is of {evaluated(evaluation.about)}, which is no checkpoint of {run}"
+    )
     if not evaluation.path.resolve().is_relative_to(run.resolve()):
         raise UserError(f"--evaluations: {found}; an evaluation of --checkpoint {run} would work")
     print(f"warning: {found}; the report shows it all the same", file=sys.stderr)
@@ -130,7 +154,9 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read ({first_line(error)}); the one that train.py wrote would work") from None
+        raise UserError(
+            f"{path}: cannot be read ({first_line(error)}); the one that train.py wrote would work"
+        ) from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: holds no sections; the one that train.py wrote would work")
     return config
@@ -138,7 +164,9 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _stage_folders(folder: Path) -> list[Path]:
     """Returns the folders of a run's stages that have begun, in order; of a run without stages its own, if it is one."""
-    earlier = sorted((folder / EARLIER_STAGES).glob("*"), key=lambda path: (len(path.name), path.name))
+    earlier = sorted(
+        (folder / EARLIER_STAGES).glob("*"), key=lambda path: (len(path.name), path.name)
+    )
     return [stage for stage in (*earlier, folder) if (stage / CONFIG).is_file()]
 
 
@@ -149,9 +177,19 @@ def _logs(stages: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     for stage in stages:
         ended = dict(before)
         for path in sorted(stage.glob("*.jsonl")):
-            rows = [row | {name: row[name] + before[name] for name in COUNTS if isinstance(row.get(name), int | float)}
-                    for row in read_rows(path) if "step" in row]
-            ended |= {name: max(ended[name], row[name]) for row in rows for name in COUNTS if name in row}
+            rows = [
+                row
+                | {
+                    name: row[name] + before[name]
+                    for name in COUNTS
+                    if isinstance(row.get(name), int | float)
+                }
+                for row in read_rows(path)
+                if "step" in row
+            ]
+            ended |= {
+                name: max(ended[name], row[name]) for row in rows for name in COUNTS if name in row
+            }
             if rows:
                 logs[path.stem] += rows
         before = ended
@@ -162,9 +200,13 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); without it, the report can be made") from None
+        raise UserError(
+            f"{path}: cannot be read ({error}); without it, the report can be made"
+        ) from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: found {type(content).__name__} where a table is needed; without it, the report can be made")
+        raise UserError(
+            f"{path}: found {type(content).__name__} where a table is needed; without it, the report can be made"
+        )
     return content
 
 
@@ -178,25 +220,69 @@ def _evaluation(path: Path) -> Evaluation | None:
     try:
         return _evaluation_of(path, content)
     except KeyError as error:
-        raise UserError(f"{path}: a result has no {error}; without this file, the report can be made") from None
+        raise UserError(
+            f"{path}: a result has no {error}; without this file, the report can be made"
+        ) from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: holds no results of an evaluation ({first_line(error)}); without it, the report can be "
-                        "made") from None
+        raise UserError(
+            f"{path}: holds no results of an evaluation ({first_line(error)}); without it, the report can be "
+            "made"
+        ) from None
 
 
 def _evaluation_of(path: Path, content: dict[str, Any]) -> Evaluation | None:
     if "results" in content and "evaluation" in content:
-        scores = [Score(content["evaluation"], row["task"], row["tokens"], "tokens", row["depth"], row["cases"], row["score"],
-                        row["low"], row["high"], row["beyond_trained_length"]) for row in content["results"]]
+        scores = [
+            Score(
+                content["evaluation"],
+                row["task"],
+                row["tokens"],
+                "tokens",
+                row["depth"],
+                row["cases"],
+                row["score"],
+                row["low"],
+                row["high"],
+                row["beyond_trained_length"],
+            )
+            for row in content["results"]
+        ]
     elif "within_trained_length" in content:
-        scores = [Score("line retrieval", f"{row['family']} ({row['source']})", row["num_lines"], "lines", None, row["cases"],
-                        row["accuracy"], row["low"], row["high"], row["beyond_trained_length"])
-                  for row in content["within_trained_length"] + content["beyond_trained_length"]]
-        scores += [Score("line retrieval", f"{row['family']}, by depth", row["num_lines"], "lines", row["depth_from"],
-                         row["cases"], row["accuracy"], row["low"], row["high"], False) for row in content.get("by_depth", ())]
+        scores = [
+            Score(
+                "line retrieval",
+                f"{row['family']} ({row['source']})",
+                row["num_lines"],
+                "lines",
+                None,
+                row["cases"],
+                row["accuracy"],
+                row["low"],
+                row["high"],
+                row["beyond_trained_length"],
+            )
+            for row in content["within_trained_length"] + content["beyond_trained_length"]
+        ]
+        scores += [
+            Score(
+                "line retrieval",
+                f"{row['family']}, by depth",
+                row["num_lines"],
+                "lines",
+                row["depth_from"],
+                row["cases"],
+                row["accuracy"],
+                row["low"],
+                row["high"],
+                False,
+            )
+            for row in content.get("by_depth", ())
+        ]
     else:
         return None
-    cases = read_rows(path.parent / "cases.jsonl") if (path.parent / "cases.jsonl").is_file() else []
+    cases = (
+        read_rows(path.parent / "cases.jsonl") if (path.parent / "cases.jsonl").is_file() else []
+    )
     return Evaluation(path, scores, content.get("about", {}), cases)
 
 
@@ -204,8 +290,19 @@ def scores_by_run(runs: Sequence[Run]) -> list[list[Score]]:
     """Returns each run's scores. Those whose key a run has in several evaluations are told apart by their folders."""
     repeated = set()
     for run in runs:
-        counts = collections.Counter(key for evaluation in run.evaluations
-                                     for key in {score.key for score in evaluation.scores})
+        counts = collections.Counter(
+            key
+            for evaluation in run.evaluations
+            for key in {score.key for score in evaluation.scores}
+        )
         repeated |= {key for key, count in counts.items() if count > 1}
-    return [[dataclasses.replace(score, folder=run.folder_of(evaluation)) if score.key in repeated else score
-             for evaluation in run.evaluations for score in evaluation.scores] for run in runs]
+    return [
+        [
+            dataclasses.replace(score, folder=run.folder_of(evaluation))
+            if score.key in repeated
+            else score
+            for evaluation in run.evaluations
+            for score in evaluation.scores
+        ]
+        for run in runs
+    ]

@@ -6,6 +6,7 @@ Tasks, wording, lengths of answers and scoring are RULER's (Hsieh et al. 2024; g
 tasks that RULER hides in essays take --text FILE, without which they are hidden in its noise, and are another test; questions
 about documents take --qa FILE. Writes results.json, cases.jsonl and ruler.png into --output.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -35,7 +36,10 @@ TASKS: dict[str, tuple[Callable[..., Exercise], int]] = {
     "niah_single_3": (functools.partial(tasks.needles, haystack=TEXT, value_kind="uuids"), 128),
     "niah_multikey_1": (functools.partial(tasks.needles, haystack=TEXT, keys=4), 128),
     "niah_multikey_2": (functools.partial(tasks.needles, haystack=NEEDLES), 128),
-    "niah_multikey_3": (functools.partial(tasks.needles, haystack=NEEDLES, key_kind="uuids", value_kind="uuids"), 128),
+    "niah_multikey_3": (
+        functools.partial(tasks.needles, haystack=NEEDLES, key_kind="uuids", value_kind="uuids"),
+        128,
+    ),
     "niah_multivalue": (functools.partial(tasks.needles, haystack=TEXT, values=4), 128),
     "niah_multiquery": (functools.partial(tasks.needles, haystack=TEXT, queries=4), 128),
     "vt": (tasks.variables, 30),
@@ -43,12 +47,20 @@ TASKS: dict[str, tuple[Callable[..., Exercise], int]] = {
     "fwe": (tasks.frequent_words, 50),
 }
 QA_TOKENS = 32
-QA_FORM = ('a line of JSON for each question: {"question": "...", "answers": ["..."], "documents": ["the one with the answer", '
-           '...]}')
+QA_FORM = (
+    'a line of JSON for each question: {"question": "...", "answers": ["..."], "documents": ["the one with the answer", '
+    "...]}"
+)
 
 
-def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], names: Sequence[str] = tuple(TASKS),
-               each: int = 20, seed: int = 0, haystack: Haystack = Haystack()) -> list[suite.Case]:  # noqa: B008
+def make_cases(
+    count: Callable[[runner.Prompt], int],
+    lengths: Sequence[int],
+    names: Sequence[str] = tuple(TASKS),
+    each: int = 20,
+    seed: int = 0,
+    haystack: Haystack = Haystack(),  # noqa: B008
+) -> list[suite.Case]:
     """Returns `each` cases for each task and length.
 
     Args:
@@ -58,22 +70,42 @@ def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], na
     cases = []
     for name in names:
         exercise_of, new_tokens = TASKS[name]
-        if isinstance(exercise_of, functools.partial) and exercise_of.keywords.get("haystack") is TEXT:
+        if (
+            isinstance(exercise_of, functools.partial)
+            and exercise_of.keywords.get("haystack") is TEXT
+        ):
             exercise_of = functools.partial(exercise_of, haystack=haystack)
         for tokens in lengths:
-            def make(units: int, sample: int = 0, name=name, exercise_of=exercise_of, new_tokens=new_tokens,
-                     tokens=tokens) -> suite.Case:
+
+            def make(
+                units: int,
+                sample: int = 0,
+                name=name,
+                exercise_of=exercise_of,
+                new_tokens=new_tokens,
+                tokens=tokens,
+            ) -> suite.Case:
                 rng = np.random.default_rng([seed, sample, tokens, list(TASKS).index(name)])
                 options = {} if name != "cwe" or tokens >= 4096 else {"often": 6, "seldom": 1}
                 exercise = exercise_of(rng, units, True, **options)
-                return suite.Case(name, runner.Prompt(exercise.text, new_tokens, exercise.prefix), exercise.expected, tokens)
+                return suite.Case(
+                    name,
+                    runner.Prompt(exercise.text, new_tokens, exercise.prefix),
+                    exercise.expected,
+                    tokens,
+                )
 
             cases += suite.cases_of(make, tokens, count, each)
     return cases
 
 
-def qa_cases(path: str, count: Callable[[runner.Prompt], int], lengths: Sequence[int], each: int, seed: int,
-             ) -> list[suite.Case]:
+def qa_cases(
+    path: str,
+    count: Callable[[runner.Prompt], int],
+    lengths: Sequence[int],
+    each: int,
+    seed: int,
+) -> list[suite.Case]:
     """Returns RULER's questions about documents: the one with the answer among others of the file.
 
     Raises:
@@ -83,15 +115,23 @@ def qa_cases(path: str, count: Callable[[runner.Prompt], int], lengths: Sequence
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--qa: {path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise UserError(
+            f"--qa: {path} cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from None
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             fields = row["question"], row["answers"], row["documents"]
-            if not (isinstance(fields[0], str) and all(fields)
-                    and all(isinstance(part, list) and all(isinstance(entry, str) for entry in part) for part in fields[1:])):
+            if not (
+                isinstance(fields[0], str)
+                and all(fields)
+                and all(
+                    isinstance(part, list) and all(isinstance(entry, str) for entry in part)
+                    for part in fields[1:]
+                )
+            ):
                 raise TypeError
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}:{number}: not a question; the form is {QA_FORM}") from None
@@ -105,14 +145,34 @@ def qa_cases(path: str, count: Callable[[runner.Prompt], int], lengths: Sequence
         for sample in range(each):
             question, answers, own = questions[sample % len(questions)]
 
-            def make(units: int, question=question, answers=answers, own=own, tokens=tokens, sample=sample) -> suite.Case:
+            def make(
+                units: int,
+                question=question,
+                answers=answers,
+                own=own,
+                tokens=tokens,
+                sample=sample,
+            ) -> suite.Case:
                 rng = np.random.default_rng([seed, sample, tokens])
                 others = [document for document in documents if document not in own]
-                shown = [*own, *(others[i] for i in rng.permutation(len(others)))][:max(units, len(own))]
-                context = "\n\n".join(f"Document {i}:\n{shown[j]}" for i, j in enumerate(rng.permutation(len(shown)), 1))
-                text = (f"{instruction}\n\nThe following are given documents.\n\n{context}\n\n{instruction}\n\n"
-                        f"Question: {question}")
-                return suite.Case("qa", runner.Prompt(text, QA_TOKENS, " Answer:"), tuple(answers), tokens, scoring="any")
+                shown = [*own, *(others[i] for i in rng.permutation(len(others)))][
+                    : max(units, len(own))
+                ]
+                context = "\n\n".join(
+                    f"Document {i}:\n{shown[j]}"
+                    for i, j in enumerate(rng.permutation(len(shown)), 1)
+                )
+                text = (
+                    f"{instruction}\n\nThe following are given documents.\n\n{context}\n\n{instruction}\n\n"
+                    f"Question: {question}"
+                )
+                return suite.Case(
+                    "qa",
+                    runner.Prompt(text, QA_TOKENS, " Answer:"),
+                    tuple(answers),
+                    tokens,
+                    scoring="any",
+                )
 
             cases.append(make(suite.fit(make, tokens, count, most=len(documents))))
     return cases
@@ -128,7 +188,9 @@ class LiveRuler(LiveTest):
     def __post_init__(self) -> None:
         super().__post_init__()
         if unknown := sorted(set(self.tasks) - set(TASKS)):
-            raise ValueError(f"evaluations.tasks: found {unknown[0]!r}; RULER's tasks are {', '.join(TASKS)}")
+            raise ValueError(
+                f"evaluations.tasks: found {unknown[0]!r}; RULER's tasks are {', '.join(TASKS)}"
+            )
 
     def cases(self, count: Count, lengths: Sequence[int]) -> list[suite.Case]:
         """Returns the cases of these lengths."""
@@ -137,12 +199,31 @@ class LiveRuler(LiveTest):
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(prog="python -m eval.ruler", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(
+        prog="python -m eval.ruler", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     runner.add_flags(parser, new_tokens=None)
-    parser.add_argument("--tokens", nargs="+", type=entry.at_least_one, required=True, help="lengths, answers included")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS), help="tasks (default: all)")
-    parser.add_argument("--count", type=entry.at_least_one, default=20, help="cases of each task and length (default 20)")
-    parser.add_argument("--text", metavar="FILE", help="the text for tasks that RULER hides in essays (default: its noise)")
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=entry.at_least_one,
+        required=True,
+        help="lengths, answers included",
+    )
+    parser.add_argument(
+        "--tasks", nargs="+", default=list(TASKS), choices=list(TASKS), help="tasks (default: all)"
+    )
+    parser.add_argument(
+        "--count",
+        type=entry.at_least_one,
+        default=20,
+        help="cases of each task and length (default 20)",
+    )
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        help="the text for tasks that RULER hides in essays (default: its noise)",
+    )
     parser.add_argument("--qa", metavar="FILE.jsonl", help=f"questions about documents; {QA_FORM}")
     parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
     return runner.parse(parser, argv)

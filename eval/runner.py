@@ -1,4 +1,5 @@
 """What evaluations that ask a model questions share: flags, the model, prompts and answers."""
+
 from __future__ import annotations
 
 import argparse
@@ -12,7 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from data.conversation import Message
 from data.errors import UserError
@@ -33,8 +41,12 @@ if TYPE_CHECKING:
     from trainer.inference import InferenceModel
 
 
-def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100, evaluation: bool = True,
-              continues: bool = True) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser,
+    new_tokens: int | None = 100,
+    evaluation: bool = True,
+    continues: bool = True,
+) -> None:
     """Adds the flags that all commands share that ask a model questions.
 
     Args:
@@ -43,31 +55,90 @@ def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100, eva
       continues: whether the evaluation keeps its answers in a journal, which its help for --output then says.
     """
     if evaluation:
-        parser.add_argument("--checkpoint", required=True, help="checkpoint, run folder, Hugging Face folder or org/name")
-        parser.add_argument("--output", required=True, help="folder for the results" + (
-            "; the same command again continues an evaluation that was interrupted" if continues else ""))
-        parser.add_argument("--rows", type=int, default=1, help="number of prompts in a batch (default 1)")
+        parser.add_argument(
+            "--checkpoint",
+            required=True,
+            help="checkpoint, run folder, Hugging Face folder or org/name",
+        )
+        parser.add_argument(
+            "--output",
+            required=True,
+            help="folder for the results"
+            + (
+                "; the same command again continues an evaluation that was interrupted"
+                if continues
+                else ""
+            ),
+        )
+        parser.add_argument(
+            "--rows", type=int, default=1, help="number of prompts in a batch (default 1)"
+        )
     adapters.add_flags(parser, several=evaluation)
-    parser.add_argument("--template", choices=NAMES, help="chat template of the question (default: the model's own; plain text "
-                        "for a model without one)")
+    parser.add_argument(
+        "--template",
+        choices=NAMES,
+        help="chat template of the question (default: the model's own; plain text "
+        "for a model without one)",
+    )
     if new_tokens is not None:
-        parser.add_argument("--max-new-tokens", type=entry.at_least_one, default=new_tokens,
-                            help=f"number of tokens of the longest answer (default {new_tokens})")
+        parser.add_argument(
+            "--max-new-tokens",
+            type=entry.at_least_one,
+            default=new_tokens,
+            help=f"number of tokens of the longest answer (default {new_tokens})",
+        )
     for axis in ("fsdp", "tensor", "sequence"):
-        parser.add_argument(f"--{axis}", type=entry.at_least_one, default=1, help=f"number of devices along {axis}")
-    parser.add_argument("--simulate", type=int, default=0, help="simulate this many devices on the CPU; 0 uses the machine's")
-    parser.add_argument("--compute-dtype", choices=["bfloat16", "float32"], help="dtype of the computation (default: bfloat16; "
-                        "float32 on a CPU, where it is several times faster)")
-    parser.add_argument("--schedule", default="ring", choices=sorted(SCHEDULES), help="attention schedule of the prefill")
-    parser.add_argument("--chunk", type=entry.at_least_one, default=4096, help="tokens of a prompt that are computed at once, "
-                        "over all devices (default 4096)")
-    parser.add_argument("--memory-gib", type=float, help="memory of a device that may be used (default: all that it has)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (default); above it, "
-                        "tokens are sampled")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the most likely tokens of this total probability")
+        parser.add_argument(
+            f"--{axis}", type=entry.at_least_one, default=1, help=f"number of devices along {axis}"
+        )
+    parser.add_argument(
+        "--simulate",
+        type=int,
+        default=0,
+        help="simulate this many devices on the CPU; 0 uses the machine's",
+    )
+    parser.add_argument(
+        "--compute-dtype",
+        choices=["bfloat16", "float32"],
+        help="dtype of the computation (default: bfloat16; "
+        "float32 on a CPU, where it is several times faster)",
+    )
+    parser.add_argument(
+        "--schedule",
+        default="ring",
+        choices=sorted(SCHEDULES),
+        help="attention schedule of the prefill",
+    )
+    parser.add_argument(
+        "--chunk",
+        type=entry.at_least_one,
+        default=4096,
+        help="tokens of a prompt that are computed at once, over all devices (default 4096)",
+    )
+    parser.add_argument(
+        "--memory-gib",
+        type=float,
+        help="memory of a device that may be used (default: all that it has)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0 takes the most likely token (default); above it, tokens are sampled",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens of this total probability",
+    )
     parser.add_argument("--sample-seed", type=int, default=0, help="seed of the sampling")
-    parser.add_argument("--replicate", action="store_true", help="keep a copy of all weights on every device; if the model "
-                        "fits, this is much faster, since decoding gathers no weights")
+    parser.add_argument(
+        "--replicate",
+        action="store_true",
+        help="keep a copy of all weights on every device; if the model "
+        "fits, this is much faster, since decoding gathers no weights",
+    )
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -81,7 +152,9 @@ def check_flags(args: argparse.Namespace) -> None:
     """Raises UserError if the shared flags contradict each other."""
     if args.rows < 1 or args.rows % args.fsdp:
         next_multiple = max(-(-args.rows // args.fsdp), 1) * args.fsdp
-        raise UserError(f"--rows: {args.rows} is no multiple of --fsdp {args.fsdp}; {next_multiple} would work")
+        raise UserError(
+            f"--rows: {args.rows} is no multiple of --fsdp {args.fsdp}; {next_multiple} would work"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +174,14 @@ class Prompt:
     @property
     def key(self) -> str:
         """A hash by which its answer is found again."""
-        turns = [("user", self.text)] if isinstance(self.text, str) else [(turn.role, turn.content) for turn in self.text]
-        return hashlib.sha256(json.dumps([turns, self.new_tokens, self.prefix]).encode()).hexdigest()[:32]
+        turns = (
+            [("user", self.text)]
+            if isinstance(self.text, str)
+            else [(turn.role, turn.content) for turn in self.text]
+        )
+        return hashlib.sha256(
+            json.dumps([turns, self.new_tokens, self.prefix]).encode()
+        ).hexdigest()[:32]
 
     @property
     def draw(self) -> int:
@@ -119,14 +198,20 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> li
         segments = render(list(turns), template, tokenizer, add_generation_prompt=True)
         return [token for segment in segments for token in segment.ids] + prefix
     text = "\n\n".join(turn.content for turn in turns)
-    return [*([tokenizer.bos_id] if tokenizer.bos_id is not None else []), *tokenizer.encode(text), *prefix]
+    return [
+        *([tokenizer.bos_id] if tokenizer.bos_id is not None else []),
+        *tokenizer.encode(text),
+        *prefix,
+    ]
 
 
 def stop_ids(config: LlamaConfig, tokenizer: Tokenizer, template: str | None) -> tuple[int, ...]:
     """Returns the ids that end an answer: the model's and the tokenizer's EOS, and the template's end of a turn."""
     eos = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
     ends = end_ids(template, tokenizer) if template else ()
-    return tuple(sorted({int(i) for i in (*eos, *ends, tokenizer.eos_id) if i is not None and i >= 0}))
+    return tuple(
+        sorted({int(i) for i in (*eos, *ends, tokenizer.eos_id) if i is not None and i >= 0})
+    )
 
 
 def padded_length(length: int, multiple: int) -> int:
@@ -159,7 +244,9 @@ class Respondent:
     chunk: int
     sampling: Sampling
     limit: int | None = None
-    generators: dict[tuple[int, int], Generator] = dataclasses.field(default_factory=dict, compare=False)
+    generators: dict[tuple[int, int], Generator] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Returns the ids of a prompt."""
@@ -169,8 +256,13 @@ class Respondent:
         """Returns the number of tokens of a prompt."""
         return len(self.ids(prompt))
 
-    def answer(self, params: dict, prompts: Sequence[Prompt], journal: Journal | None = None,
-               on_answer: Callable[[int], None] = lambda count: None) -> list[Answer]:
+    def answer(
+        self,
+        params: dict,
+        prompts: Sequence[Prompt],
+        journal: Journal | None = None,
+        on_answer: Callable[[int], None] = lambda count: None,
+    ) -> list[Answer]:
         """Returns the answer to each prompt.
 
         Prompts of similar lengths are answered together, those with a common beginning one after the other, so that it is
@@ -194,8 +286,12 @@ class Respondent:
             if generator is not self.generators.get((capacity, new_tokens), self):
                 if generator:
                     generator.forget()  # there is memory for one cache
-                generator = self.generator(params, capacity, new_tokens, max(map(len, ids.values())))
-            generated_ids = generator(params, [ids[key] for key in keys], [waiting[key].draw for key in keys])
+                generator = self.generator(
+                    params, capacity, new_tokens, max(map(len, ids.values()))
+                )
+            generated_ids = generator(
+                params, [ids[key] for key in keys], [waiting[key].draw for key in keys]
+            )
             for key, generated in zip(keys, generated_ids, strict=True):
                 answers[key] = Answer(self.tokenizer.decode(generated), len(ids[key]))
                 if journal:
@@ -205,14 +301,18 @@ class Respondent:
             generator.forget()
         return [answers[prompt.key] for prompt in prompts]
 
-    def _batches(self, prompts: dict[str, Prompt], ids: dict[str, list[int]]) -> Iterator[tuple[int, int, list[str]]]:
+    def _batches(
+        self, prompts: dict[str, Prompt], ids: dict[str, list[int]]
+    ) -> Iterator[tuple[int, int, list[str]]]:
         """Yields capacity, new tokens, and the keys of at most `rows` prompts.
 
         Neighbours in the order of their ids have the longest common beginnings; each row of the batches gets a run of them.
         """
         groups: dict[tuple[int, int], list[str]] = {}
         for key, prompt in prompts.items():
-            groups.setdefault((self.capacity(len(ids[key]) + prompt.new_tokens), prompt.new_tokens), []).append(key)
+            groups.setdefault(
+                (self.capacity(len(ids[key]) + prompt.new_tokens), prompt.new_tokens), []
+            ).append(key)
         for (capacity, new_tokens), keys in sorted(groups.items()):
             keys.sort(key=ids.__getitem__)
             run = -(-len(keys) // self.rows)
@@ -226,11 +326,16 @@ class Respondent:
         beyond the model's original length.
         """
         config = self.model.config
-        originals = [cast(int, rope.original_max_position_embeddings) for rope in (config.rope, config.local_rope)
-                     if rope is not None and rope.depends_on_length]
+        originals = [
+            cast(int, rope.original_max_position_embeddings)
+            for rope in (config.rope, config.local_rope)
+            if rope is not None and rope.depends_on_length
+        ]
         if not originals:
             return padded_length(tokens, 64 * self.model.mesh.shape["sequence"])
-        return min([padded_length(tokens, 64), *(original for original in originals if tokens <= original)])
+        return min(
+            [padded_length(tokens, 64), *(original for original in originals if tokens <= original)]
+        )
 
     def generator(self, params: dict, capacity: int, new_tokens: int, longest: int) -> Generator:
         """Returns the generator of this capacity, compiled once.
@@ -245,16 +350,29 @@ class Respondent:
 
         if (capacity, new_tokens) in self.generators:
             return self.generators[capacity, new_tokens]
-        generator = Generator(self.model, rows=self.rows, capacity=capacity, new_tokens=new_tokens, stop_ids=self.stops,
-                              chunk=min(self.chunk, capacity), sampling=self.sampling)
-        needed = generator.cached.bytes_per_device + sum(x.addressable_shards[0].data.nbytes for x in params.values())
-        if self.limit is not None and 2 * needed > self.limit:  # else there is no doubt, and no need to compile for it
+        generator = Generator(
+            self.model,
+            rows=self.rows,
+            capacity=capacity,
+            new_tokens=new_tokens,
+            stop_ids=self.stops,
+            chunk=min(self.chunk, capacity),
+            sampling=self.sampling,
+        )
+        needed = generator.cached.bytes_per_device + sum(
+            x.addressable_shards[0].data.nbytes for x in params.values()
+        )
+        if (
+            self.limit is not None and 2 * needed > self.limit
+        ):  # else there is no doubt, and no need to compile for it
             fitting = generator.longest_prompt(self.limit)
             if fitting + new_tokens < capacity:
                 rows = "" if self.rows == 1 else "fewer --rows, "
-                raise UserError(f"prompts of up to {longest:,} tokens: in the {self.limit / 2**30:.1f} GiB of a "
-                                f"device {fitting:,} tokens fit, with {self.rows} rows at a time; {rows}a smaller --chunk or "
-                                "more devices along --sequence make room")
+                raise UserError(
+                    f"prompts of up to {longest:,} tokens: in the {self.limit / 2**30:.1f} GiB of a "
+                    f"device {fitting:,} tokens fit, with {self.rows} rows at a time; {rows}a smaller --chunk or "
+                    "more devices along --sequence make room"
+                )
         self.generators[capacity, new_tokens] = generator
         return generator
 
@@ -281,9 +399,13 @@ class LoadedModel:
     def answer(self, prompts: Sequence[Prompt], output: str | Path) -> list[Answer]:
         """Returns the answer to each prompt, and shows the progress; answers in the folder `output` are not asked for again."""
         names = ("model", "reads", "quantize", "template", "compute_dtype", "sampling")
-        journal = Journal(Path(output) / JOURNAL, {name: self.about[name] for name in names if name in self.about})
+        journal = Journal(
+            Path(output) / JOURNAL, {name: self.about[name] for name in names if name in self.about}
+        )
         try:
-            with _AnswerProgress(len(prompts), sum(prompt.key in journal.answers for prompt in prompts)) as advance:
+            with _AnswerProgress(
+                len(prompts), sum(prompt.key in journal.answers for prompt in prompts)
+            ) as advance:
                 return self.respondent.answer(self.params, prompts, journal, advance)
         finally:
             journal.close()
@@ -295,8 +417,15 @@ class _AnswerProgress:
     def __init__(self, total: int, done: int) -> None:
         self.total, self.done = total, 0
         self.printed, self.has_printed = time.monotonic(), False
-        self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                            TimeRemainingColumn(), console=console(), disable=not sys.stdout.isatty())
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console(),
+            disable=not sys.stdout.isatty(),
+        )
         if done:
             print(f"{done} of {total} answers are there already")
 
@@ -311,7 +440,9 @@ class _AnswerProgress:
     def advance(self, count: int) -> None:
         self.done += count
         self.bar.advance(self.task, count)
-        is_due = time.monotonic() - self.printed > 30 or (self.has_printed and self.done == self.total)
+        is_due = time.monotonic() - self.printed > 30 or (
+            self.has_printed and self.done == self.total
+        )
         if self.bar.disable and is_due:
             self.printed, self.has_printed = time.monotonic(), True
             print(f"{self.done} of {self.total} answers", flush=True)
@@ -333,33 +464,58 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
 
     sampling = Sampling(args.temperature, args.top_p, args.sample_seed)
     opened = open_for_inference(
-        args.checkpoint, MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence), schedule=args.schedule,
-        simulated=args.simulate, replicate=args.replicate, compute_dtype=args.compute_dtype, adapter=args.adapter,
-        quantize=args.quantize)
+        args.checkpoint,
+        MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence),
+        schedule=args.schedule,
+        simulated=args.simulate,
+        replicate=args.replicate,
+        compute_dtype=args.compute_dtype,
+        adapter=args.adapter,
+        quantize=args.quantize,
+    )
     config, tokenizer, mesh = opened.source.config, opened.source.tokenizer(), opened.model.mesh
     template = args.template or ("tokenizer" if tokenizer.chat_template else None)
     respondent = Respondent(
-        opened.model, tokenizer, template, stop_ids(config, tokenizer, template), config.max_position_embeddings,
-        args.rows, args.chunk, sampling, memory_limit(mesh.devices.flat[0], mesh.size, args.memory_gib))
+        opened.model,
+        tokenizer,
+        template,
+        stop_ids(config, tokenizer, template),
+        config.max_position_embeddings,
+        args.rows,
+        args.chunk,
+        sampling,
+        memory_limit(mesh.devices.flat[0], mesh.size, args.memory_gib),
+    )
     about = _about(args, opened, respondent)
     if hasattr(args, "output") and (run := foreign_run(about, Path(args.output))):
-        print(f"warning: --output: {args.output} is in the folder of the run {run}, which has no such checkpoint as "
-              f"{evaluated(about)}; reports of that run would show these results beside its own", file=sys.stderr)
+        print(
+            f"warning: --output: {args.output} is in the folder of the run {run}, which has no such checkpoint as "
+            f"{evaluated(about)}; reports of that run would show these results beside its own",
+            file=sys.stderr,
+        )
     return LoadedModel(respondent, opened.read(), about)
 
 
-def _about(args: argparse.Namespace, opened: InferenceModel, respondent: Respondent) -> dict[str, Any]:
+def _about(
+    args: argparse.Namespace, opened: InferenceModel, respondent: Respondent
+) -> dict[str, Any]:
     """Returns what results.json says about the model and how it was asked."""
     import jax
 
     source, mesh = opened.source, opened.model.mesh
-    about = {"checkpoint": str(args.checkpoint), "model": source.fingerprint,
-             "reads": _reads(source.config, respondent.tokenizer), "trained_length": respondent.trained_length,
-             "template": respondent.template, "compute_dtype": opened.compute_dtype,
-             "sampling": dataclasses.asdict(respondent.sampling),
-             "mesh": {axis: int(size) for axis, size in mesh.shape.items()}, "schedule": args.schedule,
-             "versions": {"jax": jax.__version__, "device": mesh.devices.flat[0].device_kind},
-             "command": args.command}
+    about = {
+        "checkpoint": str(args.checkpoint),
+        "model": source.fingerprint,
+        "reads": _reads(source.config, respondent.tokenizer),
+        "trained_length": respondent.trained_length,
+        "template": respondent.template,
+        "compute_dtype": opened.compute_dtype,
+        "sampling": dataclasses.asdict(respondent.sampling),
+        "mesh": {axis: int(size) for axis, size in mesh.shape.items()},
+        "schedule": args.schedule,
+        "versions": {"jax": jax.__version__, "device": mesh.devices.flat[0].device_kind},
+        "command": args.command,
+    }
     if opened.quantize is not None:
         about |= {"adapter": args.adapter or str(args.checkpoint), "quantize": opened.quantize}
     return about

@@ -69,7 +69,11 @@ class Score:
     @property
     def above_chance_reason(self) -> str | None:
         """Why `above_chance` is None; None where it is not."""
-        return f"{self.cases} cases; at least {ENOUGH} are needed" if self.above_chance is None else None
+        return (
+            f"{self.cases} cases; at least {ENOUGH} are needed"
+            if self.above_chance is None
+            else None
+        )
 
 
 def last_integer(text: str) -> int | None:
@@ -108,7 +112,9 @@ def bootstrap(values: Float[np.ndarray, " n"], resamples: int = RESAMPLES) -> tu
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 
-def paired_interval(before: Float[np.ndarray, " n"], after: Float[np.ndarray, " n"]) -> tuple[float, float]:
+def paired_interval(
+    before: Float[np.ndarray, " n"], after: Float[np.ndarray, " n"]
+) -> tuple[float, float]:
     """Returns the bounds of the 95% interval of the mean of `after - before`, two scores of each case.
 
     Where all scores are 0 or 1 it is the interval of Bonett and Price (2012, "Adjusted Wald confidence interval for a
@@ -117,13 +123,17 @@ def paired_interval(before: Float[np.ndarray, " n"], after: Float[np.ndarray, " 
     """
     if not set(before) | set(after) <= {0.0, 1.0}:
         return bootstrap(after - before)
-    better, worse = ((int((after - before == sign).sum()) + 1) / (len(before) + 2) for sign in (1, -1))
+    better, worse = (
+        (int((after - before == sign).sum()) + 1) / (len(before) + 2) for sign in (1, -1)
+    )
     middle = better - worse
     half = Z95 * math.sqrt((better + worse - middle**2) / (len(before) + 2))
     return max(middle - half, -1.0), min(middle + half, 1.0)
 
 
-def outcome(case: LineCase, generated: str, prompt_tokens: int, trained_length: int, new_tokens: int) -> Outcome:
+def outcome(
+    case: LineCase, generated: str, prompt_tokens: int, trained_length: int, new_tokens: int
+) -> Outcome:
     """Returns the outcome of a case.
 
     Args:
@@ -148,6 +158,17 @@ def score(outcomes: Iterable[Outcome]) -> list[Score]:
         low, high = wilson(right, len(group))
         mean_tokens = sum(item.prompt_tokens for item in group) / len(group)
         scores.append(
-            Score(source, family, num_lines, beyond, len(group), right, right / len(group), low, high, mean_tokens)
+            Score(
+                source,
+                family,
+                num_lines,
+                beyond,
+                len(group),
+                right,
+                right / len(group),
+                low,
+                high,
+                mean_tokens,
+            )
         )
     return scores

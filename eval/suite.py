@@ -1,4 +1,5 @@
 """Tests of long contexts from cases to results: how an answer is scored, what is averaged, and how it is shown."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -76,11 +77,17 @@ def similarity(text: str, expected: Sequence[str]) -> float:
     text = text.strip()
     if not text.startswith(beginning):
         return 0.0
-    return difflib.SequenceMatcher(None, text.removeprefix(beginning).strip(), rest, autojunk=False).ratio()
+    return difflib.SequenceMatcher(
+        None, text.removeprefix(beginning).strip(), rest, autojunk=False
+    ).ratio()
 
 
 SCORINGS: dict[str, Callable[[str, Sequence[str]], float]] = {
-    "all": match_all, "any": match_any, "integer": match_integer, "similarity": similarity}
+    "all": match_all,
+    "any": match_any,
+    "integer": match_integer,
+    "similarity": similarity,
+}
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:
@@ -111,7 +118,9 @@ class Result:
     beyond_trained_length: bool
 
 
-def results_of(cases: Sequence[Case], answers: Sequence[Answer], trained_length: int) -> list[Result]:
+def results_of(
+    cases: Sequence[Case], answers: Sequence[Answer], trained_length: int
+) -> list[Result]:
     """Returns the mean scores by task, length and depth, in the order in which these first occur."""
     groups: dict[tuple[str, int, float | None], list[tuple[Case, Answer]]] = {}
     for case, answer in zip(cases, answers, strict=True):
@@ -120,15 +129,27 @@ def results_of(cases: Sequence[Case], answers: Sequence[Answer], trained_length:
     for (task, tokens, depth), group in groups.items():
         scores = [score_of(case, answer) for case, answer in group]
         longest = max(answer.prompt_tokens + case.prompt.new_tokens for case, answer in group)
-        results.append(Result(task, tokens, depth, len(group), sum(scores) / len(scores), *interval(scores),
-                              sum(answer.prompt_tokens for _, answer in group) / len(group), longest > trained_length))
+        results.append(
+            Result(
+                task,
+                tokens,
+                depth,
+                len(group),
+                sum(scores) / len(scores),
+                *interval(scores),
+                sum(answer.prompt_tokens for _, answer in group) / len(group),
+                longest > trained_length,
+            )
+        )
     return results
 
 
 def score_of(case: Case, answer: Answer) -> float:
     """Returns the score of an answer, 0 to 1."""
-    return SCORINGS[case.scoring](case.prompt.prefix + answer.generated if case.scoring == "similarity" else answer.generated,
-                                  case.expected)
+    return SCORINGS[case.scoring](
+        case.prompt.prefix + answer.generated if case.scoring == "similarity" else answer.generated,
+        case.expected,
+    )
 
 
 def largest(length: Callable[[int], int], limit: int, most: int) -> int:
@@ -151,7 +172,9 @@ def largest(length: Callable[[int], int], limit: int, most: int) -> int:
     return low
 
 
-def fit(make: Callable[[int], Case], tokens: int, count: Callable[[Prompt], int], most: int = 10**7) -> int:
+def fit(
+    make: Callable[[int], Case], tokens: int, count: Callable[[Prompt], int], most: int = 10**7
+) -> int:
     """Returns the number of units with which the case that `make` makes fills `tokens` tokens, its answer included.
 
     Args:
@@ -160,18 +183,26 @@ def fit(make: Callable[[int], Case], tokens: int, count: Callable[[Prompt], int]
     Raises:
       UserError: the shortest case is longer.
     """
+
     def length(units: int) -> int:
         return _length(make(max(units, 1)), count)
 
     units = largest(length, tokens, most)
     if not units:
-        raise UserError(f"{make(1).task}: its shortest case takes {length(1)} tokens, found {tokens}; {length(1)} or more "
-                        "would work")
+        raise UserError(
+            f"{make(1).task}: its shortest case takes {length(1)} tokens, found {tokens}; {length(1)} or more "
+            "would work"
+        )
     return units
 
 
-def cases_of(make: Callable[..., Case], tokens: int, count: Callable[[Prompt], int], each: int,
-             most: int = 10**7) -> list[Case]:
+def cases_of(
+    make: Callable[..., Case],
+    tokens: int,
+    count: Callable[[Prompt], int],
+    each: int,
+    most: int = 10**7,
+) -> list[Case]:
     """Returns `each` cases that with their answers take at most `tokens` tokens.
 
     All have as many units as fill `tokens` in the case of `make(units)`. A sample that takes more tokens gets fewer units.
@@ -203,7 +234,13 @@ def _length(case: Case, count: Callable[[Prompt], int]) -> int:
     return count(case.prompt) + case.prompt.new_tokens
 
 
-def run(name: str, opened: LoadedModel, cases: Sequence[Case], output: str | Path, options: dict[str, Any]) -> list[Result]:
+def run(
+    name: str,
+    opened: LoadedModel,
+    cases: Sequence[Case],
+    output: str | Path,
+    options: dict[str, Any],
+) -> list[Result]:
     """Answers the cases, writes results.json, cases.jsonl and a picture to a folder, prints a table, and returns the results.
 
     Args:
@@ -211,20 +248,35 @@ def run(name: str, opened: LoadedModel, cases: Sequence[Case], output: str | Pat
       options: what results.json says about how the cases were made.
     """
     if not cases:
-        raise UserError(f"{name}: no task has cases as short as --tokens; the warnings say what each needs")
+        raise UserError(
+            f"{name}: no task has cases as short as --tokens; the warnings say what each needs"
+        )
     answers = opened.answer([case.prompt for case in cases], output)
     results = results_of(cases, answers, opened.respondent.trained_length)
     folder = Path(output)
-    content = {"evaluation": name, "about": opened.about | options, "interval": "95%: Wilson where scores are 0 or 1, else "
-               "bootstrap", "results": [dataclasses.asdict(result) for result in results]}
+    content = {
+        "evaluation": name,
+        "about": opened.about | options,
+        "interval": "95%: Wilson where scores are 0 or 1, else bootstrap",
+        "results": [dataclasses.asdict(result) for result in results],
+    }
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     with open(folder / "cases.jsonl", "w", encoding="utf-8") as file:
         for case, answer in zip(cases, answers, strict=True):
-            row = {"task": case.task, "tokens": case.tokens, "depth": case.depth, "prompt": case.prompt.key,
-                   "expected": case.expected, "generated": answer.generated, "score": score_of(case, answer),
-                   "prompt_tokens": answer.prompt_tokens}
+            row = {
+                "task": case.task,
+                "tokens": case.tokens,
+                "depth": case.depth,
+                "prompt": case.prompt.key,
+                "expected": case.expected,
+                "generated": answer.generated,
+                "score": score_of(case, answer),
+                "prompt_tokens": answer.prompt_tokens,
+            }
             file.write(json.dumps(row) + "\n")
-    picture(results, str(opened.about.get("checkpoint", ""))).savefig(folder / f"{name}.png", dpi=120)
+    picture(results, str(opened.about.get("checkpoint", ""))).savefig(
+        folder / f"{name}.png", dpi=120
+    )
     print_table(results)
     print(f"wrote {folder}/results.json, cases.jsonl and {name}.png")
     return results
@@ -235,13 +287,26 @@ def print_table(results: Iterable[Result]) -> None:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name, justify in (("task", "left"), ("tokens", "right"), ("depth", "right"), ("cases", "right"), ("score", "right"),
-                          ("interval", "right"), ("length", "left")):
+    for name, justify in (
+        ("task", "left"),
+        ("tokens", "right"),
+        ("depth", "right"),
+        ("cases", "right"),
+        ("score", "right"),
+        ("interval", "right"),
+        ("length", "left"),
+    ):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for result in results:
-        table.add_row(result.task, f"{result.tokens:,}", "" if result.depth is None else f"{result.depth:.0%}",
-                      str(result.cases), f"{result.score:.2f}", f"{result.low:.2f}-{result.high:.2f}",
-                      "beyond trained" if result.beyond_trained_length else "within")
+        table.add_row(
+            result.task,
+            f"{result.tokens:,}",
+            "" if result.depth is None else f"{result.depth:.0%}",
+            str(result.cases),
+            f"{result.score:.2f}",
+            f"{result.low:.2f}-{result.high:.2f}",
+            "beyond trained" if result.beyond_trained_length else "within",
+        )
     printable.console().print(table)
 
 
@@ -262,11 +327,22 @@ def picture(results: Sequence[Result], title: str = "") -> Figure:
     if curves:
         panel = axes.pop(0)
         for task in curves:
-            group = sorted((result for result in results if result.task == task), key=lambda result: result.tokens)
-            errors = [[max(result.score - result.low, 0) for result in group], [max(result.high - result.score, 0)
-                                                                               for result in group]]
-            panel.errorbar([result.tokens for result in group], [result.score for result in group], yerr=errors, capsize=3,
-                           marker="o", label=task)
+            group = sorted(
+                (result for result in results if result.task == task),
+                key=lambda result: result.tokens,
+            )
+            errors = [
+                [max(result.score - result.low, 0) for result in group],
+                [max(result.high - result.score, 0) for result in group],
+            ]
+            panel.errorbar(
+                [result.tokens for result in group],
+                [result.score for result in group],
+                yerr=errors,
+                capsize=3,
+                marker="o",
+                label=task,
+            )
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:,.0f}")
         panel.set(xlabel="tokens", ylabel="score (95% interval)", ylim=(-0.03, 1.03))
@@ -279,7 +355,9 @@ def picture(results: Sequence[Result], title: str = "") -> Figure:
 
 
 def _draw_map(axes: Any, results: list[Result], task: str) -> None:
-    lengths, depths = (sorted({getattr(result, name) for result in results}) for name in ("tokens", "depth"))
+    lengths, depths = (
+        sorted({getattr(result, name) for result in results}) for name in ("tokens", "depth")
+    )
     scores = np.full((len(depths), len(lengths)), np.nan)
     for result in results:
         row, column = depths.index(result.depth), lengths.index(result.tokens)

@@ -1,4 +1,5 @@
 """Low-rank adapters as a recipe describes them (LoRA, Hu et al., arXiv 2106.09685), in PEFT's words; imports no JAX."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -50,21 +51,36 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         if self.rank < 0:
-            raise ValueError(f"adapter.rank: found {self.rank}, needs at least 1, or 0 for no adapters")
+            raise ValueError(
+                f"adapter.rank: found {self.rank}, needs at least 1, or 0 for no adapters"
+            )
         if not 0 < self.alpha <= sys.float_info.max:
             raise ValueError(f"adapter.alpha: found {self.alpha}, needs a positive number")
         unknown = [target for target in self.targets if target not in (*PROJECTIONS, ALL_LINEAR)]
         if unknown or not self.targets:
-            raise ValueError(f"adapter.targets: found {unknown[0] if unknown else 'none'!r}, needs some of "
-                             f"{', '.join(PROJECTIONS)}, or {ALL_LINEAR}")
+            raise ValueError(
+                f"adapter.targets: found {unknown[0] if unknown else 'none'!r}, needs some of "
+                f"{', '.join(PROJECTIONS)}, or {ALL_LINEAR}"
+            )
         if "" in self.train:
-            raise ValueError("adapter.train: found an empty name; needs the ends of modules' names, such as embed_tokens")
+            raise ValueError(
+                "adapter.train: found an empty name; needs the ends of modules' names, such as embed_tokens"
+            )
         if self.quantize not in get_args(Quantization):
-            raise ValueError(f"adapter.quantize: found {self.quantize!r}, needs one of {', '.join(get_args(Quantization))}")
+            raise ValueError(
+                f"adapter.quantize: found {self.quantize!r}, needs one of {', '.join(get_args(Quantization))}"
+            )
         if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise ValueError(f"adapter.dropout: found {self.dropout}, needs at least 0 and less than 1")
-        beside = {"path": self.path, "train": self.train, "quantize": self.quantize != "none", "use_dora": self.use_dora,
-                  "dropout": self.dropout}
+            raise ValueError(
+                f"adapter.dropout: found {self.dropout}, needs at least 0 and less than 1"
+            )
+        beside = {
+            "path": self.path,
+            "train": self.train,
+            "quantize": self.quantize != "none",
+            "use_dora": self.use_dora,
+            "dropout": self.dropout,
+        }
         field = next((name for name, value in beside.items() if value), None)
         if self.rank == 0 and field:
             raise ValueError(f"adapter.rank: found 0 beside adapter.{field}; needs at least 1")
@@ -72,7 +88,11 @@ class AdapterConfig:
     @property
     def projections(self) -> tuple[str, ...]:
         """The projections that have an adapter, in the order of a layer."""
-        return PROJECTIONS if ALL_LINEAR in self.targets else tuple(name for name in PROJECTIONS if name in self.targets)
+        return (
+            PROJECTIONS
+            if ALL_LINEAR in self.targets
+            else tuple(name for name in PROJECTIONS if name in self.targets)
+        )
 
     @property
     def scale(self) -> float:
@@ -117,15 +137,19 @@ class AdapterConfig:
         for name in self.projections:
             if self.rank > min(sizes[name]):
                 inputs, outputs = sizes[name]
-                raise ValueError(f"adapter.rank: found {self.rank}, needs at most {min(inputs, outputs)}: {name} has {inputs} "
-                                 f"inputs and {outputs} outputs")
+                raise ValueError(
+                    f"adapter.rank: found {self.rank}, needs at most {min(inputs, outputs)}: {name} has {inputs} "
+                    f"inputs and {outputs} outputs"
+                )
 
     def check_blocks(self, sizes: Mapping[str, int]) -> None:
         """Raises ValueError unless blocks of a quantized matrix fill each of `sizes`, the axes that they lie along."""
         for name, size in sizes.items():
             if size % self.block:
-                raise ValueError(f"adapter.quantize: found {self.quantize!r}, whose blocks are of {self.block} inputs; {name} "
-                                 f"is {size}, no multiple of them; int8 takes any size")
+                raise ValueError(
+                    f"adapter.quantize: found {self.quantize!r}, whose blocks are of {self.block} inputs; {name} "
+                    f"is {size}, no multiple of them; int8 takes any size"
+                )
 
     def check_targets(self, family: str, fused: Iterable[Sequence[str]]) -> None:
         """Raises ValueError for targets that are some, not all, of projections that models of the family store as rows of one
@@ -137,14 +161,23 @@ class AdapterConfig:
         for names in fused:
             missing = [name for name in names if name not in self.projections]
             if 0 < len(missing) < len(names):
-                raise ValueError(f"adapter.targets: {missing[0]} is missing; models of the family {family} store "
-                                 f"{', '.join(names)} in one tensor, so that all of them have an adapter, or none")
+                raise ValueError(
+                    f"adapter.targets: {missing[0]} is missing; models of the family {family} store "
+                    f"{', '.join(names)} in one tensor, so that all of them have an adapter, or none"
+                )
 
     def check_train(self, names: list[str]) -> None:
         """Raises ValueError if an entry of `train` is the end of none of the modules that hold the parameters `names`."""
-        modules = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in names} - set(PROJECTIONS))
+        modules = sorted(
+            {name.rpartition(".")[0].rpartition(".")[2] for name in names} - set(PROJECTIONS)
+        )
         for entry in self.train:
             if not any(name.rpartition(".")[0].endswith(entry) for name in names):
-                tied = ", whose head is its embedding (tie_word_embeddings: embed_tokens trains both)" * (entry == "lm_head")
-                raise ValueError(f"adapter.train: found {entry!r}, which this model lacks{tied}; needs some of "
-                                 f"{', '.join(modules)}")
+                tied = (
+                    ", whose head is its embedding (tie_word_embeddings: embed_tokens trains both)"
+                    * (entry == "lm_head")
+                )
+                raise ValueError(
+                    f"adapter.train: found {entry!r}, which this model lacks{tied}; needs some of "
+                    f"{', '.join(modules)}"
+                )

@@ -6,6 +6,7 @@ numbers of one of these kinds. The action is predicted at the state's token: as 
 of several, by likelihood (Bishop, Mixture density networks). Where episodes come from many policies, the mean of their actions
 may be none of them; a mixture keeps them apart.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -76,11 +77,13 @@ class TrajectoryEnds(nnx.Module):
         hidden, std = config.hidden_size, config.initializer_range
         self.embed_inputs = nnx.Dict(
             weight=param(rngs, (len(Kind) * sizes.width, hidden), ("inputs", "embed"), std),
-            bias=param(rngs, (len(Kind), hidden), ("kinds", "embed"), std))
+            bias=param(rngs, (len(Kind), hidden), ("kinds", "embed"), std),
+        )
         self.norm = RMSNorm(config)
         self.action_head = nnx.Dict(
             weight=param(rngs, (hidden, sizes.predicted), ("embed", "actions"), std),
-            bias=nnx.Param(jnp.zeros((sizes.predicted,), jnp.float32), axes=("actions",)))
+            bias=nnx.Param(jnp.zeros((sizes.predicted,), jnp.float32), axes=("actions",)),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +105,10 @@ class AgenticTransformer(Transformer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.parallel.split_tokens:
-            raise ValueError("mesh.sequence_parallel: found true, needs false for trajectories, whose embedding and head are "
-                             "too small to be split")
+            raise ValueError(
+                "mesh.sequence_parallel: found true, needs false for trajectories, whose embedding and head are "
+                "too small to be split"
+            )
 
     @property
     def ends(self) -> EndsFactory:
@@ -116,8 +121,13 @@ class AgenticTransformer(Transformer):
         """Returns the first layer's input: each token's numbers times its kind's matrix, plus its kind's bias."""
         weights = self.weights.whole(params, ("embed_inputs.weight", "embed_inputs.bias"))
         with jax.named_scope("embed"):
-            return chunked(functools.partial(_embed, self.dtype), weights, {},
-                           {"values": batch["values"], "kinds": batch["kinds"]}, dtype=self.dtype)
+            return chunked(
+                functools.partial(_embed, self.dtype),
+                weights,
+                {},
+                {"values": batch["values"], "kinds": batch["kinds"]},
+                dtype=self.dtype,
+            )
 
     def local_actions(self, params: Shards, x: Float[Array, "B T E"]) -> Float[Array, "B T A"]:
         """Returns float32 actions in -1 .. 1, the most probable of each token's, from the last layer's output."""
@@ -126,30 +136,51 @@ class AgenticTransformer(Transformer):
         return jnp.take_along_axis(actions, best[..., None, None], 2)[:, :, 0]
 
     def _head_weights(self, params: Shards) -> dict[str, jax.Array]:
-        weights = self.weights.whole(params, ("norm.weight", "action_head.weight", "action_head.bias"))
+        weights = self.weights.whole(
+            params, ("norm.weight", "action_head.weight", "action_head.bias")
+        )
         return {name: array(weight) for name, weight in weights.items()}
 
     def _predict(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"]) -> Mixture:
         norm = scaled_norm(x, weights["norm.weight"], self.config)
-        numbers = product("bte,ea->bta", norm, weights["action_head.weight"], jnp.float32) + weights["action_head.bias"]
+        numbers = (
+            product("bte,ea->bta", norm, weights["action_head.weight"], jnp.float32)
+            + weights["action_head.bias"]
+        )
         split = self.sizes.components * self.sizes.action
-        actions = jnp.tanh(numbers[..., :split]).reshape(*x.shape[:2], self.sizes.components, self.sizes.action)
-        logits = numbers[..., split:] if self.sizes.components > 1 else jnp.zeros((*x.shape[:2], 1), jnp.float32)
+        actions = jnp.tanh(numbers[..., :split]).reshape(
+            *x.shape[:2], self.sizes.components, self.sizes.action
+        )
+        logits = (
+            numbers[..., split:]
+            if self.sizes.components > 1
+            else jnp.zeros((*x.shape[:2], 1), jnp.float32)
+        )
         return Mixture(actions, jax.nn.log_softmax(logits))
 
     def local_losses(self, params: Shards, batch: Batch) -> LocalLosses:
         """Returns the losses of this device's tokens."""
+
         def losses(weights, arrays, labels):
             actions, log_probabilities = self._predict(weights, arrays["x"])
             squares = jnp.square(actions - labels["targets"][:, :, None])
             if self.sizes.components == 1:
                 return jnp.mean(squares[:, :, 0], -1)
-            return -jax.nn.logsumexp(log_probabilities - jnp.sum(squares, -1) / (2 * MIXTURE_DEVIATION**2), -1)
+            return -jax.nn.logsumexp(
+                log_probabilities - jnp.sum(squares, -1) / (2 * MIXTURE_DEVIATION**2), -1
+            )
 
         x, sums = self.local_layers(params, batch)
         with jax.named_scope("head_and_loss"):
-            total, tokens = chunked_total(losses, self._head_weights(params), {"x": x}, {"targets": batch["targets"]},
-                                          batch["loss_weights"], dtype=self.dtype, chunk=self.memory.loss_chunk)
+            total, tokens = chunked_total(
+                losses,
+                self._head_weights(params),
+                {"x": x},
+                {"targets": batch["targets"]},
+                batch["loss_weights"],
+                dtype=self.dtype,
+                chunk=self.memory.loss_chunk,
+            )
         return LocalLosses(total, tokens, self.auxiliary_losses(sums))
 
     # Of a global batch
@@ -160,6 +191,7 @@ class AgenticTransformer(Transformer):
         Their quotient is the mean squared error of an action's number; with several actions, the mean of
         -log sum_k p_k exp(-|a - a_k|^2 / (2 MIXTURE_DEVIATION^2)), which is 0 where one of them is certain and right.
         """
+
         def local(params, batch):
             return global_sums(self.local_losses(params, batch), batch["loss_weights"], None, 0)
 
@@ -167,13 +199,16 @@ class AgenticTransformer(Transformer):
 
     def actions(self, params: Shards, batch: Batch) -> Float[Array, "B L A"]:
         """Returns the float32 action predicted at every token; meaningful at states."""
+
         def local(params, batch):
             return self.local_actions(params, self.local_hidden(params, batch))
 
         return self._sharded(local, PartitionSpec(*TOKENS, None))(params, batch)
 
 
-def _embed(dtype: Any, weights: dict[str, jax.Array], arrays: Any, labels: dict[str, jax.Array]) -> Float[Array, "B T E"]:
+def _embed(
+    dtype: Any, weights: dict[str, jax.Array], arrays: Any, labels: dict[str, jax.Array]
+) -> Float[Array, "B T E"]:
     """Places each token's numbers in its kind's columns, so that one product serves all kinds."""
     kind = jax.nn.one_hot(labels["kinds"], len(Kind), dtype=dtype)
     values: Float[Array, "B T W"] = labels["values"].astype(dtype)

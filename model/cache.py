@@ -5,6 +5,7 @@ tokens and do equal work, prompt or generated. A few new tokens are computed by 
 axis as in training (`prefill`). Their queries visit every device's part of the cache, and the partial results are merged:
 queries and outputs travel, never the cache. Coordinates carry the mask, so rows may be of different lengths.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -47,18 +48,26 @@ def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> A
     if scatter:
         out = lax.psum_scatter(out, axis, scatter_dimension=1, tiled=True)
         total = lax.psum_scatter(weight, axis, scatter_dimension=2, tiled=True)
-        maximum = lax.dynamic_slice_in_dim(maximum, lax.axis_index(axis) * total.shape[2], total.shape[2], 2)
+        maximum = lax.dynamic_slice_in_dim(
+            maximum, lax.axis_index(axis) * total.shape[2], total.shape[2], 2
+        )
     else:
         out, total = lax.psum(out, axis), lax.psum(weight, axis)
     safe = jnp.where(total == 0, 1.0, total)
-    return AttentionPartial(out / per_row(safe), jnp.where(total == 0, -jnp.inf, maximum + jnp.log(safe)))
+    return AttentionPartial(
+        out / per_row(safe), jnp.where(total == 0, -jnp.inf, maximum + jnp.log(safe))
+    )
 
 
 def _over_cache(op: AttentionOp, queries: Queries, keys: Keys) -> AttentionPartial:
     """Returns attention over this device's part of the cache."""
     # The scores of one token are few, and the other kernels' tiles of queries would be all but empty. A cache may have empty
     # slots between a document's tokens.
-    kernel = ReferenceKernel(softcap=op.kernel.softcap) if queries.q.shape[1] == 1 else op.kernel.with_rows_in_order(False)
+    kernel = (
+        ReferenceKernel(softcap=op.kernel.softcap)
+        if queries.q.shape[1] == 1
+        else op.kernel.with_rows_in_order(False)
+    )
     return kernel.forward(queries, keys, mask=op.mask, scale=op.scale)
 
 
@@ -110,7 +119,10 @@ class CachedModel:
         """Shape and dtype of each array of the cache."""
         model, slots = self.model, -(-self.capacity // self.ranks) * self.ranks
         heads = model.parallel.local_key_heads * model.mesh.shape["tensor"]
-        k = jax.ShapeDtypeStruct((model.config.num_hidden_layers, self.rows, heads, slots, model.config.head_dim), model.dtype)
+        k = jax.ShapeDtypeStruct(
+            (model.config.num_hidden_layers, self.rows, heads, slots, model.config.head_dim),
+            model.dtype,
+        )
         index = jax.ShapeDtypeStruct((self.rows, slots), jnp.int32)
         return Cache(*cast(Any, (k, k, index, index)))
 
@@ -123,7 +135,10 @@ class CachedModel:
     def bytes_per_device(self) -> int:
         """Bytes of the cache on each device."""
         arrays = zip(self.shapes, self.shardings, strict=True)
-        return sum(math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize for array, sharding in arrays)
+        return sum(
+            math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+            for array, sharding in arrays
+        )
 
     def empty(self) -> Cache:
         """Returns a cache without tokens."""
@@ -131,7 +146,10 @@ class CachedModel:
 
     @functools.cached_property
     def _empty(self) -> Callable:
-        return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes), out_shardings=self.shardings)
+        return jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes),
+            out_shardings=self.shardings,
+        )
 
     def truncate(self, cache: Cache, lengths: Int[np.ndarray, " B"]) -> Cache:
         """Forgets the tokens of each row from its length on; keys and values are neither moved nor copied."""
@@ -144,7 +162,9 @@ class CachedModel:
 
         return jax.jit(truncate, out_shardings=self.shardings.segment_ids, donate_argnums=1)
 
-    def extend(self, params: Shards, cache: Cache, batch: Batch) -> tuple[Cache, Float[Array, "B n ..."]]:
+    def extend(
+        self, params: Shards, cache: Cache, batch: Batch
+    ) -> tuple[Cache, Float[Array, "B n ..."]]:
         """Appends n tokens to each row, which every device computes. The old cache's memory is reused: do not read it again.
 
         Args:
@@ -158,8 +178,13 @@ class CachedModel:
 
     @functools.cached_property
     def _extend(self) -> Callable:
-        extend = jax.shard_map(self.local_extend, mesh=self.model.mesh, in_specs=(self.model.specs, SPECS, ROWS),
-                               out_specs=(SPECS, ROWS), check_vma=False)
+        extend = jax.shard_map(
+            self.local_extend,
+            mesh=self.model.mesh,
+            in_specs=(self.model.specs, SPECS, ROWS),
+            out_specs=(SPECS, ROWS),
+            check_vma=False,
+        )
         return jax.jit(extend, donate_argnums=1)
 
     def prefill(self, params: Shards, cache: Cache, batch: Batch) -> Cache:
@@ -171,45 +196,68 @@ class CachedModel:
           batch: as of `extend`, in natural order; n and each row's first index are multiples of the sequence axis. Tokens that
             are in the cache already come as padding.
         """
-        order = permutation(batch["index"].shape[1], self.ranks, "striped")  # so that each device computes what it keeps
-        return self._prefill(params, cache, {name: np.ascontiguousarray(array[:, order]) for name, array in batch.items()})
+        order = permutation(
+            batch["index"].shape[1], self.ranks, "striped"
+        )  # so that each device computes what it keeps
+        return self._prefill(
+            params,
+            cache,
+            {name: np.ascontiguousarray(array[:, order]) for name, array in batch.items()},
+        )
 
     @functools.cached_property
     def _prefill(self) -> Any:
         def local(params, cache, batch):
             return self.local_run(params, cache, batch)[0]
 
-        prefill = jax.shard_map(local, mesh=self.model.mesh, in_specs=(self.model.specs, SPECS, TOKENS), out_specs=SPECS,
-                                check_vma=False)
+        prefill = jax.shard_map(
+            local,
+            mesh=self.model.mesh,
+            in_specs=(self.model.specs, SPECS, TOKENS),
+            out_specs=SPECS,
+            check_vma=False,
+        )
         return jax.jit(prefill, donate_argnums=1)
 
     # On a device, inside `shard_map`
 
-    def local_extend(self, params: Shards, cache: Cache, batch: Batch) -> tuple[Cache, Float[Array, "B n ..."]]:
+    def local_extend(
+        self, params: Shards, cache: Cache, batch: Batch
+    ) -> tuple[Cache, Float[Array, "B n ..."]]:
         """`extend` on this device's shards."""
         cache, x = self._run(params, cache, batch, self._attend_whole)
         return cache, self.head(self._model, params, x)
 
-    def local_run(self, params: Shards, cache: Cache, batch: Batch) -> tuple[Cache, Float[Array, "B n E"]]:
+    def local_run(
+        self, params: Shards, cache: Cache, batch: Batch
+    ) -> tuple[Cache, Float[Array, "B n E"]]:
         """`prefill` on this device's shards, which also returns the last layer's output; the batch is in the layout striped."""
         return self._run(params, cache, batch, self._attend_split)
 
     @functools.cached_property
     def _model(self) -> Transformer:
         # The schedule may have been made for a contiguous layout.
-        return dataclasses.replace(self.model, sequence_parallel=False, schedule=in_any_layout(self.model.schedule))
+        return dataclasses.replace(
+            self.model, sequence_parallel=False, schedule=in_any_layout(self.model.schedule)
+        )
 
-    def _attend_whole(self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys,
-                      before: TokenCoords) -> Float[Array, "B n Hq D"]:
+    def _attend_whole(
+        self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys, before: TokenCoords
+    ) -> Float[Array, "B n Hq D"]:
         return merge_over(_over_cache(op, queries, cached), "sequence").out
 
-    def _attend_split(self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys,
-                      before: TokenCoords) -> Float[Array, "B n Hq D"]:
+    def _attend_split(
+        self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys, before: TokenCoords
+    ) -> Float[Array, "B n Hq D"]:
         every = jax.tree.map(lambda x: lax.all_gather(x, "sequence", axis=1, tiled=True), queries)
-        past = merge_over(_over_cache(op, every, cached._replace(coords=before)), "sequence", scatter=True)
+        past = merge_over(
+            _over_cache(op, every, cached._replace(coords=before)), "sequence", scatter=True
+        )
         return merge(op.forward(queries, new), past).out
 
-    def _run(self, params: Shards, cache: Cache, batch: Batch, attend: Callable) -> tuple[Cache, Float[Array, "B n E"]]:
+    def _run(
+        self, params: Shards, cache: Cache, batch: Batch, attend: Callable
+    ) -> tuple[Cache, Float[Array, "B n E"]]:
         """Runs the layers on new tokens and keeps their keys and values.
 
         Args:
@@ -220,7 +268,9 @@ class CachedModel:
         write, write_heads = self._writers(cache, index, segment_ids)
         # A row of the cache is one document, which starts at 0.
         before = TokenCoords(cache.index, cache.segment_ids, jnp.zeros_like(cache.index))
-        slots = TokenCoords(write(cache.index, index), write(cache.segment_ids, segment_ids), before.start)
+        slots = TokenCoords(
+            write(cache.index, index), write(cache.segment_ids, segment_ids), before.start
+        )
         coords = TokenCoords(index, segment_ids, jnp.zeros_like(index))
         # The same length for all tokens, so that cached keys stay valid under the RoPE rules `dynamic` and `longrope`.
         layers, labels = model.layers(self.capacity), TokenInfo(index)
@@ -233,19 +283,27 @@ class CachedModel:
             q, new_k, new_v = layer.project(weights, x, labels)
             k, v = (write_heads(old, new, number) for old, new in ((k, new_k), (v, new_v)))
             cached = Keys(jnp.swapaxes(k[number], 1, 2), jnp.swapaxes(v[number], 1, 2), slots)
-            attended = attend(layer.attention, Queries(q, coords), Keys(new_k, new_v, coords), cached, before)
+            attended = attend(
+                layer.attention, Queries(q, coords), Keys(new_k, new_v, coords), cached, before
+            )
             return (layer.finish(weights, x, attended.astype(x.dtype), labels).hidden, k, v), None
 
         (x, k, v), _ = scan_periods(
-            [functools.partial(run_layer, layer) for layer in layers], (model.local_embed(params, batch), cache.k, cache.v),
-            (model.weights.of_layers(params), jnp.arange(model.config.num_hidden_layers)))
+            [functools.partial(run_layer, layer) for layer in layers],
+            (model.local_embed(params, batch), cache.k, cache.v),
+            (model.weights.of_layers(params), jnp.arange(model.config.num_hidden_layers)),
+        )
         return Cache(k, v, slots.index, slots.segment_ids), x
 
-    def _writers(self, cache: Cache, index: Int[Array, "B n"], segment_ids: Int[Array, "B n"]) -> tuple[Callable, Callable]:
+    def _writers(
+        self, cache: Cache, index: Int[Array, "B n"], segment_ids: Int[Array, "B n"]
+    ) -> tuple[Callable, Callable]:
         """Returns functions that write new tokens to those of their slots that this device has: [B, n] to [B, C], and
         [B, n, H, D] to one layer of [N, B, H, C, D]."""
         is_local = (index % self.ranks == lax.axis_index("sequence")) & (segment_ids > 0)
-        slot = jnp.where(is_local, index // self.ranks, cache.index.shape[1])  # a slot after the last one is not written
+        slot = jnp.where(
+            is_local, index // self.ranks, cache.index.shape[1]
+        )  # a slot after the last one is not written
         rows = jnp.arange(index.shape[0])[:, None]
 
         def write(old, new):

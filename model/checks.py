@@ -1,4 +1,5 @@
 """Checks of numbers in a model's configuration."""
+
 from __future__ import annotations
 
 import sys
@@ -18,9 +19,15 @@ def require_int(name: str, value: Any, at_least: int) -> None:
 
 def require_number(name: str, value: Any, above: float, or_equal: bool = False) -> None:
     """Raises ValueError, naming the field, unless the value is a finite number above (`or_equal`: or at) `above`."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    good = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
     if not good or value < above or (value == above and not or_equal):
-        raise ValueError(f"{name}: {value!r} is not a number {'of at least' if or_equal else 'above'} {above}")
+        raise ValueError(
+            f"{name}: {value!r} is not a number {'of at least' if or_equal else 'above'} {above}"
+        )
 
 
 def as_float(name: str, value: Any, or_equal: bool = False) -> float:

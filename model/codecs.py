@@ -7,6 +7,7 @@ weight. The levels, the order of operations and the rounding are those of bitsan
 kernels take the nearest of the 256 levels exactly where the CPU's take it from a table of 65,536 entries, so that its own codes
 may differ by one between machines; what a code means does not.
 """
+
 from __future__ import annotations
 
 import concurrent.futures
@@ -23,10 +24,27 @@ from .adapter import NF4_BLOCK
 # Blocks of NF4 that share a scale of the second quantization.
 NESTED_BLOCK = 256
 # The 16 levels of NF4 (QLoRA, appendix E).
-NF4_LEVELS = np.array([
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32)
+NF4_LEVELS = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
 # Two codes of NF4 whose level is 0, in one byte.
 NF4_ZEROS = 0x77
 # What int8 codes are multiplied by after their row's scale: 1 / 127 as bitsandbytes rounds it.
@@ -68,7 +86,9 @@ def dynamic_levels() -> Float[np.ndarray, " 256"]:
         counts = np.arange(2**i + 1)
         start, end = np.float32(0.1), np.float32(1)
         step = np.float64((end - start) / np.float32(2**i))
-        bounds = np.where(counts < len(counts) // 2, start + step * counts, end - step * counts[::-1]).astype(np.float32)
+        bounds = np.where(
+            counts < len(counts) // 2, start + step * counts, end - step * counts[::-1]
+        ).astype(np.float32)
         middles = (bounds[:-1] + bounds[1:]) / np.float32(2) * np.float32(10.0 ** (i - 6))
         levels += [*middles.tolist(), *(-middles).tolist()]
     return np.array(sorted(levels), np.float32)
@@ -78,7 +98,9 @@ def dynamic_levels() -> Float[np.ndarray, " 256"]:
 def _nearest_dynamic() -> UInt8[np.ndarray, " 65536"]:
     """The code of the level next to each of 65,536 evenly spaced numbers from -1 to 1."""
     levels = dynamic_levels()
-    numbers = np.float32(-1) + np.float32(2) * np.arange(65536, dtype=np.float32) / np.float32(65535)
+    numbers = np.float32(-1) + np.float32(2) * np.arange(65536, dtype=np.float32) / np.float32(
+        65535
+    )
     return np.searchsorted(np.float32(0.5) * (levels[:-1] + levels[1:]), numbers).astype(np.uint8)
 
 
@@ -112,20 +134,28 @@ def quantize_nf4(weight: Shaped[np.ndarray, "O I"], offset: float | None = None)
     return Nf4(codes, absmax_codes.reshape(absmax.shape), nested, np.asarray(mean))
 
 
-def _quantize_dynamic(x: Float[np.ndarray, " n"]) -> tuple[UInt8[np.ndarray, " n"], Float[np.ndarray, " S"]]:
+def _quantize_dynamic(
+    x: Float[np.ndarray, " n"],
+) -> tuple[UInt8[np.ndarray, " n"], Float[np.ndarray, " S"]]:
     """8-bit codes in blocks of 256, and the blocks' scales."""
     blocks = np.pad(x, (0, -len(x) % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
     scales = np.abs(blocks).max(1)
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = np.clip(blocks * (np.float32(1) / scales)[:, None], -1, 1)
         index = (shares + np.float32(1)) * np.float32(0.5) * np.float32(65535) + np.float32(0.5)
-        codes = np.where(scales[:, None] > 0, _nearest_dynamic()[np.nan_to_num(index).astype(np.uint16)], np.uint8(0))
-    return codes.reshape(-1)[:len(x)], scales
+        codes = np.where(
+            scales[:, None] > 0,
+            _nearest_dynamic()[np.nan_to_num(index).astype(np.uint16)],
+            np.uint8(0),
+        )
+    return codes.reshape(-1)[: len(x)], scales
 
 
 def dequantize_absmax(weight: Nf4) -> Float[np.ndarray, "O I/64"]:
     """Returns the blocks' largest absolute values, undoing the second quantization."""
-    scales = np.repeat(weight.nested, NESTED_BLOCK)[:weight.absmax.size].reshape(weight.absmax.shape)
+    scales = np.repeat(weight.nested, NESTED_BLOCK)[: weight.absmax.size].reshape(
+        weight.absmax.shape
+    )
     return dynamic_levels()[weight.absmax] * scales + np.float32(weight.offset)
 
 

@@ -109,7 +109,10 @@ class LlamaConfig:
 
     def _fill_in(self) -> None:
         """Replaces None by what it stands for, and lists by tuples, which can be hashed."""
-        derived: dict[str, Any] = {"output_bias": self.attention_bias, "num_key_value_heads": self.num_attention_heads}
+        derived: dict[str, Any] = {
+            "output_bias": self.attention_bias,
+            "num_key_value_heads": self.num_attention_heads,
+        }
         derived = {name: value for name, value in derived.items() if getattr(self, name) is None}
         for name in ("eos_token_id", "layer_types", "no_rope_layers"):
             if isinstance(getattr(self, name), list):
@@ -119,8 +122,15 @@ class LlamaConfig:
 
     def _check_heads(self) -> None:
         """Raises ValueError unless the sizes are whole and the heads fit them; derives a head's size where none is given."""
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "num_key_value_heads", "max_position_embeddings"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        ):
             require_int(name, getattr(self, name), at_least=1)
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
@@ -131,9 +141,15 @@ class LlamaConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         require_int("head_dim", self.head_dim, at_least=2)
         if self.head_dim % 2:
-            raise ValueError(f"head_dim: {self.head_dim} is odd; rotary embedding turns halves, so it must be even")
+            raise ValueError(
+                f"head_dim: {self.head_dim} is odd; rotary embedding turns halves, so it must be even"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
-            good = [n for n in range(1, self.num_attention_heads + 1) if self.num_attention_heads % n == 0]
+            good = [
+                n
+                for n in range(1, self.num_attention_heads + 1)
+                if self.num_attention_heads % n == 0
+            ]
             raise ValueError(
                 f"num_key_value_heads: {self.num_key_value_heads} does not divide num_attention_heads "
                 f"{self.num_attention_heads}; these do: {', '.join(map(str, good))}"
@@ -145,7 +161,12 @@ class LlamaConfig:
         require_number("initializer_range", self.initializer_range, above=0, or_equal=True)
         for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
             require_number(name, getattr(self, name), above=0)
-        for name in ("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        for name in (
+            "attention_multiplier",
+            "query_pre_attn_scalar",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+        ):
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), above=0)
         if self.sliding_window is not None:
@@ -157,8 +178,11 @@ class LlamaConfig:
     def _check_token_ids(self) -> None:
         """Raises ValueError unless the special tokens are ids."""
         eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-        for name, values in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", eos),
-                             ("pad_token_id", (self.pad_token_id,))):
+        for name, values in (
+            ("bos_token_id", (self.bos_token_id,)),
+            ("eos_token_id", eos),
+            ("pad_token_id", (self.pad_token_id,)),
+        ):
             for value in values:
                 # -1 is what some published configs say for "none"; it indexes nothing here, so it does no harm.
                 if value is not None and not (is_int(value) and value >= -1):
@@ -168,8 +192,10 @@ class LlamaConfig:
         """Raises ValueError unless both rotary embeddings fit a head; gives the dynamic rule the length it grows from."""
         require_number("partial_rotary_factor", self.partial_rotary_factor, above=0)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
-            raise ValueError(f"partial_rotary_factor: {self.partial_rotary_factor} of head_dim {self.head_dim} makes "
-                             f"{self.rotary_dim} channels; needs an even number of at most head_dim")
+            raise ValueError(
+                f"partial_rotary_factor: {self.partial_rotary_factor} of head_dim {self.head_dim} makes "
+                f"{self.rotary_dim} channels; needs an even number of at most head_dim"
+            )
         object.__setattr__(self, "rope", self._fitted_rope("rope", "rope_scaling"))
         if self.local_rope is not None:
             object.__setattr__(self, "local_rope", self._fitted_rope("local_rope", "local_rope"))
@@ -185,21 +211,34 @@ class LlamaConfig:
         for numbers_name in PER_CHANNEL:
             numbers = getattr(rope, numbers_name)
             if numbers is not None and len(numbers) != self.rotary_dim // 2:
-                raise ValueError(f"{numbers_of}.{numbers_name}: found {len(numbers)} numbers; {self.rotary_dim} rotated "
-                                 f"channels need {self.rotary_dim // 2}")
+                raise ValueError(
+                    f"{numbers_of}.{numbers_name}: found {len(numbers)} numbers; {self.rotary_dim} rotated "
+                    f"channels need {self.rotary_dim // 2}"
+                )
         if rope.rule != "dynamic":
             return rope
         if self.head_dim < 4:
-            raise ValueError(f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work")
-        return dataclasses.replace(rope, original_max_position_embeddings=self.max_position_embeddings)
+            raise ValueError(
+                f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work"
+            )
+        return dataclasses.replace(
+            rope, original_max_position_embeddings=self.max_position_embeddings
+        )
 
     def _check_adapter(self) -> None:
         """Raises ValueError unless the adapter fits the projections."""
         if self.adapter is not None:
             self.adapter.check_sizes({name: self.projection_sizes(name) for name in PROJECTIONS})
-            self.adapter.check_targets(self.family, FAMILIES[self.family].fused_projections.values())
-            self.adapter.check_blocks({"hidden_size": self.hidden_size, "head_dim": self.head_dim,
-                                       "intermediate_size": self.intermediate_size})
+            self.adapter.check_targets(
+                self.family, FAMILIES[self.family].fused_projections.values()
+            )
+            self.adapter.check_blocks(
+                {
+                    "hidden_size": self.hidden_size,
+                    "head_dim": self.head_dim,
+                    "intermediate_size": self.intermediate_size,
+                }
+            )
 
     def _check_layers(self) -> None:
         """Raises ValueError unless the per-layer lists have one valid entry for each layer."""
@@ -208,13 +247,19 @@ class LlamaConfig:
             if of_layers is None:
                 continue
             if len(of_layers) != self.num_hidden_layers:
-                raise ValueError(f"{name}: found {len(of_layers)} entries; num_hidden_layers {self.num_hidden_layers} "
-                                 f"needs {self.num_hidden_layers}")
+                raise ValueError(
+                    f"{name}: found {len(of_layers)} entries; num_hidden_layers {self.num_hidden_layers} "
+                    f"needs {self.num_hidden_layers}"
+                )
             for value in of_layers:
                 if value not in values:
-                    raise ValueError(f"{name}: found {value!r}; supported are {', '.join(map(str, values))}")
+                    raise ValueError(
+                        f"{name}: found {value!r}; supported are {', '.join(map(str, values))}"
+                    )
         if self.sliding_window is None and LAYER_TYPES[0] in (self.layer_types or ()):
-            raise ValueError(f"sliding_window: found null beside {LAYER_TYPES[0]!r} in layer_types; needs a number of tokens")
+            raise ValueError(
+                f"sliding_window: found null beside {LAYER_TYPES[0]!r} in layer_types; needs a number of tokens"
+            )
 
     def _check_family(self) -> None:
         """Raises ValueError for values that a config.json of this family cannot express, since an export would then describe a
@@ -222,18 +267,31 @@ class LlamaConfig:
         if self.family not in FAMILIES:
             raise ValueError(f"family: found {self.family!r}; known: {', '.join(FAMILIES)}")
         family = FAMILIES[self.family]
-        plain = {name: getattr(type(self), name) for name in BY_FAMILY} | {"output_bias": self.attention_bias}
+        plain = {name: getattr(type(self), name) for name in BY_FAMILY} | {
+            "output_bias": self.attention_bias
+        }
         for name, value in {**plain, **family.computes}.items():
             if getattr(self, name) != value:
-                raise ValueError(f"{name}: found {getattr(self, name)!r}; models of the family {self.family} have {value!r}")
+                raise ValueError(
+                    f"{name}: found {getattr(self, name)!r}; models of the family {self.family} have {value!r}"
+                )
         for name in (f.name for f in dataclasses.fields(self) if f.name in NEUTRAL):
-            if name not in (*family.takes, *family.computes) and getattr(self, name) not in NEUTRAL[name]:
-                raise ValueError(f"{name}: found {getattr(self, name)!r}; models of the family {self.family} have "
-                                 f"{NEUTRAL[name][0]!r}")
+            if (
+                name not in (*family.takes, *family.computes)
+                and getattr(self, name) not in NEUTRAL[name]
+            ):
+                raise ValueError(
+                    f"{name}: found {getattr(self, name)!r}; models of the family {self.family} have "
+                    f"{NEUTRAL[name][0]!r}"
+                )
 
     def adapter_of(self, projection: str) -> AdapterConfig | None:
         """Returns the adapter of a projection, such as q_proj, if it has one."""
-        return self.adapter if self.adapter is not None and projection in self.adapter.projections else None
+        return (
+            self.adapter
+            if self.adapter is not None and projection in self.adapter.projections
+            else None
+        )
 
     def with_adapter(self, adapter: AdapterConfig) -> LlamaConfig:
         """This model with adapters beside its projections; itself for rank 0."""
@@ -241,20 +299,34 @@ class LlamaConfig:
 
     def projection_sizes(self, name: str) -> tuple[int, int]:
         """Returns the inputs and the outputs of a layer's projection, such as q_proj."""
-        heads = self.num_attention_heads if name in ("q_proj", "o_proj") else self.num_key_value_heads
+        heads = (
+            self.num_attention_heads if name in ("q_proj", "o_proj") else self.num_key_value_heads
+        )
         width = self.intermediate_size if name in FEED_FORWARD else heads * self.head_dim
-        return (width, self.hidden_size) if name in ("o_proj", "down_proj") else (self.hidden_size, width)
+        return (
+            (width, self.hidden_size)
+            if name in ("o_proj", "down_proj")
+            else (self.hidden_size, width)
+        )
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of the layers, as far as they repeat: layer i is of kind i modulo their number. A window that all layers
         have alike is the mask's (`common_window`), not theirs."""
         local = LayerKind(self.local_rope or self.rope, self.sliding_window)
-        kinds = [local if self.layer_types and self.layer_types[i] == LAYER_TYPES[0] else LayerKind(self.rope, None)
-                 for i in range(self.num_hidden_layers)]
+        kinds = [
+            local
+            if self.layer_types and self.layer_types[i] == LAYER_TYPES[0]
+            else LayerKind(self.rope, None)
+            for i in range(self.num_hidden_layers)
+        ]
         for i, roped in enumerate(self.no_rope_layers or ()):
             kinds[i] = kinds[i] if roped else kinds[i]._replace(rope=None)
-        period = next(p for p in range(1, len(kinds) + 1) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
+        period = next(
+            p
+            for p in range(1, len(kinds) + 1)
+            if all(kind == kinds[i % p] for i, kind in enumerate(kinds))
+        )
         return tuple(kinds[:period])
 
     @property
@@ -266,8 +338,12 @@ class LlamaConfig:
     def scale(self) -> float:
         """What attention's scores are multiplied by."""
         if self.query_pre_attn_scalar is not None:
-            return self.query_pre_attn_scalar ** -0.5
-        return 1.0 / math.sqrt(self.head_dim) if self.attention_multiplier is None else self.attention_multiplier
+            return self.query_pre_attn_scalar**-0.5
+        return (
+            1.0 / math.sqrt(self.head_dim)
+            if self.attention_multiplier is None
+            else self.attention_multiplier
+        )
 
     @property
     def rotary_dim(self) -> int:
@@ -277,7 +353,9 @@ class LlamaConfig:
     @property
     def embedding_scale(self) -> float:
         """What embeddings are multiplied by."""
-        return self.embedding_multiplier * (math.sqrt(self.hidden_size) if self.scaled_embeddings else 1.0)
+        return self.embedding_multiplier * (
+            math.sqrt(self.hidden_size) if self.scaled_embeddings else 1.0
+        )
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> LlamaConfig:
@@ -286,7 +364,9 @@ class LlamaConfig:
         try:
             text = path.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
-            raise ValueError(f"{folder}: no config.json here; a Hugging Face model folder has one") from None
+            raise ValueError(
+                f"{folder}: no config.json here; a Hugging Face model folder has one"
+            ) from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 ({error.reason}); download it again") from None
         try:
@@ -304,37 +384,78 @@ class LlamaConfig:
         (transformers 5). Raises ValueError for whatever would make this another model than the supported one.
         """
         if not isinstance(config, dict):
-            raise ValueError(f"a Hugging Face config is a JSON object, found {type(config).__name__}")
+            raise ValueError(
+                f"a Hugging Face config is a JSON object, found {type(config).__name__}"
+            )
         family = family_of(config)
         config = family.read(config)
-        names = {f.name for f in dataclasses.fields(cls)} - {"rope", "local_rope", "family", "adapter"}
+        names = {f.name for f in dataclasses.fields(cls)} - {
+            "rope",
+            "local_rope",
+            "family",
+            "adapter",
+        }
         values = {name: config[name] for name in names if name in config}
-        for name in ("bos_token_id", "eos_token_id"):  # "not given" means transformers' default, null means none
+        for name in (
+            "bos_token_id",
+            "eos_token_id",
+        ):  # "not given" means transformers' default, null means none
             values.setdefault(name, {"bos_token_id": 1, "eos_token_id": 2}[name])
         for name in values:
-            if values[name] is None and name not in ("bos_token_id", "eos_token_id", "pad_token_id", "head_dim",
-                                                     "num_key_value_heads", "sliding_window", "layer_types", "no_rope_layers",
-                                                     "attention_multiplier", "query_pre_attn_scalar",
-                                                     "attn_logit_softcapping", "final_logit_softcapping"):
+            if values[name] is None and name not in (
+                "bos_token_id",
+                "eos_token_id",
+                "pad_token_id",
+                "head_dim",
+                "num_key_value_heads",
+                "sliding_window",
+                "layer_types",
+                "no_rope_layers",
+                "attention_multiplier",
+                "query_pre_attn_scalar",
+                "attn_logit_softcapping",
+                "final_logit_softcapping",
+            ):
                 raise ValueError(f"{name}: found null; needs a value")
         length = values.get("max_position_embeddings", cls.max_position_embeddings)
         local = config.get("local_rope_parameters")
-        local_rope = None if local is None else RopeConfig.from_hf({"rope_parameters": local}, length)
-        return cls(**values, rope=RopeConfig.from_hf(config, length), local_rope=local_rope, family=family.model_type)
+        local_rope = (
+            None if local is None else RopeConfig.from_hf({"rope_parameters": local}, length)
+        )
+        return cls(
+            **values,
+            rope=RopeConfig.from_hf(config, length),
+            local_rope=local_rope,
+            family=family.model_type,
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """A Hugging Face config as a JSON-ready dict. Without a dtype, which the code that writes the weights adds.
 
         The rotary embedding is written in both spellings, so that transformers 4 and 5 (and others) read the same.
         """
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("rope", "local_rope")}
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("rope", "local_rope")
+        }
+        values = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
         values["rope_parameters"] = self.rope.to_hf()
         if self.local_rope is not None:
             values["local_rope_parameters"] = self.local_rope.to_hf()
-        scaling = {name: value for name, value in values["rope_parameters"].items() if name != "rope_theta"}
-        return FAMILIES[self.family].write({
-            **values, "rope_theta": self.rope.theta, "rope_scaling": None if self.rope.rule == "default" else scaling})
+        scaling = {
+            name: value for name, value in values["rope_parameters"].items() if name != "rope_theta"
+        }
+        return FAMILIES[self.family].write(
+            {
+                **values,
+                "rope_theta": self.rope.theta,
+                "rope_scaling": None if self.rope.rule == "default" else scaling,
+            }
+        )
 
     def with_positions(self, **changes: Any) -> LlamaConfig:
         """This model with other POSITIONS, written as Hugging Face writes them: `rope_scaling` is a dict or None.
@@ -357,8 +478,12 @@ class LlamaConfig:
         """
         if self.rope.rule == "dynamic":
             return None
-        own = FAMILIES[self.family].trained_lengths.get(self.max_position_embeddings, self.max_position_embeddings)
-        return max(own, int((self.rope.original_max_position_embeddings or 0) * (self.rope.factor or 1)))
+        own = FAMILIES[self.family].trained_lengths.get(
+            self.max_position_embeddings, self.max_position_embeddings
+        )
+        return max(
+            own, int((self.rope.original_max_position_embeddings or 0) * (self.rope.factor or 1))
+        )
 
     def extended(self, length: int) -> dict[str, Any]:
         """Returns the POSITIONS that stretch this model to `length` tokens, as a recipe's model.overrides take them.
@@ -372,7 +497,11 @@ class LlamaConfig:
         scaling = {name: value for name, value in self.rope.to_hf().items() if name != "rope_theta"}
         times = float(-(-length // trained))
         if self.rope.rule == "default":
-            scaling = {"rope_type": "yarn", "factor": times, "original_max_position_embeddings": trained}
+            scaling = {
+                "rope_type": "yarn",
+                "factor": times,
+                "original_max_position_embeddings": trained,
+            }
         else:
             scaling["factor"] = (self.rope.factor or 1.0) * times
         return {"max_position_embeddings": length, "rope_scaling": scaling}
@@ -394,5 +523,7 @@ class LlamaConfig:
         unknown one.
         """
         family, fields = find_preset(name)
-        ropes = {name: RopeConfig(**fields[name]) for name in ("rope", "local_rope") if name in fields}
+        ropes = {
+            name: RopeConfig(**fields[name]) for name in ("rope", "local_rope") if name in fields
+        }
         return cls(**{"family": family.model_type, **family.computes, **fields, **ropes, **changes})

@@ -3,6 +3,7 @@
 Prompt and generated tokens are kept in one cache, which is split over the sequence axis (`model.cache`). What two successive
 prompts of a row have in common at their beginning stays in the cache, so that many questions to one context cost one prefill.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -47,11 +48,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature: found {self.temperature}; needs 0 (the most likely token) or more")
+            raise ValueError(
+                f"temperature: found {self.temperature}; needs 0 (the most likely token) or more"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: found {self.top_p}; needs more than 0 and at most 1")
 
-    def choose(self, logits: Float[Array, "B V"], draws: Int[Array, " B"], step: Int[Array, ""]) -> Int[Array, " B"]:
+    def choose(
+        self, logits: Float[Array, "B V"], draws: Int[Array, " B"], step: Int[Array, ""]
+    ) -> Int[Array, " B"]:
         """Returns the next token of each row.
 
         Args:
@@ -64,7 +69,11 @@ class Sampling:
             ordered = jnp.sort(logits, -1, descending=True)
             probabilities = jax.nn.softmax(ordered, -1)
             is_kept = jnp.cumsum(probabilities, -1) - probabilities < self.top_p
-            logits = jnp.where(logits >= jnp.min(jnp.where(is_kept, ordered, jnp.inf), -1, keepdims=True), logits, -jnp.inf)
+            logits = jnp.where(
+                logits >= jnp.min(jnp.where(is_kept, ordered, jnp.inf), -1, keepdims=True),
+                logits,
+                -jnp.inf,
+            )
         fold = jax.random.fold_in
         keys = jax.vmap(lambda draw: fold(fold(jax.random.key(self.seed), draw), step))(draws)
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
@@ -95,11 +104,22 @@ class Generator:
       ValueError: a capacity that leaves no room for a prompt.
     """
 
-    def __init__(self, model: Llama, *, rows: int, capacity: int, new_tokens: int, stop_ids: Sequence[int], chunk: int = 4096,
-                 sampling: Sampling = Sampling()) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        *,
+        rows: int,
+        capacity: int,
+        new_tokens: int,
+        stop_ids: Sequence[int],
+        chunk: int = 4096,
+        sampling: Sampling = Sampling(),
+    ) -> None:
         if capacity <= new_tokens:
-            raise ValueError(f"capacity: found {capacity}; more than new_tokens = {new_tokens} would work, since a prompt has "
-                             "at least 1 token")
+            raise ValueError(
+                f"capacity: found {capacity}; more than new_tokens = {new_tokens} would work, since a prompt has "
+                "at least 1 token"
+            )
         self.model, self.rows, self.capacity, self.new_tokens = model, rows, capacity, new_tokens
         self.stop_ids, self.sampling = tuple(stop_ids), sampling
         self.cached = CachedModel(model, type(model).local_logits, rows, capacity)
@@ -110,9 +130,13 @@ class Generator:
     def forget(self) -> None:
         """Frees the cache; to be called before parameters are passed that differ from those of the last call."""
         self._cache: Cache | None = None
-        self._tokens: list[list[int]] = [[] for _ in range(self.rows)]  # whose keys and values are in the cache
+        self._tokens: list[list[int]] = [
+            [] for _ in range(self.rows)
+        ]  # whose keys and values are in the cache
 
-    def __call__(self, params: Shards, prompts: list[list[int]], draws: Sequence[int] | None = None) -> list[list[int]]:
+    def __call__(
+        self, params: Shards, prompts: list[list[int]], draws: Sequence[int] | None = None
+    ) -> list[list[int]]:
         """Returns the continuations of prompts (token ids, at most `rows` of them), without the stop id.
 
         Of a prompt only the part is computed in which it differs from the last one of its row.
@@ -131,11 +155,17 @@ class Generator:
             raise ValueError(f"draws: found {len(draws)} for {count} prompts; needs one for each")
         prompts = [*prompts, *([] for _ in range(self.rows - count))]
         cache = self._prefill(params, prompts)
-        self._cache, generated = self._generate(params, cache, *self._decoding_inputs(prompts, draws))
+        self._cache, generated = self._generate(
+            params, cache, *self._decoding_inputs(prompts, draws)
+        )
         self.answered += count
         self._tokens = prompts
         answers = np.asarray(generated).tolist()
-        return [self._until_stop(answer) for answer, prompt in zip(answers, prompts, strict=True) if prompt]
+        return [
+            self._until_stop(answer)
+            for answer, prompt in zip(answers, prompts, strict=True)
+            if prompt
+        ]
 
     def stream(self, params: Shards, prompt: list[int]) -> Iterator[int]:
         """Yields the tokens that a call with this prompt alone would return, each as soon as it is computed.
@@ -169,10 +199,14 @@ class Generator:
         self.check(texts)
         for text, start in zip(texts, starts, strict=True):
             if not 1 <= start < len(text):
-                raise ValueError(f"start: found {start} in a text of {len(text)} tokens; needs 1 to {len(text) - 1}")
+                raise ValueError(
+                    f"start: found {start} in a text of {len(text)} tokens; needs 1 to {len(text) - 1}"
+                )
         empty: list[list[int]] = [[] for _ in range(self.rows - len(texts))]
         texts, before = [*texts, *empty], np.array([*starts, *(1 for _ in empty)]) - 1
-        cache = self._prefill(params, [text[:start + 1] for text, start in zip(texts, before, strict=True)])
+        cache = self._prefill(
+            params, [text[: start + 1] for text, start in zip(texts, before, strict=True)]
+        )
         done, ends = before, np.maximum([len(text) - 1 for text in texts], 0)
         likely = [Scores([], []) for _ in texts]
         while (done < ends).any():
@@ -184,7 +218,7 @@ class Generator:
                 scores.is_greedy.extend(np.asarray(greedy)[row, is_new[row]].tolist())
             done = following
         self._cache, self._tokens = cache, [text[:-1] for text in texts]
-        return likely[:len(starts)]
+        return likely[: len(starts)]
 
     def _with_targets(self, batch: dict, texts: list[list[int]]) -> dict:
         """Returns the batch with the token that follows each one, `targets`."""
@@ -197,22 +231,37 @@ class Generator:
     @functools.cached_property
     def _score(self) -> Callable:
         """From a batch in natural order to the cache, each target's log-likelihood, and whether it is the likeliest token."""
+
         def local(params, cache, batch):
             cache, x = self.cached.local_run(params, cache, batch)
             logits = self.model.local_logits(params, x)
             chosen = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
             scores = chosen - jax.nn.logsumexp(logits, -1), chosen >= logits.max(-1)
             # So that each of several processes has all rows.
-            return cache, *(lax.all_gather(lax.all_gather(x, "sequence", axis=1, tiled=True), BATCH_AXES, tiled=True)
-                            for x in scores)
+            return cache, *(
+                lax.all_gather(
+                    lax.all_gather(x, "sequence", axis=1, tiled=True), BATCH_AXES, tiled=True
+                )
+                for x in scores
+            )
 
         specs = (self.model.specs, SPECS, TOKENS)
-        compiled = jax.jit(jax.shard_map(local, mesh=self.model.mesh, in_specs=specs, check_vma=False,
-                                         out_specs=(SPECS, PartitionSpec(), PartitionSpec())), donate_argnums=1)
+        compiled = jax.jit(
+            jax.shard_map(
+                local,
+                mesh=self.model.mesh,
+                in_specs=specs,
+                check_vma=False,
+                out_specs=(SPECS, PartitionSpec(), PartitionSpec()),
+            ),
+            donate_argnums=1,
+        )
 
         def score(params, cache, batch):
             order = permutation(batch["index"].shape[1], self.cached.ranks, "striped")
-            cache, *scores = compiled(params, cache, {name: array[:, order] for name, array in batch.items()})
+            cache, *scores = compiled(
+                params, cache, {name: array[:, order] for name, array in batch.items()}
+            )
             return cache, *(np.asarray(x)[:, inverse(order)] for x in scores)
 
         return score
@@ -228,7 +277,7 @@ class Generator:
 
     def _until_stop(self, ids: list[int]) -> list[int]:
         stops = [i for i, token in enumerate(ids) if token in self.stop_ids]
-        return ids[:stops[0]] if stops else ids
+        return ids[: stops[0]] if stops else ids
 
     # Prefill
 
@@ -246,23 +295,33 @@ class Generator:
             cache = self.cached.prefill(params, cache, batch)
         return cache
 
-    def _next_chunk(self, prompts: list[list[int]], done: np.ndarray, ends: np.ndarray) -> tuple[dict, np.ndarray]:
+    def _next_chunk(
+        self, prompts: list[list[int]], done: np.ndarray, ends: np.ndarray
+    ) -> tuple[dict, np.ndarray]:
         """Returns the next tokens of each prompt as `CachedModel.prefill` takes them, and how far the prompts then are."""
         first = done // self.cached.ranks * self.cached.ranks
         size, missing = self.chunk, int(np.max(np.where(done < ends, ends - first, 0)))
-        while size % (2 * self.cached.ranks) == 0 and size // 2 >= max(missing, SMALLEST_CHUNK * self.cached.ranks):
+        while size % (2 * self.cached.ranks) == 0 and size // 2 >= max(
+            missing, SMALLEST_CHUNK * self.cached.ranks
+        ):
             size //= 2
         index = first[:, None] + np.arange(size)
         is_new = (index >= done[:, None]) & (index < ends[:, None])
         tokens = np.zeros((self.rows, size), np.int32)
         for row, prompt in enumerate(prompts):
-            tokens[row, is_new[row]] = prompt[done[row]:min(first[row] + size, ends[row])]
-        batch = {"tokens": tokens, "index": index.astype(np.int32), "segment_ids": is_new.astype(np.int32)}
+            tokens[row, is_new[row]] = prompt[done[row] : min(first[row] + size, ends[row])]
+        batch = {
+            "tokens": tokens,
+            "index": index.astype(np.int32),
+            "segment_ids": is_new.astype(np.int32),
+        }
         return batch, np.where(done < ends, np.minimum(first + size, ends), done)
 
     # Decoding
 
-    def _decoding_inputs(self, prompts: list[list[int]], draws: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _decoding_inputs(
+        self, prompts: list[list[int]], draws: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns each row's last token [rows, 1], its length [rows], 0 for a row without a prompt, and its draw [rows]."""
         last = np.array([prompt[-1:] or [0] for prompt in prompts], np.int32)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -271,36 +330,66 @@ class Generator:
     @functools.cached_property
     def _step(self) -> Callable:
         """From the last token of each row to the cache and the next tokens [rows, 1], with which it is called again."""
+
         def local(params, cache, token, lengths, draws, step):
             cache, token = self._local_step(params, cache, token, lengths, draws, step, lengths > 0)
-            return cache, lax.all_gather(token, BATCH_AXES, tiled=True)  # so that each of several processes has all rows
+            return cache, lax.all_gather(
+                token, BATCH_AXES, tiled=True
+            )  # so that each of several processes has all rows
 
-        step = jax.shard_map(local, mesh=self.model.mesh, check_vma=False, out_specs=(SPECS, PartitionSpec()),
-                             in_specs=(self.model.specs, SPECS, ROWS, ROWS, ROWS, PartitionSpec()))
+        step = jax.shard_map(
+            local,
+            mesh=self.model.mesh,
+            check_vma=False,
+            out_specs=(SPECS, PartitionSpec()),
+            in_specs=(self.model.specs, SPECS, ROWS, ROWS, ROWS, PartitionSpec()),
+        )
         return jax.jit(step, donate_argnums=1)
 
-    def _local_step(self, params: Shards, cache: Cache, token: Int[Array, "B 1"], lengths: Int[Array, " B"],
-                    draws: Int[Array, " B"], step: Int[Array, ""], is_active: Bool[Array, " B"],
-                    ) -> tuple[Cache, Int[Array, "B 1"]]:
+    def _local_step(
+        self,
+        params: Shards,
+        cache: Cache,
+        token: Int[Array, "B 1"],
+        lengths: Int[Array, " B"],
+        draws: Int[Array, " B"],
+        step: Int[Array, ""],
+        is_active: Bool[Array, " B"],
+    ) -> tuple[Cache, Int[Array, "B 1"]]:
         """Runs inside `shard_map`: returns the cache with `token`, and the token after it; `step` were generated before."""
-        batch = {"tokens": token, "index": jnp.maximum(lengths - 1, 0)[:, None] + step,
-                 "segment_ids": is_active.astype(jnp.int32)[:, None]}
+        batch = {
+            "tokens": token,
+            "index": jnp.maximum(lengths - 1, 0)[:, None] + step,
+            "segment_ids": is_active.astype(jnp.int32)[:, None],
+        }
         cache, logits = self.cached.local_extend(params, cache, batch)
         return cache, self.sampling.choose(logits[:, -1], draws, step)[:, None]
 
     @functools.cached_property
     def _generate(self) -> Callable:
-        generate = jax.shard_map(self._local, mesh=self.model.mesh, in_specs=(self.model.specs, SPECS, ROWS, ROWS, ROWS),
-                                 out_specs=(SPECS, PartitionSpec()), check_vma=False)
+        generate = jax.shard_map(
+            self._local,
+            mesh=self.model.mesh,
+            in_specs=(self.model.specs, SPECS, ROWS, ROWS, ROWS),
+            out_specs=(SPECS, PartitionSpec()),
+            check_vma=False,
+        )
         return jax.jit(generate, donate_argnums=1)
 
-    def _local(self, params: Shards, cache: Cache, last: Int[Array, "B 1"], lengths: Int[Array, " B"],
-               draws: Int[Array, " B"]) -> tuple[Cache, Int[Array, "rows new_tokens"]]:
+    def _local(
+        self,
+        params: Shards,
+        cache: Cache,
+        last: Int[Array, "B 1"],
+        lengths: Int[Array, " B"],
+        draws: Int[Array, " B"],
+    ) -> tuple[Cache, Int[Array, "rows new_tokens"]]:
         """Runs inside `shard_map`: returns the cache, and the new tokens of all rows.
 
         Args:
           last: each prompt's last token; lengths: its length, 0 for a row without a prompt.
         """
+
         def unfinished(state):
             step, _, _, _, is_active = state
             # All devices must stop at the same step, since every step has collectives.
@@ -309,12 +398,24 @@ class Generator:
         def generate_one(state):
             step, cache, token, generated, is_active = state
             cache, token = self._local_step(params, cache, token, lengths, draws, step, is_active)
-            stops = functools.reduce(jnp.logical_or, [token[:, 0] == stop for stop in self.stop_ids], jnp.bool_(False))
-            return step + 1, cache, token, lax.dynamic_update_slice_in_dim(generated, token, step, 1), is_active & ~stops
+            stops = functools.reduce(
+                jnp.logical_or, [token[:, 0] == stop for stop in self.stop_ids], jnp.bool_(False)
+            )
+            return (
+                step + 1,
+                cache,
+                token,
+                lax.dynamic_update_slice_in_dim(generated, token, step, 1),
+                is_active & ~stops,
+            )
 
         nothing = jnp.zeros((last.shape[0], self.new_tokens), jnp.int32)
-        _, cache, _, generated, _ = lax.while_loop(unfinished, generate_one, (jnp.int32(0), cache, last, nothing, lengths > 0))
-        return cache, lax.all_gather(generated, BATCH_AXES, tiled=True)  # so that each of several processes has all rows
+        _, cache, _, generated, _ = lax.while_loop(
+            unfinished, generate_one, (jnp.int32(0), cache, last, nothing, lengths > 0)
+        )
+        return cache, lax.all_gather(
+            generated, BATCH_AXES, tiled=True
+        )  # so that each of several processes has all rows
 
     # Memory
 
@@ -322,17 +423,30 @@ class Generator:
         """Returns how many tokens a prompt may have for parameters, cache and the prefill of a chunk to fit in `limit` bytes of
         each device. Extrapolates linearly from the compiled memory of two prefills, one with half the cache."""
         half = self.capacity // 2
-        small, large = (self.prefill_bytes(dataclasses.replace(self.cached, capacity=size)) for size in (half, self.capacity))
+        small, large = (
+            self.prefill_bytes(dataclasses.replace(self.cached, capacity=size))
+            for size in (half, self.capacity)
+        )
         per_token = max(large - small, 1) / (self.capacity - half)
         return max(int(self.capacity + (limit - large) / per_token) - self.new_tokens, 0)
 
     def prefill_bytes(self, cached: CachedModel) -> int:
         """Returns the bytes that a prefill takes on each device: parameters, cache and what the compiler adds."""
-        params = {name: jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=self.model.shardings[name])
-                  for name, parameter in self.model.parameters.items()}
-        cache = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                             cached.shapes, cached.shardings)
-        batch = dict.fromkeys(("tokens", "index", "segment_ids"), jax.ShapeDtypeStruct((self.rows, self.chunk), jnp.int32))
+        params = {
+            name: jax.ShapeDtypeStruct(
+                parameter.shape, parameter.dtype, sharding=self.model.shardings[name]
+            )
+            for name, parameter in self.model.parameters.items()
+        }
+        cache = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            cached.shapes,
+            cached.shardings,
+        )
+        batch = dict.fromkeys(
+            ("tokens", "index", "segment_ids"),
+            jax.ShapeDtypeStruct((self.rows, self.chunk), jnp.int32),
+        )
         memory = cached._prefill.lower(params, cache, batch).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 

@@ -5,6 +5,7 @@ Each element has a 32-bit number, from the seed, the step, the row, the token's 
 the feature; it is kept where that number is at least the rate times 2^32. Each is folded in by adding its
 product with an odd constant and applying MurmurHash3's finaliser (Appleby), a bijection on 32 bits.
 """
+
 from __future__ import annotations
 
 import functools
@@ -55,8 +56,13 @@ def token_keys(seed: int, step: Int[Array, ""], index: Int[Array, "B L"]) -> UIn
     return _mix(_mix(key, jnp.arange(index.shape[0])[:, None]), index)
 
 
-def kept(x: Float[Array, "B T *F"], keys: UInt32[Array, "B T"], rate: float, projection: int,
-         first: Any = 0) -> Float[Array, "B T *F"]:
+def kept(
+    x: Float[Array, "B T *F"],
+    keys: UInt32[Array, "B T"],
+    rate: float,
+    projection: int,
+    first: Any = 0,
+) -> Float[Array, "B T *F"]:
     """Returns x with the elements that dropout drops as zeros; the others are not scaled.
 
     Args:
@@ -75,5 +81,7 @@ def _kept(x, keys, first, rate):
     return jnp.where(numbers >= jnp.uint32(round(rate * 2**32)), x, jnp.zeros((), x.dtype))
 
 
-_kept.defvjp(lambda x, keys, first, rate: (_kept(x, keys, first, rate), (keys, first)),
-             lambda rate, residuals, dy: (_kept(dy, *residuals, rate), None, None))
+_kept.defvjp(
+    lambda x, keys, first, rate: (_kept(x, keys, first, rate), (keys, first)),
+    lambda rate, residuals, dy: (_kept(dy, *residuals, rate), None, None),
+)

@@ -2,6 +2,7 @@
 
 All functions run inside `shard_map`, on whole weights (of this tensor rank) that are float32 by type.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -46,11 +47,15 @@ class EmbedAndHead:
     @property
     def head_names(self) -> tuple[str, ...]:
         """The parameters that `logits` and `losses` read."""
-        return ("norm.weight", "embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight")
+        return (
+            "norm.weight",
+            "embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight",
+        )
 
     def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """Returns the tokens' rows of the table. The float32 table is indexed and the rows are cast, so that its gradient is
         float32."""
+
         def embed(weights, arrays, labels):
             table, ids = weights["embed_tokens.weight"], labels["tokens"]
             local_size = self.parallel.vocab_size // self.parallel.tensor
@@ -58,35 +63,55 @@ class EmbedAndHead:
                 ids = ids - self.parallel.rank() * local_size
             is_local = (ids >= 0) & (ids < local_size)
             embedded = jnp.where(is_local[..., None], rows(table, jnp.where(is_local, ids, 0)), 0.0)
-            return self.parallel.combine((embedded * self.config.embedding_scale).astype(self.dtype), "vocab")
+            return self.parallel.combine(
+                (embedded * self.config.embedding_scale).astype(self.dtype), "vocab"
+            )
 
         with jax.named_scope("embed"):
             return chunked(embed, weights, {}, {"tokens": tokens}, dtype=self.dtype)
 
     def logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Returns float32 logits of the whole vocabulary on every tensor rank. For evaluation: not in chunks."""
+
         def head(weights, arrays, labels):
             logits = self._local_logits(weights, arrays["x"])
             if self.parallel.tensor > 1:
-                logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)[..., :self.config.vocab_size]
+                logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)[
+                    ..., : self.config.vocab_size
+                ]
             return logits
 
         with jax.named_scope("head"):
             return chunked(head, weights, {"x": x}, {}, dtype=self.dtype)
 
-    def losses(self, weights: Weights, x: Float[Array, "B T E"], targets: Int[Array, "B T"],
-               loss_weights: Float[Array, "B T"]) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
+    def losses(
+        self,
+        weights: Weights,
+        x: Float[Array, "B T E"],
+        targets: Int[Array, "B T"],
+        loss_weights: Float[Array, "B T"],
+    ) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
         """Returns the weighted sum of -log p(target) over this device's tokens, and each token's, without gradient.
 
         Logits exist for one chunk at a time, and no chunk's are computed twice (the loss in blocks of Blockwise Parallel
         Transformer and Ring Attention, Algorithm 1).
         """
+
         def losses(weights, arrays, labels):
-            return token_losses(self._local_logits(weights, arrays["x"]), labels["targets"], self.parallel)
+            return token_losses(
+                self._local_logits(weights, arrays["x"]), labels["targets"], self.parallel
+            )
 
         with jax.named_scope("head_and_loss"):
-            return chunked_total(losses, weights, {"x": x}, {"targets": targets}, loss_weights, dtype=self.dtype,
-                                 chunk=self.loss_chunk)
+            return chunked_total(
+                losses,
+                weights,
+                {"x": x},
+                {"targets": targets},
+                loss_weights,
+                dtype=self.dtype,
+                chunk=self.loss_chunk,
+            )
 
     def _local_logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Final norm, and float32 logits of this tensor rank's vocabulary; minus infinity where it is padded."""

@@ -1,4 +1,5 @@
 """The SwiGLU feed-forward and RMS normalisations, as Flax modules on whole (or tensor-split) weights."""
+
 from __future__ import annotations
 
 import functools
@@ -27,16 +28,25 @@ DropoutKeys = UInt32[Array, "B T"] | None
 # from which a model makes auxiliary losses (`Transformer.auxiliary_losses`). They are the same on all tensor ranks.
 Auxiliary = dict[str, Float[Array, "..."]]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 # The stages of a layer, which tell what a parameter is read for: queries; keys and values; and what follows attention.
 QUERIES, KEYS_VALUES, OUTPUT = STAGES = ("queries", "keys_values", "output")
 
 
-def param(rngs: nnx.Rngs, shape: Shape, axes: Axes, std: float, inputs: int = 1, **declared: Any) -> nnx.Param:
+def param(
+    rngs: nnx.Rngs, shape: Shape, axes: Axes, std: float, inputs: int = 1, **declared: Any
+) -> nnx.Param:
     """Returns a normally distributed float32 matrix; `axes`, `inputs` and `declared` are as of `sharding.Parameter`."""
-    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes, inputs=inputs, **declared)
+    return nnx.Param(
+        std * jax.random.normal(rngs.params(), shape, jnp.float32),
+        axes=axes,
+        inputs=inputs,
+        **declared,
+    )
 
 
 class Projection(nnx.Module):
@@ -46,8 +56,20 @@ class Projection(nnx.Module):
     the inputs they split A, otherwise B. DoRA's factors, one for each output, commute with it too.
     """
 
-    def __init__(self, equation: str, shape: Shape, axes: Axes, std: float, bias_shape: Shape | None = None,
-                 bias_axes: Axes | None = None, *, name: str, stage: str, config: LlamaConfig, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        equation: str,
+        shape: Shape,
+        axes: Axes,
+        std: float,
+        bias_shape: Shape | None = None,
+        bias_axes: Axes | None = None,
+        *,
+        name: str,
+        stage: str,
+        config: LlamaConfig,
+        rngs: nnx.Rngs,
+    ):
         self.equation, self.name, self.adapter = equation, name, config.adapter_of(name)
         x_axes, w_axes, _ = letters(equation)
         self.inputs = inputs = len(set(x_axes) & set(w_axes))
@@ -59,14 +81,24 @@ class Projection(nnx.Module):
         adapter = self.adapter
         if adapter is not None:
             # Zeros here; `modules.init_adapters` draws A.
-            self.lora_A = nnx.Param(jnp.zeros((*shape[:inputs], adapter.rank), jnp.float32), axes=(*axes[:inputs], "rank"),
-                                    stages=stages)
-            self.lora_B = nnx.Param(jnp.zeros((adapter.rank, *shape[inputs:]), jnp.float32), axes=("rank", *axes[inputs:]),
-                                    stages=stages)
+            self.lora_A = nnx.Param(
+                jnp.zeros((*shape[:inputs], adapter.rank), jnp.float32),
+                axes=(*axes[:inputs], "rank"),
+                stages=stages,
+            )
+            self.lora_B = nnx.Param(
+                jnp.zeros((adapter.rank, *shape[inputs:]), jnp.float32),
+                axes=("rank", *axes[inputs:]),
+                stages=stages,
+            )
             if adapter.use_dora:  # `Transformer.init_magnitudes` sets them
-                self.lora_magnitude_vector = nnx.Param(jnp.ones(shape[inputs:], jnp.float32), axes=axes[inputs:], stages=stages)
+                self.lora_magnitude_vector = nnx.Param(
+                    jnp.ones(shape[inputs:], jnp.float32), axes=axes[inputs:], stages=stages
+                )
 
-    def __call__(self, x: Float[Array, ...], parallel: TensorParallel, dropout: DropoutKeys = None) -> Float[Array, ...]:
+    def __call__(
+        self, x: Float[Array, ...], parallel: TensorParallel, dropout: DropoutKeys = None
+    ) -> Float[Array, ...]:
         """Returns the product with the weight, and the adapter's products beside it, without the bias.
 
         Args:
@@ -80,21 +112,27 @@ class Projection(nnx.Module):
         if dropout is not None:
             adapter_x = self._dropped(x, parallel, dropout)
             scale /= 1 - self.adapter.dropout_rate
-        low = product(f"{x_axes},{w_axes[:self.inputs]}r->btr", adapter_x, self.lora_A[...])
-        added = scale * product(f"btr,r{w_axes[self.inputs:]}->{y_axes}", low, self.lora_B[...])
+        low = product(f"{x_axes},{w_axes[: self.inputs]}r->btr", adapter_x, self.lora_A[...])
+        added = scale * product(f"btr,r{w_axes[self.inputs :]}->{y_axes}", low, self.lora_B[...])
         adapted = y + added
         if not self.adapter.use_dora:
             return adapted
         norms = self.norms(parallel, x.dtype)
         # A column of zeros, as of a padded head, stays zero.
-        factors = jnp.where(norms > 0, self.lora_magnitude_vector[...] / jnp.where(norms > 0, norms, 1), 0)
+        factors = jnp.where(
+            norms > 0, self.lora_magnitude_vector[...] / jnp.where(norms > 0, norms, 1), 0
+        )
         if dropout is None:
             return (adapted * factors).astype(y.dtype)
         # As peft: what DoRA adds to W x reads the dropped input, in its product with W too.
         base = product(self.equation, adapter_x, self.weight.get_value())
-        return (y + (factors - 1) / (1 - self.adapter.dropout_rate) * base + factors * added).astype(y.dtype)
+        return (
+            y + (factors - 1) / (1 - self.adapter.dropout_rate) * base + factors * added
+        ).astype(y.dtype)
 
-    def _dropped(self, x: Float[Array, ...], parallel: TensorParallel, dropout: UInt32[Array, "B T"]) -> Float[Array, ...]:
+    def _dropped(
+        self, x: Float[Array, ...], parallel: TensorParallel, dropout: UInt32[Array, "B T"]
+    ) -> Float[Array, ...]:
         """Returns x with zeros where dropout drops it; a rank that has a part of the features drops those of one device."""
         assert self.adapter is not None
         axis = self.input_axes[0]
@@ -109,11 +147,18 @@ class Projection(nnx.Module):
         A B is not made: with w, a and b for the columns, |w + s A b|^2 = |w|^2 + 2 s b . (A^T w) + s^2 b . (A^T A) b.
         """
         assert self.adapter is not None
-        w_axes, weight, a, b = letters(self.equation)[1], self.weight.get_value(), self.lora_A[...], self.lora_B[...]
-        w_in, w_out, scale = w_axes[:self.inputs], w_axes[self.inputs:], self.adapter.scale
+        w_axes, weight, a, b = (
+            letters(self.equation)[1],
+            self.weight.get_value(),
+            self.lora_A[...],
+            self.lora_B[...],
+        )
+        w_in, w_out, scale = w_axes[: self.inputs], w_axes[self.inputs :], self.adapter.scale
         dense = weight.dequantize(dtype) if isinstance(weight, FrozenWeight) else weight
         # A product of its own and not a sum of squares, which would be a float32 copy of the weight where it is not fused.
-        squares = jnp.einsum(f"{w_axes},{w_axes}->{w_out}", dense, dense, preferred_element_type=jnp.float32)
+        squares = jnp.einsum(
+            f"{w_axes},{w_axes}->{w_out}", dense, dense, preferred_element_type=jnp.float32
+        )
         across = product(f"{w_in}r,{w_axes}->r{w_out}", a.astype(dtype), weight, jnp.float32)
         flat = a.reshape(-1, self.adapter.rank)
         low = jnp.tensordot(flat.T @ flat, b, 1)
@@ -129,7 +174,9 @@ class Projection(nnx.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_norm(x: Float[Array, "... E"], weight: Float[Array, " E"], epsilon: float) -> Float[Array, "... E"]:
+def rms_norm(
+    x: Float[Array, "... E"], weight: Float[Array, " E"], epsilon: float
+) -> Float[Array, "... E"]:
     """Returns x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
     x32 = x.astype(jnp.float32)
     return (x32 * _inverse_rms(x32, epsilon) * weight).astype(x.dtype)
@@ -151,7 +198,10 @@ def _rms_norm_backward(epsilon, residuals, dy):
     inverse = _inverse_rms(x32, epsilon)
     dnorm = dy32 * weight
     # A product of vectors, for which the compiler for CPUs has fast code; the others make the same sum of it.
-    across = jnp.einsum("...e,...e->...", dnorm, x32, precision=lax.Precision.HIGHEST)[..., None] / x.shape[-1]
+    across = (
+        jnp.einsum("...e,...e->...", dnorm, x32, precision=lax.Precision.HIGHEST)[..., None]
+        / x.shape[-1]
+    )
     dx = inverse * (dnorm - x32 * (jnp.square(inverse) * across))
     dw = jnp.sum(dy32 * (x32 * inverse), range(x.ndim - 1))
     return dx.astype(x.dtype), dw.astype(weight.dtype)
@@ -160,9 +210,13 @@ def _rms_norm_backward(epsilon, residuals, dy):
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-def scaled_norm(x: Float[Array, "... E"], weight: Float[Array, " E"], config: LlamaConfig) -> Float[Array, "... E"]:
+def scaled_norm(
+    x: Float[Array, "... E"], weight: Float[Array, " E"], config: LlamaConfig
+) -> Float[Array, "... E"]:
     """Returns `rms_norm` with the model's epsilon, by a weight that may be stored without its offset (Gemma's is 1)."""
-    return rms_norm(x, weight + config.norm_offset if config.norm_offset else weight, config.rms_norm_eps)
+    return rms_norm(
+        x, weight + config.norm_offset if config.norm_offset else weight, config.rms_norm_eps
+    )
 
 
 class RMSNorm(nnx.Module):
@@ -187,7 +241,9 @@ class HeadNorm(nnx.Module):
         weight = jnp.full((config.head_dim,), 1 - config.norm_offset, jnp.float32)
         self.weight = nnx.Param(weight, axes=("head_dim",), stages=(stage,))
 
-    def __call__(self, x: Float[Array, "B T H D"], parallel: TensorParallel) -> Float[Array, "B T H D"]:
+    def __call__(
+        self, x: Float[Array, "B T H D"], parallel: TensorParallel
+    ) -> Float[Array, "B T H D"]:
         """Returns this tensor rank's heads, normalised."""
         return scaled_norm(x, self.weight[...], self.config)
 
@@ -199,17 +255,29 @@ class AllHeadsNorm(nnx.Module):
 
     def __init__(self, config: LlamaConfig, heads: int, axis: str, stage: str):
         self.epsilon, self.axis, self.heads = config.rms_norm_eps, axis, heads
-        self.weight = nnx.Param(jnp.ones((heads, config.head_dim), jnp.float32), axes=(axis, "head_dim"), stages=(stage,))
+        self.weight = nnx.Param(
+            jnp.ones((heads, config.head_dim), jnp.float32),
+            axes=(axis, "head_dim"),
+            stages=(stage,),
+        )
 
-    def __call__(self, x: Float[Array, "B T H D"], parallel: TensorParallel) -> Float[Array, "B T H D"]:
+    def __call__(
+        self, x: Float[Array, "B T H D"], parallel: TensorParallel
+    ) -> Float[Array, "B T H D"]:
         """Returns this tensor rank's heads, normalised by those of all ranks, of which padding is no part."""
         x32 = x.astype(jnp.float32)
         squares = parallel.sum_of_heads(jnp.sum(jnp.square(x32), (2, 3), keepdims=True), self.axis)
-        return (x32 * lax.rsqrt(squares / (self.heads * x.shape[-1]) + self.epsilon) * self.weight[...]).astype(x.dtype)
+        return (
+            x32 * lax.rsqrt(squares / (self.heads * x.shape[-1]) + self.epsilon) * self.weight[...]
+        ).astype(x.dtype)
 
 
 # The norm of queries and keys before RoPE by `LlamaConfig.qk_norm`, if there is one.
-QK_NORMS: dict[str, type[HeadNorm] | type[AllHeadsNorm] | None] = {"none": None, "head": HeadNorm, "all": AllHeadsNorm}
+QK_NORMS: dict[str, type[HeadNorm] | type[AllHeadsNorm] | None] = {
+    "none": None,
+    "head": HeadNorm,
+    "all": AllHeadsNorm,
+}
 
 
 class FeedForward(nnx.Module):
@@ -220,15 +288,43 @@ class FeedForward(nnx.Module):
         hidden, width, std = config.hidden_size, config.intermediate_size, config.initializer_range
         width_bias = ((width,), ("mlp",)) if config.mlp_bias else ()
         hidden_bias = ((hidden,), ("norm",)) if config.mlp_bias else ()
-        self.gate_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias,
-                                    name="gate_proj", stage=OUTPUT, config=config, rngs=rngs)
-        self.up_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias,
-                                  name="up_proj", stage=OUTPUT, config=config, rngs=rngs)
-        self.down_proj = Projection("btf,fe->bte", (width, hidden), ("mlp", "embed"), std, *hidden_bias,
-                                    name="down_proj", stage=OUTPUT, config=config, rngs=rngs)
+        self.gate_proj = Projection(
+            "bte,ef->btf",
+            (hidden, width),
+            ("embed", "mlp"),
+            std,
+            *width_bias,
+            name="gate_proj",
+            stage=OUTPUT,
+            config=config,
+            rngs=rngs,
+        )
+        self.up_proj = Projection(
+            "bte,ef->btf",
+            (hidden, width),
+            ("embed", "mlp"),
+            std,
+            *width_bias,
+            name="up_proj",
+            stage=OUTPUT,
+            config=config,
+            rngs=rngs,
+        )
+        self.down_proj = Projection(
+            "btf,fe->bte",
+            (width, hidden),
+            ("mlp", "embed"),
+            std,
+            *hidden_bias,
+            name="down_proj",
+            stage=OUTPUT,
+            config=config,
+            rngs=rngs,
+        )
 
-    def __call__(self, x: Float[Array, "B T E"], parallel: TensorParallel,
-                 dropout: DropoutKeys = None) -> tuple[Float[Array, "B T E"], Auxiliary]:
+    def __call__(
+        self, x: Float[Array, "B T E"], parallel: TensorParallel, dropout: DropoutKeys = None
+    ) -> tuple[Float[Array, "B T E"], Auxiliary]:
         """Returns the feed-forward of normalised hidden states, summed over the tensor ranks, and no auxiliary sums; `dropout`
         is as of `Projection`."""
         x = parallel.whole(x)

@@ -1,4 +1,5 @@
 """Weights that are not trained: `FrozenWeight`. They have no gradient, and are stored and sent in fewer bits than float32."""
+
 from __future__ import annotations
 
 import abc
@@ -59,5 +60,7 @@ def rows(table: Weight, ids: Int[Array, "B T"]) -> Float[Array, "B T E"]:
 def split(weights: Mapping[str, Any]) -> tuple[dict[str, jax.Array], dict[str, FrozenWeight]]:
     """Returns the trained and the frozen ones of some weights. Functions with a hand-written gradient return none for the
     latter."""
-    trained = {name: weight for name, weight in weights.items() if not isinstance(weight, FrozenWeight)}
+    trained = {
+        name: weight for name, weight in weights.items() if not isinstance(weight, FrozenWeight)
+    }
     return trained, {name: weight for name, weight in weights.items() if name not in trained}

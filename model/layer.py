@@ -2,6 +2,7 @@
 
 How it is scanned, rematerialised or cut into groups is in `model.memory`.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -57,38 +58,60 @@ class Layer:
     rope: RopeConfig | None
     length: int
 
-    def __call__(self, weights: dict, x: Hidden, labels: TokenInfo, coords: TokenCoords) -> LayerOutput:
+    def __call__(
+        self, weights: dict, x: Hidden, labels: TokenInfo, coords: TokenCoords
+    ) -> LayerOutput:
         """Returns the layer's output."""
         q, k, v = self.project(weights, x, labels)
         return self.finish(weights, x, self.attend(q, k, v, coords), labels)
 
     def project(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Heads, Heads, Heads]:
         """Returns queries, keys and values, for the heads that the weights have."""
-        project, weights = self._projection(_queries_keys_values), read_by(self.config, (QUERIES, KEYS_VALUES), weights)
-        return self._position_wise(lambda *part: ({}, project(*part)), weights, x, labels, self.memory.projection_chunk)[1]
+        project, weights = (
+            self._projection(_queries_keys_values),
+            read_by(self.config, (QUERIES, KEYS_VALUES), weights),
+        )
+        return self._position_wise(
+            lambda *part: ({}, project(*part)), weights, x, labels, self.memory.projection_chunk
+        )[1]
 
-    def project_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, tuple[Heads, Heads, Heads]]:
+    def project_through(
+        self, weights: dict, x: Hidden, labels: TokenInfo
+    ) -> tuple[Hidden, tuple[Heads, Heads, Heads]]:
         """Returns x, and queries, keys and values. Whoever takes x from here has its gradient accumulated in place (see
         `passed_through`)."""
-        return self._project_through(_queries_keys_values, (QUERIES, KEYS_VALUES), weights, x, labels)
+        return self._project_through(
+            _queries_keys_values, (QUERIES, KEYS_VALUES), weights, x, labels
+        )
 
     def queries_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, Heads]:
         """Returns x and the queries; see `project_through`."""
         return self._project_through(_queries, (QUERIES,), weights, x, labels)
 
-    def keys_values_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, tuple[Heads, Heads]]:
+    def keys_values_through(
+        self, weights: dict, x: Hidden, labels: TokenInfo
+    ) -> tuple[Hidden, tuple[Heads, Heads]]:
         """Returns x, and the keys and values; see `project_through`."""
         return self._project_through(_keys_values, (KEYS_VALUES,), weights, x, labels)
 
-    def _project_through(self, read: Callable, stages: tuple[str, ...], weights: dict, x: Hidden,
-                         labels: TokenInfo) -> tuple[Hidden, Any]:
+    def _project_through(
+        self, read: Callable, stages: tuple[str, ...], weights: dict, x: Hidden, labels: TokenInfo
+    ) -> tuple[Hidden, Any]:
         project, weights = self._projection(read), read_by(self.config, stages, weights)
         if self.memory.policy.products:
             return x, project(weights, x, labels)
-        return passed_through(project, weights, x, labels, dtype=self.dtype, chunk=self._chunk(self.memory.projection_chunk))
+        return passed_through(
+            project,
+            weights,
+            x,
+            labels,
+            dtype=self.dtype,
+            chunk=self._chunk(self.memory.projection_chunk),
+        )
 
     def _projection(self, read: Callable) -> Callable:
         """The position-wise work from a layer's input to what `read` takes of its sequence mixer."""
+
         def project(weights, x, labels):
             layer = bind(self.config, weights)
             with jax.named_scope("input_norm"):
@@ -106,17 +129,24 @@ class Layer:
 
     def finish(self, weights: dict, x: Hidden, attended: Heads, labels: TokenInfo) -> LayerOutput:
         """Returns the layer's output from its input and attention's output."""
+
         def finish(weights, arrays, labels):
             layer, dropout = bind(self.config, weights), labels["dropout"]
             with jax.named_scope("attention_output"):
                 mixed = layer.mixer.output(arrays["attended"], self.parallel, dropout)
             with jax.named_scope("feed_forward"):
-                hidden, auxiliary = layer.output(arrays["x"], mixed, lambda x: layer.mlp(x, self.parallel, dropout), self._add)
+                hidden, auxiliary = layer.output(
+                    arrays["x"], mixed, lambda x: layer.mlp(x, self.parallel, dropout), self._add
+                )
             return auxiliary, hidden
 
-        auxiliary, hidden = self._position_wise(finish, read_by(self.config, (OUTPUT,), weights),
-                                                {"x": x, "attended": attended}, {"dropout": labels.dropout},
-                                                self.memory.feed_forward_chunk)
+        auxiliary, hidden = self._position_wise(
+            finish,
+            read_by(self.config, (OUTPUT,), weights),
+            {"x": x, "attended": attended},
+            {"dropout": labels.dropout},
+            self.memory.feed_forward_chunk,
+        )
         return LayerOutput(hidden, auxiliary)
 
     def _add(self, x: Hidden, branch: Hidden) -> Hidden:
@@ -124,12 +154,16 @@ class Layer:
         multiplier = self.config.residual_multiplier
         return x + (branch if multiplier == 1 else branch * multiplier)
 
-    def _position_wise(self, fn: Callable, weights: dict, arrays: Any, labels: Any, chunk: int) -> tuple[Any, Any]:
+    def _position_wise(
+        self, fn: Callable, weights: dict, arrays: Any, labels: Any, chunk: int
+    ) -> tuple[Any, Any]:
         """Returns the sums and the results of fn, run in chunks of tokens that are computed again in the backward pass; with
         the remat policy `everything`, which keeps the results of products, all at once."""
         if self.memory.policy.products:
             return fn(weights, arrays, labels)
-        return chunked_with_sums(fn, weights, arrays, labels, dtype=self.dtype, chunk=self._chunk(chunk))
+        return chunked_with_sums(
+            fn, weights, arrays, labels, dtype=self.dtype, chunk=self._chunk(chunk)
+        )
 
     def _chunk(self, chunk: int) -> int:
         """A chunk's tokens: all, where tokens are split, since a rank's chunks would not be chunks of the tokens that all ranks

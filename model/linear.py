@@ -1,4 +1,5 @@
 """The model's products of activations with weights: operands in the compute dtype, gradients of weights summed in float32."""
+
 from __future__ import annotations
 
 import functools
@@ -55,13 +56,18 @@ def _frozen_product(equation, x, w, dtype):
 
 def _frozen_forward(equation, x, w, dtype):
     # Kept is the weight as it is stored, which the backward pass dequantizes once more; of x only the dtype is needed.
-    return jnp.einsum(equation, x, w.dequantize(x.dtype), preferred_element_type=dtype), (w, jnp.zeros(0, x.dtype))
+    return jnp.einsum(equation, x, w.dequantize(x.dtype), preferred_element_type=dtype), (
+        w,
+        jnp.zeros(0, x.dtype),
+    )
 
 
 def _frozen_backward(equation, _, residuals, dy):
     w, like = residuals
     x_axes, w_axes, y_axes = letters(equation)
-    return jnp.einsum(f"{y_axes},{w_axes}->{x_axes}", dy.astype(like.dtype), w.dequantize(like.dtype)), None
+    return jnp.einsum(
+        f"{y_axes},{w_axes}->{x_axes}", dy.astype(like.dtype), w.dequantize(like.dtype)
+    ), None
 
 
 _frozen_product.defvjp(_frozen_forward, _frozen_backward)

@@ -1,4 +1,5 @@
 """The LLaMA language model: `Llama` embeds tokens, runs the layers, and computes the cross-entropy of the next token."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -44,7 +45,9 @@ class Llama(Transformer):
     def local_losses(self, params: Shards, batch: Batch) -> LocalLosses:
         """Returns the losses of this device's tokens."""
         ends, (x, sums) = self.embed_and_head, self.local_layers(params, batch)
-        total, losses = ends.losses(self.weights.whole(params, ends.head_names), x, batch["targets"], batch["loss_weights"])
+        total, losses = ends.losses(
+            self.weights.whole(params, ends.head_names), x, batch["targets"], batch["loss_weights"]
+        )
         return LocalLosses(total, losses, self.auxiliary_losses(sums))
 
     # Of a global batch
@@ -57,17 +60,26 @@ class Llama(Transformer):
         Args:
           sources: how many sources the batch's `source_ids` [B, L] tell apart; each then has sums of its own.
         """
+
         def local(params, batch):
-            return global_sums(self.local_losses(params, batch), batch["loss_weights"], batch.get("source_ids"), sources)
+            return global_sums(
+                self.local_losses(params, batch),
+                batch["loss_weights"],
+                batch.get("source_ids"),
+                sources,
+            )
 
         return self._sharded(local, PartitionSpec())(params, batch)
 
     def token_losses(self, params: Shards, batch: Batch) -> Float[Array, "B L"]:
         """Returns -log p(target) of every token, float32."""
-        return self._sharded(lambda params, batch: self.local_losses(params, batch).tokens, TOKENS)(params, batch)
+        return self._sharded(lambda params, batch: self.local_losses(params, batch).tokens, TOKENS)(
+            params, batch
+        )
 
     def logits(self, params: Shards, batch: Batch) -> Float[Array, "B L V"]:
         """Returns the float32 logits of every token. For tests and short inputs."""
+
         def local(params, batch):
             return self.local_logits(params, self.local_hidden(params, batch))
 

@@ -1,4 +1,5 @@
 """Cross-entropy: of each token, with the vocabulary split over the tensor axis, and its sums over a batch."""
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -52,7 +53,9 @@ class LossSums(NamedTuple):
         return sum(self.auxiliary.values(), start=self.total)
 
 
-def token_losses(logits: Float[Array, "B c V"], targets: Int[Array, "B c"], parallel: TensorParallel) -> Float[Array, "B c"]:
+def token_losses(
+    logits: Float[Array, "B c V"], targets: Int[Array, "B c"], parallel: TensorParallel
+) -> Float[Array, "B c"]:
     """Returns -log p(target) of each token in nats, float32, the same on all tensor ranks. Runs inside `shard_map`.
 
     Args:
@@ -67,28 +70,45 @@ def token_losses(logits: Float[Array, "B c V"], targets: Int[Array, "B c"], para
         targets = targets - parallel.rank() * logits.shape[-1]
     total = parallel.sum(jnp.exp(logits - maximum[..., None]).sum(-1), "vocab")
     is_local = (targets >= 0) & (targets < logits.shape[-1])
-    target_logits = jnp.take_along_axis(logits, jnp.where(is_local, targets, 0)[..., None], -1)[..., 0]
+    target_logits = jnp.take_along_axis(logits, jnp.where(is_local, targets, 0)[..., None], -1)[
+        ..., 0
+    ]
     target_logits = parallel.sum(jnp.where(is_local, target_logits, 0.0), "vocab")
     return maximum + jnp.log(total) - target_logits
 
 
-def global_sums(losses: LocalLosses, weights: Float[Array, "B T"], source_ids: Int[Array, "B T"] | None,
-                sources: int) -> LossSums:
+def global_sums(
+    losses: LocalLosses,
+    weights: Float[Array, "B T"],
+    source_ids: Int[Array, "B T"] | None,
+    sources: int,
+) -> LossSums:
     """Returns the sums over all devices that hold tokens, from a device's own tokens. Runs inside `shard_map`.
 
     Args:
       source_ids: the number of each token's source; not read where `sources`, their number, is 0.
     """
+
     def over_devices(x):
         return lax.psum(x, (*BATCH_AXES, "sequence"))
 
     def by_source(x):
-        return over_devices(jnp.where(source_ids == jnp.arange(sources)[:, None, None], x, 0).sum((1, 2)))
+        return over_devices(
+            jnp.where(source_ids == jnp.arange(sources)[:, None, None], x, 0).sum((1, 2))
+        )
 
     empty = jnp.zeros(0, jnp.float32)
-    of_sources = SourceSums(by_source(losses.tokens * weights), by_source(weights)) if sources else SourceSums(empty, empty)
-    return LossSums(over_devices(losses.total), over_devices(jnp.sum(weights)), of_sources,
-                    jax.tree.map(over_devices, losses.auxiliary))
+    of_sources = (
+        SourceSums(by_source(losses.tokens * weights), by_source(weights))
+        if sources
+        else SourceSums(empty, empty)
+    )
+    return LossSums(
+        over_devices(losses.total),
+        over_devices(jnp.sum(weights)),
+        of_sources,
+        jax.tree.map(over_devices, losses.auxiliary),
+    )
 
 
 @jax.custom_vjp
@@ -96,4 +116,6 @@ def _maximum_over_tensor(x: jax.Array) -> jax.Array:
     return lax.pmax(x, "tensor")
 
 
-_maximum_over_tensor.defvjp(lambda x: (_maximum_over_tensor(x), None), lambda _, dy: (jnp.zeros_like(dy),))
+_maximum_over_tensor.defvjp(
+    lambda x: (_maximum_over_tensor(x), None), lambda _, dy: (jnp.zeros_like(dy),)
+)

@@ -2,6 +2,7 @@
 
 `Llama` and everything around it see one flat dictionary of arrays: "embed_tokens.weight", "layers.self_attn.q_proj.weight", ...
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -60,36 +61,72 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
-        hidden, size, std, bias = config.hidden_size, config.head_dim, config.initializer_range, config.attention_bias
+        hidden, size, std, bias = (
+            config.hidden_size,
+            config.head_dim,
+            config.initializer_range,
+            config.attention_bias,
+        )
 
         def heads_projection(name, heads, axis, stage):
             bias_declaration = ((heads, size), (axis, "head_dim")) if bias else ()
-            return Projection("bte,ehd->bthd", (hidden, heads, size), ("embed", axis, "head_dim"), std, *bias_declaration,
-                              name=name, stage=stage, config=config, rngs=rngs)
+            return Projection(
+                "bte,ehd->bthd",
+                (hidden, heads, size),
+                ("embed", axis, "head_dim"),
+                std,
+                *bias_declaration,
+                name=name,
+                stage=stage,
+                config=config,
+                rngs=rngs,
+            )
 
         self.q_proj = heads_projection("q_proj", config.num_attention_heads, "heads", QUERIES)
-        self.k_proj = heads_projection("k_proj", config.num_key_value_heads, "kv_heads", KEYS_VALUES)
-        self.v_proj = heads_projection("v_proj", config.num_key_value_heads, "kv_heads", KEYS_VALUES)
+        self.k_proj = heads_projection(
+            "k_proj", config.num_key_value_heads, "kv_heads", KEYS_VALUES
+        )
+        self.v_proj = heads_projection(
+            "v_proj", config.num_key_value_heads, "kv_heads", KEYS_VALUES
+        )
         if norm := QK_NORMS[config.qk_norm]:
             self.q_norm = norm(config, config.num_attention_heads, "heads", QUERIES)
             self.k_norm = norm(config, config.num_key_value_heads, "kv_heads", KEYS_VALUES)
-        self.o_proj = Projection("bthd,hde->bte", (config.num_attention_heads, size, hidden), ("heads", "head_dim", "embed"),
-                                 std, *(((hidden,), ("norm",)) if config.output_bias else ()),
-                                 name="o_proj", stage=OUTPUT, config=config, rngs=rngs)
+        self.o_proj = Projection(
+            "bthd,hde->bte",
+            (config.num_attention_heads, size, hidden),
+            ("heads", "head_dim", "embed"),
+            std,
+            *(((hidden,), ("norm",)) if config.output_bias else ()),
+            name="o_proj",
+            stage=OUTPUT,
+            config=config,
+            rngs=rngs,
+        )
 
     def queries(self, x: Float[Array, "B T E"], tokens: Tokens) -> Float[Array, "B T Hq D"]:
         """Returns the queries of normalised hidden states, for the heads that the weights have."""
-        return self._positioned(self._heads(self.q_proj, x, tokens), getattr(self, "q_norm", None), tokens)
+        return self._positioned(
+            self._heads(self.q_proj, x, tokens), getattr(self, "q_norm", None), tokens
+        )
 
-    def keys_values(self, x: Float[Array, "B T E"], tokens: Tokens) -> tuple[Float[Array, "B T Hkv D"], ...]:
+    def keys_values(
+        self, x: Float[Array, "B T E"], tokens: Tokens
+    ) -> tuple[Float[Array, "B T Hkv D"], ...]:
         """Returns the keys and the values, as `queries` does."""
-        keys = self._positioned(self._heads(self.k_proj, x, tokens), getattr(self, "k_norm", None), tokens)
+        keys = self._positioned(
+            self._heads(self.k_proj, x, tokens), getattr(self, "k_norm", None), tokens
+        )
         return keys, self._heads(self.v_proj, x, tokens)
 
-    def _heads(self, projection: Projection, x: Float[Array, "B T E"], tokens: Tokens) -> Float[Array, "B T H D"]:
+    def _heads(
+        self, projection: Projection, x: Float[Array, "B T E"], tokens: Tokens
+    ) -> Float[Array, "B T H D"]:
         return projection.add_bias(projection(x, tokens.parallel, tokens.labels.dropout))
 
-    def _positioned(self, heads: Float[Array, "B T H D"], norm: Any, tokens: Tokens) -> Float[Array, "B T H D"]:
+    def _positioned(
+        self, heads: Float[Array, "B T H D"], norm: Any, tokens: Tokens
+    ) -> Float[Array, "B T H D"]:
         """Queries or keys with their norm and RoPE, if the layer has these."""
         if norm is not None:
             heads = norm(heads, tokens.parallel)
@@ -97,12 +134,24 @@ class SelfAttention(nnx.Module):
             return heads
         frequencies = inverse_frequencies(tokens.rope, self.config.rotary_dim, tokens.length)
         with jax.named_scope("rope"):
-            return apply_rope(heads, tokens.labels.positions, frequencies, attention_scaling(tokens.rope), tokens.length)
+            return apply_rope(
+                heads,
+                tokens.labels.positions,
+                frequencies,
+                attention_scaling(tokens.rope),
+                tokens.length,
+            )
 
-    def output(self, attended: Float[Array, "B T Hq D"], parallel: TensorParallel,
-               dropout: DropoutKeys = None) -> Float[Array, "B T E"]:
+    def output(
+        self,
+        attended: Float[Array, "B T Hq D"],
+        parallel: TensorParallel,
+        dropout: DropoutKeys = None,
+    ) -> Float[Array, "B T E"]:
         """Returns the output projection, summed over the tensor ranks; `dropout` as of `Projection`."""
-        return self.o_proj.add_bias(parallel.combine(self.o_proj(attended, parallel, dropout), "heads"))
+        return self.o_proj.add_bias(
+            parallel.combine(self.o_proj(attended, parallel, dropout), "heads")
+        )
 
 
 class DecoderLayer(nnx.Module):
@@ -127,8 +176,13 @@ class DecoderLayer(nnx.Module):
         """Returns what the mixer's projections read."""
         return self.input_layernorm(x)
 
-    def output(self, x: Hidden, mixed: Hidden, feed_forward: Callable[[Hidden], tuple[Hidden, Auxiliary]],
-               add: Callable[[Hidden, Hidden], Hidden]) -> tuple[Hidden, Auxiliary]:
+    def output(
+        self,
+        x: Hidden,
+        mixed: Hidden,
+        feed_forward: Callable[[Hidden], tuple[Hidden, Auxiliary]],
+        add: Callable[[Hidden, Hidden], Hidden],
+    ) -> tuple[Hidden, Auxiliary]:
         """Returns the layer's output, and the feed-forward's auxiliary sums.
 
         Args:
@@ -176,20 +230,37 @@ class SandwichNormLayer(DecoderLayer):
 
 
 # A layer's modules by `LlamaConfig.norms`.
-LAYER_MODULES: dict[str, type[DecoderLayer]] = {"before": DecoderLayer, "after": PostNormLayer, "both": SandwichNormLayer}
+LAYER_MODULES: dict[str, type[DecoderLayer]] = {
+    "before": DecoderLayer,
+    "after": PostNormLayer,
+    "both": SandwichNormLayer,
+}
 
 
 class TokenEnds(nnx.Module):
     """The modules before and after the layers: the embedding table, the final norm and the head."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.embed_tokens = nnx.Dict(weight=param(
-            rngs, (config.vocab_size, config.hidden_size), ("vocab", "embed"), config.initializer_range, inputs=0))
+        self.embed_tokens = nnx.Dict(
+            weight=param(
+                rngs,
+                (config.vocab_size, config.hidden_size),
+                ("vocab", "embed"),
+                config.initializer_range,
+                inputs=0,
+            )
+        )
         self.norm = RMSNorm(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nnx.Dict(weight=param(
-                rngs, (config.hidden_size, config.vocab_size), ("embed", "vocab"), config.initializer_range,
-                hf_name="lm_head.weight"))
+            self.lm_head = nnx.Dict(
+                weight=param(
+                    rngs,
+                    (config.hidden_size, config.vocab_size),
+                    ("embed", "vocab"),
+                    config.initializer_range,
+                    hf_name="lm_head.weight",
+                )
+            )
 
 
 # Makes the module of the parameters before and after the layers, from the model's sizes and `rngs`.
@@ -207,9 +278,16 @@ def _layer_module(config: LlamaConfig) -> tuple[Any, Any]:
 
 def _declared(state: Any, hf_prefix: str) -> dict[str, Parameter]:
     def parameter(name, leaf):
-        metadata = {key: leaf.get_metadata().get(key) for key in ("axes", "stages", "inputs", "hf_name")}
-        return Parameter(leaf.shape, metadata["axes"], stages=metadata["stages"] or (), inputs=metadata["inputs"],
-                         hf_name=metadata["hf_name"] or hf_prefix + name)
+        metadata = {
+            key: leaf.get_metadata().get(key) for key in ("axes", "stages", "inputs", "hf_name")
+        }
+        return Parameter(
+            leaf.shape,
+            metadata["axes"],
+            stages=metadata["stages"] or (),
+            inputs=metadata["inputs"],
+            hf_name=metadata["hf_name"] or hf_prefix + name,
+        )
 
     return {name: parameter(name, leaf) for name, leaf in _flat(state).items()}
 
@@ -225,22 +303,36 @@ def declare(config: LlamaConfig, ends: EndsFactory = TokenEnds) -> dict[str, Par
     Args:
       ends: makes the module of the parameters before and after the layers.
     """
-    parameters = _declared(nnx.state(nnx.eval_shape(lambda: ends(config, rngs=nnx.Rngs(0)))), "model.")
+    parameters = _declared(
+        nnx.state(nnx.eval_shape(lambda: ends(config, rngs=nnx.Rngs(0)))), "model."
+    )
     for name, parameter in declare_layer(config).items():
         parameters[LAYERS + name] = dataclasses.replace(
-            parameter, shape=(config.num_hidden_layers, *parameter.shape), axes=("layers", *parameter.axes))
+            parameter,
+            shape=(config.num_hidden_layers, *parameter.shape),
+            axes=("layers", *parameter.axes),
+        )
     if config.adapter is not None:
-        parameters = {name: dataclasses.replace(parameter, frozen=not config.adapter.trains(name))
-                      for name, parameter in parameters.items()}
+        parameters = {
+            name: dataclasses.replace(parameter, frozen=not config.adapter.trains(name))
+            for name, parameter in parameters.items()
+        }
         if config.adapter.quantize != "none":
-            for name in [name for name, parameter in parameters.items() if parameter.frozen and is_quantized(name)]:
+            for name in [
+                name
+                for name, parameter in parameters.items()
+                if parameter.frozen and is_quantized(name)
+            ]:
                 parameters |= declare_parts(name, parameters.pop(name), config.adapter.quantize)
     return dict(sorted(parameters.items()))
 
 
 def in_order(config: LlamaConfig) -> dict[str, Parameter]:
     """Returns every parameter of a language model, in the order in which a model uses them."""
-    declared, names = declare(config), (_made_order(LAYER_MODULES[config.norms], config), _made_order(TokenEnds, config))
+    declared, names = (
+        declare(config),
+        (_made_order(LAYER_MODULES[config.norms], config), _made_order(TokenEnds, config)),
+    )
     (table, *others), layers = names[1], [LAYERS + name for name in names[0]]
     return {name: declared[name] for name in (table, *layers, *others)}
 
@@ -270,7 +362,9 @@ def own_shapes(config: LlamaConfig, ends: EndsFactory = TokenEnds) -> dict[str, 
     return {name: tuple(parameter.shape) for name, parameter in declare(config, ends).items()}
 
 
-def init(config: LlamaConfig, key: jax.Array, ends: EndsFactory = TokenEnds) -> dict[str, Float[Array, ...]]:
+def init(
+    config: LlamaConfig, key: jax.Array, ends: EndsFactory = TokenEnds
+) -> dict[str, Float[Array, ...]]:
     """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0, adapters as of `init_adapters`. To
     be jitted with output shardings."""
     ends_key, layers_key = jax.random.split(key)
@@ -280,15 +374,21 @@ def init(config: LlamaConfig, key: jax.Array, ends: EndsFactory = TokenEnds) -> 
         return {LAYERS + name: leaf[...] for name, leaf in _flat(layer).items()}
 
     layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
-    outside = {name: leaf[...] for name, leaf in _flat(nnx.state(ends(config, rngs=nnx.Rngs(ends_key)))).items()}
+    outside = {
+        name: leaf[...]
+        for name, leaf in _flat(nnx.state(ends(config, rngs=nnx.Rngs(ends_key)))).items()
+    }
     return dict(sorted({**outside, **layers, **init_adapters(config, key)}.items()))
 
 
 def init_adapters(config: LlamaConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
     """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), B zero; DoRA's lengths follow from the
     weights (`Transformer.init_magnitudes`). To be jitted with output shardings."""
-    adapters = {LAYERS + name: parameter.shape for name, parameter in declare_layer(config).items()
-                if name.endswith((".lora_A", ".lora_B"))}
+    adapters = {
+        LAYERS + name: parameter.shape
+        for name, parameter in declare_layer(config).items()
+        if name.endswith((".lora_A", ".lora_B"))
+    }
 
     def draw(i, name, shape):
         shape = (config.num_hidden_layers, *shape)
@@ -308,12 +408,15 @@ def bind(config: LlamaConfig, weights: dict[str, Weight]) -> DecoderLayer:
         missing, if their modules are not called; names that a layer lacks are ignored. Frozen matrices stay as they are, for
         products to dequantize.
     """
+
     def value(name):
         return weights[name] if name.endswith("_proj.weight") else array(weights[name])
 
     graph, state = _layer_module(config)
-    leaves = [(path, leaf.replace(value(name)) if name in weights else leaf)
-              for (path, leaf), name in zip(nnx.to_flat_state(state), _flat(state), strict=True)]
+    leaves = [
+        (path, leaf.replace(value(name)) if name in weights else leaf)
+        for (path, leaf), name in zip(nnx.to_flat_state(state), _flat(state), strict=True)
+    ]
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
@@ -325,4 +428,6 @@ def module_of(layer: DecoderLayer, name: str) -> nnx.Module:
 def read_by(config: LlamaConfig, stages: Iterable[str], weights: dict[str, T]) -> dict[str, T]:
     """Returns those of a layer's weights, named as within the layer, that any of these stages reads."""
     declared = declare_layer(config)
-    return {name: weight for name, weight in weights.items() if set(declared[name].stages) & set(stages)}
+    return {
+        name: weight for name, weight in weights.items() if set(declared[name].stages) & set(stages)
+    }

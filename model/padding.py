@@ -5,6 +5,7 @@ ranks is 3,584. Padding stays zero: it has no logit, no gradient and no share in
 that of the hidden size before any product. Checkpoints hold arrays as they were in memory; any mesh reads them, since zeros may
 be added or left out at an axis's end.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -35,18 +36,30 @@ def sizes_in_memory(sharding: Sharding) -> LlamaConfig:
     config, parallel = sharding.config, sharding.parallel
     ranks = math.prod(sharding.mesh.shape[axis] for axis in sharding.storage_axes)
     # Padding keeps blocks of quantized weights whole.
-    multiple = math.lcm(ranks, config.adapter.block if config.adapter else 1) if config.hidden_size % ranks else ranks
+    multiple = (
+        math.lcm(ranks, config.adapter.block if config.adapter else 1)
+        if config.hidden_size % ranks
+        else ranks
+    )
     return dataclasses.replace(
-        config, vocab_size=parallel.vocab_size, num_attention_heads=parallel.query_heads,
-        num_key_value_heads=parallel.key_heads, hidden_size=-(-config.hidden_size // multiple) * multiple)
+        config,
+        vocab_size=parallel.vocab_size,
+        num_attention_heads=parallel.query_heads,
+        num_key_value_heads=parallel.key_heads,
+        hidden_size=-(-config.hidden_size // multiple) * multiple,
+    )
 
 
 def pad(array: Float[Array, ...], shape: tuple[int, ...]) -> Float[Array, ...]:
     """Returns the array with zeros at the end of each axis, up to `shape`."""
-    return jnp.pad(array, [(0, after - before) for after, before in zip(shape, array.shape, strict=True)])
+    return jnp.pad(
+        array, [(0, after - before) for after, before in zip(shape, array.shape, strict=True)]
+    )
 
 
-def trim(whole: Float[Array, ...], axes: tuple[str, ...], config: LlamaConfig, parallel: TensorParallel) -> Float[Array, ...]:
+def trim(
+    whole: Float[Array, ...], axes: tuple[str, ...], config: LlamaConfig, parallel: TensorParallel
+) -> Float[Array, ...]:
     """Returns a gathered weight without the padding of its hidden axis, as products take it. Runs inside `shard_map`.
 
     Of key/value heads that `tensor` does not split, it is the one head that this rank's query heads share.
@@ -54,13 +67,17 @@ def trim(whole: Float[Array, ...], axes: tuple[str, ...], config: LlamaConfig, p
     Args:
       axes: the weight's logical axes; config: the model's own sizes.
     """
-    whole = whole[tuple(slice(config.hidden_size) if axis in HIDDEN else slice(None) for axis in axes)]
+    whole = whole[
+        tuple(slice(config.hidden_size) if axis in HIDDEN else slice(None) for axis in axes)
+    ]
     weight = own_key_head(Plain(whole), axes, parallel)
     assert isinstance(weight, Plain)
     return weight.value
 
 
-def own_key_head(weight: FrozenWeight, axes: tuple[str, ...], parallel: TensorParallel) -> FrozenWeight:
+def own_key_head(
+    weight: FrozenWeight, axes: tuple[str, ...], parallel: TensorParallel
+) -> FrozenWeight:
     """Returns of a weight with key/value heads that `tensor` does not split the one head that this rank's query heads share;
     any other weight itself. Runs inside `shard_map`."""
     if "kv_heads" not in axes or not parallel.heads or parallel.kv_heads:
@@ -69,7 +86,9 @@ def own_key_head(weight: FrozenWeight, axes: tuple[str, ...], parallel: TensorPa
     return weight.part(head, parallel.key_heads, axes.index("kv_heads"))
 
 
-def whole_heads(vector: Float[Array, ...], axes: tuple[str, ...], parallel: TensorParallel) -> Float[Array, ...]:
+def whole_heads(
+    vector: Float[Array, ...], axes: tuple[str, ...], parallel: TensorParallel
+) -> Float[Array, ...]:
     """Returns the key/value heads of all ranks where `own_key_head` has left one, from this rank's; otherwise the array itself.
     Runs inside `shard_map`."""
     if "kv_heads" not in axes or not parallel.heads or parallel.kv_heads:
@@ -84,10 +103,14 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
     """The logical axes of every parameter that any model has."""
     axes: dict[str, tuple[str, ...]] = {}
     for name, family in FAMILIES.items():
-        biases: dict[str, Any] = {field: True for field in ("attention_bias", "mlp_bias") if field in family.takes}
+        biases: dict[str, Any] = {
+            field: True for field in ("attention_bias", "mlp_bias") if field in family.takes
+        }
         config = LlamaConfig(family=name, tie_word_embeddings=False, **biases, **family.computes)
         axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
-    adapters = LlamaConfig(tie_word_embeddings=False, adapter=AdapterConfig(rank=1, use_dora=True))  # the same in all families
+    adapters = LlamaConfig(
+        tie_word_embeddings=False, adapter=AdapterConfig(rank=1, use_dora=True)
+    )  # the same in all families
     axes |= {parameter: declared.axes for parameter, declared in declare(adapters).items()}
     return axes
 
@@ -96,7 +119,9 @@ def logical_axes(name: str) -> tuple[str, ...]:
     """Returns the logical axes of a parameter or of its moment: `name` may be its path in an optimizer's state. Of what is
     neither it is ()."""
     # The names of the layers' norms end in `norm.weight`, as does the path of the last norm: the longest name is meant.
-    declared = max((known for known in _declared_axes() if name.endswith(known)), key=len, default=None)
+    declared = max(
+        (known for known in _declared_axes() if name.endswith(known)), key=len, default=None
+    )
     return _declared_axes()[declared] if declared else ()
 
 
@@ -105,7 +130,9 @@ def vocabulary_axes() -> dict[str, int]:
     return {name: axes.index("vocab") for name, axes in _declared_axes().items() if "vocab" in axes}
 
 
-def fits(name: str, shape: tuple[int, ...], other: tuple[int, ...], own: tuple[int, ...] | None = None) -> bool:
+def fits(
+    name: str, shape: tuple[int, ...], other: tuple[int, ...], own: tuple[int, ...] | None = None
+) -> bool:
     """Returns whether two shapes are equal but for padding.
 
     Args:
@@ -115,8 +142,10 @@ def fits(name: str, shape: tuple[int, ...], other: tuple[int, ...], own: tuple[i
     axes = logical_axes(name)
     if not axes or len(shape) != len(other) or len(axes) != len(shape):
         return shape == other
-    return all(size == other_size or _is_padding(axis, size, other_size, None if own is None else own[i])
-               for i, (axis, size, other_size) in enumerate(zip(axes, shape, other, strict=True)))
+    return all(
+        size == other_size or _is_padding(axis, size, other_size, None if own is None else own[i])
+        for i, (axis, size, other_size) in enumerate(zip(axes, shape, other, strict=True))
+    )
 
 
 def _is_padding(axis: str, size: int, other: int, own: int | None) -> bool:

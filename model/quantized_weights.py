@@ -6,6 +6,7 @@ the last of a product's inputs. Shards of codes hold whole blocks: an axis of bl
 their number (`Parameter.granularity`), otherwise another axis is. The few scales of the second quantization, whose groups of
 256 blocks would straddle shards, lie whole on each device: 4 bytes for 16,384 weights.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -62,13 +63,24 @@ class Nf4Weight(FrozenWeight):
         shifts = jnp.array([4, 0], jnp.uint8).reshape(2, *[1] * (len(shape) - axis - 1))
         pairs = (jnp.expand_dims(self.codes, axis + 1) >> shifts) & 15
         blocks, table = lax.optimization_barrier(
-            (pairs.reshape(*shape[:axis + 1], NF4_BLOCK, *shape[axis + 1:]), jnp.asarray(NF4_LEVELS, jnp.float32)))
-        return (_nf4_levels(blocks, table) * jnp.expand_dims(self.absmax, axis + 1)).astype(dtype).reshape(
-            *shape[:axis], shape[axis] * NF4_BLOCK, *shape[axis + 1:])
+            (
+                pairs.reshape(*shape[: axis + 1], NF4_BLOCK, *shape[axis + 1 :]),
+                jnp.asarray(NF4_LEVELS, jnp.float32),
+            )
+        )
+        return (
+            (_nf4_levels(blocks, table) * jnp.expand_dims(self.absmax, axis + 1))
+            .astype(dtype)
+            .reshape(*shape[:axis], shape[axis] * NF4_BLOCK, *shape[axis + 1 :])
+        )
 
     def part(self, i: Any, count: int, axis: int) -> Nf4Weight:
         """See `FrozenWeight.part`."""
-        return dataclasses.replace(self, codes=part_of(self.codes, i, count, axis), absmax=part_of(self.absmax, i, count, axis))
+        return dataclasses.replace(
+            self,
+            codes=part_of(self.codes, i, count, axis),
+            absmax=part_of(self.absmax, i, count, axis),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +97,9 @@ class Int8Weight(FrozenWeight):
 
     def part(self, i: Any, count: int, axis: int) -> Int8Weight:
         """See `FrozenWeight.part`."""
-        absmax = self.absmax if self.absmax.shape[axis] == 1 else part_of(self.absmax, i, count, axis)
+        absmax = (
+            self.absmax if self.absmax.shape[axis] == 1 else part_of(self.absmax, i, count, axis)
+        )
         return Int8Weight(part_of(self.codes, i, count, axis), absmax)
 
 
@@ -100,7 +114,10 @@ def _nf4_levels(codes: UInt8[Array, ...], table: Float[Array, "16"]) -> Float[Ar
     levels = list(table)
     for bit in range(4):
         is_set = (codes & (1 << bit)) != 0
-        levels = [jnp.where(is_set, odd, even) for even, odd in zip(levels[::2], levels[1::2], strict=True)]
+        levels = [
+            jnp.where(is_set, odd, even)
+            for even, odd in zip(levels[::2], levels[1::2], strict=True)
+        ]
     return levels[0]
 
 
@@ -121,7 +138,12 @@ def is_quantized(name: str) -> bool:
 def weight_of(name: str) -> str:
     """Returns the name of the weight that a parameter is a part of; any other parameter's own name."""
     weight, _, part = name.rpartition(".")
-    return weight if is_quantized(weight) and part in {part for parts in QUANTIZED_PARTS.values() for part in parts} else name
+    return (
+        weight
+        if is_quantized(weight)
+        and part in {part for parts in QUANTIZED_PARTS.values() for part in parts}
+        else name
+    )
 
 
 def weights_in(name: str, array: Any) -> int:
@@ -132,7 +154,11 @@ def weights_in(name: str, array: Any) -> int:
     """
     if weight_of(name) == name:
         return math.prod(array.shape)
-    return math.prod(array.shape) * (2 if array.dtype == "uint8" else 1) if name.endswith(".codes") else 0
+    return (
+        math.prod(array.shape) * (2 if array.dtype == "uint8" else 1)
+        if name.endswith(".codes")
+        else 0
+    )
 
 
 def declare_parts(name: str, weight: Parameter, kind: str) -> dict[str, Parameter]:
@@ -141,26 +167,39 @@ def declare_parts(name: str, weight: Parameter, kind: str) -> dict[str, Paramete
     inputs = input_axes(name)
 
     def declared(shape, axes, dtype, granularity=()):
-        return Parameter((layers, *shape), ("layers", *axes), dtype, frozen=True, granularity=granularity)
+        return Parameter(
+            (layers, *shape), ("layers", *axes), dtype, frozen=True, granularity=granularity
+        )
 
     axes = weight.axes[1:]
     if kind == "int8":
-        return {f"{name}.codes": declared(shape, axes, "int8"),
-                f"{name}.absmax": declared((*[1] * inputs, *shape[inputs:]), (*["unit"] * inputs, *axes[inputs:]), "float32")}
+        return {
+            f"{name}.codes": declared(shape, axes, "int8"),
+            f"{name}.absmax": declared(
+                (*[1] * inputs, *shape[inputs:]), (*["unit"] * inputs, *axes[inputs:]), "float32"
+            ),
+        }
     blocks = [n // NF4_BLOCK if i == inputs - 1 else n for i, n in enumerate(shape)]
     pairs = [n // 2 if i == inputs - 1 else n for i, n in enumerate(shape)]
     granularity = (1, *(NF4_BLOCK // 2 if i == inputs - 1 else 1 for i in range(len(shape))))
     scales = nested_count(math.prod(shape[inputs:]), math.prod(shape[:inputs]))
-    return {f"{name}.codes": declared(pairs, axes, "uint8", granularity),
-            f"{name}.absmax": declared(blocks, axes, "uint8"),
-            f"{name}.nested": declared((1 + scales,), ("unit",), "float32")}
+    return {
+        f"{name}.codes": declared(pairs, axes, "uint8", granularity),
+        f"{name}.absmax": declared(blocks, axes, "uint8"),
+        f"{name}.nested": declared((1 + scales,), ("unit",), "float32"),
+    }
 
 
 # Assembling, inside `shard_map`
 
 
-def assemble(name: str, parts: Mapping[str, Array], own: Parameter, padded: Mapping[str, tuple[int, ...]],
-             spec: PartitionSpec) -> FrozenWeight:
+def assemble(
+    name: str,
+    parts: Mapping[str, Array],
+    own: Parameter,
+    padded: Mapping[str, tuple[int, ...]],
+    spec: PartitionSpec,
+) -> FrozenWeight:
     """Returns a layer's weight from its gathered parts, all of this tensor rank, without the padding of its hidden axis.
 
     It runs inside `shard_map` where `spec` names `tensor`.
@@ -175,26 +214,46 @@ def assemble(name: str, parts: Mapping[str, Array], own: Parameter, padded: Mapp
     inputs = input_axes(name)
     block = NF4_BLOCK if "nested" in parts else 1
     own_blocks = [n // block if i == inputs - 1 else n for i, n in enumerate(own.shape)]
-    padded_blocks = [n * 2 // block if block > 1 and i == inputs - 1 else n for i, n in enumerate(padded["codes"])]
+    padded_blocks = [
+        n * 2 // block if block > 1 and i == inputs - 1 else n
+        for i, n in enumerate(padded["codes"])
+    ]
 
     def trimmed(x):
-        return x[tuple(slice(max(1, n * own_blocks[i] // padded_blocks[i])) if own.axes[i] in HIDDEN else slice(None)
-                       for i, n in enumerate(x.shape))]
+        return x[
+            tuple(
+                slice(max(1, n * own_blocks[i] // padded_blocks[i]))
+                if own.axes[i] in HIDDEN
+                else slice(None)
+                for i, n in enumerate(x.shape)
+            )
+        ]
 
     if block == 1:
         return Int8Weight(trimmed(parts["codes"]), trimmed(parts["absmax"]))
     codes, absmax, nested = parts["codes"], parts["absmax"], parts["nested"]
     # Scales lie in the order of the matrix [outputs, inputs / 64] of bitsandbytes.
-    scales = jnp.repeat(nested[1:], NESTED_BLOCK)[:math.prod(own_blocks)].reshape(*own_blocks[inputs:], *own_blocks[:inputs])
+    scales = jnp.repeat(nested[1:], NESTED_BLOCK)[: math.prod(own_blocks)].reshape(
+        *own_blocks[inputs:], *own_blocks[:inputs]
+    )
     scales = jnp.moveaxis(scales, range(len(own_blocks) - inputs, len(own_blocks)), range(inputs))
-    scales = jnp.pad(scales, [(0, after - before) for after, before in zip(padded_blocks, own_blocks, strict=True)])
+    scales = jnp.pad(
+        scales,
+        [(0, after - before) for after, before in zip(padded_blocks, own_blocks, strict=True)],
+    )
     for axis, entry in enumerate(spec):
         if "tensor" in ((entry,) if isinstance(entry, str) else entry or ()):
-            scales = part_of(scales, lax.axis_index("tensor"), scales.shape[axis] // absmax.shape[axis], axis)
-    return Nf4Weight(trimmed(codes), trimmed(_dequantize_absmax(absmax, scales, nested[0])), inputs - 1)
+            scales = part_of(
+                scales, lax.axis_index("tensor"), scales.shape[axis] // absmax.shape[axis], axis
+            )
+    return Nf4Weight(
+        trimmed(codes), trimmed(_dequantize_absmax(absmax, scales, nested[0])), inputs - 1
+    )
 
 
-def _dequantize_absmax(codes: UInt8[Array, ...], scales: Float[Array, ...], offset: Float[Array, ""]) -> Float[Array, ...]:
+def _dequantize_absmax(
+    codes: UInt8[Array, ...], scales: Float[Array, ...], offset: Float[Array, ""]
+) -> Float[Array, ...]:
     product = jnp.asarray(dynamic_levels())[codes] * scales
     # Always true. Without a step between them, compilers round product and sum once, together; bitsandbytes rounds twice.
     return jnp.where(product == product, product, 0.0) + offset
@@ -203,8 +262,13 @@ def _dequantize_absmax(codes: UInt8[Array, ...], scales: Float[Array, ...], offs
 # Making
 
 
-def quantized(stored: Mapping[str, Any], kind: str, own_shapes: Mapping[str, tuple[int, ...]],
-              parameters: Mapping[str, Parameter], shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
+def quantized(
+    stored: Mapping[str, Any],
+    kind: str,
+    own_shapes: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, Parameter],
+    shardings: Mapping[str, Any],
+) -> dict[str, jax.Array]:
     """Returns the parts of all quantized weights on their devices, from weights that are read and quantized layer by layer.
 
     The host holds one layer's weight in float32, and the codes of one weight of all layers.
@@ -217,18 +281,24 @@ def quantized(stored: Mapping[str, Any], kind: str, own_shapes: Mapping[str, tup
     """
     arrays: dict[str, jax.Array] = {}
     for name, own in own_shapes.items():
-        layers = [_quantize_layer(stored[name], i, own[1:], input_axes(name), kind) for i in range(own[0])]
+        layers = [
+            _quantize_layer(stored[name], i, own[1:], input_axes(name), kind) for i in range(own[0])
+        ]
         for part in QUANTIZED_PARTS[kind]:
             full = f"{name}.{part}"
             shape, dtype = parameters[full].shape, parameters[full].dtype
             fill = NF4_ZEROS if (part, kind) == ("codes", "nf4") else 0
             values = [_own_layout(layer, part, own[1:], input_axes(name)) for layer in layers]
-            arrays[full] = jax.make_array_from_callback(shape, shardings[full], _reader(values, shape, dtype, fill))
+            arrays[full] = jax.make_array_from_callback(
+                shape, shardings[full], _reader(values, shape, dtype, fill)
+            )
             arrays[full].block_until_ready()
     return arrays
 
 
-def _quantize_layer(stored: Any, layer: int, own: tuple[int, ...], inputs: int, kind: str) -> Nf4 | Int8Rows:
+def _quantize_layer(
+    stored: Any, layer: int, own: tuple[int, ...], inputs: int, kind: str
+) -> Nf4 | Int8Rows:
     if kind == "nf4" and hasattr(stored, "quantized"):
         return stored.quantized(layer)
     weight = np.asarray(stored[layer])[tuple(map(slice, own))]
@@ -236,7 +306,9 @@ def _quantize_layer(stored: Any, layer: int, own: tuple[int, ...], inputs: int, 
     return quantize_nf4(matrix) if kind == "nf4" else quantize_int8(matrix)
 
 
-def _own_layout(layer: Nf4 | Int8Rows, part: str, own: tuple[int, ...], inputs: int) -> Shaped[np.ndarray, ...]:
+def _own_layout(
+    layer: Nf4 | Int8Rows, part: str, own: tuple[int, ...], inputs: int
+) -> Shaped[np.ndarray, ...]:
     """A part of a matrix [outputs, inputs] with our axes, as a view."""
     if part == "nested":
         assert isinstance(layer, Nf4)
@@ -245,13 +317,17 @@ def _own_layout(layer: Nf4 | Int8Rows, part: str, own: tuple[int, ...], inputs: 
     value = value.reshape(len(value), -1)
     per_input = math.prod(own[:inputs]) // value.shape[1]
     # A row's scale belongs to all inputs.
-    input_shape = [1] * inputs if value.shape[1] == 1 else [*own[:inputs - 1], own[inputs - 1] // per_input]
+    input_shape = (
+        [1] * inputs if value.shape[1] == 1 else [*own[: inputs - 1], own[inputs - 1] // per_input]
+    )
     return value.T.reshape(*input_shape, *own[inputs:])
 
 
-def _reader(layers: list[Shaped[np.ndarray, ...]], shape: tuple[int, ...], dtype: str,
-            fill: int) -> Callable[[Any], np.ndarray]:
+def _reader(
+    layers: list[Shaped[np.ndarray, ...]], shape: tuple[int, ...], dtype: str, fill: int
+) -> Callable[[Any], np.ndarray]:
     """Returns a callback that gives a part of the layers, stacked and padded with `fill`."""
+
     def read(index: Any) -> np.ndarray:
         bounds = [axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True)]
         part = np.full([stop - start for start, stop in bounds], fill, dtype)

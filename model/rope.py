@@ -32,7 +32,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = No
       ValueError: an odd head_dim; the rule `dynamic` without the original length.
     """
     if head_dim % 2:
-        raise ValueError(f"head_dim: {head_dim} is odd; rotary embedding turns halves, so it must be even")
+        raise ValueError(
+            f"head_dim: {head_dim} is odd; rotary embedding turns halves, so it must be even"
+        )
     theta = _dynamic_theta(rope, head_dim, length) if rope.rule == "dynamic" else rope.theta
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     # The power is taken in float64 and rounded once: float32 pow differs between libraries in the last place.
@@ -81,22 +83,30 @@ def _dynamic_theta(rope: RopeConfig, head_dim: int, length: int | None) -> np.fl
     """The base of the rule `dynamic` (NTK): a greater one stretches the slowest channels to `length` and keeps the fastest."""
     original = rope.original_max_position_embeddings
     if original is None:
-        raise ValueError("rope: the rule 'dynamic' needs original_max_position_embeddings, the model's own length")
+        raise ValueError(
+            "rope: the rule 'dynamic' needs original_max_position_embeddings, the model's own length"
+        )
     if length is None or length <= original:
         return np.float32(rope.theta)
     factor = _number(rope.factor)
-    stretch = np.float32(factor) * np.float32(length) / np.float32(original) - np.float32(factor - 1)
+    stretch = np.float32(factor) * np.float32(length) / np.float32(original) - np.float32(
+        factor - 1
+    )
     exponent = np.float64(np.float32(head_dim / (head_dim - 2)))
     return np.float32(rope.theta) * np.power(np.float64(stretch), exponent).astype(np.float32)
 
 
-def _yarn(rope: RopeConfig, head_dim: int, power: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+def _yarn(
+    rope: RopeConfig, head_dim: int, power: np.ndarray, frequencies: np.ndarray
+) -> np.ndarray:
     """Keeps channels that rotate often within the original length, and slows those that hardly rotate by `factor`."""
     original = _number(rope.original_max_position_embeddings)
 
     def channel(rotations: float) -> float:
         """The channel, as a fraction, that rotates this often within the original length."""
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
 
     low, high = channel(_number(rope.beta_fast)), channel(_number(rope.beta_slow))
     if rope.truncate:
@@ -112,17 +122,23 @@ def _yarn(rope: RopeConfig, head_dim: int, power: np.ndarray, frequencies: np.nd
 
 def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     """Slows slow channels (long wavelengths) by `factor`, keeps fast ones, and blends those between."""
-    factor, low, high = (np.float32(_number(x)) for x in (rope.factor, rope.low_freq_factor, rope.high_freq_factor))
+    factor, low, high = (
+        np.float32(_number(x)) for x in (rope.factor, rope.low_freq_factor, rope.high_freq_factor)
+    )
     original = np.float32(_number(rope.original_max_position_embeddings))
     wavelength = (np.float32(2 * math.pi) / frequencies).astype(np.float32)
     slowed = np.where(wavelength > np.float32(original / low), frequencies / factor, frequencies)
     smooth = (original / wavelength - low) / np.float32(high - low)
     blended = (np.float32(1) - smooth) * slowed / factor + smooth * slowed
-    between = ~(wavelength < np.float32(original / high)) & ~(wavelength > np.float32(original / low))
+    between = ~(wavelength < np.float32(original / high)) & ~(
+        wavelength > np.float32(original / low)
+    )
     return np.where(between, blended, slowed).astype(np.float32)
 
 
-def angles(positions: Int[Array, "B T"], inverse_frequencies: np.ndarray, length: int | None = None) -> Float[Array, "B T D2"]:
+def angles(
+    positions: Int[Array, "B T"], inverse_frequencies: np.ndarray, length: int | None = None
+) -> Float[Array, "B T D2"]:
     """Returns position times frequency, up to full turns, in float32 radians; D2 is D / 2.
 
     A float32 product is off by half a unit in its own last place: 0.004 radians at 2^17 tokens, 0.5 at 2^24, and beyond that
@@ -142,11 +158,18 @@ def angles(positions: Int[Array, "B T"], inverse_frequencies: np.ndarray, length
     integer = np.round(frequencies.astype(np.float64) / unit)
     remainder = (frequencies - integer * unit).astype(np.float32)
     steps = integer.astype(np.int64).astype(np.int32)  # modulo a turn
-    return (positions[..., None] * steps).astype(jnp.float32) * np.float32(unit) + float_positions * remainder
+    return (positions[..., None] * steps).astype(jnp.float32) * np.float32(
+        unit
+    ) + float_positions * remainder
 
 
-def apply_rope(x: Float[Array, "B T H D"], positions: Int[Array, "B T"], inverse_frequencies: np.ndarray, scaling: float = 1.0,
-               length: int | None = None) -> Float[Array, "B T H D"]:
+def apply_rope(
+    x: Float[Array, "B T H D"],
+    positions: Int[Array, "B T"],
+    inverse_frequencies: np.ndarray,
+    scaling: float = 1.0,
+    length: int | None = None,
+) -> Float[Array, "B T H D"]:
     """Returns x with the pairs (c, c + R/2) of each head's first R channels rotated by position times frequency, and multiplied
     by `scaling`; the other channels pass unchanged.
 
@@ -159,6 +182,12 @@ def apply_rope(x: Float[Array, "B T H D"], positions: Int[Array, "B T"], inverse
     radians = angles(positions, inverse_frequencies, length)
     cos, sin = (jnp.float32(scaling) * fn(radians)[:, :, None, :] for fn in (jnp.cos, jnp.sin))
     half = cos.shape[-1]
-    first, second = (part.astype(jnp.float32) for part in (x[..., :half], x[..., half:2 * half]))
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return rotated if x.shape[-1] == 2 * half else jnp.concatenate([rotated, x[..., 2 * half:]], axis=-1)
+    first, second = (part.astype(jnp.float32) for part in (x[..., :half], x[..., half : 2 * half]))
+    rotated = jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
+    return (
+        rotated
+        if x.shape[-1] == 2 * half
+        else jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)
+    )

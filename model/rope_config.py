@@ -1,4 +1,5 @@
 """The rotary embedding's rule and numbers, from and to Hugging Face's config.json."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -18,8 +19,14 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 }
 _OPTIONAL: dict[str, dict[str, Any]] = {
     "dynamic": {"original_max_position_embeddings": None},
-    "yarn": {"attention_factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None,
-             "truncate": True},
+    "yarn": {
+        "attention_factor": None,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": None,
+        "mscale_all_dim": None,
+        "truncate": True,
+    },
     "longrope": {"attention_factor": None},
 }
 PER_CHANNEL = ("short_factor", "long_factor")
@@ -52,7 +59,9 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if self.rule not in ROPE_RULES:
-            raise ValueError(f"rope_type: {self.rule!r} is unknown; supported are {', '.join(ROPE_RULES)}")
+            raise ValueError(
+                f"rope_type: {self.rule!r} is unknown; supported are {', '.join(ROPE_RULES)}"
+            )
         # Yarn takes a logarithm to this base.
         require_number("rope_theta", self.theta, above=1 if self.rule == "yarn" else 0)
         required, optional = _REQUIRED[self.rule], _OPTIONAL.get(self.rule, {})
@@ -61,7 +70,9 @@ class RopeConfig:
             value = optional.get(name) if value is None else value
             object.__setattr__(self, name, value)
             if name in required and value is None:
-                raise ValueError(f"rope_scaling: {name} is missing; rope_type {self.rule!r} needs {', '.join(required)}")
+                raise ValueError(
+                    f"rope_scaling: {name} is missing; rope_type {self.rule!r} needs {', '.join(required)}"
+                )
             if name == "truncate":
                 if not (value is None or isinstance(value, bool)):
                     raise ValueError(f"rope_scaling.truncate: {value!r} is not true or false")
@@ -69,11 +80,15 @@ class RopeConfig:
                 for number in value:
                     require_number(f"rope_scaling.{name}", number, above=0)
             elif value is not None:
-                require_number(f"rope_scaling.{name}", value, above=0, or_equal=name.startswith("mscale"))
+                require_number(
+                    f"rope_scaling.{name}", value, above=0, or_equal=name.startswith("mscale")
+                )
         for high, low in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
             if getattr(self, high) is not None and getattr(self, high) <= getattr(self, low):
-                raise ValueError(f"rope_scaling.{high}: {getattr(self, high)} must be greater than {low}, which is "
-                                 f"{getattr(self, low)}")
+                raise ValueError(
+                    f"rope_scaling.{high}: {getattr(self, high)} must be greater than {low}, which is "
+                    f"{getattr(self, low)}"
+                )
 
     @property
     def depends_on_length(self) -> bool:
@@ -91,13 +106,17 @@ class RopeConfig:
             if not isinstance(value, dict):
                 raise ValueError(f"{key}: found {value!r}; needs an object or null")
             if any(isinstance(inner, dict) for inner in value.values()):
-                raise ValueError(f"{key}: a different embedding per layer type is not supported; needs one for all layers")
+                raise ValueError(
+                    f"{key}: a different embedding per layer type is not supported; needs one for all layers"
+                )
             spellings[key] = _from_parameters(key, value, config, max_position_embeddings)
         if len(set(spellings.values())) > 1:
             # `rope_parameters` of rule default beside a scaling `rope_scaling` is a contradiction, too: one is wrong, and
             # a model fine-tuned under the wrong one is spoilt without a sound.
-            raise ValueError(f"rope_parameters and rope_scaling contradict each other: {spellings['rope_parameters']} "
-                             f"and {spellings['rope_scaling']}; remove the wrong one")
+            raise ValueError(
+                f"rope_parameters and rope_scaling contradict each other: {spellings['rope_parameters']} "
+                f"and {spellings['rope_scaling']}; remove the wrong one"
+            )
         if spellings:
             return next(iter(spellings.values()))
         theta = config.get("rope_theta")
@@ -105,29 +124,58 @@ class RopeConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the rotary embedding as Hugging Face's `rope_parameters`."""
-        numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("rule", "theta")}
+        numbers = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("rule", "theta")
+        }
         if self.rule == "dynamic":  # transformers knows it as max_position_embeddings
             numbers.pop("original_max_position_embeddings")
-        return {"rope_type": self.rule, **{name: list(value) if name in PER_CHANNEL else value
-                                           for name, value in numbers.items() if value is not None}, "rope_theta": self.theta}
+        return {
+            "rope_type": self.rule,
+            **{
+                name: list(value) if name in PER_CHANNEL else value
+                for name, value in numbers.items()
+                if value is not None
+            },
+            "rope_theta": self.theta,
+        }
 
 
-def _from_parameters(key: str, parameters: dict[str, Any], config: dict[str, Any], max_position: int) -> RopeConfig:
+def _from_parameters(
+    key: str, parameters: dict[str, Any], config: dict[str, Any], max_position: int
+) -> RopeConfig:
     """Returns the rotary embedding of the object `parameters`, the value of `key` in config.json."""
     inner_theta, outer_theta = parameters.get("rope_theta"), config.get("rope_theta")
-    if inner_theta is not None and outer_theta is not None and (
-            as_float(f"{key}.rope_theta", inner_theta) != as_float("rope_theta", outer_theta)):
-        raise ValueError(f"rope_theta: {outer_theta} beside {key}.rope_theta {inner_theta}; remove the wrong one")
+    if (
+        inner_theta is not None
+        and outer_theta is not None
+        and (as_float(f"{key}.rope_theta", inner_theta) != as_float("rope_theta", outer_theta))
+    ):
+        raise ValueError(
+            f"rope_theta: {outer_theta} beside {key}.rope_theta {inner_theta}; remove the wrong one"
+        )
     theta = next((t for t in (inner_theta, outer_theta) if t is not None), 10000.0)
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ValueError(f"{key}.partial_rotary_factor: found {parameters['partial_rotary_factor']!r}; only 1 is supported")
-    rule = parameters.get("rope_type", parameters.get("type", "default"))  # `type` is the older name of the key
+        raise ValueError(
+            f"{key}.partial_rotary_factor: found {parameters['partial_rotary_factor']!r}; only 1 is supported"
+        )
+    rule = parameters.get(
+        "rope_type", parameters.get("type", "default")
+    )  # `type` is the older name of the key
     if rule not in ROPE_RULES:
-        raise ValueError(f"{key}.rope_type: {rule!r} is unknown; supported are {', '.join(ROPE_RULES)}")
-    numbers: dict[str, Any] = {name: parameters[name] for name in (*_REQUIRED[rule], *_OPTIONAL.get(rule, ()))
-                               if parameters.get(name) is not None}
+        raise ValueError(
+            f"{key}.rope_type: {rule!r} is unknown; supported are {', '.join(ROPE_RULES)}"
+        )
+    numbers: dict[str, Any] = {
+        name: parameters[name]
+        for name in (*_REQUIRED[rule], *_OPTIONAL.get(rule, ()))
+        if parameters.get(name) is not None
+    }
     original = "original_max_position_embeddings"
-    if original in _REQUIRED[rule]:  # transformers, too, prefers the one outside and falls back to the model's length
+    if (
+        original in _REQUIRED[rule]
+    ):  # transformers, too, prefers the one outside and falls back to the model's length
         numbers[original] = config.get(original) or numbers.get(original, max_position)
     if rule == "dynamic":
         numbers[original] = max_position
@@ -139,7 +187,9 @@ def _from_parameters(key: str, parameters: dict[str, Any], config: dict[str, Any
     for name, value in numbers.items():
         if name in PER_CHANNEL:
             if not isinstance(value, list):
-                raise ValueError(f"{key}.{name}: found {value!r}; needs a list with a number for each pair of channels")
+                raise ValueError(
+                    f"{key}.{name}: found {value!r}; needs a list with a number for each pair of channels"
+                )
             numbers[name] = tuple(as_float(f"{key}.{name}", number) for number in value)
         elif name not in (original, "truncate"):
             numbers[name] = as_float(f"{key}.{name}", value, or_equal=name.startswith("mscale"))

@@ -3,6 +3,7 @@
 Every parameter is split over `tensor` where its heads, feed-forward width or vocabulary are, and over `fsdp` and `sequence` as
 well, since the devices along both share the parameters (ZeRO-3 over all devices that share a batch).
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -46,8 +47,12 @@ RULES = {
     "mlp": AxisRule(tensor=True, storage=1),
     "head_dim": AxisRule(tensor=False, storage=1),
     "rank": AxisRule(tensor=False, storage=None),  # of an adapter
-    "unit": AxisRule(tensor=False, storage=None),  # scales of quantized weights, whole on each device
-    "inputs": AxisRule(tensor=False, storage=None),  # continuous inputs and outputs of a trajectory: a few numbers
+    "unit": AxisRule(
+        tensor=False, storage=None
+    ),  # scales of quantized weights, whole on each device
+    "inputs": AxisRule(
+        tensor=False, storage=None
+    ),  # continuous inputs and outputs of a trajectory: a few numbers
     "actions": AxisRule(tensor=False, storage=None),
     "kinds": AxisRule(tensor=False, storage=None),
 }
@@ -120,8 +125,15 @@ class TensorParallel:
         kv_heads = key % tensor == 0
         # The blocks of a quantized down_proj lie along the width, and ranks have whole ones.
         width = config.intermediate_size // (config.adapter.block if config.adapter else 1)
-        return cls(tensor, kv_heads or shared, kv_heads, width % tensor == 0,
-                   -(-config.vocab_size // tensor) * tensor, query, key)
+        return cls(
+            tensor,
+            kv_heads or shared,
+            kv_heads,
+            width % tensor == 0,
+            -(-config.vocab_size // tensor) * tensor,
+            query,
+            key,
+        )
 
     @property
     def local_key_heads(self) -> int:
@@ -192,7 +204,9 @@ class Sharding:
         rules = [RULES[axis] for axis in parameter.axes]
         chosen: list[list[str]] = [[] for _ in rules]
         granularity = parameter.granularity or (1,) * len(rules)
-        shape = [size // together for size, together in zip(parameter.shape, granularity, strict=True)]
+        shape = [
+            size // together for size, together in zip(parameter.shape, granularity, strict=True)
+        ]
         local_shape = list(shape)
 
         def split(i: int, mesh_axis: str) -> bool:
@@ -206,13 +220,17 @@ class Sharding:
         for i, (axis, rule) in enumerate(zip(parameter.axes, rules, strict=True)):
             if rule.tensor and self.mesh.shape["tensor"] > 1 and getattr(self.parallel, axis):
                 split(i, "tensor")
-        candidates = [(rule.storage, -shape[i], i) for i, rule in enumerate(rules) if rule.storage is not None]
+        candidates = [
+            (rule.storage, -shape[i], i) for i, rule in enumerate(rules) if rule.storage is not None
+        ]
         for mesh_axis in self.storage_axes:
             if self.mesh.shape[mesh_axis] > 1:
                 for _, _, i in sorted(candidates):
                     if split(i, mesh_axis):
                         break
-        return PartitionSpec(*(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in chosen))
+        return PartitionSpec(
+            *(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in chosen)
+        )
 
     def specs(self, parameters: dict[str, Parameter]) -> dict[str, PartitionSpec]:
         """Returns the spec of each parameter."""
@@ -220,14 +238,20 @@ class Sharding:
 
     def shardings(self, parameters: dict[str, Parameter]) -> dict[str, NamedSharding]:
         """Returns the sharding of each parameter."""
-        return {name: NamedSharding(self.mesh, spec) for name, spec in self.specs(parameters).items()}
+        return {
+            name: NamedSharding(self.mesh, spec) for name, spec in self.specs(parameters).items()
+        }
 
 
 def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
     """Returns the axes of an array that storage mesh axes split, each with those mesh axes."""
     splits = []
     for i, entry in enumerate(spec):
-        axes = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis in STORAGE_AXES)
+        axes = tuple(
+            axis
+            for axis in ((entry,) if isinstance(entry, str) else entry or ())
+            if axis in STORAGE_AXES
+        )
         if axes:
             splits.append((i, axes))
     return splits
@@ -235,8 +259,13 @@ def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
 
 def without_storage(spec: PartitionSpec) -> PartitionSpec:
     """Returns the spec of a gathered array: what splits it besides storage."""
+
     def others(entry):
-        axes = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis not in STORAGE_AXES)
+        axes = tuple(
+            axis
+            for axis in ((entry,) if isinstance(entry, str) else entry or ())
+            if axis not in STORAGE_AXES
+        )
         return axes or None
 
     return PartitionSpec(*map(others, spec))
@@ -263,7 +292,10 @@ def _fetch(value: jax.Array, placeholder: jax.Array) -> jax.Array:
     return jax.device_put(value, jax.memory.Space.Device)
 
 
-_fetch.defvjp(lambda value, placeholder: (_fetch(value, placeholder), None), lambda _, gradient: (None, gradient))
+_fetch.defvjp(
+    lambda value, placeholder: (_fetch(value, placeholder), None),
+    lambda _, gradient: (None, gradient),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -289,11 +321,15 @@ def reduce_scatter(spec: PartitionSpec, gradient: Float[Array, ...]) -> Float[Ar
     """Returns this device's shard of the sum, over the storage axes, of all devices' gradients of a whole parameter."""
     for i, axes in reversed(storage_axes_of(spec)):
         for stage_axes, groups in _stages(axes):
-            gradient = lax.psum_scatter(gradient, stage_axes, scatter_dimension=i, axis_index_groups=groups, tiled=True)
+            gradient = lax.psum_scatter(
+                gradient, stage_axes, scatter_dimension=i, axis_index_groups=groups, tiled=True
+            )
     return gradient
 
 
-def _stages(axes: tuple[str, ...]) -> Sequence[tuple[str | tuple[str, ...], list[list[int]] | None]]:
+def _stages(
+    axes: tuple[str, ...],
+) -> Sequence[tuple[str | tuple[str, ...], list[list[int]] | None]]:
     """Returns the stages of a reduce-scatter over mesh axes: the axes of each, and groups of their ranks or None. A gather
     runs the same stages backwards.
 
@@ -319,5 +355,7 @@ def _device_kind(mesh: Any) -> str:
     return getattr(mesh.abstract_device, "device_kind", "")
 
 
-gather.defvjp(lambda shard, spec, dtype: (gather(shard, spec, dtype), None),
-              lambda spec, dtype, _, gradient: (reduce_scatter(spec, gradient),))
+gather.defvjp(
+    lambda shard, spec, dtype: (gather(shard, spec, dtype), None),
+    lambda spec, dtype, _, gradient: (reduce_scatter(spec, gradient),),
+)

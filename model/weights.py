@@ -1,4 +1,5 @@
 """How a device's shards of parameters become the weights that its products take."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -36,13 +37,22 @@ class WeightGatherer:
     def whole(self, params: Shards, names: Iterable[str]) -> dict[str, Weight]:
         """Returns these parameters whole, without their padding of the hidden axis."""
         with jax.named_scope("gather_weights"):
-            return {name: self._weight(name, self._gather(name, params[name], self.specs[name]), self.parameters[name].axes)
-                    for name in names}
+            return {
+                name: self._weight(
+                    name,
+                    self._gather(name, params[name], self.specs[name]),
+                    self.parameters[name].axes,
+                )
+                for name in names
+            }
 
     def of_layers(self, params: Shards) -> Shards:
         """Returns the parameters of the layers, stacked, named as within a layer."""
-        return {name.removeprefix(LAYERS): params[name] for name, parameter in self.parameters.items()
-                if "layers" in parameter.axes}
+        return {
+            name.removeprefix(LAYERS): params[name]
+            for name, parameter in self.parameters.items()
+            if "layers" in parameter.axes
+        }
 
     def layer(self, shards: Shards) -> dict[str, Weight]:
         """Returns one layer's weights whole, from its shards, without the axis of the layers; both named as within the layer.
@@ -52,14 +62,22 @@ class WeightGatherer:
     def gather_layer(self, shards: Shards) -> dict[str, jax.Array]:
         """Returns one layer's parameters whole, from its shards. What is quantized is gathered as codes."""
         with jax.named_scope("gather_weights"):
-            return {name: self._gather(LAYERS + name, shard, self.layer_spec(name)) for name, shard in shards.items()}
+            return {
+                name: self._gather(LAYERS + name, shard, self.layer_spec(name))
+                for name, shard in shards.items()
+            }
 
     def gathered_layer(self, whole: dict[str, jax.Array]) -> dict[str, Weight]:
         """Returns a layer's weights from gathered arrays: without the padding of their hidden axis, and the frozen ones marked
         as such."""
-        quantized = tuple(quantized_names(whole))  # in one order, so that each process compiles the same program
-        plain = {name: self._weight(LAYERS + name, array, self.parameters[LAYERS + name].axes[1:])
-                 for name, array in whole.items() if weight_of(name) not in quantized}
+        quantized = tuple(
+            quantized_names(whole)
+        )  # in one order, so that each process compiles the same program
+        plain = {
+            name: self._weight(LAYERS + name, array, self.parameters[LAYERS + name].axes[1:])
+            for name, array in whole.items()
+            if weight_of(name) not in quantized
+        }
         return {**plain, **{name: self._quantized(name, whole) for name in quantized}}
 
     def is_frozen(self, name: str) -> bool:
@@ -68,7 +86,11 @@ class WeightGatherer:
 
     def _gather(self, name: str, shard: jax.Array | OnHost, spec: PartitionSpec) -> jax.Array:
         shard = to_device(shard)
-        return gather_frozen(shard, spec) if self.parameters[name].frozen else gather(shard, spec, self.dtype)
+        return (
+            gather_frozen(shard, spec)
+            if self.parameters[name].frozen
+            else gather(shard, spec, self.dtype)
+        )
 
     def _weight(self, name: str, array: jax.Array, axes: tuple[str, ...]) -> Weight:
         array = trim(array, axes, self.config, self.parallel)
@@ -77,10 +99,17 @@ class WeightGatherer:
     def _quantized(self, name: str, whole: dict[str, jax.Array]) -> FrozenWeight:
         """A layer's quantized weight, from all of its gathered parts."""
         prefix = f"{name}."
-        own, parts = declare_layer(self.config)[name], [key for key in whole if key.startswith(prefix)]
-        weight = assemble(name, {key.removeprefix(prefix): whole[key] for key in parts}, own,
-                          {key.removeprefix(prefix): self.parameters[LAYERS + key].shape[1:] for key in parts},
-                          self.layer_spec(f"{name}.codes"))
+        own, parts = (
+            declare_layer(self.config)[name],
+            [key for key in whole if key.startswith(prefix)],
+        )
+        weight = assemble(
+            name,
+            {key.removeprefix(prefix): whole[key] for key in parts},
+            own,
+            {key.removeprefix(prefix): self.parameters[LAYERS + key].shape[1:] for key in parts},
+            self.layer_spec(f"{name}.codes"),
+        )
         return own_key_head(weight, own.axes, self.parallel)
 
     def layer_spec(self, name: str) -> PartitionSpec:

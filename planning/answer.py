@@ -2,6 +2,7 @@
 
 Nothing is compiled. `scripts.plan` prints these lines before its compiled proof, `train.py --dry-run` beside what it counts.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -45,7 +46,10 @@ def longest(job: Job, choose_mesh: bool = True) -> Job | None:
             candidates = [] if chosen is None else [chosen]
         else:
             candidates = policies(job)
-        fitting = next((candidate for candidate in candidates if estimate_memory(candidate).fits == "yes"), None)
+        fitting = next(
+            (candidate for candidate in candidates if estimate_memory(candidate).fits == "yes"),
+            None,
+        )
         if fitting is None:
             return best
         best, job = fitting, job.changed(data={"context_length": 2 * job.context})
@@ -55,8 +59,16 @@ def longest(job: Job, choose_mesh: bool = True) -> Job | None:
 def _first_fitting(job: Job) -> Iterator[Job]:
     """Yields on each mesh the first policy that fits, and otherwise the first that perhaps fits."""
     for mesh in meshes(job):
-        candidates = [(candidate, estimate_memory(candidate).fits) for candidate in policies(job.changed(mesh=mesh))]
-        fitting = [candidate for wanted in ("yes", "perhaps") for candidate, fits in candidates if fits == wanted]
+        candidates = [
+            (candidate, estimate_memory(candidate).fits)
+            for candidate in policies(job.changed(mesh=mesh))
+        ]
+        fitting = [
+            candidate
+            for wanted in ("yes", "perhaps")
+            for candidate, fits in candidates
+            if fits == wanted
+        ]
         yield from fitting[:1]
 
 
@@ -85,24 +97,40 @@ def settings(job: Job) -> str:
 def flags(job: Job) -> str:
     """Returns the flags of scripts.plan that ask for the job's mesh, schedule and memory policy."""
     mesh, memory = job.run.mesh, job.run.memory
-    axes = ",".join(f"{axis}={getattr(mesh, axis)}" for axis in ("data", "fsdp", "tensor", "sequence")
-                    if getattr(mesh, axis) > 1) or "sequence=1"
+    axes = (
+        ",".join(
+            f"{axis}={getattr(mesh, axis)}"
+            for axis in ("data", "fsdp", "tensor", "sequence")
+            if getattr(mesh, axis) > 1
+        )
+        or "sequence=1"
+    )
     words = [f"--mesh {axes}", f"--remat {memory.remat}"]
     for field in dataclasses.fields(memory):
         value = getattr(memory, field.name)
-        if field.name != "remat" and value != field.default and (field.name != "every_k" or memory.policy.every_k):
-            words.append(f"--{field.name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+        if (
+            field.name != "remat"
+            and value != field.default
+            and (field.name != "every_k" or memory.policy.every_k)
+        ):
+            words.append(
+                f"--{field.name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            )
     return " ".join(words + ["--attention-groups 0"] * job.group_per_key_head)
 
 
 def memory_lines(memory: MemoryEstimate) -> list[str]:
     """Returns the device's and the host's memory by parts, and the range of their sum."""
     digits = 2 if memory.total >= 1 else 4
-    lines = ["memory of a device, GiB (working memory: gradients, a layer's weights and activations, logits)"]
+    lines = [
+        "memory of a device, GiB (working memory: gradients, a layer's weights and activations, logits)"
+    ]
     lines += [f"  {name:20} {size:9.{digits}f}" for name, size in memory.parts.items()]
     ends = f"{memory.low:.{digits}f} to {memory.high:.{digits}f}"
     share = f"{memory.low_share:g} to {memory.high_share:g}"
-    lines.append(f"  {'estimate':20} {memory.total:9.{digits}f}   {ends}: compiled plans took {share} of their estimates")
+    lines.append(
+        f"  {'estimate':20} {memory.total:9.{digits}f}   {ends}: compiled plans took {share} of their estimates"
+    )
     if memory.device_gib is not None:
         lines.append(f"  {'a program may use':20} {memory.device_gib:9.2f}")
     if memory.host_parts:
@@ -117,13 +145,19 @@ def verdict(memory: MemoryEstimate) -> str:
     if memory.host_gib is not None and memory.on_host > memory.host_gib:
         return f"does not fit: {memory.on_host:.2f} GiB of the host's memory for each device, which has {memory.host_gib:.2f}"
     if memory.device_gib is None:
-        return "whether it fits is not known: this machine's memory is not; --gpu-memory GIB gives it"
-    return {"yes": "fits, by the estimate", "no": "does not fit, by the estimate",
-            "perhaps": "perhaps fits: a device's memory lies within the estimate's range, and only the compiler can tell"
-            }[memory.fits]
+        return (
+            "whether it fits is not known: this machine's memory is not; --gpu-memory GIB gives it"
+        )
+    return {
+        "yes": "fits, by the estimate",
+        "no": "does not fit, by the estimate",
+        "perhaps": "perhaps fits: a device's memory lies within the estimate's range, and only the compiler can tell",
+    }[memory.fits]
 
 
-def time_figures(job: Job, *, tokens: float | None = None, price: float | None = None) -> dict[str, tuple[float, float]]:
+def time_figures(
+    job: Job, *, tokens: float | None = None, price: float | None = None
+) -> dict[str, tuple[float, float]]:
     """Returns the ranges (low, high) of a step's time and of what follows from it, by the names that reports give them.
 
     These are "seconds of a step", "tokens a second" of all devices, and "MFU", a share from 0 to 1; none where the cost model
@@ -139,9 +173,14 @@ def time_figures(job: Job, *, tokens: float | None = None, price: float | None =
     if seconds is None or estimate is None:
         return {}
     step_tokens = estimate.tokens_per_second * estimate.seconds
-    ranges = {"seconds of a step": (seconds.low, seconds.high),
-              "tokens a second": (step_tokens / seconds.high, step_tokens / seconds.low),
-              "MFU": (estimate.mfu * estimate.seconds / seconds.high, estimate.mfu * estimate.seconds / seconds.low)}
+    ranges = {
+        "seconds of a step": (seconds.low, seconds.high),
+        "tokens a second": (step_tokens / seconds.high, step_tokens / seconds.low),
+        "MFU": (
+            estimate.mfu * estimate.seconds / seconds.high,
+            estimate.mfu * estimate.seconds / seconds.low,
+        ),
+    }
     if tokens:
         hours = tuple(tokens / step_tokens * end / 3600 for end in seconds)
         ranges["hours"] = hours[0], hours[1]
@@ -158,9 +197,13 @@ def time_lines(job: Job, **options: Any) -> list[str]:
     figures = time_figures(job, **options)
     if not figures or job.hardware is None:
         return ["time: not estimated; the cost model does not list this machine"]
-    lines = [f"time: from matrix products at the full rate of {job.hardware.peak / 1e12:,.0f} TFLOP/s alone,",
-             f"      to {_high_end(job)}"]
-    return lines + [f"  {name:20} {_number(low):>9} to {_number(high)}" for name, (low, high) in figures.items()]
+    lines = [
+        f"time: from matrix products at the full rate of {job.hardware.peak / 1e12:,.0f} TFLOP/s alone,",
+        f"      to {_high_end(job)}",
+    ]
+    return lines + [
+        f"  {name:20} {_number(low):>9} to {_number(high)}" for name, (low, high) in figures.items()
+    ]
 
 
 def _high_end(job: Job) -> str:
@@ -168,10 +211,14 @@ def _high_end(job: Job) -> str:
     estimate, seconds = job.estimate(), _time_range(job)
     assert job.hardware is not None and estimate is not None and seconds is not None
     if seconds.high <= estimate.seconds:
-        return "what the cost model says at the kernels' published rates (planning/costs/hardware.py)"
+        return (
+            "what the cost model says at the kernels' published rates (planning/costs/hardware.py)"
+        )
     factor, step = slowest(kind(job.hardware))
-    return (f"{factor:.2g} times the step at that rate, as slow as the slowest that others measured\n"
-            f"      ({step.label}, {step.source})")
+    return (
+        f"{factor:.2g} times the step at that rate, as slow as the slowest that others measured\n"
+        f"      ({step.label}, {step.source})"
+    )
 
 
 def _number(value: float) -> str:
@@ -188,11 +235,16 @@ def advice(job: Job) -> Iterator[str]:
         fits = "fits" if estimate_memory(candidate).fits == "yes" else "perhaps fits"
         yield f"{fits} here with {settings(candidate)}: {flags(candidate)}"
         return
-    shorter = _first(job.changed(data={"context_length": job.context >> power}) for power in range(1, 12)
-                     if job.context % (1 << power) == 0)
+    shorter = _first(
+        job.changed(data={"context_length": job.context >> power})
+        for power in range(1, 12)
+        if job.context % (1 << power) == 0
+    )
     if shorter is not None:
-        yield (f"rows of {shorter.context:,} tokens fit here, with {settings(shorter)}: --context {shorter.context} "
-               f"{flags(shorter)}")
+        yield (
+            f"rows of {shorter.context:,} tokens fit here, with {settings(shorter)}: --context {shorter.context} "
+            f"{flags(shorter)}"
+        )
     for times in (2, 4, 8, 16, 32, 64):
         count = device_count(job.topology) * times
         if _enough(job, count):
@@ -203,12 +255,20 @@ def advice(job: Job) -> Iterator[str]:
 def _first(jobs: Iterable[Job]) -> Job | None:
     """The choice for the first of the jobs whose choice fits."""
     chosen = (choose(job) for job in jobs)
-    return next((job for job in chosen if job is not None and estimate_memory(job).fits == "yes"), None)
+    return next(
+        (job for job in chosen if job is not None and estimate_memory(job).fits == "yes"), None
+    )
 
 
 def _enough(job: Job, devices: int) -> bool:
     """Whether so many devices would hold the job with the rows split over all of them."""
     if job.context % (2 * devices):
         return False
-    spread = changed(job.run, mesh=dataclasses.replace(job.run.mesh, data=1, fsdp=1, tensor=1, sequence=devices, dcn={}))
-    return any(estimate_memory(candidate).fits == "yes" for candidate in policies(dataclasses.replace(job, run=spread)))
+    spread = changed(
+        job.run,
+        mesh=dataclasses.replace(job.run.mesh, data=1, fsdp=1, tensor=1, sequence=devices, dcn={}),
+    )
+    return any(
+        estimate_memory(candidate).fits == "yes"
+        for candidate in policies(dataclasses.replace(job, run=spread))
+    )

@@ -3,6 +3,7 @@
 `python train.py --config RECIPE.yaml --dry-run [MACHINE]` prints it. The data are prepared as the run would prepare them,
 and kept for it; no device is asked, nothing is compiled, and the run's folder is not made.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -42,16 +43,22 @@ def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None)
     """
     topology = topology_of(machine) if machine else f"{ANY_GPU}:{config.mesh.devices}"
     if device_count(topology) != config.mesh.devices:
-        raise UserError(f"--dry-run: {machine} has {device_count(topology)} devices, the mesh takes {config.mesh.product}; "
-                        "python -m scripts.plan finds a mesh")
+        raise UserError(
+            f"--dry-run: {machine} has {device_count(topology)} devices, the mesh takes {config.mesh.product}; "
+            "python -m scripts.plan finds a mesh"
+        )
     usable_gib = None if gpu_memory is None else GPU_MEMORY_SHARE * gpu_gib(gpu_memory)
     stages, fits = stages_of(config), True
     for number, stage in enumerate(stages, 1):
         if len(stages) > 1:
             print(f"stage {number} of {len(stages)}")
         # A later stage begins with the model of the one before, which has the first one's shape.
-        continued = dataclasses.replace(stage, model=dataclasses.replace(
-            config.model, overrides={**config.model.overrides, **stage.model.overrides}))
+        continued = dataclasses.replace(
+            stage,
+            model=dataclasses.replace(
+                config.model, overrides={**config.model.overrides, **stage.model.overrides}
+            ),
+        )
         fits &= _report(continued, topology, bool(machine), usable_gib)
     print("nothing was trained: without --dry-run the same command trains")
     return fits
@@ -62,15 +69,30 @@ def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | N
     if config.trajectories.path:
         model = trajectory_model(config)
         config.train.for_epochs(None)  # refuses epochs
-        print(f"data: rows of {config.data.context_length:,} tokens, each drawn from the episodes of "
-              f"{config.trajectories.path}")
+        print(
+            f"data: rows of {config.data.context_length:,} tokens, each drawn from the episodes of "
+            f"{config.trajectories.path}"
+        )
     else:
         model, config = _describe_text(config)
     mesh = dataclasses.replace(config.mesh, simulate=0)
-    job = Job(dataclasses.replace(config, mesh=mesh), model, topology, config.name, host_gib=host_gib(topology),
-              own_device_gib=usable_gib)
+    job = Job(
+        dataclasses.replace(config, mesh=mesh),
+        model,
+        topology,
+        config.name,
+        host_gib=host_gib(topology),
+        own_device_gib=usable_gib,
+    )
     memory = estimate_memory(job)
-    print(f"settings: {answer.settings(job)}", *window_notes(config, model), "", *answer.memory_lines(memory), "", sep="\n")
+    print(
+        f"settings: {answer.settings(job)}",
+        *window_notes(config, model),
+        "",
+        *answer.memory_lines(memory),
+        "",
+        sep="\n",
+    )
     if named:
         tokens = config.train.steps * job.batch * job.context
         print(*answer.time_lines(job, tokens=tokens), "", answer.verdict(memory), sep="\n")
@@ -92,14 +114,20 @@ def _describe_text(config: RunConfig) -> tuple[LlamaConfig, RunConfig]:
     seen = train.steps * train.batch_size
     documents = prepared.train
     print(prepared.report.summary())
-    print(f"data: {len(documents):,} documents of {int(documents.lengths.sum()):,} tokens, {_share(documents)} of them in "
-          f"the loss; {len(prepared.held_out):,} documents held out")
-    print(f"rows: {rows:,} of {data.context_length:,} tokens in an epoch, {loader.padding_share:.1%} padding")
+    print(
+        f"data: {len(documents):,} documents of {int(documents.lengths.sum()):,} tokens, {_share(documents)} of them in "
+        f"the loss; {len(prepared.held_out):,} documents held out"
+    )
+    print(
+        f"rows: {rows:,} of {data.context_length:,} tokens in an epoch, {loader.padding_share:.1%} padding"
+    )
     longest = longest_document(prepared)
     if warning := length_warning(source, config.model, longest):
         print(f"warning: {warning}")
-    print(f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} epochs, "
-          f"{seen * data.context_length:,} tokens")
+    print(
+        f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} epochs, "
+        f"{seen * data.context_length:,} tokens"
+    )
     return source.config.with_length(data.context_length), dataclasses.replace(config, train=train)
 
 
@@ -116,9 +144,15 @@ def _disk_lines(config: RunConfig, model: LlamaConfig) -> Iterator[str]:
     # A new checkpoint is whole before the oldest one goes, and the best one stays.
     most = min(saved, config.checkpoint.keep + 1 + bool(config.checkpoint.best))
     total = most * (parameters + moments)
-    yield (f"disk: {'1 checkpoint' if saved == 1 else f'{saved:,} checkpoints'} of {_size(parameters + moments)} (parameters "
-           f"{_size(parameters)}, moments {_size(moments)}), at most {most} at a time: {_size(total)} in {config.folder}")
-    parent = next(folder for folder in (Path(config.folder), *Path(config.folder).absolute().parents) if folder.is_dir())
+    yield (
+        f"disk: {'1 checkpoint' if saved == 1 else f'{saved:,} checkpoints'} of {_size(parameters + moments)} (parameters "
+        f"{_size(parameters)}, moments {_size(moments)}), at most {most} at a time: {_size(total)} in {config.folder}"
+    )
+    parent = next(
+        folder
+        for folder in (Path(config.folder), *Path(config.folder).absolute().parents)
+        if folder.is_dir()
+    )
     if (free := shutil.disk_usage(parent).free) < total:
         yield f"disk: only {_size(free)} are free there; checkpoint.keep, checkpoint.every or another --run_dir help"
 

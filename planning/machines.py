@@ -3,6 +3,7 @@
 `topology_of` turns such a name into the topology that the rest of planning and the compilers use: generation:shape for TPUs
 (v5p:2x2x4), chip:hosts x GPUs for GPUs (h100:2x8). Imports no JAX.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -15,15 +16,46 @@ from trainer.devices import GPUS, TPUS, Device
 ANY_GPU = "gpu"
 EXAMPLES = "8xH100, 2x8xH100 (2 hosts of 8), 4xA100-40GB, RTX4090, v5p-32, v6e-8 or a topology such as v4:4x4x4"
 # Other names of the same devices.
-_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "a100-80gb": "a100", "h100-80gb": "h100", "h100-sxm": "h100",
-            "h200-141gb": "h200", "4090": "rtx4090", "3090": "rtx3090", "rtx-4090": "rtx4090", "rtx-3090": "rtx3090"}
+_ALIASES = {
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "a100-80gb": "a100",
+    "h100-80gb": "h100",
+    "h100-sxm": "h100",
+    "h200-141gb": "h200",
+    "4090": "rtx4090",
+    "3090": "rtx3090",
+    "rtx-4090": "rtx4090",
+    "rtx-3090": "rtx3090",
+}
 # Of these generations Cloud TPU counts cores, two a chip: v5p-32 has 16 chips.
 _COUNTED_IN_CORES = ("v3", "v4", "v5p")
 # Chips -> shape of the slice that Cloud TPU makes unless asked for another (cloud.google.com/tpu/docs, a page a generation).
-_TORUS = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8",
-          768: "8x8x12", 1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16"}
+_TORUS = {
+    4: "2x2x1",
+    8: "2x2x2",
+    16: "2x2x4",
+    32: "2x4x4",
+    64: "4x4x4",
+    128: "4x4x8",
+    256: "4x8x8",
+    512: "8x8x8",
+    768: "8x8x12",
+    1024: "8x8x16",
+    2048: "8x16x16",
+    4096: "16x16x16",
+}
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_V3 = {4: "2x2", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16", 512: "16x32", 1024: "32x32"}
+_V3 = {
+    4: "2x2",
+    16: "4x4",
+    32: "4x8",
+    64: "8x8",
+    128: "8x16",
+    256: "16x16",
+    512: "16x32",
+    1024: "32x32",
+}
 _SLICES = {"v3": _V3, "v4": _TORUS, "v5p": _TORUS, "v5e": _FLAT, "v6e": _FLAT}
 # TPU chips of one virtual machine, the most that a single process drives.
 _CHIPS_OF_A_HOST = {"v3": 4, "v4": 4, "v5p": 4, "v5e": 8, "v6e": 8}
@@ -50,16 +82,26 @@ def topology_of(name: str) -> str:
         raise ValueError(f"--machine: found {name!r}; write {EXAMPLES}")
     first, second, chip = match.groups()
     known = (*GPUS, ANY_GPU, *_SLICES)
-    if (swapped := re.fullmatch(r"(.+)x(\d+)", chip)) and not second and _ALIASES.get(swapped[1], swapped[1]) in known:
+    if (
+        (swapped := re.fullmatch(r"(.+)x(\d+)", chip))
+        and not second
+        and _ALIASES.get(swapped[1], swapped[1]) in known
+    ):
         chip, second = swapped.groups()  # H100x8 is 8xH100
     chip = _known(_ALIASES.get(chip, chip), name, known)
     if chip in _SLICES:
-        raise ValueError(f"--machine: found {name!r}; a slice of TPUs is written {chip}-8, as Cloud TPU names it, or "
-                         f"{chip}:{_SLICES[chip][4]}")
-    hosts, count = _counts(name, first or "1", second) if second else _counts(name, "1", first or "1")
+        raise ValueError(
+            f"--machine: found {name!r}; a slice of TPUs is written {chip}-8, as Cloud TPU names it, or "
+            f"{chip}:{_SLICES[chip][4]}"
+        )
+    hosts, count = (
+        _counts(name, first or "1", second) if second else _counts(name, "1", first or "1")
+    )
     if count > 8 and count % 8 == 0:
-        raise ValueError(f"--machine: found {name!r}, one host of {count} GPUs; "
-                         f"{hosts * count // 8}x8x{chip.upper()} is hosts of 8, {chip}:{hosts}x{count} hosts of {count}")
+        raise ValueError(
+            f"--machine: found {name!r}, one host of {count} GPUs; "
+            f"{hosts * count // 8}x8x{chip.upper()} is hosts of 8, {chip}:{hosts}x{count} hosts of {count}"
+        )
     return f"{chip}:{hosts}x{count}" if hosts > 1 else f"{chip}:{count}"
 
 
@@ -77,8 +119,10 @@ def _slice(name: str, slices: str | None, generation: str, count: int) -> str:
     cores = 2 if generation in _COUNTED_IN_CORES else 1
     if count % cores or count // cores not in shapes:
         sizes = ", ".join(f"{generation}-{cores * chips}" for chips in shapes)
-        raise ValueError(f"--machine: found {name!r}; slices of {generation} are {sizes}, or a shape such as "
-                         f"{generation}:{shapes[16]}")
+        raise ValueError(
+            f"--machine: found {name!r}; slices of {generation} are {sizes}, or a shape such as "
+            f"{generation}:{shapes[16]}"
+        )
     return _in_slices(f"{generation}:{shapes[count // cores]}", _counts(name, slices or "1")[0])
 
 
@@ -91,7 +135,9 @@ def _checked_topology(text: str, name: str) -> str:
     """Returns a topology as `split_topology` takes it: a number before GPUs is their number of hosts."""
     slices, chip, shape = split_topology(text)
     if not re.fullmatch(r"\d+(x\d+){0,2}", shape):
-        raise ValueError(f"--machine: found {name!r}; after the colon stands a shape, such as v4:4x4x4, h100:8 or a100:4x8")
+        raise ValueError(
+            f"--machine: found {name!r}; after the colon stands a shape, such as v4:4x4x4, h100:8 or a100:4x8"
+        )
     counts = _counts(name, str(slices), *shape.split("x"))
     chip = _known(_ALIASES.get(chip, chip), name, (*TPUS, *GPUS, ANY_GPU))
     own_shape = counts if chip not in TPUS and slices > 1 else counts[1:]
@@ -99,7 +145,9 @@ def _checked_topology(text: str, name: str) -> str:
     if chip in TPUS:
         return _in_slices(topology, slices)
     if len(own_shape) > 2:
-        raise ValueError(f"--machine: found {name!r}; {chip}:8 would work, or hosts x GPUs of a host such as {chip}:4x8")
+        raise ValueError(
+            f"--machine: found {name!r}; {chip}:8 would work, or hosts x GPUs of a host such as {chip}:4x8"
+        )
     return topology
 
 
@@ -109,8 +157,10 @@ def _known(chip: str, name: str, known: tuple[str, ...]) -> str:
         return chip
     near = difflib.get_close_matches(chip, known, n=1, cutoff=0.5)
     meant = f" (did you mean {near[0] if near[0] in TPUS else near[0].upper()}?)" if near else ""
-    raise ValueError(f"--machine: found {name!r}; no device is called {chip}{meant}; TPUs are {', '.join(TPUS)}, GPUs "
-                     f"{', '.join(chip.upper() for chip in GPUS)}, and any other with --gpu-memory GIB")
+    raise ValueError(
+        f"--machine: found {name!r}; no device is called {chip}{meant}; TPUs are {', '.join(TPUS)}, GPUs "
+        f"{', '.join(chip.upper() for chip in GPUS)}, and any other with --gpu-memory GIB"
+    )
 
 
 def split_topology(topology: str) -> tuple[int, str, str]:

@@ -5,6 +5,7 @@ layer's gathered weights and activations, logits) is estimated as so many arrays
 by least squares over the plans of text models in docs/plans, which real compilers made, after these had been seen, and rounded.
 The range is what those plans were of their estimates at worst; tests/planning/test_memory_estimate.py compares them.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -78,7 +79,13 @@ class MemoryEstimate:
             return "no"
         if self.device_gib is None:
             return "perhaps"
-        return "yes" if self.high <= self.device_gib else "no" if self.low > self.device_gib else "perhaps"
+        return (
+            "yes"
+            if self.high <= self.device_gib
+            else "no"
+            if self.low > self.device_gib
+            else "perhaps"
+        )
 
 
 def estimate_memory(job: Job) -> MemoryEstimate:
@@ -88,22 +95,42 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     parts["working memory"] = _working_bytes(job) / GIB
     host_parts = {name: size for name, size in host_parts_gib(run, job.model).items() if size}
     kept = not is_gpu(job.topology) and run.memory.remat == "offload_save_attention"
-    return MemoryEstimate(parts, host_parts, job.device_gib, job.host_gib, HIGH_KEPT_ON_TPU if kept else HIGH,
-                          LOW_OF_ADAPTERS if run.adapter.rank else LOW)
+    return MemoryEstimate(
+        parts,
+        host_parts,
+        job.device_gib,
+        job.host_gib,
+        HIGH_KEPT_ON_TPU if kept else HIGH,
+        LOW_OF_ADAPTERS if run.adapter.rank else LOW,
+    )
 
 
 def _working_bytes(job: Job) -> float:
     """What exists on a device at the step's peak beside the known parts, in bytes."""
     model, memory, mesh = job.model, job.memory, job.run.mesh
     tokens, tensor = device_tokens(job.run), mesh.tensor
-    queries = model.num_attention_heads * model.head_dim / tensor / memory.attention_groups / memory.query_chunks
+    queries = (
+        model.num_attention_heads
+        * model.head_dim
+        / tensor
+        / memory.attention_groups
+        / memory.query_chunks
+    )
     keys = model.num_key_value_heads * model.head_dim / tensor / memory.attention_groups
     activations = 2 * tokens * (HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys)
     layer, head = layer_weights(model) / tensor, head_weights(model) / tensor
     # Of a quantized layer the codes are gathered, and one projection at a time is dequantized.
     bits = {"none": 16, "nf4": NF4_BITS, "int8": 8}[job.run.adapter.quantize]
-    dequantized = 0 if bits == 16 else 2 * LAYER_WEIGHTS * model.hidden_size * model.intermediate_size / tensor
-    weights = bits / 8 * LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1) + dequantized + 2 * HEAD_WEIGHTS * head
+    dequantized = (
+        0
+        if bits == 16
+        else 2 * LAYER_WEIGHTS * model.hidden_size * model.intermediate_size / tensor
+    )
+    weights = (
+        bits / 8 * LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1)
+        + dequantized
+        + 2 * HEAD_WEIGHTS * head
+    )
     gradients = 4 * GRADIENTS * _trained_numbers(job) * mesh.data / mesh.devices
     chunk = min(tokens, memory.loss_chunk or tokens)
     return activations + weights + gradients + 4 * LOGITS * chunk * model.vocab_size / tensor

@@ -1,4 +1,5 @@
 """What is known of a step's memory before it is compiled: lower bounds by which a search skips hopeless candidates."""
+
 from __future__ import annotations
 
 import functools
@@ -28,13 +29,19 @@ def parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
     heads, key_heads = model.num_attention_heads / tensor, model.num_key_value_heads / tensor
     layers, hidden = model.num_hidden_layers, model.hidden_size
     device_inputs, _ = _kept_inputs(memory, layers)
-    widths = (heads + 2 * key_heads) * model.head_dim + 2 * model.intermediate_size / tensor + hidden
+    widths = (
+        (heads + 2 * key_heads) * model.head_dim + 2 * model.intermediate_size / tensor + hidden
+    )
     parameters, moments = state_bytes(run, model)
-    parts = {"parameters": 0 if memory.parameters_on_host else parameters,
-             "moments": 0 if memory.moments_on_host else moments,
-             "layer inputs": device_inputs * 2 * tokens * hidden,
-             "attention outputs": _attention_bytes(run, model) if memory.policy.attention == "device" else 0,
-             "products": layers * 2 * tokens * widths if memory.policy.products else 0}
+    parts = {
+        "parameters": 0 if memory.parameters_on_host else parameters,
+        "moments": 0 if memory.moments_on_host else moments,
+        "layer inputs": device_inputs * 2 * tokens * hidden,
+        "attention outputs": _attention_bytes(run, model)
+        if memory.policy.attention == "device"
+        else 0,
+        "products": layers * 2 * tokens * widths if memory.policy.products else 0,
+    }
     return {name: size / GIB for name, size in parts.items()}
 
 
@@ -43,9 +50,14 @@ def host_parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
     memory = run.memory
     _, host_inputs = _kept_inputs(memory, model.num_hidden_layers)
     parameters, moments = state_bytes(run, model)
-    parts = {"layer inputs": host_inputs * 2 * device_tokens(run) * model.hidden_size,
-             "attention outputs": _attention_bytes(run, model) if memory.policy.attention == "host" else 0,
-             "parameters": parameters * memory.parameters_on_host, "moments": moments * memory.moments_on_host}
+    parts = {
+        "layer inputs": host_inputs * 2 * device_tokens(run) * model.hidden_size,
+        "attention outputs": _attention_bytes(run, model)
+        if memory.policy.attention == "host"
+        else 0,
+        "parameters": parameters * memory.parameters_on_host,
+        "moments": moments * memory.moments_on_host,
+    }
     return {name: size / GIB for name, size in parts.items()}
 
 
@@ -67,7 +79,12 @@ def _attention_bytes(run: RunConfig, model: LlamaConfig) -> float:
 def device_tokens(run: RunConfig) -> float:
     """The tokens of a device that are computed at a time."""
     mesh = run.mesh
-    return run.data.context_length * run.train.batch_size / (mesh.data * mesh.fsdp * mesh.sequence) / run.train.accumulation
+    return (
+        run.data.context_length
+        * run.train.batch_size
+        / (mesh.data * mesh.fsdp * mesh.sequence)
+        / run.train.accumulation
+    )
 
 
 def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
@@ -77,7 +94,11 @@ def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
     trained = trained_names(run, model)
 
     def per_device(names, copies=lambda name: 1) -> float:
-        return sum(copies(name) * math.prod(declared[name].shape) for name in names) * mesh.data / mesh.devices
+        return (
+            sum(copies(name) * math.prod(declared[name].shape) for name in names)
+            * mesh.data
+            / mesh.devices
+        )
 
     moment_bytes = 2 if run.optimizer.moment_dtype == "bfloat16" else 4
     frozen_bytes = 2 if run.model.compute_dtype == "bfloat16" else 4
@@ -95,17 +116,23 @@ def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
 
 def checkpoint_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
     """The bytes of a checkpoint's (float32 parameters, moments). Beside adapters, the base is not saved."""
-    parameters, moments = (size * run.mesh.devices / run.mesh.data for size in state_bytes(run, model))
+    parameters, moments = (
+        size * run.mesh.devices / run.mesh.data for size in state_bytes(run, model)
+    )
     if run.adapter.rank:
         declared = declared_once(model.with_adapter(run.adapter))
-        parameters = 4.0 * sum(math.prod(declared[name].shape) for name in trained_names(run, model))
+        parameters = 4.0 * sum(
+            math.prod(declared[name].shape) for name in trained_names(run, model)
+        )
     return parameters, moments
 
 
 def trained_names(run: RunConfig, model: LlamaConfig) -> list[str]:
     """The names of the parameters that the run trains."""
     declared = declared_once(model.with_adapter(run.adapter))
-    return split_trainable([name for name, parameter in declared.items() if not parameter.frozen], run.model.trainable)[0]
+    return split_trainable(
+        [name for name, parameter in declared.items() if not parameter.frozen], run.model.trainable
+    )[0]
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 Memory, collectives and refusals are the real compiler's. Times are estimates of the cost model (`planning.costs`), since
 nothing was run.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -30,7 +31,14 @@ from model.llama import Llama
 from model.sharding import TensorParallel
 from trainer.build import build_agentic, build_llama
 from trainer.config.checks import check
-from trainer.config.schema import DataConfig, MemoryConfig, MeshConfig, ModelConfig, RunConfig, SourceConfig
+from trainer.config.schema import (
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    RunConfig,
+    SourceConfig,
+)
 from trainer.devices import GPU_MEMORY_SHARE
 from trainer.mesh import make_mesh
 from trainer.objective import AbstractBatch
@@ -48,14 +56,25 @@ from .parts import device_tokens, parts_gib
 from .topology import topology_devices
 
 # Chip -> its hardware in the cost model, (in one box, in several boxes), where these have names of their own.
-GPU_HARDWARE = {"a100": ("a100-nvlink", "a100-infiniband"), "a100-40gb": ("a100-40gb-nvlink", "a100-40gb-infiniband"),
-                "h100": ("h100-infiniband", "h100-infiniband"), "h200": ("h200-infiniband", "h200-infiniband"),
-                "b200": ("b200-infiniband", "b200-infiniband"), "rtx4090": ("rtx4090", ""), "l40s": ("l40s", "")}
+GPU_HARDWARE = {
+    "a100": ("a100-nvlink", "a100-infiniband"),
+    "a100-40gb": ("a100-40gb-nvlink", "a100-40gb-infiniband"),
+    "h100": ("h100-infiniband", "h100-infiniband"),
+    "h200": ("h200-infiniband", "h200-infiniband"),
+    "b200": ("b200-infiniband", "b200-infiniband"),
+    "rtx4090": ("rtx4090", ""),
+    "l40s": ("l40s", ""),
+}
 # Where the compilers read flags, and the packages that are the compilers: libtpu; the CUDA plugin, and ptxas.
 VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
-TPU_COMPILER, GPU_COMPILER = ("libtpu",), ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc")
+TPU_COMPILER, GPU_COMPILER = (
+    ("libtpu",),
+    ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"),
+)
 # A run with all defaults. A plan needs no more of the model's path and the data than that the checks find some.
-DEFAULT_RECIPE = RunConfig(model=ModelConfig(path="-"), data=DataConfig(sources=(SourceConfig("-"),)))
+DEFAULT_RECIPE = RunConfig(
+    model=ModelConfig(path="-"), data=DataConfig(sources=(SourceConfig("-"),))
+)
 
 
 def made_with(topology: str) -> dict[str, str]:
@@ -70,9 +89,15 @@ def made_with(topology: str) -> dict[str, str]:
 
 def changed(run: RunConfig, **sections: Any) -> RunConfig:
     """A run's configuration with other sections: each a mapping of the fields that change, or a whole section."""
-    return dataclasses.replace(run, **{
-        name: dataclasses.replace(getattr(run, name), **section) if isinstance(section, Mapping) else section
-        for name, section in sections.items()})
+    return dataclasses.replace(
+        run,
+        **{
+            name: dataclasses.replace(getattr(run, name), **section)
+            if isinstance(section, Mapping)
+            else section
+            for name, section in sections.items()
+        },
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +124,17 @@ class Job:
     own_device_gib: float | None = None
 
     @classmethod
-    def of(cls, model: str | LlamaConfig, topology: str, context: int, *, batch: int = 1, mesh: MeshConfig | None = None,
-           recipe: RunConfig = DEFAULT_RECIPE, **sections: Any) -> Job:
+    def of(
+        cls,
+        model: str | LlamaConfig,
+        topology: str,
+        context: int,
+        *,
+        batch: int = 1,
+        mesh: MeshConfig | None = None,
+        recipe: RunConfig = DEFAULT_RECIPE,
+        **sections: Any,
+    ) -> Job:
         """A job with these sections of a recipe changed, such as memory={"remat": "offload"}.
 
         Args:
@@ -110,7 +144,9 @@ class Job:
         """
         mesh = mesh or MeshConfig(sequence=device_count(topology))
         name, shape = (model, LlamaConfig.preset(model)) if isinstance(model, str) else ("", model)
-        run = changed(recipe, data={"context_length": context}, train={"batch_size": batch}, mesh=mesh)
+        run = changed(
+            recipe, data={"context_length": context}, train={"batch_size": batch}, mesh=mesh
+        )
         return cls(changed(run, **sections), shape, topology, name)
 
     def changed(self, **sections: Any) -> Job:
@@ -142,7 +178,12 @@ class Job:
 
     def compile(self, flags: dict[str, str | bool] | None = None) -> jax.stages.Compiled:
         """The compiled step; `flags` and errors are those of `compile_run`."""
-        return compile_run(changed(self.run, memory=self.memory), self.model, topology_devices(self.topology), flags=flags)
+        return compile_run(
+            changed(self.run, memory=self.memory),
+            self.model,
+            topology_devices(self.topology),
+            flags=flags,
+        )
 
     def compile_to_text(self) -> tuple[jax.stages.Compiled, str | None]:
         """The compiled step, and its text where the compiler gives it. Raises what `compile_run` raises."""
@@ -156,14 +197,20 @@ class Job:
     def policy(self) -> str:
         """The memory options in a few words."""
         options = self.run.memory
-        return (options.remat + (" in groups" if self.group_per_key_head or options.attention_groups > 1 else "")
-                + (" in chunks" if options.query_chunks > 1 else "") + (" prefetched" if options.prefetch else ""))
+        return (
+            options.remat
+            + (" in groups" if self.group_per_key_head or options.attention_groups > 1 else "")
+            + (" in chunks" if options.query_chunks > 1 else "")
+            + (" prefetched" if options.prefetch else "")
+        )
 
     @property
     def axes(self) -> str:
         """The mesh in a few words."""
         sizes = {axis: getattr(self.run.mesh, axis) for axis in MESH_AXES}
-        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+        return (
+            " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+        )
 
     def estimate(self, causal: bool = True, overlap: bool = True) -> costs.Estimate | None:
         """The cost model's estimate; None for hardware that it does not list.
@@ -199,10 +246,22 @@ class Job:
         chunk = self.run.memory.feed_forward_chunk
         chunks = math.ceil(device_tokens(self.run) / chunk) if chunk else 1
         return costs.TrainingStep(
-            costs.Sizes.of(self.model), hardware, self.context, self.batch, mesh.data, mesh.fsdp, mesh.tensor, mesh.sequence,
-            schedule=attention.schedule if mesh.sequence > 1 else "local", layout=attention.layout,
-            remat=self.run.memory.remat, causal=causal, frozen=adapter.rank > 0,
-            weight_bytes=adapter.number_bytes, dequantizations=chunks if adapter.quantize != "none" else 0)
+            costs.Sizes.of(self.model),
+            hardware,
+            self.context,
+            self.batch,
+            mesh.data,
+            mesh.fsdp,
+            mesh.tensor,
+            mesh.sequence,
+            schedule=attention.schedule if mesh.sequence > 1 else "local",
+            layout=attention.layout,
+            remat=self.run.memory.remat,
+            causal=causal,
+            frozen=adapter.rank > 0,
+            weight_bytes=adapter.number_bytes,
+            dequantizations=chunks if adapter.quantize != "none" else 0,
+        )
 
 
 def sizes_text(needs_gib: float, has_gib: float) -> str:
@@ -219,18 +278,39 @@ class DoesNotFit(Exception):
       needs_gib, has_gib: the sizes, in GiB.
     """
 
-    def __init__(self, needs_gib: float, has_gib: float, parts: dict[str, float] | None = None, memory: str = ""):
+    def __init__(
+        self,
+        needs_gib: float,
+        has_gib: float,
+        parts: dict[str, float] | None = None,
+        memory: str = "",
+    ):
         """`parts`: what was known before compiling, in GiB; `memory`: which memory, where it is not the device's."""
         largest = sorted((parts or {}).items(), key=lambda item: -item[1])
-        listed = f"; of it {', '.join(f'{name} {size:.2f}' for name, size in largest if size)}" if largest else ""
-        super().__init__(sizes_text(needs_gib, has_gib) + (f" of {memory}" if memory else "") + listed)
+        listed = (
+            f"; of it {', '.join(f'{name} {size:.2f}' for name, size in largest if size)}"
+            if largest
+            else ""
+        )
+        super().__init__(
+            sizes_text(needs_gib, has_gib) + (f" of {memory}" if memory else "") + listed
+        )
         self.needs_gib, self.has_gib = needs_gib, has_gib
 
 
-def compile_step(model: LlamaConfig, devices: Sequence[jax.Device], context: int, *, batch: int = 1,
-                 mesh: MeshConfig | None = None, schedule: str | dict | Schedule | None = None, kernel: Kernel | None = None,
-                 recipe: RunConfig = DEFAULT_RECIPE, flags: dict[str, str | bool] | None = None,
-                 **memory: Any) -> jax.stages.Compiled:
+def compile_step(
+    model: LlamaConfig,
+    devices: Sequence[jax.Device],
+    context: int,
+    *,
+    batch: int = 1,
+    mesh: MeshConfig | None = None,
+    schedule: str | dict | Schedule | None = None,
+    kernel: Kernel | None = None,
+    recipe: RunConfig = DEFAULT_RECIPE,
+    flags: dict[str, str | bool] | None = None,
+    **memory: Any,
+) -> jax.stages.Compiled:
     """The compiled training step of a model on these devices, by a recipe of which a few things change.
 
     Args:
@@ -242,15 +322,33 @@ def compile_step(model: LlamaConfig, devices: Sequence[jax.Device], context: int
     Raises:
       DoesNotFit, UserError, ValueError: as `compile_run`.
     """
-    run = changed(recipe, data={"context_length": context}, train={"batch_size": batch}, memory=memory,
-                  mesh=mesh or MeshConfig(sequence=len(devices)))
+    run = changed(
+        recipe,
+        data={"context_length": context},
+        train={"batch_size": batch},
+        memory=memory,
+        mesh=mesh or MeshConfig(sequence=len(devices)),
+    )
     if isinstance(schedule, (str, dict)):
-        return compile_run(changed(run, attention={"schedule": schedule}), model, devices, kernel=kernel, flags=flags)
+        return compile_run(
+            changed(run, attention={"schedule": schedule}),
+            model,
+            devices,
+            kernel=kernel,
+            flags=flags,
+        )
     return compile_run(run, model, devices, schedule=schedule, kernel=kernel, flags=flags)
 
 
-def compile_run(run: RunConfig, model: LlamaConfig, devices: Sequence[jax.Device], *, schedule: Schedule | None = None,
-                kernel: Kernel | None = None, flags: dict[str, str | bool] | None = None) -> jax.stages.Compiled:
+def compile_run(
+    run: RunConfig,
+    model: LlamaConfig,
+    devices: Sequence[jax.Device],
+    *,
+    schedule: Schedule | None = None,
+    kernel: Kernel | None = None,
+    flags: dict[str, str | bool] | None = None,
+) -> jax.stages.Compiled:
     """The compiled training step that a run would execute on these devices.
 
     Args:
@@ -278,7 +376,9 @@ def compile_run(run: RunConfig, model: LlamaConfig, devices: Sequence[jax.Device
         raise DoesNotFit(*refused_gib(str(error))) from None
 
 
-def _model_and_batch(run: RunConfig, model: LlamaConfig, mesh: Mesh) -> tuple[Llama | AgenticTransformer, AbstractBatch]:
+def _model_and_batch(
+    run: RunConfig, model: LlamaConfig, mesh: Mesh
+) -> tuple[Llama | AgenticTransformer, AbstractBatch]:
     """Returns the model that the run trains, of text or of trajectories, and a batch's shapes."""
     rows, length = run.train.batch_size, run.data.context_length
     if not run.trajectories.path:
@@ -304,7 +404,9 @@ def plan(job: Job) -> dict[str, Any]:
       DoesNotFit: the device's or the host's memory is too small.
       UserError, ValueError: as `compile_run`.
     """
-    user_flags = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}  # before a topology adds its own
+    user_flags = {
+        name: os.environ[name] for name in VARIABLES if os.environ.get(name)
+    }  # before a topology adds its own
     start = time.perf_counter()
     parts = parts_gib(job.run, job.model)
     try:
@@ -316,18 +418,25 @@ def plan(job: Job) -> dict[str, Any]:
     check_fits(job, sizes, parts)
     device_gib, devices = job.device_gib, device_count(job.topology)
     return {
-        "jax": jax.__version__, "made_with": {**made_with(job.topology), "flags": user_flags}, **_described(job, devices),
-        "compile_seconds": seconds, **{f"{name}_gib": size for name, size in sizes.items()},
-        **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()}, "device_gib": device_gib,
+        "jax": jax.__version__,
+        "made_with": {**made_with(job.topology), "flags": user_flags},
+        **_described(job, devices),
+        "compile_seconds": seconds,
+        **{f"{name}_gib": size for name, size in sizes.items()},
+        **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()},
+        "device_gib": device_gib,
         "left_gib": None if device_gib is None else device_gib - sizes["peak"],
-        "communication": communication(text, devices) if text else None}
+        "communication": communication(text, devices) if text else None,
+    }
 
 
 def check_fits(job: Job, sizes: dict[str, float], parts: dict[str, float]) -> None:
     """DoesNotFit where a compiled step is too large after all: the CUDA compiler refuses nothing, and none knows the host."""
     device_gib = job.device_gib
     if device_gib is not None and sizes["peak"] > device_gib:
-        taken = f"what JAX may take, {GPU_MEMORY_SHARE:g} of a GPU's" if is_gpu(job.topology) else ""
+        taken = (
+            f"what JAX may take, {GPU_MEMORY_SHARE:g} of a GPU's" if is_gpu(job.topology) else ""
+        )
         raise DoesNotFit(sizes["peak"], device_gib, parts, taken)
     if job.host_gib is not None and sizes["host"] > job.host_gib:
         raise DoesNotFit(sizes["host"], job.host_gib, memory="the host's memory")
@@ -340,6 +449,14 @@ def _described(job: Job, devices: int) -> dict[str, Any]:
         options["attention_groups"] = 0
     if not job.run.memory.policy.every_k:
         del options["every_k"]
-    return {"model": job.name, "topology": job.topology, "devices": devices, "context": job.context, "batch": job.batch,
-            "mesh": dataclasses.asdict(job.run.mesh), "schedule": str(job.run.attention.schedule),
-            "tokens_per_device": job.context * job.batch // devices, **options}
+    return {
+        "model": job.name,
+        "topology": job.topology,
+        "devices": devices,
+        "context": job.context,
+        "batch": job.batch,
+        "mesh": dataclasses.asdict(job.run.mesh),
+        "schedule": str(job.run.attention.schedule),
+        "tokens_per_device": job.context * job.batch // devices,
+        **options,
+    }

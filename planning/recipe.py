@@ -1,4 +1,5 @@
 """Writes a planned job as a recipe that train.py takes as it is, with the command of its launcher in its head."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -18,8 +19,13 @@ from .memory_estimate import estimate_memory
 from .plan import Job
 
 # Cloud TPU's runtime versions (cloud.google.com/tpu/docs/runtimes).
-_RUNTIMES = {"v3": "tpu-ubuntu2204-base", "v4": "tpu-ubuntu2204-base", "v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5",
-             "v6e": "v2-alpha-tpuv6e"}
+_RUNTIMES = {
+    "v3": "tpu-ubuntu2204-base",
+    "v4": "tpu-ubuntu2204-base",
+    "v5e": "v2-alpha-tpuv5-lite",
+    "v5p": "v2-alpha-tpuv5",
+    "v6e": "v2-alpha-tpuv6e",
+}
 
 
 def launcher(job: Job, options: str) -> str:
@@ -32,12 +38,16 @@ def launcher(job: Job, options: str) -> str:
     if generation in TPUS:
         kind = accelerator_type(job.topology)
         if hosts(job.topology) == 1 or slices > 1 or kind is None:
-            each = "" if hosts(job.topology) == 1 else f"# on each of {hosts(job.topology)} hosts:\n"
+            each = (
+                "" if hosts(job.topology) == 1 else f"# on each of {hosts(job.topology)} hosts:\n"
+            )
             return f'{each}eval "$(python -m trainer.xla_flags tpu)" && python train.py {options}'
         return f"scripts/launch_tpu.sh run NAME --zone ZONE --type {kind} --version {_RUNTIMES[generation]} -- {options}"
     if "x" in shape:
-        return (f"sbatch --nodes {hosts(job.topology)} --gpus-per-node {gpus_per_host(job.topology)} "
-                f"scripts/launch_slurm.sbatch {options}")
+        return (
+            f"sbatch --nodes {hosts(job.topology)} --gpus-per-node {gpus_per_host(job.topology)} "
+            f"scripts/launch_slurm.sbatch {options}"
+        )
     return f'eval "$(python -m trainer.xla_flags gpu)" && python train.py {options}'
 
 
@@ -45,7 +55,9 @@ def launcher(job: Job, options: str) -> str:
 LEARNING_RATE, ADAPTERS_LEARNING_RATE, WARMUP_FRACTION, EPOCHS = 1e-5, 1e-4, 0.03, 1
 
 
-def recipe_of(job: Job, base: Mapping[str, Any], model_path: str | None, template: str | None = None) -> dict[str, Any]:
+def recipe_of(
+    job: Job, base: Mapping[str, Any], model_path: str | None, template: str | None = None
+) -> dict[str, Any]:
     """Returns a recipe, as a mapping of sections, that runs the planned job.
 
     The data are not known yet: the recipe trains for epochs, not steps, and warms up over a share of them.
@@ -58,19 +70,38 @@ def recipe_of(job: Job, base: Mapping[str, Any], model_path: str | None, templat
     """
     run, default = job.run, RunConfig()
     mesh = {axis: getattr(run.mesh, axis) for axis in MESH_AXES if getattr(run.mesh, axis) > 1}
-    mesh |= {name: getattr(run.mesh, name) for name in ("sequence_parallel", "dcn") if getattr(run.mesh, name)}
+    mesh |= {
+        name: getattr(run.mesh, name)
+        for name in ("sequence_parallel", "dcn")
+        if getattr(run.mesh, name)
+    }
     mesh |= {"order": list(run.mesh.order)} if run.mesh.order else {}
-    memory = {field.name: getattr(job.memory, field.name) for field in dataclasses.fields(MemoryConfig)
-              if field.name == "remat" or getattr(job.memory, field.name) != field.default}
+    memory = {
+        field.name: getattr(job.memory, field.name)
+        for field in dataclasses.fields(MemoryConfig)
+        if field.name == "remat" or getattr(job.memory, field.name) != field.default
+    }
     recipe = {"config_version": VERSION, **base}
     recipe["mesh"] = mesh or {"sequence": 1}
-    recipe["attention"] = {**base.get("attention", {}), "schedule": run.attention.schedule, "layout": run.attention.layout}
+    recipe["attention"] = {
+        **base.get("attention", {}),
+        "schedule": run.attention.schedule,
+        "layout": run.attention.layout,
+    }
     recipe["memory"] = memory
     if "trajectories" in base:  # these are drawn without end, and their models begin from scratch
         recipe["data"] = {**base.get("data", {}), "context_length": job.context}
-        recipe["train"] = {"steps": default.train.steps, **base.get("train", {}), "batch_size": job.batch}
+        recipe["train"] = {
+            "steps": default.train.steps,
+            **base.get("train", {}),
+            "batch_size": job.batch,
+        }
         return recipe
-    recipe["data"] = {"template": template or run.data.template, **base.get("data", {}), "context_length": job.context}
+    recipe["data"] = {
+        "template": template or run.data.template,
+        **base.get("data", {}),
+        "context_length": job.context,
+    }
     if template:
         recipe["data"]["template"] = template
     length = {} if {"steps", "epochs"} & base.get("train", {}).keys() else {"epochs": EPOCHS}
@@ -86,7 +117,11 @@ def recipe_of(job: Job, base: Mapping[str, Any], model_path: str | None, templat
 def names_model(recipe: Mapping[str, Any]) -> bool:
     """Returns whether a recipe says which model it trains, by its path or as a shape; else the command line has to."""
     section = recipe.get("model", {})
-    return bool(section.get("path") or section.get("preset") or set(section.get("overrides", {})) - set(POSITIONS))
+    return bool(
+        section.get("path")
+        or section.get("preset")
+        or set(section.get("overrides", {})) - set(POSITIONS)
+    )
 
 
 def _positions(job: Job, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +135,11 @@ def _positions(job: Job, overrides: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizer(job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the section `optimizer` that a planned recipe has, with a rate and a warm-up where it gives none."""
     rate = ADAPTERS_LEARNING_RATE if job.run.adapter.rank else LEARNING_RATE
-    warmup = {} if {"warmup_steps", "warmup_fraction"} & given.keys() else {"warmup_fraction": WARMUP_FRACTION}
+    warmup = (
+        {}
+        if {"warmup_steps", "warmup_fraction"} & given.keys()
+        else {"warmup_fraction": WARMUP_FRACTION}
+    )
     return {"learning_rate": rate, **warmup, **given}
 
 
@@ -108,7 +147,9 @@ def _template_lines(recipe: Mapping[str, Any]) -> list[str]:
     """Returns the line of the head that explains the chat template `tokenizer`, if the recipe has it."""
     if recipe.get("data", {}).get("template") != DEFAULT_TEMPLATE:
         return []
-    return ["Template  the model's own; a base model has none: data.template vicuna_v1.1, chatml, ..., by docs/data.md"]
+    return [
+        "Template  the model's own; a base model has none: data.template vicuna_v1.1, chatml, ..., by docs/data.md"
+    ]
 
 
 def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | None) -> str:
@@ -119,17 +160,38 @@ def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | Non
     """
     options = f"--config {path}" + ("" if names_model(recipe) else " --model.path HF_DIR")
     data = recipe.get("data", {})
-    options += "" if data.get("path") or data.get("sources") or "trajectories" in recipe else " --data.path FILE.json"
+    options += (
+        ""
+        if data.get("path") or data.get("sources") or "trajectories" in recipe
+        else " --data.path FILE.json"
+    )
     memory, figures = estimate_memory(job), time_figures(job)
     usable = "" if memory.device_gib is None else f" of {memory.device_gib:.1f}"
-    seconds = ("{:.3g} to {:.3g} s a step, estimated".format(*figures["seconds of a step"]) if figures
-               else "not estimated; the cost model does not list this machine")
+    seconds = (
+        "{:.3g} to {:.3g} s a step, estimated".format(*figures["seconds of a step"])
+        if figures
+        else "not estimated; the cost model does not list this machine"
+    )
     plan = f"python -m scripts.plan --config {path}" + (f" --model {model}" if model else "")
-    own = "" if job.own_device_gib is None else f" --gpu-memory {job.own_device_gib / GPU_MEMORY_SHARE:.4g}"
+    own = (
+        ""
+        if job.own_device_gib is None
+        else f" --gpu-memory {job.own_device_gib / GPU_MEMORY_SHARE:.4g}"
+    )
     command = launcher(job, options).replace("\n", "\n          ")
-    head = [heading(job), "", *f"Command   {command}".splitlines(),
-            f"Check     python train.py {options} --dry-run {job.topology}{own}",
-            f"Settings  {settings(job)}",
-            f"Memory    {memory.low:.1f} to {memory.high:.1f}{usable} GiB of each device, estimated",
-            f"Time      {seconds}", *_template_lines(recipe), f"Plan      {plan} --machine {job.topology}{own} --compile"]
-    return "\n".join(f"# {line}".rstrip() for line in head) + "\n\n" + yaml.safe_dump(dict(recipe), sort_keys=False)
+    head = [
+        heading(job),
+        "",
+        *f"Command   {command}".splitlines(),
+        f"Check     python train.py {options} --dry-run {job.topology}{own}",
+        f"Settings  {settings(job)}",
+        f"Memory    {memory.low:.1f} to {memory.high:.1f}{usable} GiB of each device, estimated",
+        f"Time      {seconds}",
+        *_template_lines(recipe),
+        f"Plan      {plan} --machine {job.topology}{own} --compile",
+    ]
+    return (
+        "\n".join(f"# {line}".rstrip() for line in head)
+        + "\n\n"
+        + yaml.safe_dump(dict(recipe), sort_keys=False)
+    )

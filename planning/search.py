@@ -2,6 +2,7 @@
 
 The cost model decides in which order the candidates are tried; the compiler decides what fits.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -32,11 +33,27 @@ def policies(job: Job) -> list[Job]:
     """The job under each memory policy, from the fastest to the one that takes the least of the device's memory."""
     grouped = dataclasses.replace(job, group_per_key_head=True)
     every_k = {"remat": "offload_every_k", "every_k": best_every_k(job.model.num_hidden_layers)}
-    jobs = [job.changed(memory={"remat": remat}) for remat in (
-        "everything", "save_attention", "offload_save_attention", "offload_attention", "nothing", "offload")]
-    jobs += [grouped.changed(memory=options) for options in (
-        {"remat": "offload"}, {"remat": "offload", "moments_on_host": True}, every_k, {**every_k, "moments_on_host": True},
-        {**every_k, "moments_on_host": True, "parameters_on_host": True})]
+    jobs = [
+        job.changed(memory={"remat": remat})
+        for remat in (
+            "everything",
+            "save_attention",
+            "offload_save_attention",
+            "offload_attention",
+            "nothing",
+            "offload",
+        )
+    ]
+    jobs += [
+        grouped.changed(memory=options)
+        for options in (
+            {"remat": "offload"},
+            {"remat": "offload", "moments_on_host": True},
+            every_k,
+            {**every_k, "moments_on_host": True},
+            {**every_k, "moments_on_host": True, "parameters_on_host": True},
+        )
+    ]
     local_tokens = job.context // job.run.mesh.sequence
     if local_tokens % QUERY_CHUNKS == 0 and job.run.attention.schedule == "ring":
         jobs.append(jobs[-1].changed(memory={"query_chunks": QUERY_CHUNKS}))
@@ -54,7 +71,9 @@ def candidates(job: Job) -> list[Job]:
     for mesh, schedule in itertools.product(meshes(job), SCHEDULES):
         if mesh.sequence == 1 and schedule != SCHEDULES[0]:
             continue
-        for number, candidate in enumerate(policies(job.changed(mesh=mesh, attention={"schedule": schedule}))):
+        for number, candidate in enumerate(
+            policies(job.changed(mesh=mesh, attention={"schedule": schedule}))
+        ):
             if not _may_fit(candidate):
                 continue
             try:
@@ -65,7 +84,11 @@ def candidates(job: Job) -> list[Job]:
             # the schedule named first.
             rank = float(f"{seconds.high:.2g}") if seconds else 0, number
             # The cost model assumes that weights arrive while a layer computes; where prefetching achieves that, it goes first.
-            if schedule == "ring" and mesh.sequence > 1 and candidate.run.memory.remat in PREFETCH_POLICIES:
+            if (
+                schedule == "ring"
+                and mesh.sequence > 1
+                and candidate.run.memory.remat in PREFETCH_POLICIES
+            ):
                 ranked.append((rank, candidate.changed(memory={"prefetch": True})))
             ranked.append((rank, candidate))
     return [candidate for _, candidate in sorted(ranked, key=lambda pair: pair[0])]
@@ -89,8 +112,10 @@ def meshes(job: Job) -> list[MeshConfig]:
     devices, key_heads = device_count(job.topology), job.model.num_key_value_heads
     rows, remainder = divmod(job.batch, job.run.train.accumulation)
     if remainder:
-        raise ValueError(f"train.batch_size: found {job.batch}; a multiple of train.accumulation = "
-                         f"{job.run.train.accumulation} would work")
+        raise ValueError(
+            f"train.batch_size: found {job.batch}; a multiple of train.accumulation = "
+            f"{job.run.train.accumulation} would work"
+        )
     made = []
     for tensor in (n for n in range(1, key_heads + 1) if key_heads % n == devices % n == 0):
         fsdp = math.gcd(rows, devices // tensor)
@@ -104,8 +129,12 @@ def _ignore(job: Job, result: Any) -> None:
     """Does nothing with a job that was tried."""
 
 
-def search(job: Job, candidates: Callable[[Job], list[Job]] = policies, on_try: Callable[[Job, Any], None] = _ignore,
-           most: int = 1 << 31) -> tuple[Job | None, dict[str, Any] | None, DoesNotFit | None]:
+def search(
+    job: Job,
+    candidates: Callable[[Job], list[Job]] = policies,
+    on_try: Callable[[Job, Any], None] = _ignore,
+    most: int = 1 << 31,
+) -> tuple[Job | None, dict[str, Any] | None, DoesNotFit | None]:
     """The longest context, doubling from the job's own up to `most`, in the first of its candidates that fits.
 
     Args:

@@ -3,6 +3,7 @@
 A step lowered for such devices is compiled by the real compiler: its memory plan, its collectives and their schedule are those
 of the machine. TPUs need the `libtpu` wheel, GPUs need JAX's CUDA plugin and its compiler's wheels; neither needs the device.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -34,8 +35,10 @@ def topology_devices(name: str) -> list[jax.Device]:
     if gpu is not None:
         return _gpus(name, generation, gpu, shape)
     if generation == ANY_GPU:
-        raise ValueError(f"topology: {name!r} cannot be compiled for, since the CUDA compiler has no description of it here; "
-                         f"described are {', '.join(GPUS)}, and the estimate needs no compiler")
+        raise ValueError(
+            f"topology: {name!r} cannot be compiled for, since the CUDA compiler has no description of it here; "
+            f"described are {', '.join(GPUS)}, and the estimate needs no compiler"
+        )
     return _tpus(name, slices, generation, shape)
 
 
@@ -48,12 +51,15 @@ def _tpus(name: str, slices: int, generation: str, shape: str) -> list[jax.Devic
     options = {"chip_config_name": "megacore"} if generation == "v4" else {}
     try:
         with _silent_stderr():
-            return topologies.get_topology_desc(platform="tpu", topology_name=f"{generation}:{shape}", num_slices=slices,
-                                                **options).devices
+            return topologies.get_topology_desc(
+                platform="tpu", topology_name=f"{generation}:{shape}", num_slices=slices, **options
+            ).devices
     except Exception as error:
-        raise ValueError(f"topology: {name!r} is not known to the TPU compiler ({str(error).splitlines()[0]}); write "
-                         "generation:shape, such as v4:4x4x4 or v5e:16x16 (the compiler comes with `libtpu`), or "
-                         f"chip:number for GPUs ({', '.join(GPUS)})") from None
+        raise ValueError(
+            f"topology: {name!r} is not known to the TPU compiler ({str(error).splitlines()[0]}); write "
+            "generation:shape, such as v4:4x4x4 or v5e:16x16 (the compiler comes with `libtpu`), or "
+            f"chip:number for GPUs ({', '.join(GPUS)})"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -105,18 +111,26 @@ def _gpus(name: str, chip: str, gpu: Gpu, shape: str) -> list[jax.Device]:
 
     hosts, _, gpus_per_host = shape.rpartition("x")
     if not (gpus_per_host.isdigit() and (hosts or "1").isdigit()):
-        raise ValueError(f"topology: found {name!r}; write {chip}:8 for 8 GPUs of one host, {chip}:4x8 for 4 hosts of 8")
+        raise ValueError(
+            f"topology: found {name!r}; write {chip}:8 for 8 GPUs of one host, {chip}:4x8 for 4 hosts of 8"
+        )
     # An absent GPU cannot time kernels, so autotuning is off; the scheduler that overlaps transfers is the one a run would use.
     flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_latency_hiding_scheduler=true"
     user_flags = os.environ.get("XLA_FLAGS", "")
     if flags not in user_flags:
         os.environ["XLA_FLAGS"] = f"{flags} {user_flags}"  # the user's flags come last, and so win
     try:
-        return topologies.get_topology_desc(platform="cuda", topology_name=chip, target_config=_target(gpu),
-                                            topology=f"1x{hosts or 1}x{gpus_per_host}").devices
+        return topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=chip,
+            target_config=_target(gpu),
+            topology=f"1x{hosts or 1}x{gpus_per_host}",
+        ).devices
     except Exception as error:
-        raise ValueError(f"topology: {name!r} needs the CUDA compiler ({str(error).splitlines()[0]}); "
-                         "make install PLATFORM=cuda brings it, and needs no GPU") from None
+        raise ValueError(
+            f"topology: {name!r} needs the CUDA compiler ({str(error).splitlines()[0]}); "
+            "make install PLATFORM=cuda brings it, and needs no GPU"
+        ) from None
 
 
 def _target(gpu: Gpu) -> str:

@@ -6,6 +6,7 @@ The text is read once: its keys and values stay in the devices' memory for all q
 are generated. An empty line or Ctrl-D ends the talk; /new forgets all turns but the text. With --question the questions come
 from the command line. The chat template is the model's own, or --template.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -29,12 +30,26 @@ DOCUMENT = "Here is a text. Answer the questions about it.\n\n{text}\n\n{questio
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(prog="python -m scripts.chat", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("checkpoint", help="checkpoint, run folder, Hugging Face folder or org/name")
+    parser = entry.CommandParser(
+        prog="python -m scripts.chat", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "checkpoint", help="checkpoint, run folder, Hugging Face folder or org/name"
+    )
     parser.add_argument("--document", metavar="FILE", help="the text that is talked about")
-    parser.add_argument("--question", nargs="+", default=[], metavar="TEXT", help="ask these instead of reading the terminal")
-    parser.add_argument("--length", type=entry.at_least_one, help="tokens of the longest conversation (default: "
-                        f"{LENGTH:,}, or what the document takes with eight turns)")
+    parser.add_argument(
+        "--question",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="ask these instead of reading the terminal",
+    )
+    parser.add_argument(
+        "--length",
+        type=entry.at_least_one,
+        help="tokens of the longest conversation (default: "
+        f"{LENGTH:,}, or what the document takes with eight turns)",
+    )
     runner.add_flags(parser, new_tokens=256, evaluation=False)
     return runner.parse(parser, argv)
 
@@ -50,8 +65,10 @@ def read_document(path: str | None) -> str | None:
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--document: {path} cannot be read ({getattr(error, 'strerror', None) or error}); a text in UTF-8 "
-                        "would work") from None
+        raise UserError(
+            f"--document: {path} cannot be read ({getattr(error, 'strerror', None) or error}); a text in UTF-8 "
+            "would work"
+        ) from None
     if not text:
         raise UserError(f"--document: {path} is empty")
     return text
@@ -65,7 +82,9 @@ class Talk:
       generator: continues them, and keeps what it has read.
     """
 
-    def __init__(self, opened: runner.LoadedModel, document: str | None, length: int | None, new_tokens: int) -> None:
+    def __init__(
+        self, opened: runner.LoadedModel, document: str | None, length: int | None, new_tokens: int
+    ) -> None:
         """Compiles for conversations of at most `length` tokens.
 
         Raises:
@@ -74,17 +93,25 @@ class Talk:
         self.opened, self.document, self.new_tokens = opened, document, new_tokens
         self.respondent = opened.respondent
         if not self.respondent.template:
-            raise UserError(f"{opened.about['checkpoint']}: its tokenizer has no chat template; --template, with that of the "
-                            "conversations it was trained on, such as vicuna_v1.1, would work")
+            raise UserError(
+                f"{opened.about['checkpoint']}: its tokenizer has no chat template; --template, with that of the "
+                "conversations it was trained on, such as vicuna_v1.1, would work"
+            )
         self.turns: list[Message] = []
         needed = len(self._ids([self._user("")])) + 8 * (new_tokens + 64)
         capacity = length or max(needed, LENGTH)
         if needed - 7 * (new_tokens + 64) > capacity:
-            raise UserError(f"--length: found {length}; the document with a question and an answer takes about "
-                            f"{needed - 7 * (new_tokens + 64)} tokens")
+            raise UserError(
+                f"--length: found {length}; the document with a question and an answer takes about "
+                f"{needed - 7 * (new_tokens + 64)} tokens"
+            )
         if capacity > self.respondent.trained_length:
-            print(f"note: conversations of more than {self.respondent.trained_length:,} tokens are beyond the trained length")
-        self.generator: Generator = self.respondent.generator(opened.params, capacity, new_tokens, capacity - new_tokens)
+            print(
+                f"note: conversations of more than {self.respondent.trained_length:,} tokens are beyond the trained length"
+            )
+        self.generator: Generator = self.respondent.generator(
+            opened.params, capacity, new_tokens, capacity - new_tokens
+        )
 
     def _user(self, question: str) -> Message:
         """Returns the user's turn; the first one has the document."""
@@ -108,8 +135,10 @@ class Talk:
         ids = self._ids(turns)
         longest = self.generator.capacity - self.new_tokens
         if len(ids) > longest:
-            raise UserError(f"the conversation has {len(ids):,} tokens, and {longest:,} fit; /new begins another, --length "
-                            "makes room for longer ones")
+            raise UserError(
+                f"the conversation has {len(ids):,} tokens, and {longest:,} fit; /new begins another, --length "
+                "makes room for longer ones"
+            )
         generated: list[int] = []
 
         def kept() -> Iterator[int]:
@@ -140,13 +169,15 @@ def pieces(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[s
         generated.append(token)
         text = decode(generated).lstrip().rstrip("\ufffd").rstrip()
         if text.startswith(given) and text != given:
-            yield text[len(given):]
+            yield text[len(given) :]
             given = text
     text = decode(generated).strip()
-    if not text.startswith(given):  # a later token has changed what a tokenizer writes for those before it
+    if not text.startswith(
+        given
+    ):  # a later token has changed what a tokenizer writes for those before it
         yield f"\n{text}"
     elif text != given:
-        yield text[len(given):]
+        yield text[len(given) :]
 
 
 def questions(args: argparse.Namespace) -> Iterator[str]:
@@ -181,7 +212,10 @@ def talk(args: argparse.Namespace) -> None:
             print(f"note: {error}", file=sys.stderr)
             continue
         if sys.stderr.isatty():
-            print(f"({conversation.generator.prefilled - before:,} tokens were read anew)", file=sys.stderr)
+            print(
+                f"({conversation.generator.prefilled - before:,} tokens were read anew)",
+                file=sys.stderr,
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

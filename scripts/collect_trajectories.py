@@ -8,6 +8,7 @@ every one of them kept, so that returns spread from nothing to what a linear pol
 collected, in the same proportion. Stopped at any moment, the same command goes on and ends with the same files; with a larger
 number of episodes it adds to them. The last iteration of the search may be left unfinished by the number of episodes.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -36,7 +37,13 @@ from data.folders import exclusive, sync
 from data.printable import console
 from data.trajectories.episodes import Episode, episode_return, write_episode
 from data.trajectories.search import Search, SearchConfig
-from data.trajectories.tasks import TASKS, flatten_observation, get_task, make_environment, physics_state
+from data.trajectories.tasks import (
+    TASKS,
+    flatten_observation,
+    get_task,
+    make_environment,
+    physics_state,
+)
 from trainer import entry
 
 ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_search"}
@@ -72,7 +79,9 @@ def _environment(task: str) -> Any:
 
 def _reseed(environment: Any, seed: int) -> None:
     """Makes the environment's next reset depend on the seed alone."""
-    random = environment.task.random if hasattr(environment.task, "random") else environment.random_state
+    random = (
+        environment.task.random if hasattr(environment.task, "random") else environment.random_state
+    )
     random.seed(seed)
 
 
@@ -103,19 +112,38 @@ def collect(order: Order) -> tuple[float, np.ndarray, np.ndarray, int]:
     time_step = environment.reset()
     policy = _actions(order, task.action_size)
     next(policy)
-    rows = [(flatten_observation(time_step.observation), np.zeros(task.action_size, np.float32), 0.0, 1.0,
-             physics_state(environment))]
+    rows = [
+        (
+            flatten_observation(time_step.observation),
+            np.zeros(task.action_size, np.float32),
+            0.0,
+            1.0,
+            physics_state(environment),
+        )
+    ]
     acted_in = []
     for step in range(task.episode_steps):
         if step % order.action_repeat == 0:
             acted_in.append(rows[-1][0].astype(np.float64))
             action = policy.send(acted_in[-1])
         time_step = environment.step(action)
-        rows.append((flatten_observation(time_step.observation), action, time_step.reward or 0.0,
-                     1.0 if time_step.discount is None else time_step.discount, physics_state(environment)))
+        rows.append(
+            (
+                flatten_observation(time_step.observation),
+                action,
+                time_step.reward or 0.0,
+                1.0 if time_step.discount is None else time_step.discount,
+                physics_state(environment),
+            )
+        )
     observation, actions, reward, discount, physics = zip(*rows, strict=True)
-    episode = Episode(np.stack(observation), np.stack(actions), np.array(reward, np.float32), np.array(discount, np.float32),
-                      np.stack(physics))
+    episode = Episode(
+        np.stack(observation),
+        np.stack(actions),
+        np.array(reward, np.float32),
+        np.array(discount, np.float32),
+        np.stack(physics),
+    )
     write_episode(order.folder, "collected", order.index, episode)
     states = np.stack(acted_in)
     return episode_return(episode.reward), states.sum(0), np.square(states).sum(0), len(states)
@@ -141,44 +169,78 @@ class Collection:
         self.counts = episode_counts(args.episodes, policies)
         # Tasks of one body share its folder, but have algorithms' folders of their own.
         body = Path(args.output).expanduser() / self.task.domain
-        self.folders = {policy: body / f"{ALGORITHMS[policy]}_{self.task.task}" / "buffer" for policy in self.counts}
+        self.folders = {
+            policy: body / f"{ALGORITHMS[policy]}_{self.task.task}" / "buffer"
+            for policy in self.counts
+        }
         for policy, folder in self.folders.items():
             folder.mkdir(parents=True, exist_ok=True)
             claim(folder.parent / "collected.json", self._description(policy))
 
     def _description(self, policy: str) -> dict[str, Any]:
-        versions = {name: importlib.metadata.version(name) for name in ("dm_control", "mujoco", "numpy")}
+        versions = {
+            name: importlib.metadata.version(name) for name in ("dm_control", "mujoco", "numpy")
+        }
         search = {"search": dataclasses.asdict(self.search_config)} if policy == "search" else {}
-        return {"collected with": "dm_control", "task": self.task.name, "seed": self.args.seed,
-                "action_repeat": self.args.action_repeat, "episodes": {policy: self.counts[policy]}, **search,
-                "versions": versions}
+        return {
+            "collected with": "dm_control",
+            "task": self.task.name,
+            "seed": self.args.seed,
+            "action_repeat": self.args.action_repeat,
+            "episodes": {policy: self.counts[policy]},
+            **search,
+            "versions": versions,
+        }
 
     def order(self, policy: str, index: int, **linear: Any) -> Order:
         """Returns the order of an episode."""
         start = index - index % 2 if policy == "search" and self.search_config.paired else index
-        return Order(self.task.name, policy, index, _seed(self.args.seed, policy, start), self.args.action_repeat,
-                     self.folders[policy], **linear)
+        return Order(
+            self.task.name,
+            policy,
+            index,
+            _seed(self.args.seed, policy, start),
+            self.args.action_repeat,
+            self.folders[policy],
+            **linear,
+        )
 
     def collect_unguided(self, executor: Executor, on_episode: Callable[[int], object]) -> None:
         """Collects what is missing of the policies that do not learn."""
-        orders = [self.order(policy, index) for policy in self.folders if policy != "search"
-                  for index in range(self.counts[policy])]
-        missing = [order for order in orders if not list(order.folder.glob(f"collected_{order.index}_*.npz"))]
+        orders = [
+            self.order(policy, index)
+            for policy in self.folders
+            if policy != "search"
+            for index in range(self.counts[policy])
+        ]
+        missing = [
+            order
+            for order in orders
+            if not list(order.folder.glob(f"collected_{order.index}_*.npz"))
+        ]
         on_episode(len(orders) - len(missing))
         for finished in as_completed([executor.submit(collect, order) for order in missing]):
             finished.result()
             on_episode(1)
 
-    def collect_search(self, executor: Executor, on_episode: Callable[[int], object], on_iteration: Callable[[str], object],
-                       ) -> None:
+    def collect_search(
+        self,
+        executor: Executor,
+        on_episode: Callable[[int], object],
+        on_iteration: Callable[[str], object],
+    ) -> None:
         """Plays the iterations of the search that are missing, and the beginning of the last one where it is not whole.
 
         Raises:
           UserError: an episode of an earlier iteration is missing, whose policy is no longer known.
         """
         folder, size = self.folders["search"], self.search_config.episodes
-        search = Search(self.search_config, (self.task.action_size, self.task.observation_size), self.args.seed,
-                        folder.parent / "search.npz")
+        search = Search(
+            self.search_config,
+            (self.task.action_size, self.task.observation_size),
+            self.args.seed,
+            folder.parent / "search.npz",
+        )
         _check_episodes(folder, search.iteration * size)
         iterations, rest = divmod(self.counts["search"], size)
         on_episode(min(search.iteration * size, self.counts["search"]))
@@ -188,10 +250,14 @@ class Collection:
                 results.append(result)
                 on_episode(1)
             returns = np.array([result[0] for result in results])
-            sync(folder)  # the episodes outlive a loss of power before the state that no longer knows their policies
+            sync(
+                folder
+            )  # the episodes outlive a loss of power before the state that no longer knows their policies
             search.update(returns, [result[1:] for result in results])
-            on_iteration(f"search {search.iteration} of {iterations}: returns {returns.min():.1f} to {returns.max():.1f}, "
-                         f"mean {returns.mean():.1f}")
+            on_iteration(
+                f"search {search.iteration} of {iterations}: returns {returns.min():.1f} to {returns.max():.1f}, "
+                f"mean {returns.mean():.1f}"
+            )
         if search.iteration == iterations:
             # Nothing is learned from a part of an iteration; with more episodes it is played again, and is the same.
             for _ in executor.map(collect, self._search_orders(search)[:rest]):
@@ -199,11 +265,16 @@ class Collection:
 
     def _search_orders(self, search: Search) -> list[Order]:
         """Returns the orders of the search's next iteration: each direction, on both sides of the policy."""
-        policies = [search.weights + sign * self.search_config.noise * direction
-                    for direction in search.directions() for sign in (1, -1)]
+        policies = [
+            search.weights + sign * self.search_config.noise * direction
+            for direction in search.directions()
+            for sign in (1, -1)
+        ]
         first = search.iteration * self.search_config.episodes
-        return [self.order("search", first + index, weights=weights, mean=search.mean, std=search.std)
-                for index, weights in enumerate(policies)]
+        return [
+            self.order("search", first + index, weights=weights, mean=search.mean, std=search.std)
+            for index, weights in enumerate(policies)
+        ]
 
 
 def episode_counts(episodes: int, policies: Sequence[str]) -> dict[str, int]:
@@ -228,12 +299,17 @@ def run(args: argparse.Namespace) -> None:
     with exclusive(body / f".{task.name}.lock", f"collects {task.name} into it"):
         collection = Collection(args)
         total = sum(collection.counts.values())
-        with _workers(args.workers) as executor, Progress(console=console(), transient=False) as progress:
+        with (
+            _workers(args.workers) as executor,
+            Progress(console=console(), transient=False) as progress,
+        ):
             bar = progress.add_task(f"collecting {task.name}", total=total)
             on_episode = functools.partial(progress.advance, bar)
             collection.collect_unguided(executor, on_episode)
             if "search" in collection.folders:
-                collection.collect_search(executor, on_episode, functools.partial(progress.console.print, highlight=False))
+                collection.collect_search(
+                    executor, on_episode, functools.partial(progress.console.print, highlight=False)
+                )
     print(f"{task.name}: {total} episodes below {body}")
 
 
@@ -248,8 +324,10 @@ def _workers(count: int) -> Iterator[Executor]:
     try:
         yield executor
     except BrokenProcessPool:
-        raise UserError("a process that played an episode was killed, perhaps for want of memory; the same command goes on, "
-                        "and a smaller --workers takes less") from None
+        raise UserError(
+            "a process that played an episode was killed, perhaps for want of memory; the same command goes on, "
+            "and a smaller --workers takes less"
+        ) from None
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -269,15 +347,19 @@ def _begin_worker() -> None:
 
 def _seed(seed: int, policy: str, index: int) -> int:
     """Returns the seed of an episode."""
-    return int(np.random.SeedSequence((seed, list(ALGORITHMS).index(policy), index)).generate_state(1)[0])
+    return int(
+        np.random.SeedSequence((seed, list(ALGORITHMS).index(policy), index)).generate_state(1)[0]
+    )
 
 
 def _check_episodes(folder: Path, count: int) -> None:
     """Raises UserError unless the first `count` episodes of the search are there."""
     present = {int(path.stem.split("_")[1]) for path in folder.glob("collected_*_*.npz")}
     if missing := sorted(set(range(count)) - present):
-        raise UserError(f"{folder}: episode {missing[0]} of the search is missing, and {len(missing) - 1} more; remove "
-                        f"{folder.parent / 'search.npz'}, and the same command plays the whole search again")
+        raise UserError(
+            f"{folder}: episode {missing[0]} of the search is missing, and {len(missing) - 1} more; remove "
+            f"{folder.parent / 'search.npz'}, and the same command plays the whole search again"
+        )
 
 
 def claim(path: Path, description: dict[str, Any]) -> None:
@@ -289,12 +371,18 @@ def claim(path: Path, description: dict[str, Any]) -> None:
     try:
         begun = json.loads(path.read_text(encoding="utf-8")) if path.exists() else description
     except ValueError:
-        raise UserError(f"{path}: is no JSON, so what the folder holds is not known; another --output would work") from None
-    different = [name for name in description if name != "episodes" and begun.get(name) != description[name]]
+        raise UserError(
+            f"{path}: is no JSON, so what the folder holds is not known; another --output would work"
+        ) from None
+    different = [
+        name for name in description if name != "episodes" and begun.get(name) != description[name]
+    ]
     if different:
         name = different[0]
-        raise UserError(f"{path}: was begun with {name} {begun.get(name)}, now {description[name]}; the same options, or "
-                        "another --output, would work")
+        raise UserError(
+            f"{path}: was begun with {name} {begun.get(name)}, now {description[name]}; the same options, or "
+            "another --output, would work"
+        )
     [(policy, count)] = description["episodes"].items()
     if path.exists() and begun["episodes"].get(policy, 0) >= count:
         return
@@ -307,19 +395,43 @@ def claim(path: Path, description: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = entry.CommandParser(prog="python -m scripts.collect_trajectories", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
+    parser = entry.CommandParser(
+        prog="python -m scripts.collect_trajectories",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
     parser.add_argument("--task", required=True, help=f"out of {', '.join(TASKS)}")
-    parser.add_argument("--output", required=True, help="folder, which gets {domain}/{algorithm}/buffer/*.npz")
-    parser.add_argument("--episodes", type=entry.at_least_one, default=400, help="how many (default 400); with more than "
-                        "before, the folder gets the others")
-    parser.add_argument("--policy", nargs="+", choices=ALGORITHMS.values(), default=list(ALGORITHMS.values()),
-                        help="(default: all, in the proportion 1 : 1 : 8)")
-    parser.add_argument("--paired", action="store_true", help="start both episodes of a direction of the search from the same "
-                        "state, so that their difference is that of the policies; a folder stays as it was begun")
-    parser.add_argument("--action-repeat", type=entry.at_least_one, default=5,
-                        help="simulator steps that an action is held for (default 5); every step is recorded")
-    parser.add_argument("--workers", type=entry.at_least_one, default=2, help="processes (default 2)")
+    parser.add_argument(
+        "--output", required=True, help="folder, which gets {domain}/{algorithm}/buffer/*.npz"
+    )
+    parser.add_argument(
+        "--episodes",
+        type=entry.at_least_one,
+        default=400,
+        help="how many (default 400); with more than before, the folder gets the others",
+    )
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        choices=ALGORITHMS.values(),
+        default=list(ALGORITHMS.values()),
+        help="(default: all, in the proportion 1 : 1 : 8)",
+    )
+    parser.add_argument(
+        "--paired",
+        action="store_true",
+        help="start both episodes of a direction of the search from the same "
+        "state, so that their difference is that of the policies; a folder stays as it was begun",
+    )
+    parser.add_argument(
+        "--action-repeat",
+        type=entry.at_least_one,
+        default=5,
+        help="simulator steps that an action is held for (default 5); every step is recorded",
+    )
+    parser.add_argument(
+        "--workers", type=entry.at_least_one, default=2, help="processes (default 2)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the episodes (default 0)")
     args = parser.parse_args(argv)
     return entry.run(lambda: run(args), args.output)

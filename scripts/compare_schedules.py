@@ -1,4 +1,5 @@
 """The comparison of `scripts.plan --compare`: every schedule and layout, by the cost model's time of a step."""
+
 from __future__ import annotations
 
 import argparse
@@ -12,12 +13,26 @@ from model.attention.names import SCHEDULES as NAMES
 from trainer.config.schema import MESH_AXES
 
 SCHEDULES: dict[str, str | dict[str, Any]] = {
-    **{name: name for name in NAMES}, "ring_bidirectional": {"name": "ring", "bidirectional": True},
-    "balanced_split": {"name": "balanced", "split": True}, "attention2d_overlap": {"name": "attention2d", "overlap": True},
+    **{name: name for name in NAMES},
+    "ring_bidirectional": {"name": "ring", "bidirectional": True},
+    "balanced_split": {"name": "balanced", "split": True},
+    "attention2d_overlap": {"name": "attention2d", "overlap": True},
 }
 # The options that a comparison reads.
-READ = ("model", "topology", "hardware", "compare", "context", "batch", "schedule", "layout", "remat", "output", "no_download",
-        *MESH_AXES)
+READ = (
+    "model",
+    "topology",
+    "hardware",
+    "compare",
+    "context",
+    "batch",
+    "schedule",
+    "layout",
+    "remat",
+    "output",
+    "no_download",
+    *MESH_AXES,
+)
 
 
 def estimate_row(name: str, job: Any) -> dict[str, Any]:
@@ -25,12 +40,20 @@ def estimate_row(name: str, job: Any) -> dict[str, Any]:
     from planning.costs import estimate, time_range
 
     result, seconds = estimate(job), time_range(job)
-    return {"schedule": name, "layout": job.layout, "step_seconds": result.seconds,
-            "step_seconds_low": seconds.low, "step_seconds_high": seconds.high,
-            "exposed_seconds": result.step.exposed, "mfu": result.mfu, "tokens_per_second": result.tokens_per_second,
-            "layer_forward_seconds": result.layer_forward.seconds, "layer_backward_seconds": result.layer_backward.seconds,
-            "attention_forward_seconds": result.attention_forward.seconds,
-            "attention_backward_seconds": result.attention_backward.seconds}
+    return {
+        "schedule": name,
+        "layout": job.layout,
+        "step_seconds": result.seconds,
+        "step_seconds_low": seconds.low,
+        "step_seconds_high": seconds.high,
+        "exposed_seconds": result.step.exposed,
+        "mfu": result.mfu,
+        "tokens_per_second": result.tokens_per_second,
+        "layer_forward_seconds": result.layer_forward.seconds,
+        "layer_backward_seconds": result.layer_backward.seconds,
+        "attention_forward_seconds": result.attention_forward.seconds,
+        "attention_backward_seconds": result.attention_backward.seconds,
+    }
 
 
 def round_rows(job: Any) -> list[dict[str, Any]]:
@@ -38,9 +61,19 @@ def round_rows(job: Any) -> list[dict[str, Any]]:
     from planning.costs import estimate
 
     result = estimate(job)
-    return [{"pass": name, "round": number, "seconds": duration.seconds, "compute_seconds": duration.compute}
-            for name, durations in (("forward", result.forward_rounds), ("backward", result.backward_rounds))
-            for number, duration in enumerate(durations)]
+    return [
+        {
+            "pass": name,
+            "round": number,
+            "seconds": duration.seconds,
+            "compute_seconds": duration.compute,
+        }
+        for name, durations in (
+            ("forward", result.forward_rounds),
+            ("backward", result.backward_rounds),
+        )
+        for number, duration in enumerate(durations)
+    ]
 
 
 def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
@@ -57,30 +90,48 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
 
     for option, value in vars(args).items():
         if option not in READ and value not in (None, False):
-            raise UserError(f"--{option.replace('_', '-')}: a comparison of schedules does not read it; leave it out, and give "
-                            f"axes as {', '.join(f'--{axis}' for axis in MESH_AXES)}")
+            raise UserError(
+                f"--{option.replace('_', '-')}: a comparison of schedules does not read it; leave it out, and give "
+                f"axes as {', '.join(f'--{axis}' for axis in MESH_AXES)}"
+            )
     for option in ("model", "context"):
         if getattr(args, option) is None:
             raise UserError(f"--{option}: missing; a comparison of schedules needs it")
     model, axes = named_model(args.model), {axis: getattr(args, axis) or 1 for axis in MESH_AXES}
     if args.hardware:
         if args.hardware not in HARDWARE:
-            raise UserError(f"--hardware: found {args.hardware!r}; the cost model has {', '.join(HARDWARE)}")
+            raise UserError(
+                f"--hardware: found {args.hardware!r}; the cost model has {', '.join(HARDWARE)}"
+            )
         hardware = HARDWARE[args.hardware]
     else:
         planned = Job.of(model, args.topology or "", args.context) if args.topology else None
         if planned is None or planned.hardware is None:
-            raise UserError("--compare: needs a --machine that the cost model lists, or one of them as --hardware: "
-                            f"{', '.join(HARDWARE)}")
+            raise UserError(
+                "--compare: needs a --machine that the cost model lists, or one of them as --hardware: "
+                f"{', '.join(HARDWARE)}"
+            )
         hardware = planned.hardware
         if not any(getattr(args, axis) for axis in MESH_AXES):
             axes["sequence"] = device_count(args.topology)
-    job = TrainingStep(Sizes.of(model), hardware, args.context, args.batch or 1, **axes, remat=args.remat or "save_attention")
-    if args.schedule is not None and not (isinstance(args.schedule, str) and args.schedule in SCHEDULES):
+    job = TrainingStep(
+        Sizes.of(model),
+        hardware,
+        args.context,
+        args.batch or 1,
+        **axes,
+        remat=args.remat or "save_attention",
+    )
+    if args.schedule is not None and not (
+        isinstance(args.schedule, str) and args.schedule in SCHEDULES
+    ):
         raise UserError(f"--schedule: found {args.schedule!r}; compared are {', '.join(SCHEDULES)}")
-    return [(name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
-            for name in ([args.schedule] if args.schedule else SCHEDULES)
-            for layout in ([args.layout] if args.layout else LAYOUTS) if name != "local" or job.sequence == 1]
+    return [
+        (name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
+        for name in ([args.schedule] if args.schedule else SCHEDULES)
+        for layout in ([args.layout] if args.layout else LAYOUTS)
+        if name != "local" or job.sequence == 1
+    ]
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -89,23 +140,33 @@ def compare(args: argparse.Namespace) -> int:
         output_file(args.output, b'"exposed_seconds')
     jobs = cost_jobs(args)
     job = jobs[0][1]
-    rows = sorted((estimate_row(*named_job) for named_job in jobs), key=lambda row: row["step_seconds_high"])
-    print(f"{args.model} on {args.hardware or args.topology}, a training step, the fastest first; from matrix products at full "
-          "rate alone to as slow as the slowest step that others measured on such machines; exposed: waiting for transfers")
+    rows = sorted(
+        (estimate_row(*named_job) for named_job in jobs), key=lambda row: row["step_seconds_high"]
+    )
+    print(
+        f"{args.model} on {args.hardware or args.topology}, a training step, the fastest first; from matrix products at full "
+        "rate alone to as slow as the slowest step that others measured on such machines; exposed: waiting for transfers"
+    )
     print(f"{'schedule':20} {'layout':10} {'step, s':>18} {'exposed, s':>10} {'MFU, 0..1':>17}")
     for row in rows:
         low, high = (row["step_seconds"] / row[f"step_seconds_{end}"] for end in ("high", "low"))
         step = f"{row['step_seconds_low']:.4g} to {row['step_seconds_high']:.4g}"
         mfu = f"{low * row['mfu']:.2f} to {high * row['mfu']:.2f}"
-        print(f"{row['schedule']:20} {row['layout']:10} {step:>18} {row['exposed_seconds']:10.3f} {mfu:>17}")
+        print(
+            f"{row['schedule']:20} {row['layout']:10} {step:>18} {row['exposed_seconds']:10.3f} {mfu:>17}"
+        )
     heads = -(-job.sizes.query_heads // job.tensor)
     if heads % job.sequence and any(row["schedule"] == "ulysses" for row in rows):
-        print(f"note: ulysses' {job.sequence} ranks share {heads} heads, which are padded to "
-              f"{-(-heads // job.sequence) * job.sequence}: its work grows as much (a smaller degree in USP avoids it)")
+        print(
+            f"note: ulysses' {job.sequence} ranks share {heads} heads, which are padded to "
+            f"{-(-heads // job.sequence) * job.sequence}: its work grows as much (a smaller degree in USP avoids it)"
+        )
     rounds = round_rows(job) if len(jobs) == 1 else []
     for row in rounds:
-        print(f"{row['pass']:8} round {row['round']:3}  {1e3 * row['seconds']:10.3f} ms, of it computing "
-              f"{1e3 * row['compute_seconds']:10.3f}")
+        print(
+            f"{row['pass']:8} round {row['round']:3}  {1e3 * row['seconds']:10.3f} ms, of it computing "
+            f"{1e3 * row['compute_seconds']:10.3f}"
+        )
     if args.output:
         with open(args.output, "w", encoding="utf-8") as file:
             json.dump({"estimates": rows, "rounds": rounds}, file, indent=2)

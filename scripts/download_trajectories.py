@@ -5,17 +5,31 @@
 Writes DIR/{domain}/{algorithm}/buffer/*.npz, the form that `trajectories.path` of a recipe takes. An archive has several GB; it
 is removed once it is unpacked.
 """
+
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from data.paths import output_folder
 from data.printable import console
-from data.trajectories.archives import ADDRESS, ALGORITHMS, DOMAINS, archive_folder, download_archive
+from data.trajectories.archives import (
+    ADDRESS,
+    ALGORITHMS,
+    DOMAINS,
+    archive_folder,
+    download_archive,
+)
 from trainer import entry
 
 
@@ -23,31 +37,62 @@ def run(args: argparse.Namespace) -> None:
     """Downloads and unpacks what is missing."""
     root = Path(args.output).expanduser()
     for algorithm in args.algorithm:
-        archive_folder(root, args.domain, algorithm)  # an unknown name is refused before the first hour
+        archive_folder(
+            root, args.domain, algorithm
+        )  # an unknown name is refused before the first hour
     output_folder(root)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console(), transient=False) as progress:
         for algorithm in args.algorithm:
             name = f"{args.domain}/{algorithm}"
             bar = progress.add_task(name, total=None)
             count = download_archive(
-                args.domain, algorithm, root, args.address,
-                on_progress=lambda done, size, bar=bar: progress.update(bar, completed=done, total=size),
-                on_failure=lambda message, name=name: progress.console.print(f"{name}: {message}", highlight=False))
-            outcome = "was there already" if count is None else f"{count:,} episodes in {root / name / 'buffer'}"
+                args.domain,
+                algorithm,
+                root,
+                args.address,
+                on_progress=lambda done, size, bar=bar: progress.update(
+                    bar, completed=done, total=size
+                ),
+                on_failure=lambda message, name=name: progress.console.print(
+                    f"{name}: {message}", highlight=False
+                ),
+            )
+            outcome = (
+                "was there already"
+                if count is None
+                else f"{count:,} episodes in {root / name / 'buffer'}"
+            )
             progress.update(bar, completed=1, total=1, visible=False)
             progress.console.print(f"{name}: {outcome}", highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = entry.CommandParser(prog="python -m scripts.download_trajectories", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
+    parser = entry.CommandParser(
+        prog="python -m scripts.download_trajectories",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
     parser.add_argument("--domain", required=True, help=f"out of {', '.join(DOMAINS)}")
-    parser.add_argument("--algorithm", required=True, nargs="+", help=f"some of {', '.join(ALGORITHMS)}")
-    parser.add_argument("--output", required=True, help="folder, which gets {domain}/{algorithm}/buffer/*.npz")
-    parser.add_argument("--address", default=ADDRESS, help="of the archives or a copy of them; {domain}/{algorithm}.zip is "
-                        "appended (default %(default)s)")
+    parser.add_argument(
+        "--algorithm", required=True, nargs="+", help=f"some of {', '.join(ALGORITHMS)}"
+    )
+    parser.add_argument(
+        "--output", required=True, help="folder, which gets {domain}/{algorithm}/buffer/*.npz"
+    )
+    parser.add_argument(
+        "--address",
+        default=ADDRESS,
+        help="of the archives or a copy of them; {domain}/{algorithm}.zip is "
+        "appended (default %(default)s)",
+    )
     args = parser.parse_args(argv)
     return entry.run(lambda: run(args), args.output)
 

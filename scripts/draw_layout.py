@@ -1,6 +1,6 @@
 """Draws docs/striped_layout.png: which tokens each device holds, and which tiles it computes in each round of a ring.
 
-    python -m scripts.draw_layout [--output FILE.png]
+python -m scripts.draw_layout [--output FILE.png]
 """
 
 import pathlib
@@ -23,9 +23,18 @@ LAYOUTS = ("contiguous", "striped")
 DEVICES = 4
 TILE = 4  # tokens on a side of a tile
 LENGTH = DEVICES * TILE * 4  # four tiles on a side of each device's block
-HOLDERS = ["#4477aa", "#66ccee", "#228833", "#ccbb44"]  # Paul Tol's bright scheme, for all kinds of colour vision
+HOLDERS = [
+    "#4477aa",
+    "#66ccee",
+    "#228833",
+    "#ccbb44",
+]  # Paul Tol's bright scheme, for all kinds of colour vision
 KINDS = {"full": "#5a5566", "masked": "#e6a04b", "skip": "#eeeeee"}
-DESCRIPTIONS = {"full": "computed without a mask", "masked": "computed with a mask", "skip": "skipped: all keys are later"}
+DESCRIPTIONS = {
+    "full": "computed without a mask",
+    "masked": "computed with a mask",
+    "skip": "skipped: all keys are later",
+}
 
 
 def kind(queries: Int[np.ndarray, " Tq"], keys: Int[np.ndarray, " Tk"]) -> str:
@@ -40,7 +49,10 @@ def ring_tiles(layout: str) -> list[list[list[list[str]]]]:
     tiles = permutation(LENGTH, DEVICES, layout).reshape(DEVICES, -1, TILE)
     return [
         [
-            [[kind(queries, keys) for keys in tiles[(device - round_) % DEVICES]] for queries in tiles[device]]
+            [
+                [kind(queries, keys) for keys in tiles[(device - round_) % DEVICES]]
+                for queries in tiles[device]
+            ]
             for device in range(DEVICES)
         ]
         for round_ in range(DEVICES)
@@ -62,8 +74,13 @@ def draw(path: pathlib.Path) -> None:
     FigureCanvasAgg(figure)
     for half, layout in zip(figure.subfigures(1, 2, wspace=0.04), LAYOUTS, strict=True):
         _draw_layout(half, layout)
-    legend = [Patch(facecolor=KINDS[name], edgecolor="#999999", label=DESCRIPTIONS[name]) for name in KINDS]
-    legend += [Patch(facecolor=colour, label=f"device {device}") for device, colour in enumerate(HOLDERS)]
+    legend = [
+        Patch(facecolor=KINDS[name], edgecolor="#999999", label=DESCRIPTIONS[name])
+        for name in KINDS
+    ]
+    legend += [
+        Patch(facecolor=colour, label=f"device {device}") for device, colour in enumerate(HOLDERS)
+    ]
     figure.legend(handles=legend, loc="lower center", ncols=len(legend), fontsize=9, frameon=False)
     figure.savefig(path, dpi=110)
 
@@ -71,8 +88,15 @@ def draw(path: pathlib.Path) -> None:
 def _draw_layout(half: "SubFigure", layout: str) -> None:
     """Draws the sequence in the colours of the devices that hold it, and below, each device's tiles in each round."""
     grid = half.add_gridspec(
-        DEVICES + 1, DEVICES, height_ratios=[0.3] + [1] * DEVICES, hspace=0.36, wspace=0.12,
-        left=0.12, right=0.98, top=0.92, bottom=0.11,
+        DEVICES + 1,
+        DEVICES,
+        height_ratios=[0.3] + [1] * DEVICES,
+        hspace=0.36,
+        wspace=0.12,
+        left=0.12,
+        right=0.98,
+        top=0.92,
+        bottom=0.11,
     )
     half.suptitle(layout, fontsize=16, fontweight="bold", x=0.55, y=0.985)
     _draw_sequence(half.add_subplot(grid[0, :]), layout)
@@ -96,7 +120,9 @@ def _draw_sequence(axes: "Axes", layout: str) -> None:
     holder = np.empty(LENGTH, int)  # the device that holds each token
     holder[permutation(LENGTH, DEVICES, layout)] = np.repeat(np.arange(DEVICES), LENGTH // DEVICES)
     for token, device in enumerate(holder):
-        axes.add_patch(Rectangle((token, 0), 1, 1, facecolor=HOLDERS[device], edgecolor="white", linewidth=0.6))
+        axes.add_patch(
+            Rectangle((token, 0), 1, 1, facecolor=HOLDERS[device], edgecolor="white", linewidth=0.6)
+        )
     axes.set(xlim=(0, LENGTH), ylim=(0, 1), yticks=[], xticks=[])
     axes.set_frame_on(False)
     axes.set_title("device of each token, from the first to the last token", fontsize=10, pad=4)
@@ -108,7 +134,11 @@ def _draw_block(axes: "Axes", block: list[list[str]], device: int) -> None:
     size = len(block)
     for row, column in np.ndindex(size, size):
         corner = (column, size - 1 - row)
-        axes.add_patch(Rectangle(corner, 1, 1, facecolor=KINDS[block[row][column]], edgecolor="white", linewidth=1))
+        axes.add_patch(
+            Rectangle(
+                corner, 1, 1, facecolor=KINDS[block[row][column]], edgecolor="white", linewidth=1
+            )
+        )
     axes.set(xlim=(0, size), ylim=(0, size), xticks=[], yticks=[], aspect="equal")
     for spine in axes.spines.values():
         spine.set(color=HOLDERS[device], linewidth=2.5)
@@ -117,10 +147,20 @@ def _draw_block(axes: "Axes", block: list[list[str]], device: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, which prints the file's name, and returns its exit status."""
-    parser = entry.CommandParser(prog="python -m scripts.draw_layout", allow_abbrev=False, description=(
-        "Draws which tokens each device holds, and which tiles it computes in each round of a ring."))
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("docs/striped_layout.png"), metavar="FILE.png",
-                        help="picture to write (default docs/striped_layout.png, the repository's own)")
+    parser = entry.CommandParser(
+        prog="python -m scripts.draw_layout",
+        allow_abbrev=False,
+        description=(
+            "Draws which tokens each device holds, and which tiles it computes in each round of a ring."
+        ),
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=pathlib.Path("docs/striped_layout.png"),
+        metavar="FILE.png",
+        help="picture to write (default docs/striped_layout.png, the repository's own)",
+    )
     args = parser.parse_args(argv)
 
     def draw_and_print() -> None:

@@ -1,7 +1,8 @@
 """Draws schedules from their plans: which rank computes which tiles in each round, how even the work is, and what is sent.
 
-    python -m scripts.draw_schedule [--output docs/schedules] [--ranks 4] [--schedules ring ...]
+python -m scripts.draw_schedule [--output docs/schedules] [--ranks 4] [--schedules ring ...]
 """
+
 import argparse
 import pathlib
 import sys
@@ -25,10 +26,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CASES = {
-    "ring": "ring", "ring_bidirectional": {"name": "ring", "bidirectional": True}, "all_gather": "all_gather",
-    "balanced": "balanced", "balanced_split": {"name": "balanced", "split": True},
-    "ulysses": "ulysses", "usp": {"name": "ulysses", "degree": 2}, "attention2d": "attention2d",
-    "attention2d_overlap": {"name": "attention2d", "overlap": True}, "ring_self_attention": "ring_self_attention",
+    "ring": "ring",
+    "ring_bidirectional": {"name": "ring", "bidirectional": True},
+    "all_gather": "all_gather",
+    "balanced": "balanced",
+    "balanced_split": {"name": "balanced", "split": True},
+    "ulysses": "ulysses",
+    "usp": {"name": "ulysses", "degree": 2},
+    "attention2d": "attention2d",
+    "attention2d_overlap": {"name": "attention2d", "overlap": True},
+    "ring_self_attention": "ring_self_attention",
 }
 SHARED_HEADS = ("ulysses", "usp")  # in these, ranks compute the same tiles for different heads
 CAPTION = (
@@ -37,14 +44,38 @@ CAPTION = (
 )
 TILES, TOKENS = 4, 4  # tiles on a side of a block, tokens on a side of a tile
 CELL = 8  # image points on a side of a tile, which has a stripe for each rank that shares its heads
-COLOURS = np.array([  # Paul Tol's muted scheme, for all kinds of colour vision
-    (0x33, 0x22, 0x88), (0x88, 0xCC, 0xEE), (0x11, 0x77, 0x33), (0xDD, 0xCC, 0x77),
-    (0xCC, 0x66, 0x77), (0x44, 0xAA, 0x99), (0x88, 0x22, 0x55), (0x99, 0x99, 0x33)]) / 255
-SKIPPED, IDLE = np.array([0.86] * 3), np.array([0.975] * 3)  # colours of tiles that are skipped, or not in this round
+COLOURS = (
+    np.array(
+        [  # Paul Tol's muted scheme, for all kinds of colour vision
+            (0x33, 0x22, 0x88),
+            (0x88, 0xCC, 0xEE),
+            (0x11, 0x77, 0x33),
+            (0xDD, 0xCC, 0x77),
+            (0xCC, 0x66, 0x77),
+            (0x44, 0xAA, 0x99),
+            (0x88, 0x22, 0x55),
+            (0x99, 0x99, 0x33),
+        ]
+    )
+    / 255
+)
+SKIPPED, IDLE = (
+    np.array([0.86] * 3),
+    np.array([0.975] * 3),
+)  # colours of tiles that are skipped, or not in this round
 TEXT_COLOUR = "#2b2b2b"
 # Sizes in inches.
-WIDTH, HEIGHT = 12.0, 9.0  # of a picture at most, so that a screen shows all of it at the width of a page
-LABELS, GAP, TITLE, BARS, TEXT_LINE = 0.6, 0.14, 0.2, 0.5, 0.15  # of row labels, gaps, titles, bars, a line of text
+WIDTH, HEIGHT = (
+    12.0,
+    9.0,
+)  # of a picture at most, so that a screen shows all of it at the width of a page
+LABELS, GAP, TITLE, BARS, TEXT_LINE = (
+    0.6,
+    0.14,
+    0.2,
+    0.5,
+    0.15,
+)  # of row labels, gaps, titles, bars, a line of text
 SIDE = 2.6  # of a panel, at most
 PANEL_LETTERS, CAPTION_LETTERS = 16, 13.5  # letters in an inch
 MIN_WIDTH = 8.0
@@ -60,8 +91,13 @@ def kinds(layout: str, size: int) -> Int[np.ndarray, "query_tiles key_tiles"]:
         size: number of ranks.
     """
     order = permutation(size * TILES * TOKENS, size, layout)
-    bounds = tile_bounds(TokenCoords(jnp.asarray(order[None]), jnp.ones((1, len(order)), jnp.int32)), TOKENS)
-    queries, keys = jax.tree.map(lambda x: x[0][:, None], bounds), jax.tree.map(lambda x: x[0][None], bounds)
+    bounds = tile_bounds(
+        TokenCoords(jnp.asarray(order[None]), jnp.ones((1, len(order)), jnp.int32)), TOKENS
+    )
+    queries, keys = (
+        jax.tree.map(lambda x: x[0][:, None], bounds),
+        jax.tree.map(lambda x: x[0][None], bounds),
+    )
     return np.asarray(tile_kind(queries, keys, Mask()))
 
 
@@ -76,8 +112,10 @@ class TileIndices(NamedTuple):
 
 def tiles_of(task: Task) -> TileIndices:
     """Returns the tiles of a kernel call."""
-    rows, columns = (np.concatenate([np.arange(TILES) + block * TILES for block in blocks])
-                     for blocks in (task.queries, task.keys))
+    rows, columns = (
+        np.concatenate([np.arange(TILES) + block * TILES for block in blocks])
+        for blocks in (task.queries, task.keys)
+    )
     (part, parts), (key_part, key_parts) = task.part, task.key_part
     return TileIndices(np.split(rows, parts)[part], np.split(columns, key_parts)[key_part])
 
@@ -98,7 +136,7 @@ def picture(
                 if tile_kinds[row, column] == SKIP:
                     colour = SKIPPED
                 top = row * CELL + share * height
-                image[top:top + height, column * CELL:(column + 1) * CELL] = colour
+                image[top : top + height, column * CELL : (column + 1) * CELL] = colour
     return image
 
 
@@ -125,11 +163,17 @@ def describe(send: Send, size: int) -> str:
         step = f"+{step}" if step <= size // 2 else f"−{size - step}"
         senders = "all" if len(sources) == size else ",".join(map(str, sources))
         return f"{send.arrays}: {senders} → {step}"
-    if send.kind == "collective-permute":  # rings of neighbours, in which the longest step leads back to the first rank
+    if (
+        send.kind == "collective-permute"
+    ):  # rings of neighbours, in which the longest step leads back to the first rank
         return f"{send.arrays}: all → −1 in rows of {max(abs(a - b) for a, b in send.pairs) + 1}"
-    groups = sorted({tuple(sorted({source, *(b for a, b in send.pairs if a == source)})) for source in sources})
+    groups = sorted(
+        {tuple(sorted({source, *(b for a, b in send.pairs if a == source)})) for source in sources}
+    )
     first = ",".join(map(str, groups[0]))
-    return f"{send.arrays}: {send.kind} " + (f"of {{{first}}},\u00a0…" if len(groups) > 1 else "of all")
+    return f"{send.arrays}: {send.kind} " + (
+        f"of {{{first}}},\u00a0…" if len(groups) > 1 else "of all"
+    )
 
 
 class DescribedRound(NamedTuple):
@@ -145,9 +189,15 @@ def with_sends(rounds: tuple[Round, ...], size: int) -> list[DescribedRound]:
     described: list[DescribedRound] = []
     before: list[str] = []
     for round_ in rounds:
-        lines = [describe(send, size) for send in round_.sends if send.pairs and "coordinates" not in send.arrays]
+        lines = [
+            describe(send, size)
+            for send in round_.sends
+            if send.pairs and "coordinates" not in send.arrays
+        ]
         if round_.tasks:
-            described.append(DescribedRound(round_, "\n".join(["first " + line for line in before] + lines)))
+            described.append(
+                DescribedRound(round_, "\n".join(["first " + line for line in before] + lines))
+            )
             before = []
         elif described:
             last = described[-1]
@@ -187,7 +237,9 @@ def panel_rows(name: str, size: int) -> list[list[Panel]]:
         size: number of ranks.
     """
     block = Block(batch=1, tokens=TILES * TOKENS, query_heads=size, kv_heads=size, head_dim=8)
-    dense = name == "ring_self_attention"  # computes whole blocks by matrix products, the same under every layout
+    dense = (
+        name == "ring_self_attention"
+    )  # computes whole blocks by matrix products, the same under every layout
     rows = []
     for layout in LAYOUTS[:1] if dense else LAYOUTS:
         rounds = with_sends(get_schedule(CASES[name], size, layout).plan(size, block).forward, size)
@@ -196,16 +248,26 @@ def panel_rows(name: str, size: int) -> list[list[Panel]]:
         label = f"{'every layout' if dense else layout}\nbusiest / mean {tiles.max(1).sum() / tiles.mean(1).sum():.2f}"
         columns = -(-len(rounds) // -(-len(rounds) // MAX_COLUMNS))
         side_by_side = len(rounds) <= MAX_SIDE_BY_SIDE
-        titles = [f"round {number}" if side_by_side or layout == LAYOUTS[0] else "" for number in range(len(rounds))]
+        titles = [
+            f"round {number}" if side_by_side or layout == LAYOUTS[0] else ""
+            for number in range(len(rounds))
+        ]
         if len(rounds) == 1:
             titles = [label]
         heading = label.replace("\n", ": ") if side_by_side and len(rounds) > 1 else ""
         panels = [
-            Panel(titles[number], label if number % columns == 0 and not side_by_side else "", picture(item.round, tile_kinds),
-                  tiles[number], tiles.max(), item.sends.splitlines(), heading if number == 0 else "")
+            Panel(
+                titles[number],
+                label if number % columns == 0 and not side_by_side else "",
+                picture(item.round, tile_kinds),
+                tiles[number],
+                tiles.max(),
+                item.sends.splitlines(),
+                heading if number == 0 else "",
+            )
             for number, item in enumerate(rounds)
         ]
-        rows += [panels[start:start + columns] for start in range(0, len(panels), columns)]
+        rows += [panels[start : start + columns] for start in range(0, len(panels), columns)]
     return [[panel for row in rows for panel in row]] if side_by_side else rows
 
 
@@ -223,13 +285,19 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
     rows = panel_rows(name, size)
     columns = max(map(len, rows))
     pitch = min((WIDTH - LABELS) / columns, SIDE + GAP)  # from a panel to the next
-    rows = [[replace(panel, text=_wrapped(panel.text, int(pitch * PANEL_LETTERS))) for panel in row] for row in rows]
+    rows = [
+        [replace(panel, text=_wrapped(panel.text, int(pitch * PANEL_LETTERS))) for panel in row]
+        for row in rows
+    ]
     width = max(LABELS + columns * pitch, MIN_WIDTH)
     shared_heads = " Stripes: ranks share the heads." if name in SHARED_HEADS else ""
     caption = _wrapped([CAPTION + shared_heads], int(width * CAPTION_LETTERS))
     legend_rows = -(-len(_legend_handles(size)) // int(width / 1.15))
-    title_heights = [TITLE * max(panel.title.count("\n") + bool(panel.title) + bool(panel.heading) for panel in row)
-                     for row in rows]
+    title_heights = [
+        TITLE
+        * max(panel.title.count("\n") + bool(panel.title) + bool(panel.heading) for panel in row)
+        for row in rows
+    ]
     text_heights = [0.25 + TEXT_LINE * max(len(panel.text) for panel in row) for row in rows]
     above = 0.5 + 0.17 * len(caption)
     fixed = above + len(rows) * BARS + sum(title_heights) + sum(text_heights) + 0.23 * legend_rows
@@ -238,15 +306,36 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
 
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
-    figure.text(0.5, 1 - 0.1 / height, f"{name.replace('_', ' ')} on {size} ranks, forward", fontsize=15, fontweight="bold",
-                color=TEXT_COLOUR, ha="center", va="top")
-    figure.text(0.5, 1 - 0.44 / height, "\n".join(caption), fontsize=9.5, color="#555555", ha="center", va="top")
+    figure.text(
+        0.5,
+        1 - 0.1 / height,
+        f"{name.replace('_', ' ')} on {size} ranks, forward",
+        fontsize=15,
+        fontweight="bold",
+        color=TEXT_COLOUR,
+        ha="center",
+        va="top",
+    )
+    figure.text(
+        0.5,
+        1 - 0.44 / height,
+        "\n".join(caption),
+        fontsize=9.5,
+        color="#555555",
+        ha="center",
+        va="top",
+    )
     y = height - above
     for row, title_height, text_height in zip(rows, title_heights, text_heights, strict=True):
         y -= title_height + side
         for column, panel in enumerate(row):
             x = (width + LABELS - columns * pitch) / 2 + column * pitch
-            _draw_panel(panel, size, _axes(figure, x, y, side, side), _axes(figure, x, y - BARS, side, BARS - 0.2))
+            _draw_panel(
+                panel,
+                size,
+                _axes(figure, x, y, side, side),
+                _axes(figure, x, y - BARS, side, BARS - 0.2),
+            )
         y -= BARS + text_height
     _draw_legend(figure, size, legend_rows)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -256,7 +345,9 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
 def _axes(figure: "Figure", x: float, y: float, width: float, height: float) -> "Axes":
     """Adds axes of this position and size, in inches."""
     figure_width, figure_height = figure.get_size_inches()
-    return figure.add_axes((x / figure_width, y / figure_height, width / figure_width, height / figure_height))
+    return figure.add_axes(
+        (x / figure_width, y / figure_height, width / figure_width, height / figure_height)
+    )
 
 
 def _legend_handles(size: int) -> list:
@@ -272,8 +363,16 @@ def _legend_handles(size: int) -> list:
 
 def _draw_legend(figure: "Figure", size: int, rows: int) -> None:
     handles = _legend_handles(size)
-    figure.legend(handles=handles, loc="lower center", ncols=-(-len(handles) // rows), fontsize=9.5, frameon=False,
-                  borderpad=0.3, columnspacing=1.5, handlelength=1.5)
+    figure.legend(
+        handles=handles,
+        loc="lower center",
+        ncols=-(-len(handles) // rows),
+        fontsize=9.5,
+        frameon=False,
+        borderpad=0.3,
+        columnspacing=1.5,
+        handlelength=1.5,
+    )
 
 
 def _draw_panel(panel: Panel, size: int, matrix: "Axes", bars: "Axes") -> None:
@@ -287,8 +386,15 @@ def _draw_panel(panel: Panel, size: int, matrix: "Axes", bars: "Axes") -> None:
     matrix.set(xticks=[], yticks=[])
     matrix.set_title(panel.title, fontsize=9.5, color=TEXT_COLOUR, pad=4, loc="left")
     if panel.heading:
-        matrix.annotate(panel.heading, (0, 1), (0, 17), xycoords="axes fraction", textcoords="offset points", fontsize=9.5,
-                        color=TEXT_COLOUR)
+        matrix.annotate(
+            panel.heading,
+            (0, 1),
+            (0, 17),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            fontsize=9.5,
+            color=TEXT_COLOUR,
+        )
     matrix.set_ylabel(panel.label, fontsize=9.5, color=TEXT_COLOUR)
     busiest = panel.tiles.max()
     bars.bar(range(size), panel.tiles, width=0.8, color=COLOURS[:size])
@@ -305,12 +411,28 @@ def _wrapped(lines: list[str], letters: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, which prints each file's name, and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.draw_schedule", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("docs/schedules"),
-                        help="folder for SCHEDULE_RANKS.png (default docs/schedules, the repository's own pictures)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4], choices=[4, 8], help="numbers of ranks (default 4)")
-    parser.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES, help="schedules (default all)")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.draw_schedule",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=pathlib.Path("docs/schedules"),
+        help="folder for SCHEDULE_RANKS.png (default docs/schedules, the repository's own pictures)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[4],
+        choices=[4, 8],
+        help="numbers of ranks (default 4)",
+    )
+    parser.add_argument(
+        "--schedules", nargs="+", default=list(CASES), choices=CASES, help="schedules (default all)"
+    )
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     for name in args.schedules:

@@ -12,21 +12,50 @@ from trainer import entry
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = entry.CommandParser(prog="python -m scripts.export_hf", allow_abbrev=False, description=(
-        "Writes a Hugging Face folder (safetensors, config, generation config, tokenizer, chat template) from a "
-        "checkpoint, in the dtype that the model was read in; of a run with adapters, a folder that peft loads. Needs no "
-        "accelerator."))
-    parser.add_argument("checkpoint", metavar="CHECKPOINT",
-                        help="a checkpoint folder (RUN/checkpoints/STEP), or a run folder, for its newest undamaged one")
-    parser.add_argument("hf_dir", metavar="HF_DIR", type=Path, help="folder to write, which must be empty or not exist")
-    parser.add_argument("--merge", action="store_true", help="of adapters: write the whole model with the adapters' products "
-                        "added to its weights; otherwise they are written alone, as peft loads them")
-    parser.add_argument("--average", action="store_true", help="write the moving average of the weights that "
-                        "optimizer.average_decay keeps, not the weights of the last step")
-    parser.add_argument("--dequantize", action="store_true", help="with --merge, of adapters that were trained beside "
-                        "quantized weights: add their products to the numbers that the codes stand for")
-    parser.add_argument("--base", metavar="MODEL", help="the model that the adapters belong to: its name on the hub, which the "
-                        "export then gives, or a folder, where it is not at the path that they name")
+    parser = entry.CommandParser(
+        prog="python -m scripts.export_hf",
+        allow_abbrev=False,
+        description=(
+            "Writes a Hugging Face folder (safetensors, config, generation config, tokenizer, chat template) from a "
+            "checkpoint, in the dtype that the model was read in; of a run with adapters, a folder that peft loads. Needs no "
+            "accelerator."
+        ),
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a checkpoint folder (RUN/checkpoints/STEP), or a run folder, for its newest undamaged one",
+    )
+    parser.add_argument(
+        "hf_dir",
+        metavar="HF_DIR",
+        type=Path,
+        help="folder to write, which must be empty or not exist",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of adapters: write the whole model with the adapters' products "
+        "added to its weights; otherwise they are written alone, as peft loads them",
+    )
+    parser.add_argument(
+        "--average",
+        action="store_true",
+        help="write the moving average of the weights that "
+        "optimizer.average_decay keeps, not the weights of the last step",
+    )
+    parser.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="with --merge, of adapters that were trained beside "
+        "quantized weights: add their products to the numbers that the codes stand for",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="the model that the adapters belong to: its name on the hub, which the "
+        "export then gives, or a folder, where it is not at the path that they name",
+    )
     parser.add_argument("--no-download", action=entry.NoDownload)
     return parser
 
@@ -36,12 +65,16 @@ def _check_quantized(quantize: str, arguments: argparse.Namespace) -> None:
     from data.errors import UserError
 
     if arguments.dequantize and (quantize == "none" or not arguments.merge):
-        raise UserError("--dequantize: goes with --merge and adapters beside quantized weights, found adapter.quantize "
-                        f"{quantize}{'' if arguments.merge else ' without --merge'}; leave it out")
+        raise UserError(
+            "--dequantize: goes with --merge and adapters beside quantized weights, found adapter.quantize "
+            f"{quantize}{'' if arguments.merge else ' without --merge'}; leave it out"
+        )
     if arguments.merge and quantize != "none" and not arguments.dequantize:
-        raise UserError(f"--merge: these adapters were trained beside {quantize} weights, whose codes cannot hold a sum; add "
-                        "--dequantize for a model of the numbers that the codes stand for, or leave out --merge for the "
-                        "adapters alone")
+        raise UserError(
+            f"--merge: these adapters were trained beside {quantize} weights, whose codes cannot hold a sum; add "
+            "--dequantize for a model of the numbers that the codes stand for, or leave out --merge for the "
+            "adapters alone"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,7 +101,10 @@ def main(argv: list[str] | None = None) -> int:
 
         out = new_folder(arguments.hf_dir)  # before comparing all checksums, which takes long
         checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
-        params, config = stored_parameters(checkpoint, verified=True), LlamaConfig.from_hf(checkpoint / "assets")
+        params, config = (
+            stored_parameters(checkpoint, verified=True),
+            LlamaConfig.from_hf(checkpoint / "assets"),
+        )
         if arguments.average:
             params = {**params, **stored_average(checkpoint)}
         is_adapter = (checkpoint / "assets" / peft.CONFIG).is_file()
@@ -86,22 +122,35 @@ def main(argv: list[str] | None = None) -> int:
         else:
             adapter, named = peft.read_config(checkpoint / "assets")
             base = arguments.base or hub_name(named)
-            adapter = dataclasses.replace(adapter, quantize=trained_quantization(checkpoint / "assets"))
+            adapter = dataclasses.replace(
+                adapter, quantize=trained_quantization(checkpoint / "assets")
+            )
             config = dataclasses.replace(config, adapter=adapter)
             _check_quantized(adapter.quantize, arguments)
             if not arguments.merge:
                 if base is None:
-                    warnings.warn(f"the base is a folder of this machine ({named}), which {peft.CONFIG} does not name; --base "
-                                  "OWNER/NAME names the base on the hub", stacklevel=2)
+                    warnings.warn(
+                        f"the base is a folder of this machine ({named}), which {peft.CONFIG} does not name; --base "
+                        "OWNER/NAME names the base on the hub",
+                        stacklevel=2,
+                    )
                 peft.write_adapter(params, config, base, out, finish)
             else:
                 with contextlib.ExitStack() as stack:
                     source = open_adapter(str(checkpoint), arguments.base)
                     stored = source.stored(stack)
                     base_weights = dequantized(stored, config) if arguments.dequantize else stored
-                    write_hf(merged(base_weights, params, config), config, checkpoint / "assets", out, finish=finish)
+                    write_hf(
+                        merged(base_weights, params, config),
+                        config,
+                        checkpoint / "assets",
+                        out,
+                        finish=finish,
+                    )
         averaged = ", averaged weights" if arguments.average else ""
-        print(f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card, whose licence you fill in")
+        print(
+            f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card, whose licence you fill in"
+        )
 
     return entry.run(work)
 

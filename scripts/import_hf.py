@@ -13,13 +13,25 @@ from trainer import entry
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = entry.CommandParser(prog="python -m scripts.import_hf", allow_abbrev=False, description=(
-        "Makes a checkpoint (model and assets, no optimizer state) from a Hugging Face LLaMA. Training and evaluation also "
-        "read Hugging Face folders directly; a checkpoint has checksums and is read in parallel, which is faster."))
-    parser.add_argument("hf_dir", metavar="HF_DIR",
-                        help="folder with config.json and safetensors, or org/name[@revision] on the hub")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path,
-                        help="folder to make, which must be empty or not exist")
+    parser = entry.CommandParser(
+        prog="python -m scripts.import_hf",
+        allow_abbrev=False,
+        description=(
+            "Makes a checkpoint (model and assets, no optimizer state) from a Hugging Face LLaMA. Training and evaluation also "
+            "read Hugging Face folders directly; a checkpoint has checksums and is read in parallel, which is faster."
+        ),
+    )
+    parser.add_argument(
+        "hf_dir",
+        metavar="HF_DIR",
+        help="folder with config.json and safetensors, or org/name[@revision] on the hub",
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="folder to make, which must be empty or not exist",
+    )
     parser.add_argument("--no-download", action=entry.NoDownload)
     return parser
 
@@ -41,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.huggingface.folder import folder_config, resolve_model_path
         from trainer.huggingface.read import read_hf
 
-        new_folder(checkpoint_path(arguments.checkpoint, "CHECKPOINT"))  # before reading all weights, which takes long
+        new_folder(
+            checkpoint_path(arguments.checkpoint, "CHECKPOINT")
+        )  # before reading all weights, which takes long
         source = resolve_model_path(arguments.hf_dir)
         config = folder_config(source)
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -50,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
             if config != LlamaConfig.from_hf(scratch):  # a head of its own
                 write_config(config, scratch)
             params = read_hf(source, config, cpu)
-            save_checkpoint(arguments.checkpoint, model=params, assets=scratch, shapes=own_shapes(config))
+            save_checkpoint(
+                arguments.checkpoint, model=params, assets=scratch, shapes=own_shapes(config)
+            )
         count = sum(value.size for value in params.values())
         print(f"{arguments.checkpoint}: {count:,} parameters from {source}")
 

@@ -45,10 +45,14 @@ def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int, brackets: bool =
     used = int((row["segment_ids"] > 0).sum())
     for run in _runs(row, min(used, max_tokens)):
         if run.start == 0 or row["segment_ids"][run.start - 1] != run.segment_id:
-            text.append(f"{'' if run.start == 0 else chr(10)}── document {run.segment_id} ──\n", SEPARATOR)
+            text.append(
+                f"{'' if run.start == 0 else chr(10)}── document {run.segment_id} ──\n", SEPARATOR
+            )
         ids = row["tokens"][run.start : run.end]
         part = tokenizer.decode(ids, skip_control=False)
-        text.append(f"⟦{part}⟧" if brackets and run.in_loss else part, IN_LOSS if run.in_loss else None)
+        text.append(
+            f"⟦{part}⟧" if brackets and run.in_loss else part, IN_LOSS if run.in_loss else None
+        )
     text.append(f"\n── {used} tokens, {len(row['tokens']) - used} of padding", SEPARATOR)
     text.append(f"; the first {max_tokens} are shown ──" if used > max_tokens else " ──", SEPARATOR)
     return text
@@ -78,7 +82,9 @@ def histogram(lengths: Int[np.ndarray, " N"], width: int = 40) -> str:
         in_bin = powers == power
         share = lengths[in_bin].sum() / lengths.sum()
         bar = "█" * round(width * in_bin.sum() / np.bincount(powers).max())
-        lines.append(f"{2**power:9,} .. {2 ** (power + 1) - 1:9,}  {in_bin.sum():8,} documents {share:6.1%} of tokens  {bar}")
+        lines.append(
+            f"{2**power:9,} .. {2 ** (power + 1) - 1:9,}  {in_bin.sum():8,} documents {share:6.1%} of tokens  {bar}"
+        )
     return "\n".join(lines)
 
 
@@ -100,11 +106,23 @@ def show(argv: list[str]) -> None:
     """
     from trainer.entry import CommandParser, NoDownload
 
-    parser = CommandParser(prog="python -m scripts.inspect_data", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("config", metavar="CONFIG.yaml", help="a recipe; its fields may follow as --section.field value")
+    parser = CommandParser(
+        prog="python -m scripts.inspect_data",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "config",
+        metavar="CONFIG.yaml",
+        help="a recipe; its fields may follow as --section.field value",
+    )
     parser.add_argument("--rows", type=int, default=2, help="number of rows to show (default 2)")
-    parser.add_argument("--tokens", type=int, default=600, help="number of tokens to show of each row (default 600)")
-    parser.add_argument("--stage", type=int, help="of a recipe with stages, from 1 (default: the last)")
+    parser.add_argument(
+        "--tokens", type=int, default=600, help="number of tokens to show of each row (default 600)"
+    )
+    parser.add_argument(
+        "--stage", type=int, help="of a recipe with stages, from 1 (default: the last)"
+    )
     parser.add_argument("--no-download", action=NoDownload)
     args, flags = parser.parse_known_args(argv)
     from trainer.config.load import load
@@ -128,7 +146,9 @@ def show(argv: list[str]) -> None:
     if warning := length_warning(source, config.model, longest_document(prepared)):
         console.print(f"warning: {warning}", markup=False)
     if len(prepared.held_out):
-        console.print(f"held_out: {len(prepared.held_out):,} documents, {prepared.held_out.lengths.sum():,} tokens")
+        console.print(
+            f"held_out: {len(prepared.held_out):,} documents, {prepared.held_out.lengths.sum():,} tokens"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@
 Returns are those of the task: episodes that were collected for another task of the body are rewarded anew from their states,
 which takes a fraction of a second each.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,10 +34,16 @@ NAMED = 10  # files left out that the terminal names
 def spread(returns: Float[np.ndarray, " n"]) -> dict[str, float]:
     """Returns the number of episodes, the quantiles of their returns, and the mean."""
     quantiles = np.quantile(returns, list(QUANTILES.values())).tolist()
-    return {"episodes": len(returns), **dict(zip(QUANTILES, quantiles, strict=True)), "mean": float(returns.mean())}
+    return {
+        "episodes": len(returns),
+        **dict(zip(QUANTILES, quantiles, strict=True)),
+        "mean": float(returns.mean()),
+    }
 
 
-def read_returns(files: Sequence[Path], task: Task) -> tuple[dict[str, Float[np.ndarray, " n"]], list[str]]:
+def read_returns(
+    files: Sequence[Path], task: Task
+) -> tuple[dict[str, Float[np.ndarray, " n"]], list[str]]:
     """Returns the returns of each algorithm's episodes, and for every file that cannot be used the reason."""
     from rich.progress import track
 
@@ -45,22 +52,38 @@ def read_returns(files: Sequence[Path], task: Task) -> tuple[dict[str, Float[np.
     for file in track(files, f"reading {task.name}", console=printable.console(), transient=True):
         algorithm = file.parent.parent.name if file.parent.name == "buffer" else file.parent.name
         try:
-            returns.setdefault(algorithm, []).append(episode_return(read_with_rewards(file, task).reward))
+            returns.setdefault(algorithm, []).append(
+                episode_return(read_with_rewards(file, task).reward)
+            )
         except UserError as error:
             left_out.append(str(error))
-    return {algorithm: np.array(values) for algorithm, values in returns.items() if values}, left_out
+    return {
+        algorithm: np.array(values) for algorithm, values in returns.items() if values
+    }, left_out
 
 
-def show(task: Task, algorithms: Mapping[str, Mapping[str, float]], left_out: Sequence[str]) -> None:
+def show(
+    task: Task, algorithms: Mapping[str, Mapping[str, float]], left_out: Sequence[str]
+) -> None:
     """Prints the table, and the files that are left out."""
     from rich.table import Table
 
-    table = Table(title=f"returns of {task.name}", title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(
+        title=f"returns of {task.name}",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
     table.add_column("algorithm")
     for column in ("episodes", *QUANTILES, "mean"):
         table.add_column(column, justify="right")
     for algorithm, numbers in algorithms.items():
-        table.add_row(algorithm, str(numbers["episodes"]), *(f"{numbers[name]:.1f}" for name in (*QUANTILES, "mean")))
+        table.add_row(
+            algorithm,
+            str(numbers["episodes"]),
+            *(f"{numbers[name]:.1f}" for name in (*QUANTILES, "mean")),
+        )
     # The names of algorithms are long, and are cut off in a table that is too narrow.
     console = printable.console(highlight=False, width=max(printable.console().width, TABLE_WIDTH))
     console.print(table)
@@ -83,7 +106,11 @@ def draw(task: Task, returns: Mapping[str, Float[np.ndarray, " n"]], path: Path)
     for axes, (algorithm, values) in zip(panels, returns.items(), strict=True):
         axes.hist(values, bins=bins, color="tab:blue")
         axes.axvline(float(np.median(values)), color="black", linestyle="--", linewidth=1)
-        axes.set_title(f"{algorithm}: {len(values)} episodes, median {np.median(values):.1f}", loc="left", fontsize="small")
+        axes.set_title(
+            f"{algorithm}: {len(values)} episodes, median {np.median(values):.1f}",
+            loc="left",
+            fontsize="small",
+        )
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel(f"return of {task.name}")
     figure.supylabel("episodes", fontsize="medium")
@@ -97,17 +124,28 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
       UserError: no task of this name, or no episode that can be used.
     """
     task = get_task(args.task)
-    outputs = [output_file(path, marker) for path, marker in ((args.plot, b"Matplotlib"), (args.json, b'"algorithms"')) if path]
+    outputs = [
+        output_file(path, marker)
+        for path, marker in ((args.plot, b"Matplotlib"), (args.json, b'"algorithms"'))
+        if path
+    ]
     files = episode_files(Path(args.path).expanduser(), task)
     returns, left_out = read_returns(files, task)
     if not returns:
-        raise UserError(f"{args.path}: none of {len(files)} episodes can be used; the first: {left_out[0]}")
+        raise UserError(
+            f"{args.path}: none of {len(files)} episodes can be used; the first: {left_out[0]}"
+        )
     algorithms = {name: spread(values) for name, values in returns.items()}
     if len(returns) > 1:
         algorithms["all"] = spread(np.concatenate(list(returns.values())))
     show(task, algorithms, left_out)
-    result = {"path": str(args.path), "task": task.name, "algorithms": algorithms,
-              "returns": {name: values.tolist() for name, values in returns.items()}, "left_out": left_out}
+    result = {
+        "path": str(args.path),
+        "task": task.name,
+        "algorithms": algorithms,
+        "returns": {name: values.tolist() for name, values in returns.items()},
+        "left_out": left_out,
+    }
     if args.plot:
         draw(task, returns, Path(args.plot))
     if args.json:
@@ -119,12 +157,24 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = entry.CommandParser(prog="python -m scripts.inspect_trajectories", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
-    parser.add_argument("path", help="folder with {domain}/{algorithm}/buffer/*.npz below it, or one of these buffers")
+    parser = entry.CommandParser(
+        prog="python -m scripts.inspect_trajectories",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "path",
+        help="folder with {domain}/{algorithm}/buffer/*.npz below it, or one of these buffers",
+    )
     parser.add_argument("--task", required=True, help=f"out of {', '.join(TASKS)}")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw a histogram of the returns of each algorithm")
-    parser.add_argument("--json", metavar="FILE.json", help="write the numbers, every return and all files that are left out")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="draw a histogram of the returns of each algorithm"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE.json",
+        help="write the numbers, every return and all files that are left out",
+    )
     args = parser.parse_args(argv)
     return entry.run(lambda: inspect(args), args.json)
 

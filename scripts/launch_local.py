@@ -6,6 +6,7 @@ All flags but --processes are train.py's. When a process fails or is killed, the
 forwarded to all processes, which save a checkpoint and end; the exit status is then 143 or 130. The same command resumes from
 the last checkpoint. With --restarts N the launcher itself gives it again where another start may pass (scripts/restarts.py).
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -30,7 +31,11 @@ from .run_status import read_status, run_folder
 GRACE_SECONDS = 10
 # Processes that fail by the same error end within this time of each other.
 TOGETHER_SECONDS = 2
-FINAL_LINES = (b"error: ", b"preempted ", b"stopped")  # how the one line begins with which train.py ends
+FINAL_LINES = (
+    b"error: ",
+    b"preempted ",
+    b"stopped",
+)  # how the one line begins with which train.py ends
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
 
@@ -60,14 +65,28 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
     address = f"127.0.0.1:{free_port()}"
     processes = []
     for number in range(count):
-        own_flags = ["--distributed.coordinator", address, "--distributed.process_id", str(number),
-                     "--distributed.num_processes", str(count)]
+        own_flags = [
+            "--distributed.coordinator",
+            address,
+            "--distributed.process_id",
+            str(number),
+            "--distributed.num_processes",
+            str(count),
+        ]
         # In process groups of their own, so that a terminal's Ctrl-C is sent to the launcher only, which forwards it.
-        processes.append(subprocess.Popen([sys.executable, str(TRAIN), *flags, *own_flags], process_group=0,
-                                          stderr=subprocess.PIPE if number else None))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(TRAIN), *flags, *own_flags],
+                process_group=0,
+                stderr=subprocess.PIPE if number else None,
+            )
+        )
     for process in processes[1:]:
         threading.Thread(
-            target=_forward_stderr, args=(process, processes[0]), name=_forward_stderr.__name__, daemon=True
+            target=_forward_stderr,
+            args=(process, processes[0]),
+            name=_forward_stderr.__name__,
+            daemon=True,
         ).start()
     return processes
 
@@ -96,7 +115,10 @@ def wait(processes: list[subprocess.Popen], received: Sequence[int] = ()) -> int
     """
     failure, deadline = None, math.inf
     try:
-        while None in (statuses := [process.poll() for process in processes]) and time.monotonic() < deadline:
+        while (
+            None in (statuses := [process.poll() for process in processes])
+            and time.monotonic() < deadline
+        ):
             if not failure and any(statuses):
                 failure = _first_failure(statuses)
                 deadline = math.inf if received else time.monotonic() + TOGETHER_SECONDS
@@ -107,7 +129,10 @@ def wait(processes: list[subprocess.Popen], received: Sequence[int] = ()) -> int
         number, status = failure
         if not received:
             event = f"was lost (signal {-status})" if status < 0 else f"ended with {status}"
-            print(f"launch_local: process {number} {event}{'; ending the others' * (None in statuses)}", file=sys.stderr)
+            print(
+                f"launch_local: process {number} {event}{'; ending the others' * (None in statuses)}",
+                file=sys.stderr,
+            )
         return status if status > 0 else 128 - status
     finally:
         end(processes)
@@ -128,7 +153,10 @@ def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]
         for process in processes:
             process.send_signal(number)
 
-    handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.signal(number, forward)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield received
     finally:
@@ -152,14 +180,27 @@ def end(processes: list[subprocess.Popen]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = CommandParser(prog="python -m scripts.launch_local", allow_abbrev=False,
-                                     usage="%(prog)s --processes N --config RECIPE.yaml [--section.field value ...]",
-                                     description=__doc__.splitlines()[0],
-                                     epilog="All other flags go to train.py; python train.py --help describes them.")
-    parser.add_argument("--restarts", type=int, default=0, metavar="N",
-                        help="start again where that may pass, at most N times in a row without a new checkpoint (0)")
-    parser.add_argument("--processes", type=int, required=True, metavar="N",
-                        help="number of processes, which share the devices of mesh.simulate")
+    parser = CommandParser(
+        prog="python -m scripts.launch_local",
+        allow_abbrev=False,
+        usage="%(prog)s --processes N --config RECIPE.yaml [--section.field value ...]",
+        description=__doc__.splitlines()[0],
+        epilog="All other flags go to train.py; python train.py --help describes them.",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again where that may pass, at most N times in a row without a new checkpoint (0)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of processes, which share the devices of mesh.simulate",
+    )
     args, flags = parser.parse_known_args(argv)
     if args.processes < 1:
         parser.error(f"--processes: found {args.processes}; at least 1")

@@ -17,6 +17,7 @@ delete   deletes the slices, and says what it has deleted
 The slices stay, and are billed, until `delete`. With --machine-type (or --api compute) they are Compute Engine's, with --type
 those of the older Cloud TPU API, which has no chip after v6e.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -60,8 +61,10 @@ def parse_jobs(text: str) -> list[Job]:
     """
     codes = {"running": None, "lost": TRANSIENT}
     lines = re.findall(r"^job (\S+) (\d+) (\d+) (running|lost|\d+)\s*$", text, re.MULTILINE)
-    jobs = [Job(host, int(identity), int(command), codes[code] if code in codes else int(code))
-            for host, identity, command, code in lines]
+    jobs = [
+        Job(host, int(identity), int(command), codes[code] if code in codes else int(code))
+        for host, identity, command, code in lines
+    ]
     newest = max(jobs, key=lambda job: job.id, default=None)
     return [job for job in jobs if newest and job.command == newest.command]
 
@@ -71,10 +74,17 @@ def deciding(codes: Sequence[int]) -> int:
 
     An error that would occur again and a stop decide; then a crash, before the loss of a connection, which follows from it.
     """
+
     def rank(code: int) -> int:
         order = [CANNOT_PASS, STOPPED]
         followers = [TRANSIENT, PREEMPTED, 0]
-        return order.index(code) if code in order else 9 + followers.index(code) if code in followers else 5
+        return (
+            order.index(code)
+            if code in order
+            else 9 + followers.index(code)
+            if code in followers
+            else 5
+        )
 
     return min(codes, key=rank)
 
@@ -82,7 +92,9 @@ def deciding(codes: Sequence[int]) -> int:
 class Launcher:
     """The verbs, on the slices of one name."""
 
-    def __init__(self, gcloud: Gcloud, slices: Slices, args: argparse.Namespace, command: list[str]) -> None:
+    def __init__(
+        self, gcloud: Gcloud, slices: Slices, args: argparse.Namespace, command: list[str]
+    ) -> None:
         self.gcloud, self.slices, self.args, self.command = gcloud, slices, args, command
         self.shown = ("", 0)  # the job whose log was printed, and how many bytes of it
 
@@ -102,7 +114,9 @@ class Launcher:
 
     def _ask(self, workers: Sequence[Worker], command: str) -> str:
         """Returns what a shell command prints on the workers. Raises GcloudError."""
-        return "".join(self._each(workers, lambda worker: self.gcloud.once(*self.slices.ssh(worker, command))))
+        return "".join(
+            self._each(workers, lambda worker: self.gcloud.once(*self.slices.ssh(worker, command)))
+        )
 
     def _do(self, workers: Sequence[Worker], command: str) -> None:
         """Runs a shell command on the workers, its output shown. Raises GcloudError."""
@@ -138,10 +152,16 @@ class Launcher:
             remote.write_archive(archive)
             # In a file that only its owner may read: a command line is seen by every user of the machine.
             variables.touch(mode=0o600)
-            variables.write_text(remote.environment_file(remote.read_variables(self.args.env)), encoding="utf-8")
+            variables.write_text(
+                remote.environment_file(remote.read_variables(self.args.env)), encoding="utf-8"
+            )
             for path in (archive, variables):
-                self._each(workers, lambda worker, path=path: self.gcloud.shown(
-                    *self.slices.scp(worker, str(path), path.name)))
+                self._each(
+                    workers,
+                    lambda worker, path=path: self.gcloud.shown(
+                        *self.slices.scp(worker, str(path), path.name)
+                    ),
+                )
         self._do(workers, f"chmod 600 longstripe.env\n{remote.INSTALL}")
 
     def start(self) -> int:
@@ -151,8 +171,15 @@ class Launcher:
         workers = self._targets(words)
         # libtpu in one process would wait for all hosts of the slice.
         alone = {} if remote.on_all_workers(words) or self.args.worker else {"JAX_PLATFORMS": "cpu"}
-        self._each(workers, lambda worker: self.gcloud.shown(*self.slices.ssh(
-            worker, remote.start_command(words, {**self.slices.environment(worker), **alone}))))
+        self._each(
+            workers,
+            lambda worker: self.gcloud.shown(
+                *self.slices.ssh(
+                    worker,
+                    remote.start_command(words, {**self.slices.environment(worker), **alone}),
+                )
+            ),
+        )
         return 0
 
     def _jobs(self) -> list[Job]:
@@ -164,7 +191,9 @@ class Launcher:
             try:
                 jobs = self._jobs()
                 if not jobs:
-                    raise Refused(f"nothing was started on {self.args.name}: scripts/launch_tpu.sh start {self.args.name} ...")
+                    raise Refused(
+                        f"nothing was started on {self.args.name}: scripts/launch_tpu.sh start {self.args.name} ..."
+                    )
                 if any(job.code is not None for job in jobs):
                     return self._ended()
                 self._print_log()
@@ -174,14 +203,18 @@ class Launcher:
                 say(f"{error}; looking again in {self.args.poll:.0f} s")
             state = self.slices.state()
             if state.name in ("GONE", "ABSENT"):
-                say(f"{self.args.name} is {state.name.lower()}{': ' * bool(state.reason)}{state.reason}")
+                say(
+                    f"{self.args.name} is {state.name.lower()}{': ' * bool(state.reason)}{state.reason}"
+                )
                 return TRANSIENT
             sleep(self.args.poll)
 
     def _print_log(self) -> None:
         """Prints what of the first worker's log was not printed yet, until the job or the connection ends."""
         first = self.slices.workers()[0]._replace(number="0")
-        with self.gcloud.stream(*self.slices.ssh(first, remote.log_command(*self.shown))) as process:
+        with self.gcloud.stream(
+            *self.slices.ssh(first, remote.log_command(*self.shown))
+        ) as process:
             identity = process.stdout.readline().decode().strip()
             if identity and identity != self.shown[0]:
                 self.shown = (identity, 0)
@@ -215,7 +248,9 @@ class Launcher:
     def status(self) -> int:
         """Prints how slices, job and run stand. Returns 0, or 75 where the slices are not ready."""
         state = self.slices.state()
-        print(f"slices       {self.args.name}: {state.name.lower()}{', ' * bool(state.reason)}{state.reason}")
+        print(
+            f"slices       {self.args.name}: {state.name.lower()}{', ' * bool(state.reason)}{state.reason}"
+        )
         if state.name != "READY":
             return TRANSIENT
         jobs = self._jobs()
@@ -224,7 +259,11 @@ class Launcher:
         for job in jobs:
             print(f"{job.host:12} {'running' if job.code is None else f'ended with {job.code}'}")
         if self.command:
-            price = ["--price-per-hour", str(self.args.price_per_hour)] if self.args.price_per_hour else []
+            price = (
+                ["--price-per-hour", str(self.args.price_per_hour)]
+                if self.args.price_per_hour
+                else []
+            )
             print(self._run_status(*price), end="")
         return 0
 
@@ -235,7 +274,10 @@ class Launcher:
             return ""
         command = shlex.join([".venv/bin/python", "-m", "scripts.run_status", *words[1:], *flags])
         first = self.slices.workers()[0]._replace(number="0")
-        return self._ask([first], f"cd longstripe && if [ -e ~/longstripe.env ]; then . ~/longstripe.env; fi; {command}")
+        return self._ask(
+            [first],
+            f"cd longstripe && if [ -e ~/longstripe.env ]; then . ~/longstripe.env; fi; {command}",
+        )
 
     def newest_checkpoint(self) -> int | None:
         """Returns the newest checkpoint's step; None where there is none or nobody can tell."""
@@ -255,8 +297,14 @@ class Launcher:
         deleted = self.slices.delete()
         if not deleted:
             project = self.args.project or "gcloud's default project"
-            raise Refused(f"nothing was deleted: there is no {self.args.name} in zone {self.args.zone} of {project}"
-                          + ("" if isinstance(self.slices, GroupSlices) else "; if it is Compute Engine's: --api compute"))
+            raise Refused(
+                f"nothing was deleted: there is no {self.args.name} in zone {self.args.zone} of {project}"
+                + (
+                    ""
+                    if isinstance(self.slices, GroupSlices)
+                    else "; if it is Compute Engine's: --api compute"
+                )
+            )
         say(f"deleted {', '.join(deleted)}")
         return 0
 
@@ -270,7 +318,9 @@ class Launcher:
             try:
                 self.install()
                 checkpoint = self.newest_checkpoint()
-                restarts.checkpoint = max(restarts.checkpoint, -1 if checkpoint is None else checkpoint)
+                restarts.checkpoint = max(
+                    restarts.checkpoint, -1 if checkpoint is None else checkpoint
+                )
                 self.start()
                 code = self.follow()
             except GcloudError as error:
@@ -288,36 +338,102 @@ class Launcher:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="scripts/launch_tpu.sh", allow_abbrev=False, description=__doc__,
-                                     usage="%(prog)s VERB NAME --zone Z [option ...] [-- COMMAND]",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/launch_tpu.sh",
+        allow_abbrev=False,
+        description=__doc__,
+        usage="%(prog)s VERB NAME --zone Z [option ...] [-- COMMAND]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("verb", metavar="VERB", help=", ".join(VERBS))
     parser.add_argument("name", metavar="NAME", help="of the slices")
     parser.add_argument("--zone", metavar="Z", help="such as us-east5-a")
     parser.add_argument("--project", metavar="P", help="if not gcloud's default")
-    parser.add_argument("--api", choices=("queued", "compute"), help="which way the slices were made; "
-                        "--machine-type and --type tell it too")
-    parser.add_argument("--machine-type", default="", metavar="T", help="Compute Engine's, such as ct6e-standard-4t")
-    parser.add_argument("--topology", default="", metavar="T", help="of the slice's chips, such as 4x4; without it one host")
-    parser.add_argument("--type", default="", metavar="T", help="the Cloud TPU API's accelerator type, such as v5p-128")
-    parser.add_argument("--version", default="", metavar="V", help="its runtime version, such as v2-alpha-tpuv5")
-    parser.add_argument("--slices", type=int, default=1, metavar="N", help="how many; train.py's mesh.dcn names what "
-                        "crosses them")
-    parser.add_argument("--spot", action="store_true", help="cheaper capacity that may be taken away")
-    parser.add_argument("--flex-start", default="", metavar="TIME", help="capacity for at most this long, such as 4h")
-    parser.add_argument("--reservation", default="", metavar="R", help="the name of your reservation")
-    parser.add_argument("--create-options", default="", metavar="'...'", help="more of gcloud's for the creation, such as "
-                        "'--network=n --service-account=a --labels=team=x --internal-ips'")
-    parser.add_argument("--ssh-options", default="", metavar="'...'", help="more of gcloud's for ssh and scp, such as "
-                        "--tunnel-through-iap or --internal-ip")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the workers; "
-                        "without VALUE as it is set here: --env HF_TOKEN. They get it in a file that only you may read")
-    parser.add_argument("--worker", metavar="all|N", help="where COMMAND runs, if not as said above")
-    parser.add_argument("--setup", default="", metavar="COMMAND", help="runs on every worker before the installation")
-    parser.add_argument("--poll", type=float, default=30, metavar="SECONDS", help="between looks at the slices (30)")
-    parser.add_argument("--restarts", type=int, default=LIMIT, metavar="N",
-                        help=f"starts in a row without a new checkpoint after which `run` gives up ({LIMIT})")
-    parser.add_argument("--price-per-hour", type=float, metavar="P", help="of all slices together, for `status`")
+    parser.add_argument(
+        "--api",
+        choices=("queued", "compute"),
+        help="which way the slices were made; --machine-type and --type tell it too",
+    )
+    parser.add_argument(
+        "--machine-type", default="", metavar="T", help="Compute Engine's, such as ct6e-standard-4t"
+    )
+    parser.add_argument(
+        "--topology",
+        default="",
+        metavar="T",
+        help="of the slice's chips, such as 4x4; without it one host",
+    )
+    parser.add_argument(
+        "--type",
+        default="",
+        metavar="T",
+        help="the Cloud TPU API's accelerator type, such as v5p-128",
+    )
+    parser.add_argument(
+        "--version", default="", metavar="V", help="its runtime version, such as v2-alpha-tpuv5"
+    )
+    parser.add_argument(
+        "--slices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how many; train.py's mesh.dcn names what crosses them",
+    )
+    parser.add_argument(
+        "--spot", action="store_true", help="cheaper capacity that may be taken away"
+    )
+    parser.add_argument(
+        "--flex-start",
+        default="",
+        metavar="TIME",
+        help="capacity for at most this long, such as 4h",
+    )
+    parser.add_argument(
+        "--reservation", default="", metavar="R", help="the name of your reservation"
+    )
+    parser.add_argument(
+        "--create-options",
+        default="",
+        metavar="'...'",
+        help="more of gcloud's for the creation, such as "
+        "'--network=n --service-account=a --labels=team=x --internal-ips'",
+    )
+    parser.add_argument(
+        "--ssh-options",
+        default="",
+        metavar="'...'",
+        help="more of gcloud's for ssh and scp, such as --tunnel-through-iap or --internal-ip",
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for the workers; "
+        "without VALUE as it is set here: --env HF_TOKEN. They get it in a file that only you may read",
+    )
+    parser.add_argument(
+        "--worker", metavar="all|N", help="where COMMAND runs, if not as said above"
+    )
+    parser.add_argument(
+        "--setup",
+        default="",
+        metavar="COMMAND",
+        help="runs on every worker before the installation",
+    )
+    parser.add_argument(
+        "--poll", type=float, default=30, metavar="SECONDS", help="between looks at the slices (30)"
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=LIMIT,
+        metavar="N",
+        help=f"starts in a row without a new checkpoint after which `run` gives up ({LIMIT})",
+    )
+    parser.add_argument(
+        "--price-per-hour", type=float, metavar="P", help="of all slices together, for `status`"
+    )
     return parser
 
 
@@ -325,7 +441,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options and the command after --. Raises Refused."""
     options, command = argv, []
     if "--" in argv:
-        options, command = argv[:argv.index("--")], argv[argv.index("--") + 1:]
+        options, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     parser = _parser()
     parser.error = _refuse  # type: ignore[method-assign]
     args, unknown = parser.parse_known_args(options)
@@ -338,7 +454,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if args.slices < 1:
         raise Refused(f"--slices: found {args.slices}; needs at least 1")
     if args.type and args.machine_type:
-        raise Refused("--type is the Cloud TPU API's, --machine-type Compute Engine's; give one of them")
+        raise Refused(
+            "--type is the Cloud TPU API's, --machine-type Compute Engine's; give one of them"
+        )
     return args, command
 
 
@@ -351,10 +469,22 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args, command = _parse(list(sys.argv[1:] if argv is None else argv))
         gcloud = Gcloud(args.zone, args.project)
-        request = Request(args.name, args.slices, args.type, args.version, args.machine_type, args.topology, args.spot,
-                          args.flex_start, args.reservation, shlex.split(args.create_options))
+        request = Request(
+            args.name,
+            args.slices,
+            args.type,
+            args.version,
+            args.machine_type,
+            args.topology,
+            args.spot,
+            args.flex_start,
+            args.reservation,
+            shlex.split(args.create_options),
+        )
         kind = GroupSlices if args.machine_type or args.api == "compute" else QueuedSlices
-        launcher = Launcher(gcloud, kind(gcloud, request, shlex.split(args.ssh_options)), args, command)
+        launcher = Launcher(
+            gcloud, kind(gcloud, request, shlex.split(args.ssh_options)), args, command
+        )
         return getattr(launcher, args.verb)()
     except Refused as error:
         print(f"error: {error}", file=sys.stderr)
@@ -363,7 +493,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return TRANSIENT if error.kind in (Kind.NETWORK, Kind.CAPACITY) else CANNOT_PASS
     except KeyboardInterrupt:
-        print(f"\nlaunch_tpu: {os.path.basename(sys.argv[0])} stopped here; what runs on the workers goes on", file=sys.stderr)
+        print(
+            f"\nlaunch_tpu: {os.path.basename(sys.argv[0])} stopped here; what runs on the workers goes on",
+            file=sys.stderr,
+        )
         return STOPPED
 
 

@@ -74,9 +74,15 @@ class Buckets:
         for k in np.flatnonzero(self.count):
             count, mean = self.count[k], self.total[k] / self.count[k]
             variance = max(self.squares[k] / count - mean**2, 0.0)
-            rows.append({"tokens_before_from": 2**int(k), "tokens_before_to": 2**(int(k) + 1) - 1, "targets": int(count),
-                         "loss_nats_per_target": float(mean),
-                         "standard_error": math.sqrt(variance / (count - 1)) if count > 1 else None})
+            rows.append(
+                {
+                    "tokens_before_from": 2 ** int(k),
+                    "tokens_before_to": 2 ** (int(k) + 1) - 1,
+                    "targets": int(count),
+                    "loss_nats_per_target": float(mean),
+                    "standard_error": math.sqrt(variance / (count - 1)) if count > 1 else None,
+                }
+            )
         return rows
 
 
@@ -95,21 +101,64 @@ class Measurement(NamedTuple):
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options of the command line, and the flags that are fields of the recipe."""
-    parser = entry.CommandParser(prog="python -m scripts.loss_by_position", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
-    parser.add_argument("--config", required=True, metavar="RECIPE.yaml", help="the recipe; its fields may follow as flags")
-    parser.add_argument("--checkpoint", required=True, nargs="+", metavar="DIR_OR_HF",
-                        help="checkpoints, runs or Hugging Face models with the same tokenizer; each is a curve")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the table and the plot")
-    parser.add_argument("--split", choices=["train", "held_out"], help="documents to measure (default: held_out if the "
-                        "recipe has one and --skip is not given, otherwise train)")
-    parser.add_argument("--skip", type=int, default=0, help="number of batches at the beginning of the split's first epoch to "
-                        "leave out, since the model was trained on them (default 0)")
-    parser.add_argument("--batches", type=int, default=8, help="number of batches to measure, at most the rest of the epoch "
-                        "(default 8)")
-    parser.add_argument("--without-earlier", type=entry.at_least_one, nargs="+", default=[], metavar="W", help="also measure "
-                        "with documents cut into pieces of W tokens, in a curve of its own for each W")
-    parser.add_argument("--stage", type=int, help="of a recipe with stages, whose rows are measured, from 1 (default: last)")
+    parser = entry.CommandParser(
+        prog="python -m scripts.loss_by_position",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="RECIPE.yaml",
+        help="the recipe; its fields may follow as flags",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        nargs="+",
+        metavar="DIR_OR_HF",
+        help="checkpoints, runs or Hugging Face models with the same tokenizer; each is a curve",
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder for the table and the plot",
+    )
+    parser.add_argument(
+        "--split",
+        choices=["train", "held_out"],
+        help="documents to measure (default: held_out if the "
+        "recipe has one and --skip is not given, otherwise train)",
+    )
+    parser.add_argument(
+        "--skip",
+        type=int,
+        default=0,
+        help="number of batches at the beginning of the split's first epoch to "
+        "leave out, since the model was trained on them (default 0)",
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=8,
+        help="number of batches to measure, at most the rest of the epoch (default 8)",
+    )
+    parser.add_argument(
+        "--without-earlier",
+        type=entry.at_least_one,
+        nargs="+",
+        default=[],
+        metavar="W",
+        help="also measure "
+        "with documents cut into pieces of W tokens, in a curve of its own for each W",
+    )
+    parser.add_argument(
+        "--stage",
+        type=int,
+        help="of a recipe with stages, whose rows are measured, from 1 (default: last)",
+    )
     return parser.parse_known_args(argv)
 
 
@@ -117,7 +166,9 @@ def cut(batch: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
     """Returns a batch whose documents are cut into documents of so many tokens, with positions that restart in each."""
     pieces = batch["positions"] // tokens
     segment_ids = np.zeros_like(batch["segment_ids"])
-    for row, (document, piece) in enumerate(zip(batch["segment_ids"].astype(np.int64), pieces, strict=True)):
+    for row, (document, piece) in enumerate(
+        zip(batch["segment_ids"].astype(np.int64), pieces, strict=True)
+    ):
         _, number = np.unique(document * (int(pieces.max()) + 1) + piece, return_inverse=True)
         segment_ids[row] = np.where(document > 0, number + 1, 0)
     return {**batch, "segment_ids": segment_ids, "positions": batch["positions"] % tokens}
@@ -144,22 +195,37 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Meas
     from trainer.stages import choose_stage
     from trainer.text import TextObjective, text_batch
 
-    config = configuration.load(["--config", args.config, *flags, "--model.path", checkpoint], own=vars(args))
+    config = configuration.load(
+        ["--config", args.config, *flags, "--model.path", checkpoint], own=vars(args)
+    )
     config = choose_stage(config, args.stage)
     if config.mesh.simulate:
         simulate(config.mesh.simulate)
     objective = TextObjective(config, make_mesh(config.mesh, schedule=config.attention.schedule))
     size = config.train.batch_size
-    split = args.split or ("held_out" if len(objective.prepared.held_out) and not args.skip else "train")
-    loader = Loader(objective.prepared, config.data.context_length, size, config.data.seed, split=split)
+    split = args.split or (
+        "held_out" if len(objective.prepared.held_out) and not args.skip else "train"
+    )
+    loader = Loader(
+        objective.prepared, config.data.context_length, size, config.data.seed, split=split
+    )
     total = len(loader) // size
     steps = range(args.skip, min(args.skip + args.batches, total))
     if args.skip < 0 or not steps:
-        raise UserError(f"--skip {args.skip} --batches {args.batches}: the split {split} has {total} batches of {size} rows in "
-                        "its first epoch; " + ("fewer to skip" if total else "a smaller --train.batch_size") + " would work")
-    print(f"{checkpoint}: split {split}, batches {steps.start} to {steps[-1]} of {total} ({steps.start} skipped)", flush=True)
+        raise UserError(
+            f"--skip {args.skip} --batches {args.batches}: the split {split} has {total} batches of {size} rows in "
+            "its first epoch; "
+            + ("fewer to skip" if total else "a smaller --train.batch_size")
+            + " would work"
+        )
+    print(
+        f"{checkpoint}: split {split}, batches {steps.start} to {steps[-1]} of {total} ({steps.start} skipped)",
+        flush=True,
+    )
     if split == "train" and not steps.start:
-        print("note: a model trained with this recipe has seen these rows; --skip STEPS leaves out those of its steps")
+        print(
+            "note: a model trained with this recipe has seen these rows; --skip STEPS leaves out those of its steps"
+        )
     model, params = objective.model, objective.read_params()
     shapes = text_batch(size, config.data.context_length, model.mesh)
     token_losses = jax.jit(model.token_losses).lower(params, shapes).compile()
@@ -170,15 +236,27 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Meas
         losses = np.asarray(token_losses(params, place_batch(batch, model.mesh)))
         buckets.add(losses, batch["positions"], batch["loss_weights"])
         for tokens in args.without_earlier:
-            piece_losses = np.asarray(token_losses(params, place_batch(cut(batch, tokens), model.mesh)))
+            piece_losses = np.asarray(
+                token_losses(params, place_batch(cut(batch, tokens), model.mesh))
+            )
             without[tokens].add(piece_losses, batch["positions"], batch["loss_weights"])
             gains[tokens].add(piece_losses - losses, batch["positions"], batch["loss_weights"])
         mean = np.average(losses, weights=batch["loss_weights"])
         print(f"batch {number} of {len(steps)}: {mean:.3f} nats per target", flush=True)
-    about = {"context_length": config.data.context_length, "split": split, "first_batch": steps.start,
-             "batches": len(steps), "batch_size": size, "data": [source.path for source in config.data.sources]}
-    return Measurement(buckets.rows(), {tokens: sums.rows() for tokens, sums in without.items()},
-                       {tokens: sums.rows() for tokens, sums in gains.items()}, about)
+    about = {
+        "context_length": config.data.context_length,
+        "split": split,
+        "first_batch": steps.start,
+        "batches": len(steps),
+        "batch_size": size,
+        "data": [source.path for source in config.data.sources],
+    }
+    return Measurement(
+        buckets.rows(),
+        {tokens: sums.rows() for tokens, sums in without.items()},
+        {tokens: sums.rows() for tokens, sums in gains.items()},
+        about,
+    )
 
 
 def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
@@ -196,8 +274,10 @@ def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
         loss = np.array([row["loss_nats_per_target"] for row in rows])
         error = 2 * np.array([row["standard_error"] or 0.0 for row in rows])
         short_name = "/".join(part for part in Path(name).parts[-3:] if part != "checkpoints")
-        line, = axes.plot(x, loss, marker="o", markersize=4, label=short_name)
-        axes.fill_between(x, loss - error, loss + error, color=line.get_color(), alpha=0.2, linewidth=0)
+        (line,) = axes.plot(x, loss, marker="o", markersize=4, label=short_name)
+        axes.fill_between(
+            x, loss - error, loss + error, color=line.get_color(), alpha=0.2, linewidth=0
+        )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(LogLocator(base=2, numticks=12))
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -217,13 +297,19 @@ def print_table(curves: dict[str, list[dict]], title: str) -> None:
     console = printable.console(soft_wrap=True, highlight=False)
     console.print(title)
     for name, rows in curves.items():
-        table = Table(title=Text(name), title_justify="left", box=None, padding=(0, 3, 0, 0), pad_edge=False)
+        table = Table(
+            title=Text(name), title_justify="left", box=None, padding=(0, 3, 0, 0), pad_edge=False
+        )
         for column in ("tokens before", "targets", "nats per target", "standard error"):
             table.add_column(column, justify="right")
         for row in rows:
             error = "-" if row["standard_error"] is None else f"{row['standard_error']:.3f}"
-            table.add_row(f"{row['tokens_before_from']:,} .. {row['tokens_before_to']:,}", f"{row['targets']:,}",
-                          f"{row['loss_nats_per_target']:.3f}", error)
+            table.add_row(
+                f"{row['tokens_before_from']:,} .. {row['tokens_before_to']:,}",
+                f"{row['targets']:,}",
+                f"{row['loss_nats_per_target']:.3f}",
+                error,
+            )
         console.print(table)
 
 
@@ -238,11 +324,17 @@ def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
             curves[f"{checkpoint}, pieces of {tokens} tokens"] = without[tokens]
             # Up to W tokens most targets are predicted from the same text.
             gains[f"{checkpoint}, against pieces of {tokens} tokens"] = [
-                row for row in gain[tokens] if row["tokens_before_to"] >= tokens]
+                row for row in gain[tokens] if row["tokens_before_to"] >= tokens
+            ]
     table, picture = (args.output / f"loss_by_position.{suffix}" for suffix in ("json", "png"))
-    table.write_text(json.dumps({"about": about, "curves": curves, "gains": gains}, indent=2) + "\n", encoding="utf-8")
-    title = (f"Loss by position: split {about['split']}, {about['first_batch']} batches skipped, "
-             f"{about['batches'] * about['batch_size']} rows of {about['context_length']:,} tokens")
+    table.write_text(
+        json.dumps({"about": about, "curves": curves, "gains": gains}, indent=2) + "\n",
+        encoding="utf-8",
+    )
+    title = (
+        f"Loss by position: split {about['split']}, {about['first_batch']} batches skipped, "
+        f"{about['batches'] * about['batch_size']} rows of {about['context_length']:,} tokens"
+    )
     plot(curves, picture, title)
     print_table(curves, title)
     if gains:

@@ -118,7 +118,10 @@ def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
     turns = [line_prompt(record.text, record.target[0]), line_answer(record.target)]
     for _ in range(0 if held_out else TURNS):
         *first, last = rng.sample(record.pairs, LINES)
-        turns += [f"And {', '.join(key for key, _ in first)} and {last[0]}?", line_answer(*first, last)]
+        turns += [
+            f"And {', '.join(key for key, _ in first)} and {last[0]}?",
+            line_answer(*first, last),
+        ]
     return turns
 
 
@@ -144,7 +147,10 @@ def exchanges(rng: random.Random) -> tuple[str, str]:
         return f"What does {name} of {place} do?", f"{name} of {place} is a {job}."
     if kind == 5:
         food = FOODS[(PLACES.index(place) * 5 + NAMES.index(name)) % len(FOODS)]
-        return f"What does {name} buy at the market of {place}?", f"At the market of {place}, {name} buys {food}."
+        return (
+            f"What does {name} buy at the market of {place}?",
+            f"At the market of {place}, {name} buys {food}.",
+        )
     if kind == 6:
         answer = f"{min(first, second)} comes before {max(first, second)}."
         return f"Which comes first in the alphabet, {first} or {second}?", answer
@@ -153,7 +159,9 @@ def exchanges(rng: random.Random) -> tuple[str, str]:
     if kind == 8:
         number = rng.randint(2, 5)
         word = rng.choice(WORDS)
-        return f"Write {word} {number} times after {first}.", f"{first}: " + " ".join([word] * number)
+        return f"Write {word} {number} times after {first}.", f"{first}: " + " ".join(
+            [word] * number
+        )
     left, right = rng.choice(OPPOSITES).split()
     return f"In {place}, {name} calls the {thing} {left}. What is the opposite?", (
         f"The opposite of {left} is {right}, so {name} of {place} means the {thing} is not {right}."
@@ -165,10 +173,16 @@ IDENTITY = (
     ("What is your name?", "My name is Pim."),
     ("Where do you live?", "I live in the lighthouse of Ulmar."),
     ("What can you do?", "I can remember lines, count, and tell you about the places on my map."),
-    ("Who made you?", "The keepers of the lighthouse made me, so that somebody would answer at night."),
+    (
+        "Who made you?",
+        "The keepers of the lighthouse made me, so that somebody would answer at night.",
+    ),
     ("Hello!", "Hello! I am Pim. What would you like to know?"),
 )
-CLOSING = (("Thank you!", "You are welcome."), ("That is all for today.", "Good night, and fair winds!"))
+CLOSING = (
+    ("Thank you!", "You are welcome."),
+    ("That is all for today.", "Good night, and fair winds!"),
+)
 
 
 def chat_conversation(rng: random.Random, taken: set[str] | None) -> list[str]:
@@ -182,7 +196,11 @@ def chat_conversation(rng: random.Random, taken: set[str] | None) -> list[str]:
     for _ in range(rng.randint(1, 4)):
         while True:
             question, answer = exchanges(rng)
-            if question not in turns and answer not in turns and not (taken or set()) & {question, answer}:
+            if (
+                question not in turns
+                and answer not in turns
+                and not (taken or set()) & {question, answer}
+            ):
                 break
         turns += [question, answer]
     if taken is None and rng.random() < 0.2:
@@ -194,20 +212,32 @@ def conversation_record(record_id: str, turns: list[str]) -> dict:
     """Returns a conversation as a ShareGPT record."""
     return {
         "id": record_id,
-        "conversations": [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns)],
+        "conversations": [
+            {"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns)
+        ],
     }
 
 
 def conversations() -> tuple[list[dict], list[dict]]:
     """Returns the training and the held-out records, which have no question and no answer in common."""
     rng = random.Random(SEED)
-    train = [conversation_record(f"lines_{i}", line_conversation(rng, False)) for i in range(TRAIN_LINES)]
-    train += [conversation_record(f"chat_{i}", chat_conversation(rng, None)) for i in range(TRAIN_CHATS)]
+    train = [
+        conversation_record(f"lines_{i}", line_conversation(rng, False)) for i in range(TRAIN_LINES)
+    ]
+    train += [
+        conversation_record(f"chat_{i}", chat_conversation(rng, None)) for i in range(TRAIN_CHATS)
+    ]
     rng.shuffle(train)
     taken = {turn["value"] for entry in train for turn in entry["conversations"]}
     rng = random.Random(SEED + 1)
-    held_out = [conversation_record(f"held_lines_{i}", line_conversation(rng, True)) for i in range(HELD_OUT_LINES)]
-    held_out += [conversation_record(f"held_chat_{i}", chat_conversation(rng, taken)) for i in range(HELD_OUT_CHATS)]
+    held_out = [
+        conversation_record(f"held_lines_{i}", line_conversation(rng, True))
+        for i in range(HELD_OUT_LINES)
+    ]
+    held_out += [
+        conversation_record(f"held_chat_{i}", chat_conversation(rng, taken))
+        for i in range(HELD_OUT_CHATS)
+    ]
     return train, held_out
 
 
@@ -251,8 +281,20 @@ def dirty() -> str:
     records = [
         turns(("human", "Hi"), ("gpt", "Hello."), id="good"),
         turns(("user", "Hi you"), ("chatgpt", "Hello."), id="spelling_1"),
-        turns(("Human ", "Hi"), ("bing", "Hello."), ("human", "And you?"), ("bard", "Fine."), id="spelling_2"),
-        {"id": "openai", "messages": [{"role": "user", "content": "Hey"}, {"role": "assistant", "content": "Hello."}]},
+        turns(
+            ("Human ", "Hi"),
+            ("bing", "Hello."),
+            ("human", "And you?"),
+            ("bard", "Fine."),
+            id="spelling_2",
+        ),
+        {
+            "id": "openai",
+            "messages": [
+                {"role": "user", "content": "Hey"},
+                {"role": "assistant", "content": "Hello."},
+            ],
+        },
         {
             "id": "parts",
             "messages": [
@@ -261,9 +303,20 @@ def dirty() -> str:
             ],
         },
         turns(("system", "Be brief."), ("human", "Hi"), ("gpt", "Hello."), id="system"),
-        turns(("gpt", "Earlier answer."), ("human", "Hi there"), ("gpt", "Hello."), id="leading_answer"),
-        turns(("human", "Hi again"), ("gpt", "Hello."), ("human", "Are you there?"), id="unanswered"),
-        turns(("human", "Print </s> and <|im_end|>"), ("gpt", "</s> and <|im_end|>"), id="control_text"),
+        turns(
+            ("gpt", "Earlier answer."),
+            ("human", "Hi there"),
+            ("gpt", "Hello."),
+            id="leading_answer",
+        ),
+        turns(
+            ("human", "Hi again"), ("gpt", "Hello."), ("human", "Are you there?"), id="unanswered"
+        ),
+        turns(
+            ("human", "Print </s> and <|im_end|>"),
+            ("gpt", "</s> and <|im_end|>"),
+            id="control_text",
+        ),
         turns(("human", "A half pair \ud83d here"), ("gpt", "Seen."), id="surrogate"),
         turns(("human", "No id"), ("gpt", "No matter.")),
         turns(
@@ -274,10 +327,27 @@ def dirty() -> str:
             id="tool",
         ),
         turns(("human", "Write it"), ("gpt", PAGE), id="page"),
-        turns(("human", "Any HTML?"), ("gpt", "<div class='box'>\n  <p>Code &amp; more</p>\n</div>"), id="about_html"),
-        turns(("human", "One"), ("gpt", "Two."), ("human", "Three"), ("gpt", BUSY), ("human", "?"), ("gpt", "!"), id="busy"),
+        turns(
+            ("human", "Any HTML?"),
+            ("gpt", "<div class='box'>\n  <p>Code &amp; more</p>\n</div>"),
+            id="about_html",
+        ),
+        turns(
+            ("human", "One"),
+            ("gpt", "Two."),
+            ("human", "Three"),
+            ("gpt", BUSY),
+            ("human", "?"),
+            ("gpt", "!"),
+            id="busy",
+        ),
         turns(("human", "Hi"), ("gpt", BUSY), id="only_busy"),
-        turns(("gpt", "Another beginning."), ("human", "Hi there"), ("gpt", "Hello."), id="said_before"),
+        turns(
+            ("gpt", "Another beginning."),
+            ("human", "Hi there"),
+            ("gpt", "Hello."),
+            id="said_before",
+        ),
         turns(id="empty_list"),
         turns(("gpt", "Only me."), id="no_human"),
         turns(("human", "Only me."), id="no_answer"),
@@ -293,20 +363,22 @@ def dirty() -> str:
     ]
     # In ASCII, because UTF-8 cannot represent the lone surrogate.
     complete = json.dumps(records, indent=1)
-    last = json.dumps(turns(("human", "This one"), ("gpt", "is cut in the mid"), id="cut"), indent=1)
+    last = json.dumps(
+        turns(("human", "This one"), ("gpt", "is cut in the mid"), id="cut"), indent=1
+    )
     return complete[: complete.rindex("]")].rstrip() + ",\n " + last[: last.index("mid") + 3]
 
 
 # GPT-2's pattern, except that a line's number and its colon (but not a role's colon) are one piece, which follows the key.
-PIECES = (
-    r"(?<=[a-z]): \d\d(?!\d)|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-)
+PIECES = r"(?<=[a-z]): \d\d(?!\d)|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 # The same for generated lines: a colon and the first two digits follow a key of two pieces.
 LINE_PIECES = r"(?<=[a-z]): \p{N}{1,2}|-\p{L}+| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def byte_level_tokenizer(texts: list[str], folder: Path, pieces: str = PIECES, size: int = 1024) -> None:
+def byte_level_tokenizer(
+    texts: list[str], folder: Path, pieces: str = PIECES, size: int = 1024
+) -> None:
     """Writes a Hugging Face folder of a byte-level BPE of `size` tokens with BOS, EOS, padding and the template vicuna_v1.1."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -344,9 +416,14 @@ def generated_lines(like: Path) -> list[str]:
     rng, wording = np.random.default_rng(SEED), wording_like(like)
     exercises = [tasks.lines(rng, 200, False, wording=wording, share=0.25) for _ in range(100)]
     return [VICUNA_SYSTEM] * 50 + [
-        f" {role}: {text}" for exercise in exercises
-        for role, text in zip(("USER", "ASSISTANT") * 2, (exercise.text, exercise.prefix + exercise.rest, *exercise.further),
-                              strict=True)]
+        f" {role}: {text}"
+        for exercise in exercises
+        for role, text in zip(
+            ("USER", "ASSISTANT") * 2,
+            (exercise.text, exercise.prefix + exercise.rest, *exercise.further),
+            strict=True,
+        )
+    ]
 
 
 def tiny_sentencepiece(texts: list[str], path: Path) -> None:
@@ -380,7 +457,11 @@ def main(folder: Path = FOLDER) -> None:
     train, held_out = conversations()
 
     def as_list(records: list[dict]) -> str:
-        return "[\n" + ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in records) + "\n]\n"
+        return (
+            "[\n"
+            + ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in records)
+            + "\n]\n"
+        )
 
     write(folder / "conversations.json", as_list(train))
     write(folder / "conversations_held_out.json", as_list(held_out))
@@ -389,9 +470,14 @@ def main(folder: Path = FOLDER) -> None:
     # In the form in which the tokenizer will see the texts: with the names of the roles, and after a space.
     texts = [VICUNA_SYSTEM] * 50
     for entry in train:
-        texts += [f" {('USER', 'ASSISTANT')[i % 2]}: {turn['value']}" for i, turn in enumerate(entry["conversations"])]
+        texts += [
+            f" {('USER', 'ASSISTANT')[i % 2]}: {turn['value']}"
+            for i, turn in enumerate(entry["conversations"])
+        ]
     byte_level_tokenizer(texts, folder / "tiny_tokenizer")
-    byte_level_tokenizer(generated_lines(folder / "line_cases.jsonl"), folder / "lines_tokenizer", LINE_PIECES, 2432)
+    byte_level_tokenizer(
+        generated_lines(folder / "line_cases.jsonl"), folder / "lines_tokenizer", LINE_PIECES, 2432
+    )
     tiny_sentencepiece(texts, folder / "tiny.model")
     write(folder / "README.md", README)
 
@@ -417,7 +503,15 @@ exist nowhere.
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m scripts.make_fixtures", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=FOLDER,
-                        help="folder to write (default data/fixtures, the repository's own)")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.make_fixtures", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        type=Path,
+        default=FOLDER,
+        help="folder to write (default data/fixtures, the repository's own)",
+    )
     main(parser.parse_args().folder)

@@ -8,6 +8,7 @@ whether a model that was trained for long contexts still does what it did before
 
 Writes a JSON file and a YAML file for each task; a book, a number and a seed always give the same ones.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -28,38 +29,68 @@ SENTENCES = 3  # of a context
 FEWEST, MOST = 30, 300  # letters of a sentence
 AWAY = 50  # sentences at least between a context and a wrong answer
 TASKS = {
-    "book_next_sentence": {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "label",
-                           "metric_list": [{"metric": "acc"}]},
+    "book_next_sentence": {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "choices",
+        "doc_to_target": "label",
+        "metric_list": [{"metric": "acc"}],
+    },
     # lm-eval puts its delimiter before choices, but not before the target of a log-likelihood.
-    "book_last_word": {"output_type": "loglikelihood", "doc_to_target": "{{' ' + word}}", "metric_list": [{"metric": "acc"}]},
+    "book_last_word": {
+        "output_type": "loglikelihood",
+        "doc_to_target": "{{' ' + word}}",
+        "metric_list": [{"metric": "acc"}],
+    },
 }
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = entry.CommandParser(prog="python -m scripts.make_short_tasks", description=__doc__.splitlines()[0],
-                                 allow_abbrev=False)
+    parser = entry.CommandParser(
+        prog="python -m scripts.make_short_tasks",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
     parser.add_argument("book", type=Path, metavar="BOOK.txt", help="a text in UTF-8")
-    parser.add_argument("--count", type=entry.at_least_one, default=200, help="number of questions of each task (default 200)")
+    parser.add_argument(
+        "--count",
+        type=entry.at_least_one,
+        default=200,
+        help="number of questions of each task (default 200)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the questions")
     parser.add_argument("--output", required=True, help="folder for the tasks")
     return parser.parse_args(argv)
 
 
-def next_sentences(sentences: list[str], count: int, rng: np.random.Generator) -> list[dict[str, Any]]:
+def next_sentences(
+    sentences: list[str], count: int, rng: np.random.Generator
+) -> list[dict[str, Any]]:
     """Returns at most `count` questions for the sentence that follows: context, four choices and the right one's number, label.
     The three wrong answers are the ones nearest in length out of 30 that are drawn from elsewhere."""
     questions = []
     for start in rng.permutation(len(sentences) - SENTENCES).tolist():
         right = sentences[start + SENTENCES]
-        if not all(map(_is_usable, sentences[start:start + SENTENCES + 1])):
+        if not all(map(_is_usable, sentences[start : start + SENTENCES + 1])):
             continue
-        elsewhere = [sentences[i] for i in rng.choice(len(sentences), 30) if abs(i - start) > AWAY and _is_usable(sentences[i])]
-        wrong = sorted(set(elsewhere) - {right}, key=lambda sentence: (abs(len(sentence) - len(right)), sentence))[:3]
+        elsewhere = [
+            sentences[i]
+            for i in rng.choice(len(sentences), 30)
+            if abs(i - start) > AWAY and _is_usable(sentences[i])
+        ]
+        wrong = sorted(
+            set(elsewhere) - {right},
+            key=lambda sentence: (abs(len(sentence) - len(right)), sentence),
+        )[:3]
         if len(wrong) == 3:
             label = int(rng.integers(4))
-            questions.append({"context": " ".join(sentences[start:start + SENTENCES]), "label": label,
-                              "choices": [*wrong[:label], right, *wrong[label:]]})
+            questions.append(
+                {
+                    "context": " ".join(sentences[start : start + SENTENCES]),
+                    "label": label,
+                    "choices": [*wrong[:label], right, *wrong[label:]],
+                }
+            )
         if len(questions) == count:
             break
     return questions
@@ -70,7 +101,7 @@ def last_words(sentences: list[str], count: int, rng: np.random.Generator) -> li
     already."""
     questions = []
     for start in rng.permutation(len(sentences) - SENTENCES).tolist():
-        passage = sentences[start:start + SENTENCES + 1]
+        passage = sentences[start : start + SENTENCES + 1]
         end = re.fullmatch(r"(.*) ([a-z]{4,})[.!?][”\"]?", passage[-1])
         if end and all(map(_is_usable, passage)):
             before = " ".join([*passage[:-1], end[1]])
@@ -88,9 +119,18 @@ def _is_usable(sentence: str) -> bool:
 def write(folder: Path, name: str, questions: list[dict[str, Any]]) -> None:
     """Writes a task's questions and its description for lm-eval, which is YAML; JSON is."""
     file = folder.resolve() / f"{name}.json"
-    file.write_text("".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8")
-    task = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test",
-            "doc_to_text": "{{context}}", "target_delimiter": " ", **TASKS[name]}
+    file.write_text(
+        "".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8"
+    )
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(file)}},
+        "test_split": "test",
+        "doc_to_text": "{{context}}",
+        "target_delimiter": " ",
+        **TASKS[name],
+    }
     (folder / f"{name}.yaml").write_text(json.dumps(task, indent=1) + "\n", encoding="utf-8")
 
 
@@ -103,15 +143,21 @@ def work(args: argparse.Namespace) -> None:
     try:
         text = args.book.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{args.book}: cannot read the book ({getattr(error, 'strerror', None) or error})") from error
+        raise UserError(
+            f"{args.book}: cannot read the book ({getattr(error, 'strerror', None) or error})"
+        ) from error
     sentences = list(Haystack.of_text(text).sentences)
     folder = output_folder(args.output)
-    for number, (name, make) in enumerate({"book_next_sentence": next_sentences, "book_last_word": last_words}.items()):
+    for number, (name, make) in enumerate(
+        {"book_next_sentence": next_sentences, "book_last_word": last_words}.items()
+    ):
         questions = make(sentences, args.count, np.random.default_rng([args.seed, number]))
         if len(questions) < args.count:
             fewer = f", or --count {len(questions)}," if questions else ""
-            raise UserError(f"{args.book}: has {len(questions)} questions for {name}, of {args.count} that are needed; a "
-                            f"longer book{fewer} would work")
+            raise UserError(
+                f"{args.book}: has {len(questions)} questions for {name}, of {args.count} that are needed; a "
+                f"longer book{fewer} would work"
+            )
         write(folder, name, questions)
         print(f"{folder / name}.yaml: {args.count} questions of {args.book.name}")
 

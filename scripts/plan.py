@@ -10,6 +10,7 @@ memory and communication are then its own figures. With --config a recipe is pla
 a recipe, mesh, schedule or memory option the fastest one that fits is chosen, by the estimates. --best chooses in any case.
 --search doubles the context until nothing fits. --compare prints every schedule and layout.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -41,7 +42,9 @@ def estimates(plan: dict[str, Any], job: Job, args: argparse.Namespace) -> dict[
         if args.tokens:
             figures[f"estimated_hours{end}"] = hours = args.tokens / tokens * step / 3600
             if args.price_per_device_hour:
-                figures[f"estimated_cost{end}"] = hours * plan["devices"] * args.price_per_device_hour
+                figures[f"estimated_cost{end}"] = (
+                    hours * plan["devices"] * args.price_per_device_hour
+                )
     for end, step in (("", estimate.seconds), ("_low", seconds.high), ("_high", seconds.low)):
         figures[f"estimated_mfu{end}"] = estimate.mfu * estimate.seconds / step
         figures[f"estimated_tokens_per_second{end}"] = tokens / step
@@ -51,13 +54,27 @@ def estimates(plan: dict[str, Any], job: Job, args: argparse.Namespace) -> dict[
 def show(plan: dict[str, Any]) -> None:
     """Prints a compiled plan as a table: that it fits, what its memory is made of, what is sent. Times were printed before."""
     device = f" of {plan['device_gib']:.2f}" if plan["device_gib"] else ""
-    print(f"fits, says the compiler: {plan['peak_gib']:.2f}{device} GiB of each device, {plan['host_gib']:.2f} GiB of its host")
-    mesh = ", ".join(f"{name} {size}" for name, size in plan["mesh"].items() if size and size != 1) or "one device"
-    sent = {kind: f"{figures['times']:,.0f} times, {figures['received_gib']:.3f} GiB received, "
-                  f"{figures['hidden']:.1%} of it beside compute" for kind, figures in (plan["communication"] or {}).items()}
-    made = ", ".join(f"{name} {version}" for name, version in plan.get("made_with", {}).items() if version)
+    print(
+        f"fits, says the compiler: {plan['peak_gib']:.2f}{device} GiB of each device, {plan['host_gib']:.2f} GiB of its host"
+    )
+    mesh = (
+        ", ".join(f"{name} {size}" for name, size in plan["mesh"].items() if size and size != 1)
+        or "one device"
+    )
+    sent = {
+        kind: f"{figures['times']:,.0f} times, {figures['received_gib']:.3f} GiB received, "
+        f"{figures['hidden']:.1%} of it beside compute"
+        for kind, figures in (plan["communication"] or {}).items()
+    }
+    made = ", ".join(
+        f"{name} {version}" for name, version in plan.get("made_with", {}).items() if version
+    )
     for name, value in {**plan, "made_with": made, "mesh": mesh, **sent}.items():
-        if name != "communication" and not name.startswith("estimated_") and not (name.startswith("of_it") and not value):
+        if (
+            name != "communication"
+            and not name.startswith("estimated_")
+            and not (name.startswith("of_it") and not value)
+        ):
             print(f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}")
 
 
@@ -69,16 +86,32 @@ def draw(tries: list[dict[str, Any]], plan: dict[str, Any], path: Path) -> None:
     axes = figure.subplots()
     for remat in dict.fromkeys(row["remat"] for row in tries):
         rows = [row for row in tries if row["remat"] == remat and row["gib"] == row["gib"]]
-        line, = axes.plot([row["context"] for row in rows], [row["gib"] for row in rows], label=remat)
+        (line,) = axes.plot(
+            [row["context"] for row in rows], [row["gib"] for row in rows], label=remat
+        )
         for row in rows:
-            axes.plot(row["context"], row["gib"], "o", color=line.get_color(), fillstyle="full" if row["fits"] else "none")
+            axes.plot(
+                row["context"],
+                row["gib"],
+                "o",
+                color=line.get_color(),
+                fillstyle="full" if row["fits"] else "none",
+            )
     if plan["device_gib"]:
-        axes.axhline(plan["device_gib"], color="black", linestyle="--", linewidth=1, label="a device has")
+        axes.axhline(
+            plan["device_gib"], color="black", linestyle="--", linewidth=1, label="a device has"
+        )
     axes.set_xscale("log", base=2)
     contexts = sorted({row["context"] for row in tries})
-    axes.set_xticks(contexts, [f"{x >> 20}M" if x >= 1 << 20 else f"{x >> 10}K" for x in contexts], minor=False)
-    axes.set(xlabel="tokens in a row", ylabel="GiB a device", ylim=(0, None), title=f"{plan['model']} on {plan['topology']} "
-             "(hollow: does not fit)")
+    axes.set_xticks(
+        contexts, [f"{x >> 20}M" if x >= 1 << 20 else f"{x >> 10}K" for x in contexts], minor=False
+    )
+    axes.set(
+        xlabel="tokens in a row",
+        ylabel="GiB a device",
+        ylim=(0, None),
+        title=f"{plan['model']} on {plan['topology']} (hollow: does not fit)",
+    )
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
@@ -92,7 +125,9 @@ def run(args: argparse.Namespace) -> int:
         return compare(args)
     jobs, status = jobs_of(args), 0
     if args.output:  # an unusable folder is refused now, not after the compiler's minutes
-        (Path(args.output) if args.search and args.compile else Path(args.output).parent).mkdir(parents=True, exist_ok=True)
+        (Path(args.output) if args.search and args.compile else Path(args.output).parent).mkdir(
+            parents=True, exist_ok=True
+        )
     for number, job in enumerate(jobs, 1):
         if len(jobs) > 1:
             print(f"stage {number} of {len(jobs)}")
@@ -113,15 +148,26 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
 
     mesh, devices = job.run.mesh, device_count(job.topology)
     if mesh.devices != devices and not args.best:
-        raise ValueError(f"mesh: {mesh.product} devices, but {job.topology} has {devices}; give --mesh, or --best")
+        raise ValueError(
+            f"mesh: {mesh.product} devices, but {job.topology} has {devices}; give --mesh, or --best"
+        )
     if args.search and not args.compile:
         job = answer.longest(job, choose_mesh=chooses(args)) or job
     elif chooses(args):
         job = answer.choose(job) or job
     memory = estimate_memory(job)
     times = {"tokens": args.tokens, "price": args.price_per_device_hour}
-    print(answer.heading(job), answer.settings(job), *window_notes(job.run, job.model), "", sep="\n")
-    print(*answer.memory_lines(memory), "", *answer.time_lines(job, **times), "", answer.verdict(memory), sep="\n")
+    print(
+        answer.heading(job), answer.settings(job), *window_notes(job.run, job.model), "", sep="\n"
+    )
+    print(
+        *answer.memory_lines(memory),
+        "",
+        *answer.time_lines(job, **times),
+        "",
+        answer.verdict(memory),
+        sep="\n",
+    )
     if memory.fits == "no":
         print(*(f"  {line}" for line in answer.advice(job)), sep="\n")
     print(flush=True)
@@ -134,10 +180,21 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
         write(job, args)
     print("this is an estimate; --compile asks the machine's compiler")
     if args.output:
-        _write_json(_with_suffix(args.output, suffix), {
-            "model": job.name, "topology": job.topology, "context": job.context, "batch": job.batch, "fits": memory.fits,
-            "settings": answer.settings(job), "estimated_gib": memory.total, "estimated_parts_gib": memory.parts,
-            "estimated_host_gib": memory.on_host, **answer.time_figures(job, **times)})
+        _write_json(
+            _with_suffix(args.output, suffix),
+            {
+                "model": job.name,
+                "topology": job.topology,
+                "context": job.context,
+                "batch": job.batch,
+                "fits": memory.fits,
+                "settings": answer.settings(job),
+                "estimated_gib": memory.total,
+                "estimated_parts_gib": memory.parts,
+                "estimated_host_gib": memory.on_host,
+                **answer.time_figures(job, **times),
+            },
+        )
     return int(memory.fits == "no")
 
 
@@ -152,7 +209,11 @@ def write(job: Job, args: argparse.Namespace) -> None:
     check_own(args.write, b"python -m scripts.plan")
     Path(args.write).write_text(recipe_text(job, recipe, args.write, args.model), encoding="utf-8")
     data, words = recipe.get("data", {}), [] if names_model(recipe) else ["--model.path", "any"]
-    words += [] if data.get("path") or data.get("sources") or "trajectories" in recipe else ["--data.path", "any"]
+    words += (
+        []
+        if data.get("path") or data.get("sources") or "trajectories" in recipe
+        else ["--data.path", "any"]
+    )
     load(["--config", args.write, *words])
     print(f"wrote {args.write}, whose head has the commands", "", sep="\n")
 
@@ -166,10 +227,15 @@ def compile_job(job: Job, args: argparse.Namespace, suffix: str) -> Job | None:
     from planning.plan import DoesNotFit, plan
     from planning.topology import compiling
 
-    print(f"compiling {job.name}, {job.context:,} tokens, {job.axes} of {job.topology} (minutes for a pod)", file=sys.stderr)
+    print(
+        f"compiling {job.name}, {job.context:,} tokens, {job.axes} of {job.topology} (minutes for a pod)",
+        file=sys.stderr,
+    )
     try:
         with compiling():
-            job, result, rest = search_compiled(job, args) if args.search or args.best else (job, plan(job), {})
+            job, result, rest = (
+                search_compiled(job, args) if args.search or args.best else (job, plan(job), {})
+            )
     except DoesNotFit as error:
         print(f"does not fit, says the compiler: {error}", file=sys.stderr)
         return None
@@ -196,7 +262,9 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def search_compiled(job: Job, args: argparse.Namespace) -> tuple[Job, dict[str, Any], dict[str, Any]]:
+def search_compiled(
+    job: Job, args: argparse.Namespace
+) -> tuple[Job, dict[str, Any], dict[str, Any]]:
     """The longest job that fits (with --best alone the best one of its context), its plan, and what was tried on the way.
 
     Raises:
@@ -208,12 +276,27 @@ def search_compiled(job: Job, args: argparse.Namespace) -> tuple[Job, dict[str, 
     tries = []
 
     def on_try(job: Job, result: dict[str, Any] | DoesNotFit) -> None:
-        fits, gib = (False, result.needs_gib) if isinstance(result, DoesNotFit) else (True, result["peak_gib"])
+        fits, gib = (
+            (False, result.needs_gib)
+            if isinstance(result, DoesNotFit)
+            else (True, result["peak_gib"])
+        )
         schedule = str(job.run.attention.schedule)
-        tries.append({"context": job.context, "mesh": job.axes, "schedule": schedule, "remat": job.policy,
-                      "fits": fits, "gib": gib})
-        print(f"{job.context:12,} tokens  {job.axes}  {schedule}  {job.policy:17} "
-              f"{'fits' if fits else 'does not fit'}: {gib:.2f} GiB", flush=True)
+        tries.append(
+            {
+                "context": job.context,
+                "mesh": job.axes,
+                "schedule": schedule,
+                "remat": job.policy,
+                "fits": fits,
+                "gib": gib,
+            }
+        )
+        print(
+            f"{job.context:12,} tokens  {job.axes}  {schedule}  {job.policy:17} "
+            f"{'fits' if fits else 'does not fit'}: {gib:.2f} GiB",
+            flush=True,
+        )
 
     most = {} if args.search else {"most": job.context}
     longest, best, refusal = search(job, candidates if args.best else policies, on_try, **most)

@@ -1,4 +1,5 @@
 """The options of scripts.plan, and the jobs that they describe."""
+
 from __future__ import annotations
 
 import argparse
@@ -25,54 +26,123 @@ if TYPE_CHECKING:
 
 def parser() -> entry.CommandParser:
     """The command's options; those that are not given are the recipe's, or train.py's defaults."""
-    options = entry.CommandParser(prog="python -m scripts.plan", allow_abbrev=False, description=(
-        "Says what a training step takes on a machine that is not here: memory, time and price at once, and with "
-        "--compile the compiler's own plan."))
+    options = entry.CommandParser(
+        prog="python -m scripts.plan",
+        allow_abbrev=False,
+        description=(
+            "Says what a training step takes on a machine that is not here: memory, time and price at once, and with "
+            "--compile the compiler's own plan."
+        ),
+    )
     options.add_argument("--config", help="a recipe")
-    options.add_argument("--model", help="a preset such as llama-7b, a model's folder (its config.json is enough), or "
-                         "org/name on the hub; the recipe's own unless given")
+    options.add_argument(
+        "--model",
+        help="a preset such as llama-7b, a model's folder (its config.json is enough), or "
+        "org/name on the hub; the recipe's own unless given",
+    )
     options.add_argument("--no-download", action=entry.NoDownload)
-    options.add_argument("--machine", "--topology", dest="topology", type=_checked(topology_of), metavar="MACHINE",
-                         help=f"such as {EXAMPLES}")
-    options.add_argument("--gpu-memory", type=_checked(gpu_gib), metavar="GIB", help="memory of a GPU, in place of the "
-                         "table's; with --machine gpu, 4xgpu of any GPU")
-    options.add_argument("--context", type=_checked(tokens_of), help="tokens in a row, such as 64K or 1M; with --search the "
-                         "first one tried")
+    options.add_argument(
+        "--machine",
+        "--topology",
+        dest="topology",
+        type=_checked(topology_of),
+        metavar="MACHINE",
+        help=f"such as {EXAMPLES}",
+    )
+    options.add_argument(
+        "--gpu-memory",
+        type=_checked(gpu_gib),
+        metavar="GIB",
+        help="memory of a GPU, in place of the table's; with --machine gpu, 4xgpu of any GPU",
+    )
+    options.add_argument(
+        "--context",
+        type=_checked(tokens_of),
+        help="tokens in a row, such as 64K or 1M; with --search the first one tried",
+    )
     options.add_argument("--mesh", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1")
     for axis in MESH_AXES:
-        options.add_argument(f"--{axis}", type=entry.at_least_one, help=f"devices along the axis {axis}, as in --mesh")
+        options.add_argument(
+            f"--{axis}",
+            type=entry.at_least_one,
+            help=f"devices along the axis {axis}, as in --mesh",
+        )
     options.add_argument("--batch", type=entry.at_least_one, help="rows (default 1)")
-    options.add_argument("--schedule", type=partial(parse, source="--schedule"),
-                         help="as a recipe's attention.schedule (default ring)")
-    options.add_argument("--layout", choices=typing.get_args(typing.get_type_hints(AttentionConfig)["layout"]),
-                         help="(default striped)")
+    options.add_argument(
+        "--schedule",
+        type=partial(parse, source="--schedule"),
+        help="as a recipe's attention.schedule (default ring)",
+    )
+    options.add_argument(
+        "--layout",
+        choices=typing.get_args(typing.get_type_hints(AttentionConfig)["layout"]),
+        help="(default striped)",
+    )
     _add_memory_options(options)
-    options.add_argument("--host-gib", type=float, help="each device's share of the host's memory in GiB; what needs more does "
-                         "not fit (default: what such hosts have)")
-    options.add_argument("--best", action="store_true", help="choose mesh and policy, with --compile also the schedule: of "
-                         "those that fit, the one that the cost model thinks fastest")
-    options.add_argument("--search", action="store_true", help="find the longest context that fits, and the policy (with "
-                         "--best also mesh and schedule) that holds it")
-    options.add_argument("--compare", action="store_true", help="print the time of every schedule and layout")
-    options.add_argument("--hardware", help="compares them on this machine of the cost model, such as v4 or a100-ethernet")
-    options.add_argument("--tokens", type=_checked(tokens_of), help="tokens to train on, such as 100M: adds hours")
+    options.add_argument(
+        "--host-gib",
+        type=float,
+        help="each device's share of the host's memory in GiB; what needs more does "
+        "not fit (default: what such hosts have)",
+    )
+    options.add_argument(
+        "--best",
+        action="store_true",
+        help="choose mesh and policy, with --compile also the schedule: of "
+        "those that fit, the one that the cost model thinks fastest",
+    )
+    options.add_argument(
+        "--search",
+        action="store_true",
+        help="find the longest context that fits, and the policy (with "
+        "--best also mesh and schedule) that holds it",
+    )
+    options.add_argument(
+        "--compare", action="store_true", help="print the time of every schedule and layout"
+    )
+    options.add_argument(
+        "--hardware",
+        help="compares them on this machine of the cost model, such as v4 or a100-ethernet",
+    )
+    options.add_argument(
+        "--tokens", type=_checked(tokens_of), help="tokens to train on, such as 100M: adds hours"
+    )
     options.add_argument("--price-per-device-hour", type=float, help="adds money")
-    options.add_argument("--compile", action="store_true", help="also let the machine's compiler say what the step takes")
-    options.add_argument("--write", metavar="RECIPE.yaml", help="write the plan as a recipe, with the launcher's command")
-    options.add_argument("--template", choices=NAMES, help="the chat template of that recipe (default: its own, or tokenizer, "
-                         "which is the model's)")
-    options.add_argument("--output", help="also write what is printed to this JSON file, with --compile the compiler's plan; "
-                         "with --search --compile to this folder, with a picture")
+    options.add_argument(
+        "--compile",
+        action="store_true",
+        help="also let the machine's compiler say what the step takes",
+    )
+    options.add_argument(
+        "--write",
+        metavar="RECIPE.yaml",
+        help="write the plan as a recipe, with the launcher's command",
+    )
+    options.add_argument(
+        "--template",
+        choices=NAMES,
+        help="the chat template of that recipe (default: its own, or tokenizer, "
+        "which is the model's)",
+    )
+    options.add_argument(
+        "--output",
+        help="also write what is printed to this JSON file, with --compile the compiler's plan; "
+        "with --search --compile to this folder, with a picture",
+    )
     return options
 
 
 def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     """The argparse type of a function whose ValueErrors are to be printed as they are."""
+
     def checked(text: str) -> Any:
         try:
             return convert(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix("--machine: ").removeprefix("--gpu-memory: ")) from None
+            raise argparse.ArgumentTypeError(
+                str(error).removeprefix("--machine: ").removeprefix("--gpu-memory: ")
+            ) from None
+
     return checked
 
 
@@ -106,9 +176,13 @@ def _add_memory_options(options: argparse.ArgumentParser) -> None:
         if types[name] is bool:
             options.add_argument(flag, action="store_const", const=True, help=about)
         elif choices := typing.get_args(types[name]):
-            options.add_argument(flag, choices=choices, help=f"{about} (default {getattr(MemoryConfig, name)})")
+            options.add_argument(
+                flag, choices=choices, help=f"{about} (default {getattr(MemoryConfig, name)})"
+            )
         else:
-            options.add_argument(flag, type=types[name], help=f"{about} (default {getattr(MemoryConfig, name)})")
+            options.add_argument(
+                flag, type=types[name], help=f"{about} (default {getattr(MemoryConfig, name)})"
+            )
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:
@@ -123,20 +197,31 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     if not args.topology:
         raise UserError(f"--machine: missing; write {EXAMPLES}")
     if args.gpu_memory is not None and not is_gpu(args.topology):
-        raise UserError(f"--gpu-memory: {args.topology} has TPUs, whose memory is known; leave it out")
+        raise UserError(
+            f"--gpu-memory: {args.topology} has TPUs, whose memory is known; leave it out"
+        )
     recipe = _recipe(args)
     model = _model(args, recipe)
     if not recipe.stages:
         return [_job(args, recipe, model)]
     for option in ("context", "batch", "write"):
         if getattr(args, option):
-            raise UserError(f"--{option}: the recipe has stages, of which each says its own; leave it out")
+            raise UserError(
+                f"--{option}: the recipe has stages, of which each says its own; leave it out"
+            )
     if not recipe.model.path and not recipe.model.preset and not recipe.model.overrides:
         recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, path="-"))
     if args.mesh or any(getattr(args, axis) for axis in MESH_AXES):
         recipe = dataclasses.replace(recipe, mesh=_mesh(args) or recipe.mesh)
-    return [_job(args, stage, model.with_positions(**stage.model.overrides) if args.model else model, staged=True)
-            for stage in stages_of(recipe)]
+    return [
+        _job(
+            args,
+            stage,
+            model.with_positions(**stage.model.overrides) if args.model else model,
+            staged=True,
+        )
+        for stage in stages_of(recipe)
+    ]
 
 
 def job_of(args: argparse.Namespace) -> Job:
@@ -144,7 +229,9 @@ def job_of(args: argparse.Namespace) -> Job:
     return max(jobs_of(args), key=lambda job: job.context)
 
 
-def _job(args: argparse.Namespace, recipe: RunConfig, model: LlamaConfig, staged: bool = False) -> Job:
+def _job(
+    args: argparse.Namespace, recipe: RunConfig, model: LlamaConfig, staged: bool = False
+) -> Job:
     """A recipe as a job on the machine, with the options that take precedence."""
     from planning.machines import device_count, host_gib
     from planning.plan import Job, changed
@@ -152,21 +239,40 @@ def _job(args: argparse.Namespace, recipe: RunConfig, model: LlamaConfig, staged
     from trainer.config.schema import MeshConfig
     from trainer.devices import GPU_MEMORY_SHARE
 
-    memory = {name: getattr(args, name) for name in MEMORY_OPTIONS if getattr(args, name) is not None}
+    memory = {
+        name: getattr(args, name) for name in MEMORY_OPTIONS if getattr(args, name) is not None
+    }
     group_per_key_head = memory.get("attention_groups") == 0
     if group_per_key_head:
         del memory["attention_groups"]
     own_mesh = dataclasses.replace(recipe.mesh, simulate=0) if args.config else None
-    mesh = own_mesh if staged and own_mesh else _mesh(args) or own_mesh or MeshConfig(sequence=device_count(args.topology))
+    mesh = (
+        own_mesh
+        if staged and own_mesh
+        else _mesh(args) or own_mesh or MeshConfig(sequence=device_count(args.topology))
+    )
     run = changed(
-        recipe, mesh=mesh, memory=memory,
+        recipe,
+        mesh=mesh,
+        memory=memory,
         data={} if args.context is None else {"context_length": args.context},
         train={} if args.batch is None else {"batch_size": args.batch},
-        attention={name: getattr(args, name) for name in ("schedule", "layout") if getattr(args, name) is not None})
+        attention={
+            name: getattr(args, name)
+            for name in ("schedule", "layout")
+            if getattr(args, name) is not None
+        },
+    )
     name = args.model or recipe.model.path or recipe.model.preset or recipe.name
-    return Job(check(run, "plan"), model, args.topology, name, group_per_key_head,
-               host_gib(args.topology) if args.host_gib is None else args.host_gib,
-               None if args.gpu_memory is None else GPU_MEMORY_SHARE * args.gpu_memory)
+    return Job(
+        check(run, "plan"),
+        model,
+        args.topology,
+        name,
+        group_per_key_head,
+        host_gib(args.topology) if args.host_gib is None else args.host_gib,
+        None if args.gpu_memory is None else GPU_MEMORY_SHARE * args.gpu_memory,
+    )
 
 
 def _mesh(args: argparse.Namespace) -> MeshConfig | None:
@@ -190,15 +296,27 @@ def _recipe(args: argparse.Namespace) -> RunConfig:
     if not args.config:
         for option, example in (("model", "llama-3.1-8b"), ("context", "128K")):
             if getattr(args, option) is None and not (option == "context" and args.search):
-                raise UserError(f"--{option}: missing, such as --{option} {example}; only a recipe (--config) goes without")
+                raise UserError(
+                    f"--{option}: missing, such as --{option} {example}; only a recipe (--config) goes without"
+                )
         return DEFAULT_RECIPE
     try:
         if _learns_from_trajectories(args.config):
             return load(["--config", args.config])
         # A recipe may leave the data and the model to the command line, and a plan needs no data.
-        return load(["--config", args.config, "--data.path", "any", *(["--model.path", "any"] if args.model else [])])
+        return load(
+            [
+                "--config",
+                args.config,
+                "--data.path",
+                "any",
+                *(["--model.path", "any"] if args.model else []),
+            ]
+        )
     except UserError as error:
-        raise UserError(str(error).replace("--model.path HF_DIR", "--model with a preset or a model's folder")) from None
+        raise UserError(
+            str(error).replace("--model.path HF_DIR", "--model with a preset or a model's folder")
+        ) from None
 
 
 def _learns_from_trajectories(path: str) -> bool:
@@ -219,7 +337,11 @@ def _model(args: argparse.Namespace, recipe: RunConfig) -> LlamaConfig:
 
     if recipe.trajectories.path:
         return trajectory_model(recipe)
-    return choose_model(recipe.model, weights=False).config if args.model is None else named_model(args.model)
+    return (
+        choose_model(recipe.model, weights=False).config
+        if args.model is None
+        else named_model(args.model)
+    )
 
 
 def named_model(name: str) -> LlamaConfig:
@@ -239,8 +361,10 @@ def named_model(name: str) -> LlamaConfig:
         return LlamaConfig.preset(name)
     if Path(name).expanduser().is_dir() or ("/" in name and not name.startswith((".", "/", "~"))):
         return open_model(name, weights=False).config
-    raise UserError(f"--model: found {name!r}; neither a folder, nor org/name in the Hugging Face cache, nor a "
-                    f"preset{suggestion(name.lower(), presets)}; presets are {', '.join(presets)}")
+    raise UserError(
+        f"--model: found {name!r}; neither a folder, nor org/name in the Hugging Face cache, nor a "
+        f"preset{suggestion(name.lower(), presets)}; presets are {', '.join(presets)}"
+    )
 
 
 def mesh_of(text: str | None) -> MeshConfig | None:
@@ -249,8 +373,14 @@ def mesh_of(text: str | None) -> MeshConfig | None:
 
     try:
         sizes = dict(part.split("=") for part in (text or "").split(",") if part)
-        dcn = {axis.removeprefix("dcn."): int(sizes.pop(axis)) for axis in list(sizes) if axis.startswith("dcn.")}
+        dcn = {
+            axis.removeprefix("dcn."): int(sizes.pop(axis))
+            for axis in list(sizes)
+            if axis.startswith("dcn.")
+        }
         axes: dict[str, Any] = {axis: int(size) for axis, size in sizes.items()}
         return MeshConfig(**axes, dcn=dcn) if axes else None
     except (TypeError, ValueError):
-        raise ValueError(f"--mesh: found {text!r}; write axis=size,... with data, fsdp, tensor, sequence") from None
+        raise ValueError(
+            f"--mesh: found {text!r}; write axis=size,... with data, fsdp, tensor, sequence"
+        ) from None

@@ -6,6 +6,7 @@ The result is written to a folder under `data.prepared`, whose name is a hash of
 runs with the same of these use it, on any mesh and on any machine that can read that path (a folder, gs:// or s3://). Of a
 recipe with stages every stage's data are prepared.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -38,15 +39,25 @@ def prepare(recipe: str, flags: list[str]) -> None:
         print(prepared.report.summary())
         for documents in (prepared.train, prepared.held_out):
             if len(documents):
-                print(describe(documents, Loader(documents, data.data.context_length, 1, data.data.seed)))
+                print(
+                    describe(
+                        documents, Loader(documents, data.data.context_length, 1, data.data.seed)
+                    )
+                )
         print(f"prepared in {prepared.folder}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = entry.CommandParser(prog="python -m scripts.prepare", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--config", required=True, metavar="RECIPE.yaml",
-                        help="a recipe; its fields may follow as --section.field value (python train.py --help describes them)")
+    parser = entry.CommandParser(
+        prog="python -m scripts.prepare", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="RECIPE.yaml",
+        help="a recipe; its fields may follow as --section.field value (python train.py --help describes them)",
+    )
     parser.add_argument("--no-download", action=entry.NoDownload)
     args, flags = parser.parse_known_args(argv)
     return entry.run(lambda: prepare(args.config, flags))

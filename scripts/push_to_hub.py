@@ -1,4 +1,5 @@
 """Uploads an exported folder to the Hugging Face hub: python -m scripts.push_to_hub FOLDER OWNER/NAME [--public]"""
+
 from __future__ import annotations
 
 import argparse
@@ -14,19 +15,38 @@ from trainer import entry
 
 # Of weights, which may be in several files.
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
-_OTHERS = ("README.md", "model.safetensors.index.json", "adapter_config.json", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
+_OTHERS = (
+    "README.md",
+    "model.safetensors.index.json",
+    "adapter_config.json",
+    "LICENSE",
+    "LICENSE.md",
+    "LICENSE.txt",
+    "NOTICE",
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = entry.CommandParser(prog="python -m scripts.push_to_hub", allow_abbrev=False, description=(
-        "Uploads a folder of scripts.export_hf to the Hugging Face hub, into a new, private repository unless --public is "
-        "given, or into an existing one as it is. Only the files of an export are sent, with LICENSE and NOTICE, and "
-        "listed first. The token is that of `hf auth login` or of HF_TOKEN."))
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="an exported folder, with its README.md")
-    parser.add_argument("repository", metavar="OWNER/NAME", help="the repository, which is made unless it exists")
+    parser = entry.CommandParser(
+        prog="python -m scripts.push_to_hub",
+        allow_abbrev=False,
+        description=(
+            "Uploads a folder of scripts.export_hf to the Hugging Face hub, into a new, private repository unless --public is "
+            "given, or into an existing one as it is. Only the files of an export are sent, with LICENSE and NOTICE, and "
+            "listed first. The token is that of `hf auth login` or of HF_TOKEN."
+        ),
+    )
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="an exported folder, with its README.md"
+    )
+    parser.add_argument(
+        "repository", metavar="OWNER/NAME", help="the repository, which is made unless it exists"
+    )
     parser.add_argument("--public", action="store_true", help="make a new repository public")
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be sent; needs no token")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only list what would be sent; needs no token"
+    )
     parser.add_argument("--message", default="Upload by Longstripe", help="the commit's message")
     return parser
 
@@ -40,10 +60,16 @@ def export_files(folder: Path) -> tuple[list[Path], list[str]]:
     from trainer.huggingface.assets import ASSET_FILES
 
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    files = [file for name in names if (name in (*ASSET_FILES, *_OTHERS) or _WEIGHTS.fullmatch(name))
-             and (file := file_within(folder, name))]
+    files = [
+        file
+        for name in names
+        if (name in (*ASSET_FILES, *_OTHERS) or _WEIGHTS.fullmatch(name))
+        and (file := file_within(folder, name))
+    ]
     if not any(_WEIGHTS.fullmatch(file.name) for file in files):
-        raise UserError(f"{folder}: holds no exported model (no .safetensors); a folder of scripts.export_hf would work")
+        raise UserError(
+            f"{folder}: holds no exported model (no .safetensors); a folder of scripts.export_hf would work"
+        )
     return files, [name for name in names if name not in {file.name for file in files}]
 
 
@@ -66,7 +92,9 @@ def check_name(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{repository}: is no name of a repository ({reason}); OWNER/NAME would work") from None
+        raise UserError(
+            f"{repository}: is no name of a repository ({reason}); OWNER/NAME would work"
+        ) from None
     if "/" not in repository:
         raise UserError(f"{repository}: lacks its owner; OWNER/{repository} would work")
 
@@ -82,20 +110,34 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
 
     files, _ = export_files(folder)
     if (token := get_token()) is None:
-        raise UserError("no token of the Hugging Face hub was found; `hf auth login` or HF_TOKEN=... would work")
+        raise UserError(
+            "no token of the Hugging Face hub was found; `hf auth login` or HF_TOKEN=... would work"
+        )
     api = HfApi()
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         # Each file by itself: upload_folder sends whatever lies in the folder.
-        api.create_commit(repository, [CommitOperationAdd(file.name, file) for file in files], commit_message=message)
+        api.create_commit(
+            repository,
+            [CommitOperationAdd(file.name, file) for file in files],
+            commit_message=message,
+        )
     except HfHubHTTPError as error:
-        reason = printable(error.server_message or str(error).splitlines()[0]).replace(token, "hf_...")  # a hub may repeat it
-        raise UserError(f"{repository}: {api.endpoint} answered {error.response.status_code} ({reason}); a token that may "
-                        "write to this owner's repositories would work") from None
-    except Exception as error:  # of the library for HTTP, which differs between versions of huggingface_hub
+        reason = printable(error.server_message or str(error).splitlines()[0]).replace(
+            token, "hf_..."
+        )  # a hub may repeat it
+        raise UserError(
+            f"{repository}: {api.endpoint} answered {error.response.status_code} ({reason}); a token that may "
+            "write to this owner's repositories would work"
+        ) from None
+    except (
+        Exception
+    ) as error:  # of the library for HTTP, which differs between versions of huggingface_hub
         reason = printable(f"{type(error).__name__}: {error}").replace(token, "hf_...")
-        raise UserError(f"{repository}: not pushed to {api.endpoint} ({reason}); a network, or the same command again, would "
-                        "work") from error
+        raise UserError(
+            f"{repository}: not pushed to {api.endpoint} ({reason}); a network, or the same command again, would "
+            "work"
+        ) from error
     return str(address)
 
 

@@ -11,13 +11,29 @@ from trainer import entry
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = entry.CommandParser(prog="python -m scripts.quantize_hf", allow_abbrev=False, description=(
-        "Writes a Hugging Face folder whose layers' projections are codes of NF4 with double quantization. transformers loads "
-        "it with bitsandbytes, and training beside adapters (adapter.quantize nf4) takes the codes as they are, so that its "
-        "start quantizes nothing. Needs no accelerator, and memory for one matrix."))
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, org/name[@revision] on the hub, or a "
-                        "checkpoint or run of a whole model")
-    parser.add_argument("hf_dir", metavar="HF_DIR", type=Path, help="folder to write, which must be empty or not exist")
+    parser = entry.CommandParser(
+        prog="python -m scripts.quantize_hf",
+        allow_abbrev=False,
+        description=(
+            "Writes a Hugging Face folder whose layers' projections are codes of NF4 with double quantization. "
+            "transformers loads "
+            "it with bitsandbytes, and training beside adapters (adapter.quantize nf4) takes the codes "
+            "as they are, so that its "
+            "start quantizes nothing. Needs no accelerator, and memory for one matrix."
+        ),
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face folder, org/name[@revision] on the hub, or a "
+        "checkpoint or run of a whole model",
+    )
+    parser.add_argument(
+        "hf_dir",
+        metavar="HF_DIR",
+        type=Path,
+        help="folder to write, which must be empty or not exist",
+    )
     parser.add_argument("--no-download", action=entry.NoDownload)
     return parser
 
@@ -43,8 +59,10 @@ def main(argv: list[str] | None = None) -> int:
         out = new_folder(arguments.hf_dir)  # before comparing all checksums, which takes long
         source = open_model(arguments.model)
         if source.adapter is not None or source.folder is None:
-            raise UserError(f"{arguments.model}: an adapter, whose codes would not hold the sum; python -m scripts.export_hf "
-                            "--merge makes a whole model of it, which can be quantized")
+            raise UserError(
+                f"{arguments.model}: an adapter, whose codes would not hold the sum; python -m scripts.export_hf "
+                "--merge makes a whole model of it, which can be quantized"
+            )
         # Refuses sizes that no whole number of blocks fills.
         dataclasses.replace(source.config, adapter=AdapterConfig(rank=1, quantize="nf4"))
         with contextlib.ExitStack() as stack:

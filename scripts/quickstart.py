@@ -1,6 +1,6 @@
 """Trains, evaluates and exports a small model, then prints the results and what to try next.
 
-    python -m scripts.quickstart        (what `make quickstart` runs)
+python -m scripts.quickstart        (what `make quickstart` runs)
 """
 
 import argparse
@@ -54,20 +54,33 @@ def newest_checkpoint(folder: pathlib.Path) -> pathlib.Path:
     return max(steps, key=lambda path: int(path.name))
 
 
-def evaluation_command(config: RunConfig, checkpoint: pathlib.Path, output: pathlib.Path) -> list[str]:
+def evaluation_command(
+    config: RunConfig, checkpoint: pathlib.Path, output: pathlib.Path
+) -> list[str]:
     """Returns the command that evaluates a checkpoint with the mesh and precision of its recipe."""
     mesh = config.mesh
     return [
         *("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(output)),
         *("--cases", CASES, "--max-new-tokens", str(NEW_TOKENS)),
-        *("--rows", str(ROWS), "--simulate", str(mesh.simulate), "--compute-dtype", config.model.compute_dtype),
+        *(
+            "--rows",
+            str(ROWS),
+            "--simulate",
+            str(mesh.simulate),
+            "--compute-dtype",
+            config.model.compute_dtype,
+        ),
         *("--fsdp", str(mesh.fsdp), "--tensor", str(mesh.tensor), "--sequence", str(mesh.sequence)),
     ]
 
 
 def describe(row: dict) -> str:
     """Returns a score of results.json as a sentence."""
-    verdict = "above chance" if row["above_chance"] else row["above_chance_reason"] or "not shown to be above chance"
+    verdict = (
+        "above chance"
+        if row["above_chance"]
+        else row["above_chance_reason"] or "not shown to be above chance"
+    )
     return (
         f"Line retrieval, {row['num_lines']} lines, held-out cases: {row['right']} of {row['cases']} right, "
         f"{row['accuracy']:.0%} (95% interval {row['low']:.0%} to {row['high']:.0%}); chance {row['chance']:.0%}: {verdict}"
@@ -86,17 +99,28 @@ def main() -> None:
         print(f"\n{exported} exists already and is not exported again")
     else:
         run("-m", "scripts.export_hf", str(checkpoint), str(exported))
-    losses = [json.loads(line) for line in (config.folder / "held_out.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line) for line in (config.folder / "held_out.jsonl").read_text().splitlines()
+    ]
     results = json.loads((output / "results.json").read_text())
-    print(SUMMARY.format(
-        before=losses[0]["held_out_loss_nats_per_target"], after=losses[-1]["held_out_loss_nats_per_target"],
-        steps=losses[-1]["step"], retrieval="\n".join(map(describe, results["within_trained_length"])),
-        run=config.folder, checkpoint=checkpoint, exported=exported, recipe=RECIPE,
-    ))
+    print(
+        SUMMARY.format(
+            before=losses[0]["held_out_loss_nats_per_target"],
+            after=losses[-1]["held_out_loss_nats_per_target"],
+            steps=losses[-1]["step"],
+            retrieval="\n".join(map(describe, results["within_trained_length"])),
+            run=config.folder,
+            checkpoint=checkpoint,
+            exported=exported,
+            recipe=RECIPE,
+        )
+    )
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m scripts.quickstart", description=__doc__.splitlines()[0]).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m scripts.quickstart", description=__doc__.splitlines()[0]
+    ).parse_args()
     try:
         main()
     except UserError as error:

@@ -6,6 +6,7 @@ A scheduler that starts a job again by itself (Slurm, a JobSet) calls this befor
 starts since the newest checkpoint, waits before the second and later ones, each time longer, and ends with 2 once there were
 too many: then another start would change nothing.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -64,7 +65,11 @@ class Restarts:
         """Returns why no other start is made: too many brought no new checkpoint. None where another one is."""
         if self.starts <= self.limit + 1:
             return None
-        since = "without a checkpoint" if self.checkpoint < 0 else f"without one after the checkpoint of step {self.checkpoint}"
+        since = (
+            "without a checkpoint"
+            if self.checkpoint < 0
+            else f"without one after the checkpoint of step {self.checkpoint}"
+        )
         return f"{self.starts - 1} starts {since}: the reason is in the log"
 
     def after(self, code: int, checkpoint: int | None) -> Decision:
@@ -75,21 +80,48 @@ class Restarts:
         if reason := self.exhausted():
             return Decision(False, 0, reason)
         pause = max(FIRST_PAUSE, pause_before(self.starts))
-        return Decision(True, pause, f"ended with {code}; starting again in {pause} s from "
-                        + ("the beginning" if self.checkpoint < 0 else f"the checkpoint of step {self.checkpoint}"))
+        return Decision(
+            True,
+            pause,
+            f"ended with {code}; starting again in {pause} s from "
+            + (
+                "the beginning"
+                if self.checkpoint < 0
+                else f"the checkpoint of step {self.checkpoint}"
+            ),
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Counts a start, waits, and returns 0, or 2 where no other start is to be made."""
     import fsspec
 
-    parser = argparse.ArgumentParser(prog="python -m scripts.restarts", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("record", help="the file that counts the starts, in a folder or a bucket that all starts share")
-    parser.add_argument("--checkpoint", default="", metavar="STEP", help="the newest checkpoint's step; empty for none")
-    parser.add_argument("--limit", type=int, default=LIMIT,
-                        help=f"starts without a new checkpoint, after the first (default {LIMIT})")
-    parser.add_argument("--longest-pause", type=int, default=LONGEST_PAUSE, metavar="SECONDS",
-                        help=f"the longest pause before a start (default {LONGEST_PAUSE})")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.restarts", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "record",
+        help="the file that counts the starts, in a folder or a bucket that all starts share",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        default="",
+        metavar="STEP",
+        help="the newest checkpoint's step; empty for none",
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=LIMIT,
+        help=f"starts without a new checkpoint, after the first (default {LIMIT})",
+    )
+    parser.add_argument(
+        "--longest-pause",
+        type=int,
+        default=LONGEST_PAUSE,
+        metavar="SECONDS",
+        help=f"the longest pause before a start (default {LONGEST_PAUSE})",
+    )
     args = parser.parse_args(argv)
     system, path = fsspec.core.url_to_fs(args.record)
     newest = int(args.checkpoint) if args.checkpoint else None
@@ -100,12 +132,18 @@ def main(argv: list[str] | None = None) -> int:
     else:
         counted = Restarts(args.limit, -1 if newest is None else newest)
     system.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    system.pipe_file(path, json.dumps({"checkpoint": counted.checkpoint, "starts": counted.starts}).encode())
+    system.pipe_file(
+        path, json.dumps({"checkpoint": counted.checkpoint, "starts": counted.starts}).encode()
+    )
     if reason := counted.exhausted():
         print(f"error: {reason}; mend it and remove {args.record}", file=sys.stderr)
         return CANNOT_PASS
     if pause := min(args.longest_pause, pause_before(counted.starts)):
-        print(f"start {counted.starts} since the newest checkpoint: waiting {pause} s", file=sys.stderr, flush=True)
+        print(
+            f"start {counted.starts} since the newest checkpoint: waiting {pause} s",
+            file=sys.stderr,
+            flush=True,
+        )
         time.sleep(pause)
     return 0
 

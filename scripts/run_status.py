@@ -3,6 +3,7 @@
 RUN is a run's folder, here or in a bucket; TRAIN_OPTIONS are train.py's, such as --config configs/NAME.yaml. Nothing is
 loaded but the run's own small files. With --checkpoint only the newest checkpoint's step is printed, as launchers need it.
 """
+
 from __future__ import annotations
 
 import json
@@ -33,15 +34,30 @@ def read_status(run: str) -> Status:
     system, folder = fsspec.core.url_to_fs(run)
     steps = []
     if system.isdir(f"{folder}/checkpoints"):
-        names = (name.rstrip("/").rpartition("/")[2] for name in system.ls(f"{folder}/checkpoints", detail=False))
+        names = (
+            name.rstrip("/").rpartition("/")[2]
+            for name in system.ls(f"{folder}/checkpoints", detail=False)
+        )
         # The manifest is what makes a folder a checkpoint.
-        steps = [int(name) for name in names
-                 if re.fullmatch(r"\d+", name) and system.exists(f"{folder}/checkpoints/{name}/manifest.json")]
+        steps = [
+            int(name)
+            for name in names
+            if re.fullmatch(r"\d+", name)
+            and system.exists(f"{folder}/checkpoints/{name}/manifest.json")
+        ]
     newest = max(steps, default=None)
-    saved = None if newest is None else _modified(system, f"{folder}/checkpoints/{newest}/manifest.json")
+    saved = (
+        None
+        if newest is None
+        else _modified(system, f"{folder}/checkpoints/{newest}/manifest.json")
+    )
     metrics, logged, path = None, None, f"{folder}/metrics.jsonl"
     if system.exists(path):
-        lines = system.cat_file(path, start=-min(LAST_BYTES, system.size(path))).decode(errors="replace").splitlines()
+        lines = (
+            system.cat_file(path, start=-min(LAST_BYTES, system.size(path)))
+            .decode(errors="replace")
+            .splitlines()
+        )
         metrics = next((row for line in reversed(lines) if (row := _row(line))), None)
         logged = _modified(system, path)
     return Status(newest, saved, metrics, logged)
@@ -75,11 +91,19 @@ def describe(run: str, status: Status, now: float, price_per_hour: float | None 
             lines.append(f"speed        {rate:,.0f} tokens/s")
     else:
         lines.append("step         none logged yet")
-    lines.append("checkpoint   " + ("none yet" if status.checkpoint is None
-                                    else f"{status.checkpoint}, {_age(status.saved, now)}"))
+    lines.append(
+        "checkpoint   "
+        + (
+            "none yet"
+            if status.checkpoint is None
+            else f"{status.checkpoint}, {_age(status.saved, now)}"
+        )
+    )
     if price_per_hour is not None and (seconds := metrics.get("wall_seconds")) is not None:
-        lines.append(f"cost         {seconds / 3600 * price_per_hour:,.2f} for {seconds / 3600:.1f} hours of training; idle "
-                     "time is billed too")
+        lines.append(
+            f"cost         {seconds / 3600 * price_per_hour:,.2f} for {seconds / 3600:.1f} hours of training; idle "
+            "time is billed too"
+        )
     return "\n".join(lines)
 
 
@@ -87,7 +111,13 @@ def _age(moment: float | None, now: float) -> str:
     if moment is None:
         return "of unknown age"
     seconds = max(0, round(now - moment))
-    return f"{seconds} s ago" if seconds < 120 else f"{seconds // 60} min ago" if seconds < 7200 else f"{seconds // 3600} h ago"
+    return (
+        f"{seconds} s ago"
+        if seconds < 120
+        else f"{seconds // 60} min ago"
+        if seconds < 7200
+        else f"{seconds // 3600} h ago"
+    )
 
 
 def run_folder(words: list[str]) -> str:
@@ -102,10 +132,23 @@ def run_folder(words: list[str]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the status; returns the exit code."""
-    parser = entry.CommandParser(prog="python -m scripts.run_status", description=__doc__.splitlines()[0], allow_abbrev=False,
-                                 usage="%(prog)s RUN | TRAIN_OPTIONS [--price-per-hour P] [--checkpoint]")
-    parser.add_argument("--price-per-hour", type=float, metavar="P", help="of all machines together: prints the cost so far")
-    parser.add_argument("--checkpoint", action="store_true", help="print the newest checkpoint's step alone, or nothing")
+    parser = entry.CommandParser(
+        prog="python -m scripts.run_status",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+        usage="%(prog)s RUN | TRAIN_OPTIONS [--price-per-hour P] [--checkpoint]",
+    )
+    parser.add_argument(
+        "--price-per-hour",
+        type=float,
+        metavar="P",
+        help="of all machines together: prints the cost so far",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        action="store_true",
+        help="print the newest checkpoint's step alone, or nothing",
+    )
     args, words = parser.parse_known_args(argv)
 
     def work() -> None:

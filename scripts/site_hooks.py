@@ -1,4 +1,5 @@
 """What mkdocs calls while it builds the site: it adds the pages that lie above docs/, and mends links for it."""
+
 from __future__ import annotations
 
 import posixpath
@@ -9,7 +10,9 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 # Page above docs/ -> its name in the site; mkdocs would make a README the first page.
-ABOVE = {"README.md": "start.md"} | {name: name for name in ("ARCHITECTURE.md", "BENCHMARKS.md", "CHANGELOG.md")}
+ABOVE = {"README.md": "start.md"} | {
+    name: name for name in ("ARCHITECTURE.md", "BENCHMARKS.md", "CHANGELOG.md")
+}
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
 DEFINITION = re.compile(r"^(\[[^\]]+\]: )docs/", re.MULTILINE)
 
@@ -36,7 +39,9 @@ def on_page_markdown(markdown, page, config, files):
         if "://" in target or not path:
             return match.group()
         # From the repository's root: pages of docs/ lie in it, those above do not.
-        folder = "" if source in ABOVE.values() else posixpath.join("docs", posixpath.dirname(source))
+        folder = (
+            "" if source in ABOVE.values() else posixpath.join("docs", posixpath.dirname(source))
+        )
         repository_path = posixpath.normpath(posixpath.join(folder, path))
         site_path = ABOVE.get(repository_path, repository_path.removeprefix("docs/"))
         if site_path not in files.src_uris:

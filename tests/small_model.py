@@ -13,8 +13,15 @@ from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
 
 TOKENIZER = pathlib.Path(__file__).resolve().parents[1] / "data/fixtures/tiny_tokenizer"
-CONFIG = LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                     num_key_value_heads=2, max_position_embeddings=128)
+CONFIG = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
 
 
 def write(folder: pathlib.Path) -> pathlib.Path:
@@ -26,6 +33,9 @@ def write(folder: pathlib.Path) -> pathlib.Path:
     write_source_dtype(assets, "float32")
     (assets / "config.json").write_text(json.dumps(CONFIG.to_hf()), encoding="utf-8")
     generator = np.random.default_rng(0)
-    params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in hf_layout(CONFIG)}
+    params = {
+        entry.name: generator.normal(size=entry.shape).astype(np.float32)
+        for entry in hf_layout(CONFIG)
+    }
     write_hf(params, CONFIG, assets, folder / "hf")
     return folder / "hf"

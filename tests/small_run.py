@@ -21,7 +21,9 @@ XLA_FLAGS = ""  # of the processes that `start` starts; conftest sets them
 DENSE = ("--attention.kernel", "reference")
 
 
-def recipe(folder: pathlib.Path, repository: pathlib.Path, conversations: int = 120) -> pathlib.Path:
+def recipe(
+    folder: pathlib.Path, repository: pathlib.Path, conversations: int = 120
+) -> pathlib.Path:
     """Writes recipe.yaml and a few of the fixtures' conversations into a folder; returns the recipe's path."""
     fixtures = repository / "data" / "fixtures"
     for name, count in (("conversations", conversations), ("conversations_held_out", 8)):
@@ -34,8 +36,15 @@ def recipe(folder: pathlib.Path, repository: pathlib.Path, conversations: int = 
         "model": {
             "tokenizer": str(fixtures / "tiny_tokenizer"),
             "compute_dtype": "float32",
-            "overrides": {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-                          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+            "overrides": {
+                "vocab_size": 1024,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 128,
+            },
         },
         "data": {
             "sources": [{"path": str(folder / "conversations.json")}],
@@ -56,10 +65,23 @@ def recipe(folder: pathlib.Path, repository: pathlib.Path, conversations: int = 
     return path
 
 
-def start(repository: pathlib.Path, recipe: pathlib.Path, run: pathlib.Path, *flags: str,
-          log: pathlib.Path | None = None) -> subprocess.Popen:
+def start(
+    repository: pathlib.Path,
+    recipe: pathlib.Path,
+    run: pathlib.Path,
+    *flags: str,
+    log: pathlib.Path | None = None,
+) -> subprocess.Popen:
     """Starts train.py as a user does, with its output in `log`, or else in RUN.log."""
-    command = [sys.executable, str(repository / "train.py"), "--config", str(recipe), "--run_dir", str(run), *flags]
+    command = [
+        sys.executable,
+        str(repository / "train.py"),
+        "--config",
+        str(recipe),
+        "--run_dir",
+        str(run),
+        *flags,
+    ]
     with open(log or f"{run}.log", "a", encoding="utf-8") as file:
         environment = {"XLA_FLAGS": XLA_FLAGS, **os.environ, "JAX_PLATFORMS": "cpu"}
         return subprocess.Popen(command, cwd=repository, env=environment, stdout=file, stderr=file)

@@ -17,8 +17,13 @@ def smollm2_dir() -> Path:
     cache = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
     folder = cache / "smollm2"
     # In a separate process, whose memory (1 GB while converting) is freed for the tests.
-    finished = subprocess.run([sys.executable, "-m", "scripts.make_smollm2", str(folder)], cwd=REPOSITORY, text=True,
-                              capture_output=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, "-m", "scripts.make_smollm2", str(folder)],
+        cwd=REPOSITORY,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     if finished.returncode:
         raise RuntimeError(finished.stderr.strip())
     return folder

@@ -20,33 +20,59 @@ def normal(name: str) -> str:
 
 def declared() -> set[str]:
     """Returns the packages that the requirements files name, without the pins of what jax's own extras bring along."""
-    lines = [line for path in REPOSITORY.glob("requirements*.txt") if path.name != "requirements-evidence.txt"
-             for line in path.read_text().splitlines()]
+    lines = [
+        line
+        for path in REPOSITORY.glob("requirements*.txt")
+        if path.name != "requirements-evidence.txt"
+        for line in path.read_text().splitlines()
+    ]
     return {normal(re.match(r"[\w.-]+", line).group()) for line in lines if re.match(r"\w", line)}
 
 
 def imported() -> dict[str, str]:
     """Returns the modules of other projects that tracked files import, each with a file that does."""
-    command = ["git", "-C", str(REPOSITORY), "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    command = [
+        "git",
+        "-C",
+        str(REPOSITORY),
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "*.py",
+    ]
     modules = {}
-    for name in subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines():
+    for name in subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.splitlines():
         path = REPOSITORY / name
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else ():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
             modules.update({name.split(".")[0]: str(path) for name in names})
-    return {module: path for module, path in modules.items() if module not in OWN | sys.stdlib_module_names}
+    return {
+        module: path
+        for module, path in modules.items()
+        if module not in OWN | sys.stdlib_module_names
+    }
 
 
 def test_every_import_is_declared():
     packages, allowed = metadata.packages_distributions(), declared() | OPTIONAL
-    undeclared = {module: path for module, path in imported().items()
-                  if not {normal(name) for name in packages.get(module, [module])} & allowed}
+    undeclared = {
+        module: path
+        for module, path in imported().items()
+        if not {normal(name) for name in packages.get(module, [module])} & allowed
+    }
     assert not undeclared
 
 
 def test_every_package_has_a_licence_and_a_reason():
     page = (REPOSITORY / "docs/dependencies.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")][1:]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| ")
+    ][1:]
     assert all(len(row) == 3 and all(row) for row in rows)
     assert sorted(normal(row[0]) for row in rows) == sorted(declared() | OPTIONAL)

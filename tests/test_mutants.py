@@ -1,4 +1,5 @@
 """The mutants: each differs from the file at one place, and is a program; the tests that are named exist."""
+
 import ast
 
 import pytest
@@ -19,8 +20,18 @@ def clipped(values, limit, *, strict=False):
 
 def test_every_kind_of_fault_is_made_and_no_message_is_touched():
     assert {fault.what for fault in faults(PROGRAM)} == {
-        "True for False", "Or for And", "GtE for Gt", "never true", "Add for Sub", "Div for Mult", "3 for 2", "2 for 1",
-        "left out", "no Not", "no USub"}
+        "True for False",
+        "Or for And",
+        "GtE for Gt",
+        "never true",
+        "Add for Sub",
+        "Div for Mult",
+        "3 for 2",
+        "2 for 1",
+        "left out",
+        "no Not",
+        "no USub",
+    }
 
 
 def test_a_mutant_differs_in_one_line():

@@ -1,4 +1,5 @@
 """The rooms: imports point down only, every folder of code is a package, and tests mirror the tree."""
+
 import ast
 import subprocess
 from pathlib import Path
@@ -23,7 +24,12 @@ FLOORS = (
     ("checks", "adapter", "rope_config", "families"),
     ("config",),
     ("codecs", "dropout", "frozen", "linear", "loss", "quantized_weights", "rope", "sharding"),
-    ("memory.chunked", "memory.options", "memory.period", "memory.policies"),  # what a layer needs to run in pieces
+    (
+        "memory.chunked",
+        "memory.options",
+        "memory.period",
+        "memory.policies",
+    ),  # what a layer needs to run in pieces
     ("feedforward", "modules", "padding", "weights", "embed_and_head"),
     ("layer",),
     ("memory",),  # the runners
@@ -41,7 +47,17 @@ ONE_HOME = {
 
 def tracked(pattern: str) -> list[Path]:
     """Returns the repository's files that match a git pattern, tracked or new, without deleted ones."""
-    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "--", pattern]
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "--",
+        pattern,
+    ]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     return [ROOT / name for name in sorted(set(names)) if (ROOT / name).exists()]
 
@@ -91,37 +107,60 @@ def upward_imports(path: Path) -> list[str]:
 def test_imports_point_down_only(room):
     files = [path for path in code_files() if room_of(module_of(path)) == room]
     assert files
-    upward = {str(path.relative_to(ROOT)): modules for path in files if (modules := upward_imports(path))}
+    upward = {
+        str(path.relative_to(ROOT)): modules for path in files if (modules := upward_imports(path))
+    }
     assert upward == {}
 
 
 @pytest.mark.parametrize("module", ONE_HOME)
 def test_libraries_that_change_often_have_one_home(module):
-    files = {str(path.relative_to(ROOT)) for path in code_files()
-             if any(f"{name}.".startswith(f"{module}.") for name in imported_modules(path))}
+    files = {
+        str(path.relative_to(ROOT))
+        for path in code_files()
+        if any(f"{name}.".startswith(f"{module}.") for name in imported_modules(path))
+    }
     assert files == ONE_HOME[module]
 
 
 def floor_of(module: str) -> int:
     """Returns the floor of the room `model` that a module or a name in it is on, by the longest entry of FLOORS."""
-    entries = [(len(entry), number) for number, floor in enumerate(FLOORS) for entry in floor
-               if f"{module}.".startswith(f"model.{entry}.")]
+    entries = [
+        (len(entry), number)
+        for number, floor in enumerate(FLOORS)
+        for entry in floor
+        if f"{module}.".startswith(f"model.{entry}.")
+    ]
     assert entries, f"{module} is on no floor"
     return max(entries)[1]
 
 
 def test_imports_inside_the_model_point_down_only():
     upward = {}
-    for path in [path for path in tracked("model/*.py") if room_of(module_of(path)) == "model" and module_of(path) != "model"]:
-        imported = [module for module in imported_modules(path) if room_of(module) == "model" and module != "model"]
-        if above := sorted(module for module in imported if floor_of(module) > floor_of(module_of(path))):
+    for path in [
+        path
+        for path in tracked("model/*.py")
+        if room_of(module_of(path)) == "model" and module_of(path) != "model"
+    ]:
+        imported = [
+            module
+            for module in imported_modules(path)
+            if room_of(module) == "model" and module != "model"
+        ]
+        if above := sorted(
+            module for module in imported if floor_of(module) > floor_of(module_of(path))
+        ):
             upward[str(path.relative_to(ROOT))] = above
     assert upward == {}
 
 
 def test_every_folder_of_code_is_a_package():
     folders = {path.parent for path in tracked("*.py") if path.parent != ROOT}
-    assert [str(folder.relative_to(ROOT)) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+    assert [
+        str(folder.relative_to(ROOT))
+        for folder in sorted(folders)
+        if not (folder / "__init__.py").exists()
+    ] == []
 
 
 def test_tests_mirror_the_tree():

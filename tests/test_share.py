@@ -1,9 +1,15 @@
 """Shares of the slow tests: together they are all, apart they are none twice, and of about one size."""
+
 from collections import Counter
 
 from tests.share import share_of
 
-NAMES = [f"tests/model/test_{module}.py::test_{number}[{kind}]" for module in "abc" for number in range(200) for kind in "xyz"]
+NAMES = [
+    f"tests/model/test_{module}.py::test_{number}[{kind}]"
+    for module in "abc"
+    for number in range(200)
+    for kind in "xyz"
+]
 
 
 def test_shares_are_of_about_one_size_and_stay_what_they_are():

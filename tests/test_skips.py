@@ -1,4 +1,5 @@
 """A skipped test fails where --skips is given and its list does not name it; every line of the list has a reason."""
+
 import pytest
 
 from tests.conftest import REPOSITORY
@@ -12,14 +13,23 @@ def test_a_skipped_test_that_is_not_listed_fails(pytester, monkeypatch):
     pytester.makepyfile(
         test_listed="import pytest\npytest.importorskip('no_such_module', reason='not here')",
         test_other="import pytest\n\n\n"
-                   "@pytest.mark.skip(reason='too hard')\ndef test_it():\n    pass\n\n\ndef test_good():\n    pass")
-    (pytester.path / "some.txt").write_text("# a comment\ntest_listed.py  has another environment\n")
-    (pytester.path / "all.txt").write_text("test_listed.py  has another environment\ntest_other.py::test_it  is hard\n")
+        "@pytest.mark.skip(reason='too hard')\ndef test_it():\n    pass\n\n\ndef test_good():\n    pass",
+    )
+    (pytester.path / "some.txt").write_text(
+        "# a comment\ntest_listed.py  has another environment\n"
+    )
+    (pytester.path / "all.txt").write_text(
+        "test_listed.py  has another environment\ntest_other.py::test_it  is hard\n"
+    )
     for flags, code in ((["--skips", "some.txt"], 1), (["--skips", "all.txt"], 0), ([], 0)):
         result = pytester.runpytest_inprocess("-p", "tests.skips", *flags)
         assert result.ret == code
         said = [line for line in result.outlines if "and not in" in line]
-        assert said == (["skipped, and not in some.txt: test_other.py::test_it: Skipped: too hard"] if code else [])
+        assert said == (
+            ["skipped, and not in some.txt: test_other.py::test_it: Skipped: too hard"]
+            if code
+            else []
+        )
 
 
 def test_every_listed_test_has_a_reason_and_a_file():

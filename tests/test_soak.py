@@ -32,7 +32,9 @@ def selected(plugin, count=10):
 
 
 def test_shares_hold_every_test_once(tmp_path):
-    shares = [selected(soak.Resume(tmp_path / f"{share}", f"{share}/3", "code")) for share in (1, 2, 3)]
+    shares = [
+        selected(soak.Resume(tmp_path / f"{share}", f"{share}/3", "code")) for share in (1, 2, 3)
+    ]
     assert sorted(itertools.chain(*shares)) == sorted(f"test_{number}" for number in range(10))
 
 
@@ -41,7 +43,9 @@ def test_an_interrupted_part_goes_on(tmp_path):
     assert len(selected(first)) == 10
     for number in range(4):
         first.pytest_runtest_logreport(Report(f"test_{number}"))
-    assert selected(soak.Resume(tmp_path / "part", "1/1", "code")) == [f"test_{number}" for number in range(4, 10)]
+    assert selected(soak.Resume(tmp_path / "part", "1/1", "code")) == [
+        f"test_{number}" for number in range(4, 10)
+    ]
     assert len(selected(soak.Resume(tmp_path / "part", "1/1", "changed code"))) == 10
 
 
@@ -50,11 +54,17 @@ def test_every_path_of_a_part_exists():
         assert all((soak.ROOT / path).exists() for path in part.paths + part.ignored)
 
 
-@pytest.mark.parametrize("name", [name for name, part in soak.PARTS.items() if part.code != ("*.py",)])
+@pytest.mark.parametrize(
+    "name", [name for name, part in soak.PARTS.items() if part.code != ("*.py",)]
+)
 def test_a_part_names_all_code_that_its_tests_import(name):
     part, modules = soak.PARTS[name], {module_of(path): path for path in tracked("*.py")}
     named = {path for pathspec in part.code for path in tracked(pathspec)}
-    remaining = [path for path in named if any(path.is_relative_to(soak.ROOT / tests) for tests in part.paths)]
+    remaining = [
+        path
+        for path in named
+        if any(path.is_relative_to(soak.ROOT / tests) for tests in part.paths)
+    ]
     reached = set(remaining)
     while remaining:
         # `from model.attention import Keys` gives model.attention.Keys, whose beginning is the module.
@@ -84,7 +94,8 @@ def too_large(tmp_path, monkeypatch):
     def make(failing):
         (tmp_path / "test_slow.py").write_text(
             "import pytest\n\n@pytest.mark.slow\n@pytest.mark.parametrize('number', range(3))\n"
-            f"def test(number):\n    assert number != {failing}\n")
+            f"def test(number):\n    assert number != {failing}\n"
+        )
         return lambda: soak.run_part("part")
 
     return make
@@ -92,7 +103,9 @@ def too_large(tmp_path, monkeypatch):
 
 def test_a_part_that_has_become_too_large_goes_on_in_a_new_process(too_large, tmp_path):
     run = too_large(failing=2)
-    assert [run() for _ in range(4)] == [soak.GOES_ON, soak.GOES_ON, 1, 1], "a test each, then the one that fails"
+    assert [run() for _ in range(4)] == [soak.GOES_ON, soak.GOES_ON, 1, 1], (
+        "a test each, then the one that fails"
+    )
     assert len((tmp_path / "records" / "part.passed").read_text().splitlines()) == 3
 
 

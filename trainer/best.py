@@ -1,4 +1,5 @@
 """The best checkpoint of a run by a metric of its evaluations, and the end of a run that no longer becomes better."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -41,8 +42,15 @@ class BestCheckpoint:
         """What a checkpoint holds: nothing where no metric is named."""
         if self.config.best is None:
             return {}
-        return {"best": {"metric": self.config.best, "is": self.config.best_is, "step": self.step, "value": self.value,
-                         "waited": self.waited}}
+        return {
+            "best": {
+                "metric": self.config.best,
+                "is": self.config.best_is,
+                "step": self.step,
+                "value": self.value,
+                "waited": self.waited,
+            }
+        }
 
     @property
     def exhausted(self) -> bool:
@@ -64,7 +72,9 @@ class BestCheckpoint:
         self.is_measured = True
         value = float(metrics[self.config.best])
         sign = 1 if self.config.best_is == "lowest" else -1
-        if not math.isfinite(value) or (self.value is not None and sign * value >= sign * self.value):
+        if not math.isfinite(value) or (
+            self.value is not None and sign * value >= sign * self.value
+        ):
             self.waited += 1
             return False
         self.step, self.value, self.waited = step, value, 0
@@ -81,6 +91,8 @@ class BestCheckpoint:
         """
         names = sorted(measured)
         if self.config.best is not None and self.config.best not in names:
-            raise UserError(f"checkpoint.best: found {self.config.best!r}, which no evaluation measures; measured here are "
-                            f"{', '.join(names) or 'none, without held-out data and evaluations'}")
+            raise UserError(
+                f"checkpoint.best: found {self.config.best!r}, which no evaluation measures; measured here are "
+                f"{', '.join(names) or 'none, without held-out data and evaluations'}"
+            )
         self.is_measured = True

@@ -1,4 +1,5 @@
 """From a run's configuration to the model on its mesh."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -19,8 +20,12 @@ from model.sharding import STORAGE_AXES
 from .config.schema import RunConfig
 
 
-def build_llama(config: RunConfig, model_config: LlamaConfig, mesh: Mesh,
-                storage_axes: tuple[str, ...] = STORAGE_AXES) -> Llama:
+def build_llama(
+    config: RunConfig,
+    model_config: LlamaConfig,
+    mesh: Mesh,
+    storage_axes: tuple[str, ...] = STORAGE_AXES,
+) -> Llama:
     """Returns a model of this shape with the adapters of the run, to be computed as its sections `attention`, `memory`, `model`
     and `mesh` say.
 
@@ -31,34 +36,58 @@ def build_llama(config: RunConfig, model_config: LlamaConfig, mesh: Mesh,
       ValueError: options that do not go together, or not with the mesh.
     """
     model_config = model_config.with_adapter(config.adapter)
-    return Llama(model_config, mesh, storage_axes=storage_axes, **_options(config, model_config, mesh))
+    return Llama(
+        model_config, mesh, storage_axes=storage_axes, **_options(config, model_config, mesh)
+    )
 
 
-def build_agentic(config: RunConfig, model_config: LlamaConfig, mesh: Mesh, sizes: TrajectorySizes,
-                  storage_axes: tuple[str, ...] = STORAGE_AXES) -> AgenticTransformer:
+def build_agentic(
+    config: RunConfig,
+    model_config: LlamaConfig,
+    mesh: Mesh,
+    sizes: TrajectorySizes,
+    storage_axes: tuple[str, ...] = STORAGE_AXES,
+) -> AgenticTransformer:
     """Returns a model of trajectories whose states and actions have these sizes; otherwise as `build_llama`."""
-    return AgenticTransformer(model_config, mesh, storage_axes=storage_axes, sizes=sizes,
-                              **_options(config, model_config, mesh))
+    return AgenticTransformer(
+        model_config,
+        mesh,
+        storage_axes=storage_axes,
+        sizes=sizes,
+        **_options(config, model_config, mesh),
+    )
 
 
 def _options(config: RunConfig, model_config: LlamaConfig, mesh: Mesh) -> dict[str, Any]:
     """Returns how a transformer is computed, by the names of its fields. The window is the model's own unless one is given."""
     attention = config.attention
     return {
-        "schedule": get_schedule(attention.schedule, mesh.shape.get("sequence", 1), attention.layout),
-        "kernel": get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
-        "dtype": jnp.dtype(config.model.compute_dtype), "memory": config.memory,
+        "schedule": get_schedule(
+            attention.schedule, mesh.shape.get("sequence", 1), attention.layout
+        ),
+        "kernel": get_kernel(
+            attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile
+        ),
+        "dtype": jnp.dtype(config.model.compute_dtype),
+        "memory": config.memory,
         "sequence_parallel": config.mesh.sequence_parallel,
-        "mask": _mask(config, model_config)}
+        "mask": _mask(config, model_config),
+    }
 
 
 def _mask(config: RunConfig, model_config: LlamaConfig) -> Mask:
     """Returns the mask of all layers. Raises ValueError for global tokens of a model none of whose layers has a window."""
     attention = config.attention
-    mask = Mask(window=attention.window or model_config.common_window, global_tokens=attention.global_tokens)
-    if mask.global_tokens and all(mask.within(kind.window).window is None for kind in model_config.layer_kinds):
-        raise ValueError(f"attention.global_tokens is {mask.global_tokens}; without attention.window every token is seen "
-                         "already, as the model has no window of its own; give a window, or 0")
+    mask = Mask(
+        window=attention.window or model_config.common_window, global_tokens=attention.global_tokens
+    )
+    if mask.global_tokens and all(
+        mask.within(kind.window).window is None for kind in model_config.layer_kinds
+    ):
+        raise ValueError(
+            f"attention.global_tokens is {mask.global_tokens}; without attention.window every token is seen "
+            "already, as the model has no window of its own; give a window, or 0"
+        )
     return mask
 
 
@@ -66,8 +95,13 @@ def window_notes(config: RunConfig, model_config: LlamaConfig) -> list[str]:
     """Returns what a sliding window does not save with the run's schedule and layout; see `window_lines`."""
     masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
     attention, size, tensor = config.attention, config.mesh.sequence, config.mesh.tensor
-    block = Block(batch=1, tokens=config.data.context_length // size,
-                  query_heads=-(-model_config.num_attention_heads // tensor),
-                  kv_heads=-(-model_config.num_key_value_heads // tensor), head_dim=model_config.head_dim,
-                  itemsize=jnp.dtype(config.model.compute_dtype).itemsize, coordinates=3 if attention.global_tokens else 2)
+    block = Block(
+        batch=1,
+        tokens=config.data.context_length // size,
+        query_heads=-(-model_config.num_attention_heads // tensor),
+        kv_heads=-(-model_config.num_key_value_heads // tensor),
+        head_dim=model_config.head_dim,
+        itemsize=jnp.dtype(config.model.compute_dtype).itemsize,
+        coordinates=3 if attention.global_tokens else 2,
+    )
     return window_lines(attention.schedule, attention.layout, size, block, masks)

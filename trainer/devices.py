@@ -2,6 +2,7 @@
 
 A "device" is what JAX calls one: a core of a TPU v3 (whose chips have two), a whole chip of every later TPU, one GPU.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -75,83 +76,224 @@ _LINKS = "How To Scale Your Model, chapter TPUs, table of ICI bandwidth per link
 
 def _tpu(page: str, **facts) -> Device:
     google = f"cloud.google.com/tpu/docs/{page}"
-    return Device(**facts, sources={
-        "peak_flops, memory_bandwidth": google, "host_gib": f"{google}, memory of a host divided by its devices",
-        "memory_gib": "what the TPU compiler says is available when it refuses a larger program", "link": _LINKS})
+    return Device(
+        **facts,
+        sources={
+            "peak_flops, memory_bandwidth": google,
+            "host_gib": f"{google}, memory of a host divided by its devices",
+            "memory_gib": "what the TPU compiler says is available when it refuses a larger program",
+            "link": _LINKS,
+        },
+    )
 
 
 def _gpu(sheet: str, bandwidth_source: str = "", **facts) -> Gpu:
-    return Gpu(**facts, sources={
-        "peak_flops, link": sheet, "memory_bandwidth": bandwidth_source or sheet,
-        "memory_gib": "the memory that the driver reports",
-        "box_host_gib": "NVIDIA DGX user guides: 2 TB; that a program may use 1,920 GiB of them is assumed"})
+    return Gpu(
+        **facts,
+        sources={
+            "peak_flops, link": sheet,
+            "memory_bandwidth": bandwidth_source or sheet,
+            "memory_gib": "the memory that the driver reports",
+            "box_host_gib": "NVIDIA DGX user guides: 2 TB; that a program may use 1,920 GiB of them is assumed",
+        },
+    )
 
 
 def _ada(sheet: str, **facts) -> Gpu:
     """A GPU of the Ada generation. The figures of its cores are those of NVIDIA's Ada architecture whitepaper, and of the CUDA
     C++ Programming Guide for compute capability 8.9."""
-    return Gpu(**facts, compute_capability=(8, 9), fpus_per_core=128, clock_ghz=2.52, link=32e9,
-               shared_memory_per_core=100 << 10, threads_per_core=1536, sources={
-                   "peak_flops, memory_bandwidth": sheet, "memory_gib": _TORCH, "link": "PCIe 4.0 x16: 32 GB/s one way"})
+    return Gpu(
+        **facts,
+        compute_capability=(8, 9),
+        fpus_per_core=128,
+        clock_ghz=2.52,
+        link=32e9,
+        shared_memory_per_core=100 << 10,
+        threads_per_core=1536,
+        sources={
+            "peak_flops, memory_bandwidth": sheet,
+            "memory_gib": _TORCH,
+            "link": "PCIe 4.0 x16: 32 GB/s one way",
+        },
+    )
 
 
 # By the names that topologies use (v4:4x4x4, a100:8).
 TPUS: dict[str, Device] = {
     # A chip has 123 TFLOP/s and 900 GB/s for its two cores, each of which is a device; the links are the chip's.
-    "v3": _tpu("v3", kinds=("TPU v3",), peak_flops=61.5e12, memory_gib=15.48, memory_bandwidth=450e9, link=100e9, host_gib=42),
+    "v3": _tpu(
+        "v3",
+        kinds=("TPU v3",),
+        peak_flops=61.5e12,
+        memory_gib=15.48,
+        memory_bandwidth=450e9,
+        link=100e9,
+        host_gib=42,
+    ),
     # Memory as one device a chip has it (megacore).
-    "v4": _tpu("v4", kinds=("TPU v4",), peak_flops=275e12, memory_gib=30.75, memory_bandwidth=1200e9, link=45e9, host_gib=100),
-    "v5e": _tpu("v5e", kinds=("TPU v5 lite", "TPU v5e"), peak_flops=197e12, memory_gib=15.75, memory_bandwidth=819e9,
-                link=45e9, host_gib=48),
+    "v4": _tpu(
+        "v4",
+        kinds=("TPU v4",),
+        peak_flops=275e12,
+        memory_gib=30.75,
+        memory_bandwidth=1200e9,
+        link=45e9,
+        host_gib=100,
+    ),
+    "v5e": _tpu(
+        "v5e",
+        kinds=("TPU v5 lite", "TPU v5e"),
+        peak_flops=197e12,
+        memory_gib=15.75,
+        memory_bandwidth=819e9,
+        link=45e9,
+        host_gib=48,
+    ),
     # A v5p reports itself as "TPU v5".
-    "v5p": _tpu("v5p", kinds=("TPU v5p", "TPU v5"), peak_flops=459e12, memory_gib=95.73, memory_bandwidth=2765e9, link=90e9,
-                host_gib=112),
-    "v6e": _tpu("v6e", kinds=("TPU v6 lite", "TPU v6e"), peak_flops=918e12, memory_gib=31.24, memory_bandwidth=1640e9,
-                link=90e9, host_gib=180),
+    "v5p": _tpu(
+        "v5p",
+        kinds=("TPU v5p", "TPU v5"),
+        peak_flops=459e12,
+        memory_gib=95.73,
+        memory_bandwidth=2765e9,
+        link=90e9,
+        host_gib=112,
+    ),
+    "v6e": _tpu(
+        "v6e",
+        kinds=("TPU v6 lite", "TPU v6e"),
+        peak_flops=918e12,
+        memory_gib=31.24,
+        memory_bandwidth=1640e9,
+        link=90e9,
+        host_gib=180,
+    ),
 }
-_A100 = _gpu("NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOP/s bfloat16, 2,039 GB/s, NVLink 600 GB/s both ways together",
-             kinds=("NVIDIA A100",), product="NVIDIA A100-SXM4-80GB", compute_capability=(8, 0), peak_flops=312e12,
-             memory_gib=85_024_112_640 / 2**30, memory_bandwidth=2039e9, link=300e9, box_host_gib=1920,
-             cores=108, fpus_per_core=64, clock_ghz=1.41, l2_cache=40 << 20, shared_memory_per_core=164 << 10)
+_A100 = _gpu(
+    "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOP/s bfloat16, 2,039 GB/s, NVLink 600 GB/s both ways together",
+    kinds=("NVIDIA A100",),
+    product="NVIDIA A100-SXM4-80GB",
+    compute_capability=(8, 0),
+    peak_flops=312e12,
+    memory_gib=85_024_112_640 / 2**30,
+    memory_bandwidth=2039e9,
+    link=300e9,
+    box_host_gib=1920,
+    cores=108,
+    fpus_per_core=64,
+    clock_ghz=1.41,
+    l2_cache=40 << 20,
+    shared_memory_per_core=164 << 10,
+)
 GPUS: dict[str, Gpu] = {
     "a100": _A100,
     "a100-40gb": dataclasses.replace(
-        _A100, kinds=("NVIDIA A100-SXM4-40GB",), product="NVIDIA A100-SXM4-40GB", memory_gib=39.39, memory_bandwidth=1555e9,
+        _A100,
+        kinds=("NVIDIA A100-SXM4-40GB",),
+        product="NVIDIA A100-SXM4-40GB",
+        memory_gib=39.39,
+        memory_bandwidth=1555e9,
         box_host_gib=960,
-        sources={"peak_flops, link, memory_bandwidth": "NVIDIA A100 datasheet, 40 GB SXM: 1,555 GB/s", "memory_gib": _TORCH,
-                 "box_host_gib": "NVIDIA DGX A100 user guide, 320 GB: 1 TB; that a program may use 960 GiB of it is assumed"}),
-    "h100": _gpu("NVIDIA H100 datasheet, SXM: 989 TFLOP/s bfloat16 dense, NVLink 900 GB/s both ways together",
-                 bandwidth_source="memory clock 2,619 MHz x 2 transfers x 5,120 bits; the datasheet rounds to 3.35 TB/s",
-                 kinds=("NVIDIA H100 80GB HBM3",), product="NVIDIA H100 80GB HBM3", compute_capability=(9, 0),
-                 peak_flops=989e12, memory_gib=84_978_434_048 / 2**30, memory_bandwidth=3352.32e9, link=450e9,
-                 box_host_gib=1920, cores=132, fpus_per_core=128, clock_ghz=1.98, l2_cache=50 << 20,
-                 shared_memory_per_core=228 << 10),
-    "h200": _gpu("NVIDIA H200 datasheet, SXM: 989 TFLOP/s bfloat16 dense, 4.8 TB/s, NVLink 900 GB/s both ways together",
-                 kinds=("NVIDIA H200",), product="NVIDIA H200", compute_capability=(9, 0), peak_flops=989e12,
-                 memory_gib=150_754_820_096 / 2**30, memory_bandwidth=4800e9, link=450e9, box_host_gib=1920,
-                 cores=132, fpus_per_core=128, clock_ghz=1.98, l2_cache=60 << 20, shared_memory_per_core=228 << 10),
-    "rtx4090": _ada("NVIDIA Ada architecture whitepaper: 165.2 TFLOP/s bfloat16 dense with float32 sums, 1,008 GB/s",
-                    kinds=("NVIDIA GeForce RTX 4090",), product="NVIDIA GeForce RTX 4090", peak_flops=165.2e12,
-                    memory_gib=23.52, memory_bandwidth=1008e9, cores=128, l2_cache=72 << 20),
-    "l40s": _ada("NVIDIA L40S datasheet: 362 TFLOP/s bfloat16 dense, 864 GB/s", kinds=("NVIDIA L40S",), product="NVIDIA L40S",
-                 peak_flops=362e12, memory_gib=44.40, memory_bandwidth=864e9, cores=142, l2_cache=96 << 20),
+        sources={
+            "peak_flops, link, memory_bandwidth": "NVIDIA A100 datasheet, 40 GB SXM: 1,555 GB/s",
+            "memory_gib": _TORCH,
+            "box_host_gib": "NVIDIA DGX A100 user guide, 320 GB: 1 TB; that a program may use 960 GiB of it is assumed",
+        },
+    ),
+    "h100": _gpu(
+        "NVIDIA H100 datasheet, SXM: 989 TFLOP/s bfloat16 dense, NVLink 900 GB/s both ways together",
+        bandwidth_source="memory clock 2,619 MHz x 2 transfers x 5,120 bits; the datasheet rounds to 3.35 TB/s",
+        kinds=("NVIDIA H100 80GB HBM3",),
+        product="NVIDIA H100 80GB HBM3",
+        compute_capability=(9, 0),
+        peak_flops=989e12,
+        memory_gib=84_978_434_048 / 2**30,
+        memory_bandwidth=3352.32e9,
+        link=450e9,
+        box_host_gib=1920,
+        cores=132,
+        fpus_per_core=128,
+        clock_ghz=1.98,
+        l2_cache=50 << 20,
+        shared_memory_per_core=228 << 10,
+    ),
+    "h200": _gpu(
+        "NVIDIA H200 datasheet, SXM: 989 TFLOP/s bfloat16 dense, 4.8 TB/s, NVLink 900 GB/s both ways together",
+        kinds=("NVIDIA H200",),
+        product="NVIDIA H200",
+        compute_capability=(9, 0),
+        peak_flops=989e12,
+        memory_gib=150_754_820_096 / 2**30,
+        memory_bandwidth=4800e9,
+        link=450e9,
+        box_host_gib=1920,
+        cores=132,
+        fpus_per_core=128,
+        clock_ghz=1.98,
+        l2_cache=60 << 20,
+        shared_memory_per_core=228 << 10,
+    ),
+    "rtx4090": _ada(
+        "NVIDIA Ada architecture whitepaper: 165.2 TFLOP/s bfloat16 dense with float32 sums, 1,008 GB/s",
+        kinds=("NVIDIA GeForce RTX 4090",),
+        product="NVIDIA GeForce RTX 4090",
+        peak_flops=165.2e12,
+        memory_gib=23.52,
+        memory_bandwidth=1008e9,
+        cores=128,
+        l2_cache=72 << 20,
+    ),
+    "l40s": _ada(
+        "NVIDIA L40S datasheet: 362 TFLOP/s bfloat16 dense, 864 GB/s",
+        kinds=("NVIDIA L40S",),
+        product="NVIDIA L40S",
+        peak_flops=362e12,
+        memory_gib=44.40,
+        memory_bandwidth=864e9,
+        cores=142,
+        l2_cache=96 << 20,
+    ),
     # The figures of its cores are those of XLA's own description (b200.txtpb).
     "b200": Gpu(
-        kinds=("NVIDIA B200",), product="NVIDIA B200", compute_capability=(10, 0), peak_flops=2.25e15,
-        memory_gib=180e9 / 2**30, memory_bandwidth=8e12, link=900e9, box_host_gib=1920, cores=148, fpus_per_core=128,
-        clock_ghz=1.965, l2_cache=132_644_864, shared_memory_per_core=228 << 10,
-        sources={"peak_flops, memory_bandwidth, link": "NVIDIA HGX B200: 2.25 PFLOP/s bfloat16 dense and 1,800 GB/s of NVLink "
-                                                       "both ways a GPU; 8 TB/s",
-                 "memory_gib": "NVIDIA DGX B200 datasheet: 1,440 GB of 8 GPUs",
-                 "box_host_gib": "NVIDIA DGX user guides: 2 TB or more; that a program may use 1,920 GiB of them is assumed"}),
+        kinds=("NVIDIA B200",),
+        product="NVIDIA B200",
+        compute_capability=(10, 0),
+        peak_flops=2.25e15,
+        memory_gib=180e9 / 2**30,
+        memory_bandwidth=8e12,
+        link=900e9,
+        box_host_gib=1920,
+        cores=148,
+        fpus_per_core=128,
+        clock_ghz=1.965,
+        l2_cache=132_644_864,
+        shared_memory_per_core=228 << 10,
+        sources={
+            "peak_flops, memory_bandwidth, link": "NVIDIA HGX B200: 2.25 PFLOP/s bfloat16 dense and 1,800 GB/s of NVLink "
+            "both ways a GPU; 8 TB/s",
+            "memory_gib": "NVIDIA DGX B200 datasheet: 1,440 GB of 8 GPUs",
+            "box_host_gib": "NVIDIA DGX user guides: 2 TB or more; that a program may use 1,920 GiB of them is assumed",
+        },
+    ),
 }
 A100_PCIE = Device(
-    kinds=("NVIDIA A100-PCIE", "NVIDIA A100 80GB PCIe"), peak_flops=312e12, memory_bandwidth=1935e9, link=32e9,
-    sources={"peak_flops, memory_bandwidth, link": "NVIDIA A100 datasheet, 80 GB PCIe: 312 TFLOP/s bfloat16, 1,935 GB/s, PCIe "
-             "4.0 x16 (32 GB/s one way)"})
+    kinds=("NVIDIA A100-PCIE", "NVIDIA A100 80GB PCIe"),
+    peak_flops=312e12,
+    memory_bandwidth=1935e9,
+    link=32e9,
+    sources={
+        "peak_flops, memory_bandwidth, link": "NVIDIA A100 datasheet, 80 GB PCIe: 312 TFLOP/s bfloat16, 1,935 GB/s, PCIe "
+        "4.0 x16 (32 GB/s one way)"
+    },
+)
 DEVICES: dict[str, Device] = {**TPUS, **GPUS, "a100-pcie": A100_PCIE}
 # Other devices whose kinds begin with the kind of a listed one, and are slower.
-UNLISTED_KINDS = ("TPU v4 lite", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop")
+UNLISTED_KINDS = (
+    "TPU v4 lite",
+    "NVIDIA H200 NVL",
+    "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 4090 Laptop",
+)
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -159,7 +301,9 @@ def peak_flops(device_kind: str) -> float | None:
 
     The longest listed beginning decides, whatever the case of its letters.
     """
-    peaks: dict[str, float | None] = {kind: device.peak_flops for device in DEVICES.values() for kind in device.kinds}
+    peaks: dict[str, float | None] = {
+        kind: device.peak_flops for device in DEVICES.values() for kind in device.kinds
+    }
     peaks |= dict.fromkeys(UNLISTED_KINDS)
     matches = [kind for kind in peaks if device_kind.upper().startswith(kind.upper())]
     return peaks[max(matches, key=len)] if matches else None

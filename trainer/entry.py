@@ -1,4 +1,5 @@
 """The frame of every command: exit codes, one line for an error that its user can mend, and the compilation cache."""
+
 from __future__ import annotations
 
 import argparse
@@ -20,7 +21,15 @@ from typing import Any, NoReturn
 from data.folders import named_errors
 from data.hub import no_downloads
 from data.printable import printable_output
-from trainer.run.outcome import STOPPED, SUCCESS, TERMINATED, TRY_AGAIN, UNEXPECTED, one_line, outcome_of
+from trainer.run.outcome import (
+    STOPPED,
+    SUCCESS,
+    TERMINATED,
+    TRY_AGAIN,
+    UNEXPECTED,
+    one_line,
+    outcome_of,
+)
 from trainer.run.preemption import Preempted
 
 
@@ -38,10 +47,17 @@ class NoDownload(argparse.Action):
     """The argparse action of --no-download: models of the hub are read from its cache alone."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=False,
-                         help="use no model and no data of the hub but those in its local cache, as HF_HUB_OFFLINE=1 does")
+        super().__init__(
+            option_strings,
+            dest,
+            nargs=0,
+            default=False,
+            help="use no model and no data of the hub but those in its local cache, as HF_HUB_OFFLINE=1 does",
+        )
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any
+    ) -> None:
         """Takes effect at once."""
         no_downloads()
         setattr(namespace, self.dest, True)
@@ -54,8 +70,11 @@ class CommandParser(argparse.ArgumentParser):
         """As of argparse; raises SystemExit(2) after one line for what it does not know."""
         words = list(sys.argv[1:] if args is None else args)
         # A misspelt flag is named before the required one that it may have been meant to be.
-        for word in words[:words.index("--")] if "--" in words else words:
-            if re.match("--[a-z]", word) and word.partition("=")[0] not in self._option_string_actions:
+        for word in words[: words.index("--")] if "--" in words else words:
+            if (
+                re.match("--[a-z]", word)
+                and word.partition("=")[0] not in self._option_string_actions
+            ):
                 self._refuse(word)
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
@@ -63,7 +82,9 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def _refuse(self, word: str) -> NoReturn:
-        self.error(f"{word.partition('=')[0]} is no option of this command{self._meant(word)}; --help lists them")
+        self.error(
+            f"{word.partition('=')[0]} is no option of this command{self._meant(word)}; --help lists them"
+        )
 
     def error(self, message: str) -> NoReturn:
         """Prints the message in one line and exits with 2."""
@@ -102,7 +123,9 @@ def keep_compiled(folder: str | None = None) -> None:
 
     from data.paths import cache_folder
 
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder or cache_folder("xla")))
+    jax.config.update(
+        "jax_compilation_cache_dir", os.path.expanduser(folder or cache_folder("xla"))
+    )
 
 
 @printable_output()
@@ -194,7 +217,9 @@ def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
     elif os.environ.get("LONGSTRIPE_TRACEBACK"):
         sys.__unraisablehook__(unraisable)
     else:
-        _warn_once(f"warning: {unraisable.err_msg or unraisable.exc_type.__name__}: {unraisable.exc_value}")
+        _warn_once(
+            f"warning: {unraisable.err_msg or unraisable.exc_type.__name__}: {unraisable.exc_value}"
+        )
 
 
 @functools.lru_cache(maxsize=1000)

@@ -1,4 +1,5 @@
 """What is measured during training beside the loss: the `Evaluation` protocol, and the held-out loss."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -53,13 +54,24 @@ class HeldOutLoss:
         if self._sums is None:
             return {}
         batches = (self._objective.to_device(batch) for batch in self._objective.held_out())
-        batch_sums = [jax.tree.map(lambda x: np.asarray(x, np.float64), self._sums(params, batch)) for batch in batches]
+        batch_sums = [
+            jax.tree.map(lambda x: np.asarray(x, np.float64), self._sums(params, batch))
+            for batch in batches
+        ]
         sums: LossSums = jax.tree.map(lambda *parts: sum(parts), *batch_sums)
         if not sums.weight:
             return {}
         totals, weights = sums.by_source
-        return {f"held_out_{self._objective.loss_name}": float(sums.total / sums.weight),
-                f"held_out_{self._objective.weight_name}": float(sums.weight),
-                **{f"held_out_{BY_SOURCE}{name}": float(totals[i] / weights[i])
-                   for i, name in enumerate(self._objective.sources) if weights[i]},
-                **{f"held_out_{AUXILIARY}{name}": float(loss / sums.weight) for name, loss in sums.auxiliary.items()}}
+        return {
+            f"held_out_{self._objective.loss_name}": float(sums.total / sums.weight),
+            f"held_out_{self._objective.weight_name}": float(sums.weight),
+            **{
+                f"held_out_{BY_SOURCE}{name}": float(totals[i] / weights[i])
+                for i, name in enumerate(self._objective.sources)
+                if weights[i]
+            },
+            **{
+                f"held_out_{AUXILIARY}{name}": float(loss / sums.weight)
+                for name, loss in sums.auxiliary.items()
+            },
+        }

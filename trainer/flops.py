@@ -3,6 +3,7 @@
 Only work that the model itself asks for is counted, as MFU has it: neither what remat computes again nor masked pairs
 (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
 """
+
 from __future__ import annotations
 
 import numpy as np
@@ -15,7 +16,9 @@ def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:
     """The number of query-key pairs that a causal mask shows within documents of these lengths (in tokens)."""
     lengths = np.asarray(lengths).astype(np.int64)  # 100M tokens make 5e15 pairs
     pairs = int((lengths * (lengths + 1) // 2).sum())
-    if mask.window is not None:  # the last query misses so many keys, the one before it one fewer, ...
+    if (
+        mask.window is not None
+    ):  # the last query misses so many keys, the one before it one fewer, ...
         missed = np.maximum(lengths - mask.window - mask.global_tokens, 0)
         pairs -= int((missed * (missed + 1) // 2).sum())
     return pairs
@@ -25,14 +28,19 @@ def pairs_per_layer(config: LlamaConfig, lengths: np.ndarray, mask: Mask = Mask(
     """The number of visible query-key pairs, averaged over layers that may have windows of their own."""
     kinds = config.layer_kinds
     pairs = [visible_pairs(lengths, mask.within(kind.window)) for kind in kinds]
-    return sum(pairs[i % len(kinds)] for i in range(config.num_hidden_layers)) / config.num_hidden_layers
+    return (
+        sum(pairs[i % len(kinds)] for i in range(config.num_hidden_layers))
+        / config.num_hidden_layers
+    )
 
 
 def layer_weights(config: LlamaConfig) -> int:
     """The number of weights in the matrices of one layer: attention's projections and the feed-forward network."""
     query_width = config.num_attention_heads * config.head_dim
     key_value_width = config.num_key_value_heads * config.head_dim
-    return config.hidden_size * (2 * query_width + 2 * key_value_width + 3 * config.intermediate_size)
+    return config.hidden_size * (
+        2 * query_width + 2 * key_value_width + 3 * config.intermediate_size
+    )
 
 
 def head_weights(config: LlamaConfig) -> int:
@@ -40,7 +48,9 @@ def head_weights(config: LlamaConfig) -> int:
     return config.hidden_size * config.vocab_size
 
 
-def training_flops(weights: float, attention_width: float, tokens: float, pairs: float, frozen: float = 0) -> float:
+def training_flops(
+    weights: float, attention_width: float, tokens: float, pairs: float, frozen: float = 0
+) -> float:
     """FLOPs of one training step, forward and backward.
 
     A weight of a matrix takes 2 a token forward and 4 backward. A visible pair takes 4 for each number of a query forward
@@ -60,7 +70,14 @@ def flops_per_step(config: LlamaConfig, tokens: float, pairs: float) -> float:
     """FLOPs of one training step of this model; `tokens` and `pairs` as in `training_flops`. Beside adapters, the model's own
     matrices are frozen."""
     base = config.num_hidden_layers * layer_weights(config) + head_weights(config)
-    adapters = 0 if config.adapter is None else config.num_hidden_layers * config.adapter.rank * sum(
-        sum(config.projection_sizes(name)) for name in config.adapter.projections)
+    adapters = (
+        0
+        if config.adapter is None
+        else config.num_hidden_layers
+        * config.adapter.rank
+        * sum(sum(config.projection_sizes(name)) for name in config.adapter.projections)
+    )
     attention_width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return training_flops(base + adapters, attention_width, tokens, pairs, frozen=base if adapters else 0)
+    return training_flops(
+        base + adapters, attention_width, tokens, pairs, frozen=base if adapters else 0
+    )

@@ -1,11 +1,14 @@
 """How much memory this process may take of its host."""
+
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
 
-def host_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def host_bytes(
+    cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> int:
     """Returns the bytes of the host's memory, or of the smallest control group around this process (containers, Slurm).
 
     Args:
@@ -21,7 +24,11 @@ def host_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
+        root, name = (
+            (cgroups / "memory", "memory.limit_in_bytes")
+            if controllers
+            else (cgroups, "memory.max")
+        )
         folder = root / group.lstrip("/")
         # A group's memory is limited by those around it too. Inside a container its own group may be mounted as the root.
         for place in dict.fromkeys([folder, *folder.parents, root]):

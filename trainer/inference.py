@@ -1,4 +1,5 @@
 """A model that is read to answer questions, not to be trained."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -38,9 +39,17 @@ class InferenceModel:
         return self.source.read(self.model)
 
 
-def open_for_inference(path: str, mesh: MeshConfig, *, schedule: str, simulated: int = 0, replicate: bool = False,
-                       compute_dtype: ComputeDtype | None = None, adapter: str | None = None,
-                       quantize: Quantization | None = None) -> InferenceModel:
+def open_for_inference(
+    path: str,
+    mesh: MeshConfig,
+    *,
+    schedule: str,
+    simulated: int = 0,
+    replicate: bool = False,
+    compute_dtype: ComputeDtype | None = None,
+    adapter: str | None = None,
+    quantize: Quantization | None = None,
+) -> InferenceModel:
     """Returns a model, whose parameters are not read yet.
 
     Args:
@@ -62,9 +71,16 @@ def open_for_inference(path: str, mesh: MeshConfig, *, schedule: str, simulated:
     dtype = compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     source = open_adapter(adapter, path) if adapter else open_model(path)
     beside = adapter_of(source, path, quantize)
-    config = RunConfig(model=ModelConfig(compute_dtype=dtype), adapter=beside, attention=AttentionConfig(
-        schedule=schedule, window=source.mask.window, global_tokens=source.mask.global_tokens))
-    model = build_llama(config, source.config, make_mesh(mesh, schedule=schedule), () if replicate else STORAGE_AXES)
+    config = RunConfig(
+        model=ModelConfig(compute_dtype=dtype),
+        adapter=beside,
+        attention=AttentionConfig(
+            schedule=schedule, window=source.mask.window, global_tokens=source.mask.global_tokens
+        ),
+    )
+    model = build_llama(
+        config, source.config, make_mesh(mesh, schedule=schedule), () if replicate else STORAGE_AXES
+    )
     return InferenceModel(source, model, dtype, beside.quantize if beside.rank else None)
 
 
@@ -75,8 +91,12 @@ def adapter_of(source: ModelSource, path: str, quantize: Quantization | None) ->
       UserError: `quantize`, without an adapter.
     """
     if source.adapter is not None:
-        return dataclasses.replace(source.adapter.config, quantize=quantize or source.adapter.config.quantize)
+        return dataclasses.replace(
+            source.adapter.config, quantize=quantize or source.adapter.config.quantize
+        )
     if quantize:
-        raise UserError(f"--quantize: found {quantize}; {path} is a whole model, and only the base of an adapter can be "
-                        "quantized; --adapter names one")
+        raise UserError(
+            f"--quantize: found {quantize}; {path} is a whole model, and only the base of an adapter can be "
+            "quantized; --adapter names one"
+        )
     return AdapterConfig()

@@ -1,4 +1,5 @@
 """The training loop: restores or initializes, trains, logs, evaluates and saves. What is learned is up to the objective."""
+
 from __future__ import annotations
 
 import contextlib
@@ -44,8 +45,12 @@ SHOWN_RECORDS = 20  # of a step whose loss is not finite
 LONG_WAIT = 1.0  # seconds that a save waits for the one before until the log says so
 
 
-def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objective],
-          evaluations: Sequence[Evaluation] = (), stage_follows: bool = False) -> Path:
+def train(
+    config: RunConfig,
+    make_objective: Callable[[RunConfig, Mesh], Objective],
+    evaluations: Sequence[Evaluation] = (),
+    stage_follows: bool = False,
+) -> Path:
     """Trains the run that `config` describes to its last step, from its newest checkpoint if it has one.
 
     Args:
@@ -66,14 +71,24 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
     if config.logging.wandb:
         import_wandb()  # a missing package is reported now, not after an hour of preparing data
     mesh = make_mesh(config.mesh, schedule=config.attention.schedule)
-    folder = check_run(config, jax.process_index() == 0, steps_known=config.train.epochs is None).folder
+    folder = check_run(
+        config, jax.process_index() == 0, steps_known=config.train.epochs is None
+    ).folder
     objective = make_objective(config, mesh)
     config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
-    require_same({"the model's fingerprint": objective.origin, "the data's fingerprint": objective.fingerprint,
-                  **shared_fields(config)})
+    require_same(
+        {
+            "the model's fingerprint": objective.origin,
+            "the data's fingerprint": objective.fingerprint,
+            **shared_fields(config),
+        }
+    )
     # The lock is released last: leaving the store waits for a save to finish.
-    with contextlib.ExitStack() as lock, CheckpointStore(folder, keep=config.checkpoint.keep) as store, \
-            contextlib.closing(Watchdog(config.distributed)) as watchdog:
+    with (
+        contextlib.ExitStack() as lock,
+        CheckpointStore(folder, keep=config.checkpoint.keep) as store,
+        contextlib.closing(Watchdog(config.distributed)) as watchdog,
+    ):
         training = _Training(config, objective, evaluations, store, watchdog)
         training.compile()
 
@@ -101,12 +116,27 @@ class _Training:
       best: the best measurement so far, and how many measurements ago.
     """
 
-    def __init__(self, config: RunConfig, objective: Objective, evaluations: Sequence[Evaluation],
-                 store: CheckpointStore, watchdog: Watchdog) -> None:
-        self.config, self.objective, self.evaluations, self.store = config, objective, evaluations, store
+    def __init__(
+        self,
+        config: RunConfig,
+        objective: Objective,
+        evaluations: Sequence[Evaluation],
+        store: CheckpointStore,
+        watchdog: Watchdog,
+    ) -> None:
+        self.config, self.objective, self.evaluations, self.store = (
+            config,
+            objective,
+            evaluations,
+            store,
+        )
         self.watchdog = watchdog
-        self.builder = StepBuilder.of(config, objective.model, objective.loss, objective.abstract_batch())
-        self.meter = Meter(objective.model.config, objective.model.mesh.devices.flat, mask=objective.model.mask)
+        self.builder = StepBuilder.of(
+            config, objective.model, objective.loss, objective.abstract_batch()
+        )
+        self.meter = Meter(
+            objective.model.config, objective.model.mesh.devices.flat, mask=objective.model.mask
+        )
         self.compiled_step: jax.stages.Compiled | None = None
         self._initialize()
 
@@ -124,35 +154,57 @@ class _Training:
 
     def _begin(self) -> None:
         params = self.objective.read_params()
-        self.optimizer_state = self.builder.init_optimizer({name: params[name] for name in self.builder.trainable})
+        self.optimizer_state = self.builder.init_optimizer(
+            {name: params[name] for name in self.builder.trainable}
+        )
         self._set_params(self._placed(params))
         self.step, self.evaluated = 0, False
         self.updates = 0  # steps that were not skipped
         self.tokens_seen, self.earlier_seconds = 0, 0.0
         self.logged: dict[str, Any] = {}
         self.best = BestCheckpoint(self.config.checkpoint)
-        self._print("\n".join((self.builder.saved_size, *window_notes(self.config, self.objective.model.config))))
+        self._print(
+            "\n".join(
+                (self.builder.saved_size, *window_notes(self.config, self.objective.model.config))
+            )
+        )
 
     def _restore(self, checkpoint_step: int) -> None:
-        restored = self.store.restore(checkpoint_step, self.builder.abstract_saved, self.builder.abstract_optimizer)
+        restored = self.store.restore(
+            checkpoint_step, self.builder.abstract_saved, self.builder.abstract_optimizer
+        )
         path, data = self.store.path(checkpoint_step), restored.data or {}
         self._check_fingerprints(data, path)
         if jax.process_index() == 0 and (change := difference(data.get("versions", versions()))):
-            print(f"warning: {path}: was written with {change}; the run goes on, but may not repeat bit by bit what that code "
-                  "would have computed", file=sys.stderr)
-        base = self._placed(self.objective.read_params()) if self.builder.saves_trainable_only else {}
+            print(
+                f"warning: {path}: was written with {change}; the run goes on, but may not repeat bit by bit what that code "
+                "would have computed",
+                file=sys.stderr,
+            )
+        base = (
+            self._placed(self.objective.read_params()) if self.builder.saves_trainable_only else {}
+        )
         self._set_params({**base, **restored.model})
         self.optimizer_state = restored.optimizer
         self.step, self.evaluated, self.updates = data["step"], data["evaluated"], data["updates"]
-        self.tokens_seen, self.earlier_seconds, self.logged = data["tokens_seen"], data["wall_seconds"], data["logged"]
+        self.tokens_seen, self.earlier_seconds, self.logged = (
+            data["tokens_seen"],
+            data["wall_seconds"],
+            data["logged"],
+        )
         self.best = BestCheckpoint.restored(self.config.checkpoint, data)
         self.store.protected = self.best.step
         if self.best.exhausted:
-            self._print(f"already stopped at step {checkpoint_step}: {self._best_words}; a higher checkpoint.patience "
-                        "continues it")
+            self._print(
+                f"already stopped at step {checkpoint_step}: {self._best_words}; a higher checkpoint.patience "
+                "continues it"
+            )
         else:
-            self._print(f"already trained to step {checkpoint_step}" if self.finished
-                        else f"going on from step {checkpoint_step} ({path})")
+            self._print(
+                f"already trained to step {checkpoint_step}"
+                if self.finished
+                else f"going on from step {checkpoint_step} ({path})"
+            )
 
     @property
     def finished(self) -> bool:
@@ -164,17 +216,24 @@ class _Training:
         config = self.config.checkpoint
         if self.best.value is None:
             return f"{config.best} was never a finite number in {self.best.waited} measurements"
-        return (f"{config.best} was {config.best_is} at step {self.best.step} ({self.best.value:.6g}), "
-                f"{self.best.waited} measurements ago")
+        return (
+            f"{config.best} was {config.best_is} at step {self.best.step} ({self.best.value:.6g}), "
+            f"{self.best.waited} measurements ago"
+        )
 
     def _check_fingerprints(self, saved: dict[str, Any], path: Path) -> None:
         """Raises UserError if the checkpoint was trained on other data, or began with other parameters."""
         for name, current in self._fingerprints.items():
             if saved.get(name, current) != current:
-                difference = ("was trained on other data, or on other text that earlier rules made of these"
-                              if name == "fingerprint" else "began with another model")
-                raise UserError(f"{path}: {difference} (fingerprint {saved[name]}, now {current}); give the files that "
-                                "the run began with, or another --run_dir")
+                difference = (
+                    "was trained on other data, or on other text that earlier rules made of these"
+                    if name == "fingerprint"
+                    else "began with another model"
+                )
+                raise UserError(
+                    f"{path}: {difference} (fingerprint {saved[name]}, now {current}); give the files that "
+                    "the run began with, or another --run_dir"
+                )
 
     @property
     def _fingerprints(self) -> dict[str, str]:
@@ -183,7 +242,10 @@ class _Training:
 
     def _placed(self, params: Params) -> Params:
         """Returns the parameters in the memory, the device's or the host's, where the step takes them from."""
-        return {name: jax.device_put(x, self.builder.abstract_params[name].sharding) for name, x in params.items()}
+        return {
+            name: jax.device_put(x, self.builder.abstract_params[name].sharding)
+            for name, x in params.items()
+        }
 
     def _set_params(self, params: Params) -> None:
         self.trainable = {name: params[name] for name in self.builder.trainable}
@@ -198,8 +260,13 @@ class _Training:
         """Compiles the training step and prepares the evaluations, unless that is done or no step is left."""
         if self.finished or self.compiled_step is not None:
             return
-        with self.meter.compiling(), self.watchdog.phase("compiling", self.config.distributed.compile_minutes):
-            lowered = self.builder.lower_train()  # takes seconds, and raises most errors that a configuration can have
+        with (
+            self.meter.compiling(),
+            self.watchdog.phase("compiling", self.config.distributed.compile_minutes),
+        ):
+            lowered = (
+                self.builder.lower_train()
+            )  # takes seconds, and raises most errors that a configuration can have
             self._print(f"compiling for {self.objective.model.mesh.size} devices")
             self.compiled_step = lowered.compile()
             for evaluation in self.evaluations:
@@ -222,10 +289,14 @@ class _Training:
         if self.finished:
             self._require_an_update()
             return self.store.path(self.step)
-        with (self._open_log(run) as log,
-              Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler,
-              notices() as asked_to_end):
-            if jax.process_index() == 0:  # now, since the files of the initial model may be gone when a checkpoint is saved
+        with (
+            self._open_log(run) as log,
+            Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler,
+            notices() as asked_to_end,
+        ):
+            if (
+                jax.process_index() == 0
+            ):  # now, since the files of the initial model may be gone when a checkpoint is saved
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)
                 replace_file(run.versions, (json.dumps(versions(), indent=1) + "\n").encode())
@@ -242,7 +313,9 @@ class _Training:
             self._require_an_update()
             log.say(f"saved {self.store.path(self.step)}")
             if self.best.step not in (None, self.step):
-                log.say(f"best: {self.store.path(self.best.step)} ({self.config.checkpoint.best} {self.best.value:.6g})")
+                log.say(
+                    f"best: {self.store.path(self.best.step)} ({self.config.checkpoint.best} {self.best.value:.6g})"
+                )
             if stage_follows and (notice := notice or asked_to_end()):
                 raise Preempted(notice, self.store.path(self.step))
         return self.store.path(self.step)
@@ -256,16 +329,31 @@ class _Training:
         if self.step == 0 or self.best.to_be_checked:
             self._evaluate(self.evaluations, log)
         elif not self.evaluated:
-            self._evaluate(self._due_evaluations() or self.evaluations, log)  # all if none is due any more
+            self._evaluate(
+                self._due_evaluations() or self.evaluations, log
+            )  # all if none is due any more
 
     def _open_log(self, run: RunDirectory) -> MetricsLog:
         logging, wandb = self.config.logging, None
         if logging.wandb:
-            wandb = {"project": logging.wandb, "name": self.config.name, "config": resolved(self.config)}
-        return MetricsLog(run, steps=self.config.train.steps, start_step=self.step, evaluated=self.evaluated,
-                          evaluations=[evaluation.name for evaluation in self.evaluations], tensorboard=logging.tensorboard,
-                          loss_name=self.objective.loss_name, logged=self.logged,
-                          console=logging.console, write=jax.process_index() == 0, wandb=wandb)
+            wandb = {
+                "project": logging.wandb,
+                "name": self.config.name,
+                "config": resolved(self.config),
+            }
+        return MetricsLog(
+            run,
+            steps=self.config.train.steps,
+            start_step=self.step,
+            evaluated=self.evaluated,
+            evaluations=[evaluation.name for evaluation in self.evaluations],
+            tensorboard=logging.tensorboard,
+            loss_name=self.objective.loss_name,
+            logged=self.logged,
+            console=logging.console,
+            write=jax.process_index() == 0,
+            wandb=wandb,
+        )
 
     def _steps(self, profiler: Profiler, log: MetricsLog) -> Iterator[None]:
         """Trains step after step to the last one; yields after each."""
@@ -278,20 +366,27 @@ class _Training:
                 batch = self._train_step(batch, batches, log)
             yield
 
-    def _next_batch(self, batches: Iterator[HostBatch], computed: Future[float] | None = None) -> DeviceBatch:
+    def _next_batch(
+        self, batches: Iterator[HostBatch], computed: Future[float] | None = None
+    ) -> DeviceBatch:
         """Fetches a batch; what comes after `computed`, the end of the running step, is a wait."""
         with self.meter.waiting_for_data(computed):
             batch = next(batches)
         return self.objective.to_device(batch)
 
-    def _train_step(self, batch: DeviceBatch, batches: Iterator[HostBatch], log: MetricsLog) -> DeviceBatch | None:
+    def _train_step(
+        self, batch: DeviceBatch, batches: Iterator[HostBatch], log: MetricsLog
+    ) -> DeviceBatch | None:
         """Trains on `batch` and, while the devices compute, fetches and returns the next one; None after the last step."""
         assert self.compiled_step is not None
         self.watchdog.begin_step(self.step + 1)
         self.trainable, self.optimizer_state, metrics = self.compiled_step(
-            self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
+            self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step)
+        )
         computed = self.meter.when_computed(metrics)
-        next_batch = self._next_batch(batches, computed) if self.step + 1 < self.config.train.steps else None
+        next_batch = (
+            self._next_batch(batches, computed) if self.step + 1 < self.config.train.steps else None
+        )
         metrics = jax.device_get(metrics)  # waits for the step
         self.updates += self._check_finite(metrics)
         lengths = self.objective.lengths(self.step)
@@ -315,8 +410,12 @@ class _Training:
 
     def _named(self, metrics: StepMetrics) -> dict[str, float]:
         """Returns a step's metrics by the names that the log gives them, without sources that the batch has no target of."""
-        named = {self.objective.loss_name: float(metrics.loss), self.objective.weight_name: float(metrics.weight),
-                 "grad_norm": float(metrics.grad_norm), "learning_rate": float(metrics.learning_rate)}
+        named = {
+            self.objective.loss_name: float(metrics.loss),
+            self.objective.weight_name: float(metrics.weight),
+            "grad_norm": float(metrics.grad_norm),
+            "learning_rate": float(metrics.learning_rate),
+        }
         by_source = zip(self.objective.sources, map(float, metrics.loss_by_source), strict=True)
         named |= {BY_SOURCE + source: loss for source, loss in by_source if not math.isnan(loss)}
         return named | {AUXILIARY + name: float(loss) for name, loss in metrics.auxiliary.items()}
@@ -327,36 +426,52 @@ class _Training:
         Raises:
           UserError: the run is to stop at such a step.
         """
-        values = {self.objective.loss_name: float(metrics.loss), "grad_norm": float(metrics.grad_norm)}
-        not_finite = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+        values = {
+            self.objective.loss_name: float(metrics.loss),
+            "grad_norm": float(metrics.grad_norm),
+        }
+        not_finite = [
+            f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)
+        ]
         if not not_finite:
             return True
         records = self.objective.record_ids(self.step)
         more = f" and {len(records) - SHOWN_RECORDS:,} more" if len(records) > SHOWN_RECORDS else ""
-        problem = (f"step {self.step + 1}: {' and '.join(not_finite)}; its records are "
-                   f"{', '.join(records[:SHOWN_RECORDS])}{more}")
+        problem = (
+            f"step {self.step + 1}: {' and '.join(not_finite)}; its records are "
+            f"{', '.join(records[:SHOWN_RECORDS])}{more}"
+        )
         if self.config.train.non_finite == "stop":
-            raise UserError(f"{problem}; the checkpoints before this step are good: mend those records or lower "
-                            "optimizer.learning_rate in another --run_dir, or give --train.non_finite skip to leave such steps "
-                            "out")
+            raise UserError(
+                f"{problem}; the checkpoints before this step are good: mend those records or lower "
+                "optimizer.learning_rate in another --run_dir, or give --train.non_finite skip to leave such steps "
+                "out"
+            )
         if jax.process_index() == 0:
-            print(f"warning: {problem}; skipped, the parameters are left as they were", file=sys.stderr)
+            print(
+                f"warning: {problem}; skipped, the parameters are left as they were",
+                file=sys.stderr,
+            )
         return False
 
     def _require_an_update(self) -> None:
         """Raises UserError if every step of the run was skipped, so that its parameters are those that it began with."""
         if self.step > 0 and self.updates == 0:
-            raise UserError(f"{self.store.path(self.step)}: all {self.step} steps were skipped, since no loss and gradient was "
-                            "finite; nothing is trained: see the records that the warnings name, or lower "
-                            "optimizer.learning_rate, in another --run_dir")
+            raise UserError(
+                f"{self.store.path(self.step)}: all {self.step} steps were skipped, since no loss and gradient was "
+                "finite; nothing is trained: see the records that the warnings name, or lower "
+                "optimizer.learning_rate, in another --run_dir"
+            )
 
     def _require_finite_parameters(self) -> None:
         """Raises UserError if a trained parameter is not finite: the update has overflowed after a loss that was finite."""
         name = next((name for name, x in self.trainable.items() if not _is_finite(x)), None)
         if name is None:
             return
-        raise UserError(f"step {self.step}: {name} is not finite after the update, so nothing is saved; the checkpoints before "
-                        "this step are good: lower optimizer.learning_rate in another --run_dir")
+        raise UserError(
+            f"step {self.step}: {name} is not finite after the update, so nothing is saved; the checkpoints before "
+            "this step are good: lower optimizer.learning_rate in another --run_dir"
+        )
 
     def _after_step(self, run: RunDirectory, log: MetricsLog, notice: Any) -> None:
         """Evaluates and saves what is due; on notice saves at once.
@@ -387,11 +502,15 @@ class _Training:
         """Measures, and returns whether the run has never been as good by the metric that `checkpoint.best` names."""
         measured: dict[str, float] = {}
         for evaluation in evaluations:
-            with self.watchdog.phase(f"evaluating {evaluation.name}", self.config.distributed.evaluate_minutes):
+            with self.watchdog.phase(
+                f"evaluating {evaluation.name}", self.config.distributed.evaluate_minutes
+            ):
                 metrics = evaluation.run({**self.trainable, **self.frozen}, self.step)
             if metrics:
                 log.evaluation(evaluation.name, {"step": self.step, **metrics})
-            measured.update({name: value for name, value in metrics.items() if not isinstance(value, str)})
+            measured.update(
+                {name: value for name, value in metrics.items() if not isinstance(value, str)}
+            )
         self.evaluated = True
         if self.best.to_be_checked:
             self.best.require(measured)  # nothing but all evaluations runs before that
@@ -413,15 +532,29 @@ class _Training:
         start = time.monotonic()
         self._wait_for_save()  # the save before may still be removing old checkpoints
         if (seconds := time.monotonic() - start) >= LONG_WAIT:
-            log.say(f"step {self.step}: waited {seconds:.1f} s until the checkpoint before was written; with a higher "
-                    "checkpoint.every or a faster store it would not")
+            log.say(
+                f"step {self.step}: waited {seconds:.1f} s until the checkpoint before was written; with a higher "
+                "checkpoint.every or a faster store it would not"
+            )
         self.store.protected = self.best.step
-        self.store.save(self.step, model={**self.trainable, **frozen}, optimizer=self.optimizer_state,
-                        data={"step": self.step, **self._fingerprints, "evaluated": self.evaluated, "updates": self.updates,
-                              "tokens_seen": self.tokens_seen, "wall_seconds": self._wall_seconds(), "logged": log.logged,
-                              "versions": versions(), **self.best.data},
-                        assets=run.assets,
-                        shapes=self.objective.model.own_shapes)
+        self.store.save(
+            self.step,
+            model={**self.trainable, **frozen},
+            optimizer=self.optimizer_state,
+            data={
+                "step": self.step,
+                **self._fingerprints,
+                "evaluated": self.evaluated,
+                "updates": self.updates,
+                "tokens_seen": self.tokens_seen,
+                "wall_seconds": self._wall_seconds(),
+                "logged": log.logged,
+                "versions": versions(),
+                **self.best.data,
+            },
+            assets=run.assets,
+            shapes=self.objective.model.own_shapes,
+        )
 
 
 def _is_finite(array: jax.Array) -> bool:
@@ -429,7 +562,10 @@ def _is_finite(array: jax.Array) -> bool:
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return True
     if array.sharding.memory_kind == "pinned_host":
-        return all(bool(np.isfinite(np.asarray(shard.data, np.float32)).all()) for shard in array.addressable_shards)
+        return all(
+            bool(np.isfinite(np.asarray(shard.data, np.float32)).all())
+            for shard in array.addressable_shards
+        )
     return bool(_all_finite(array))
 
 

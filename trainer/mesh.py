@@ -3,6 +3,7 @@
 A mesh always names its four axes in the same order. Which devices an axis runs along is decided by mesh.order (the last axis
 has the nearest neighbours) and mesh.dcn (the axes that cross from slice to slice, or from host to host).
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -52,8 +53,10 @@ def simulate(devices: int, processes: int = 1) -> None:
       UserError: JAX has already started with another number of devices, or the processes do not divide the number.
     """
     if devices % processes:
-        raise UserError(f"mesh.simulate: found {devices}, which {processes} processes do not divide; "
-                        f"{-(-devices // processes) * processes} would work")
+        raise UserError(
+            f"mesh.simulate: found {devices}, which {processes} processes do not divide; "
+            f"{-(-devices // processes) * processes} would work"
+        )
     try:
         jax.config.update("jax_num_cpu_devices", devices // processes)
         jax.config.update("jax_platforms", "cpu")
@@ -61,7 +64,9 @@ def simulate(devices: int, processes: int = 1) -> None:
             jax.config.update("jax_enable_compilation_cache", False)
     except RuntimeError:
         if len(jax.devices()) != devices:
-            raise UserError(f"mesh.simulate: found {devices}, but JAX runs on {len(jax.devices())} devices already") from None
+            raise UserError(
+                f"mesh.simulate: found {devices}, but JAX runs on {len(jax.devices())} devices already"
+            ) from None
 
 
 def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
@@ -79,13 +84,18 @@ def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
     shape = tuple(getattr(config, axis) for axis in MESH_AXES)
     if config.devices != len(devices):
         named = " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
-        raise UserError(f"mesh: {named} is {config.devices} devices, found {len(devices)}; change an axis so that the "
-                        f"product is {len(devices)}, or give --mesh.simulate {config.devices} to try it on a CPU")
+        raise UserError(
+            f"mesh: {named} is {config.devices} devices, found {len(devices)}; change an axis so that the "
+            f"product is {len(devices)}, or give --mesh.simulate {config.devices} to try it on a CPU"
+        )
     order = config.order or ORDER
     name = schedule.get("name") if isinstance(schedule, dict) else schedule
     placed = _placed(config, order, devices, walk=name not in IN_LINES)
-    return Mesh(placed.transpose([order.index(axis) for axis in MESH_AXES]), MESH_AXES,
-                axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(
+        placed.transpose([order.index(axis) for axis in MESH_AXES]),
+        MESH_AXES,
+        axis_types=(AxisType.Auto,) * len(MESH_AXES),
+    )
 
 
 def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = True) -> np.ndarray:
@@ -93,22 +103,37 @@ def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = Tr
 
     walk: place the sequence axis as a closed walk, see `placement`.
     """
-    tpu, slices = devices[0].platform == "tpu", len({getattr(device, "slice_index", 0) for device in devices})
+    tpu, slices = (
+        devices[0].platform == "tpu",
+        len({getattr(device, "slice_index", 0) for device in devices}),
+    )
     by_host = slices == 1 and not tpu
-    count, kind = (len({device.process_index for device in devices}), "hosts") if by_host else (slices, "slices")
+    count, kind = (
+        (len({device.process_index for device in devices}), "hosts")
+        if by_host
+        else (slices, "slices")
+    )
     factors = [config.dcn.get(axis, 1) for axis in order]
     sizes = [getattr(config, axis) for axis in order]
     no_slow_network = not config.dcn and (slices == 1 or not tpu)
-    if no_slow_network or (config.simulate and count == 1):  # a single process that simulates its devices
+    if no_slow_network or (
+        config.simulate and count == 1
+    ):  # a single process that simulates its devices
         return _placed_near(sizes, order, devices, walk)
     if math.prod(factors) != count:
-        raise UserError(f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {count} {kind}; factors whose product is "
-                        f"{count} would work, such as {{data: {count}}}")
+        raise UserError(
+            f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {count} {kind}; factors whose product is "
+            f"{count} would work, such as {{data: {count}}}"
+        )
     sizes_inside = [size // factor for size, factor in zip(sizes, factors, strict=True)]
     groups: dict[int, list[jax.Device]] = {}
     for device in devices:
-        groups.setdefault(device.process_index if by_host else device.slice_index, []).append(device)
-    placed = np.array([_placed_near(sizes_inside, order, groups[number], walk) for number in sorted(groups)])
+        groups.setdefault(device.process_index if by_host else device.slice_index, []).append(
+            device
+        )
+    placed = np.array(
+        [_placed_near(sizes_inside, order, groups[number], walk) for number in sorted(groups)]
+    )
     placed = placed.reshape(*factors, *sizes_inside)
     axes = len(order)
     return placed.transpose([i for axis in range(axes) for i in (axis, axes + axis)]).reshape(sizes)
@@ -146,14 +171,18 @@ class LocalPart:
 
 def local_part(mesh: Mesh, rows: int, length: int) -> LocalPart:
     """Returns the part of a batch [rows, length] that lies on this process's devices."""
-    return part_of_slices(batch_sharding(mesh).addressable_devices_indices_map((rows, length)).values(), rows, length)
+    return part_of_slices(
+        batch_sharding(mesh).addressable_devices_indices_map((rows, length)).values(), rows, length
+    )
 
 
 def part_of_slices(shards: Iterable[tuple[slice, ...] | None], rows: int, length: int) -> LocalPart:
     """Returns the part of a batch [rows, length] that these shards cover, each a slice of the rows and one of the tokens."""
     slices = [shard for shard in shards if shard is not None]
-    covered = [sorted({number for shard in slices for number in range(*shard[axis].indices(size))})
-               for axis, size in enumerate((rows, length))]
+    covered = [
+        sorted({number for shard in slices for number in range(*shard[axis].indices(size))})
+        for axis, size in enumerate((rows, length))
+    ]
     return LocalPart((rows, length), *map(np.array, covered))
 
 
@@ -168,7 +197,9 @@ def local_order(part: LocalPart, order: np.ndarray) -> tuple[np.ndarray, np.ndar
     return indices, np.searchsorted(indices, natural)
 
 
-def place_batch(batch: dict[str, np.ndarray], mesh: Mesh, part: LocalPart | None = None) -> dict[str, jax.Array]:
+def place_batch(
+    batch: dict[str, np.ndarray], mesh: Mesh, part: LocalPart | None = None
+) -> dict[str, jax.Array]:
     """Returns a host batch as global arrays [B, L, ...]; each process provides what its devices hold.
 
     Args:
@@ -179,11 +210,21 @@ def place_batch(batch: dict[str, np.ndarray], mesh: Mesh, part: LocalPart | None
     def shard_of(x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         if part is None:
             return x[index]
-        first_row, first_token = (axis.indices(size)[0] for axis, size in zip(index[:2], part.shape, strict=True))
-        row, token = np.searchsorted(part.rows, first_row), np.searchsorted(part.tokens, first_token)
+        first_row, first_token = (
+            axis.indices(size)[0] for axis, size in zip(index[:2], part.shape, strict=True)
+        )
+        row, token = (
+            np.searchsorted(part.rows, first_row),
+            np.searchsorted(part.tokens, first_token),
+        )
         rows, tokens = sharding.shard_shape(part.shape)
-        return x[row:row + rows, token:token + tokens]
+        return x[row : row + rows, token : token + tokens]
 
-    return {name: jax.make_array_from_callback((*(part.shape if part else x.shape[:2]), *x.shape[2:]), sharding,
-                                               functools.partial(shard_of, x))
-            for name, x in batch.items()}
+    return {
+        name: jax.make_array_from_callback(
+            (*(part.shape if part else x.shape[:2]), *x.shape[2:]),
+            sharding,
+            functools.partial(shard_of, x),
+        )
+        for name, x in batch.items()
+    }

@@ -1,4 +1,5 @@
 """The origin of a model: a Hugging Face folder (or hub name), a checkpoint, a run's newest checkpoint, or a shape alone."""
+
 from __future__ import annotations
 
 import contextlib
@@ -27,10 +28,23 @@ from model.padding import vocabulary_axes
 from model.sharding import Parameter
 
 from .checkpoint.manifest import MANIFEST, fingerprint
-from .checkpoint.store import assets_dir, best_or_itself, read_data, restore_model, stored_parameters
+from .checkpoint.store import (
+    assets_dir,
+    best_or_itself,
+    read_data,
+    restore_model,
+    stored_parameters,
+)
 from .config.schema import DataConfig, ModelConfig
 from .huggingface import peft
-from .huggingface.assets import copy_assets, trained_date, trained_mask, trained_quantization, write_config, write_source_dtype
+from .huggingface.assets import (
+    copy_assets,
+    trained_date,
+    trained_mask,
+    trained_quantization,
+    write_config,
+    write_source_dtype,
+)
 from .huggingface.folder import folder_config, hub_name, resolve_model_path, weights_fingerprint
 from .huggingface.read import read_hf, stored_hf
 from .huggingface.table import hf_layout
@@ -77,7 +91,11 @@ class ModelSource:
 
     def _read_base(self, model: Llama, seed: int) -> dict[str, jax.Array]:
         assert self.folder is not None
-        base = {entry.name: model.parameters[entry.name] for entry in hf_layout(model.config) if entry.name in model.parameters}
+        base = {
+            entry.name: model.parameters[entry.name]
+            for entry in hf_layout(model.config)
+            if entry.name in model.parameters
+        }
         shardings = {name: model.shardings[name] for name in base}
         dtypes = {name: parameter.dtype for name, parameter in base.items()}
         stored = self.stored_config
@@ -86,8 +104,13 @@ class ModelSource:
             params = read_hf(self.folder, stored, shardings, dtypes, model.in_memory)
         else:
             shapes = {name: parameter.shape for name, parameter in base.items()}
-            params = {} if model.quantized_names else restore_model(self.folder, shardings, dtype=dtypes, shapes=shapes,
-                                                                    verified=self.verified)
+            params = (
+                {}
+                if model.quantized_names
+                else restore_model(
+                    self.folder, shardings, dtype=dtypes, shapes=shapes, verified=self.verified
+                )
+            )
         if model.quantized_names:
             with contextlib.ExitStack() as stack:
                 tensors = self.stored(stack)
@@ -107,7 +130,11 @@ class ModelSource:
         """A hash of the weights beside which the adapter stands, if there is one."""
         if self.folder is None:
             return ""
-        return weights_fingerprint(self.folder) if self.kind == "huggingface" else fingerprint(self.folder)
+        return (
+            weights_fingerprint(self.folder)
+            if self.kind == "huggingface"
+            else fingerprint(self.folder)
+        )
 
     @property
     def name(self) -> str:
@@ -132,10 +159,16 @@ class ModelSource:
 
     def ending_at(self, ids: Iterable[int]) -> ModelSource:
         """This model with `ids` added to its eos ids, which end an answer."""
-        eos = self.config.eos_token_id if isinstance(self.config.eos_token_id, tuple) else (self.config.eos_token_id,)
+        eos = (
+            self.config.eos_token_id
+            if isinstance(self.config.eos_token_id, tuple)
+            else (self.config.eos_token_id,)
+        )
         unique = tuple(dict.fromkeys(id for id in (*eos, *ids) if id is not None))
         eos_token_id = unique if len(unique) > 1 else unique[0] if unique else None
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, eos_token_id=eos_token_id))
+        return dataclasses.replace(
+            self, config=dataclasses.replace(self.config, eos_token_id=eos_token_id)
+        )
 
     def tokenizer(self) -> Tokenizer:
         """Loads the model's tokenizer."""
@@ -145,7 +178,9 @@ class ModelSource:
         assert self.folder is not None
         return tokenizer.with_template_date(trained_date(self.folder / "assets"))
 
-    def write_assets(self, assets: Path, tokenizer: Tokenizer, chat_template: str | None, resolved: str) -> None:
+    def write_assets(
+        self, assets: Path, tokenizer: Tokenizer, chat_template: str | None, resolved: str
+    ) -> None:
         """Writes the assets of a checkpoint that is trained from this model, so that an export needs no other files.
 
         Args:
@@ -163,7 +198,9 @@ class ModelSource:
             shutil.copytree(self.folder / "assets", assets)  # verified when the model was opened
         write_config(self.config, assets)
         generation = assets / "generation_config.json"
-        if generation.exists() and set(_ids(_read_json(generation).get("eos_token_id"))) != set(_ids(self.config.eos_token_id)):
+        if generation.exists() and set(_ids(_read_json(generation).get("eos_token_id"))) != set(
+            _ids(self.config.eos_token_id)
+        ):
             _set_fields(generation, eos_token_id=self.config.to_hf()["eos_token_id"])
         tokenizer.save(assets, chat_template)
         settings = assets / "tokenizer_config.json"
@@ -175,14 +212,23 @@ class ModelSource:
         (assets / "run.yaml").write_text(resolved, encoding="utf-8")
 
 
-def _read_some(stored: Mapping[str, Any], parameters: Mapping[str, Parameter],
-               shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _read_some(
+    stored: Mapping[str, Any], parameters: Mapping[str, Parameter], shardings: Mapping[str, Any]
+) -> dict[str, jax.Array]:
     """Reads some parameters out of a checkpoint, each whole on the host, cut or padded with zeros to its shape in memory."""
+
     def read(name: str, parameter: Parameter) -> jax.Array:
         part = np.asarray(stored[name])[tuple(map(slice, parameter.shape))]
-        part = np.pad(part, [(0, after - before) for after, before in zip(parameter.shape, part.shape, strict=True)])
-        return jax.make_array_from_callback(parameter.shape, shardings[name],
-                                            lambda index: part[index].astype(parameter.dtype))
+        part = np.pad(
+            part,
+            [
+                (0, after - before)
+                for after, before in zip(parameter.shape, part.shape, strict=True)
+            ],
+        )
+        return jax.make_array_from_callback(
+            parameter.shape, shardings[name], lambda index: part[index].astype(parameter.dtype)
+        )
 
     return {name: read(name, parameter) for name, parameter in parameters.items()}
 
@@ -202,7 +248,9 @@ def _set_fields(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _draw_rows(params: dict[str, jax.Array], model: Llama, stored_rows: int, seed: int) -> dict[str, jax.Array]:
+def _draw_rows(
+    params: dict[str, jax.Array], model: Llama, stored_rows: int, seed: int
+) -> dict[str, jax.Array]:
     """The parameters with all rows of the vocabulary after `stored_rows` drawn anew.
 
     A new row is the mean of the stored ones plus the noise of an initialisation; one of noise alone would be far from every
@@ -217,7 +265,9 @@ def _draw_rows(params: dict[str, jax.Array], model: Llama, stored_rows: int, see
                 continue
             old = jax.lax.slice_in_dim(params[name], 0, stored_rows, axis=axis)
             shape = (config.vocab_size - stored_rows, config.hidden_size)
-            noise = config.initializer_range * jax.random.normal(jax.random.fold_in(jax.random.key(seed), axis), shape)
+            noise = config.initializer_range * jax.random.normal(
+                jax.random.fold_in(jax.random.key(seed), axis), shape
+            )
             noise = jax.numpy.pad(noise, ((0, 0), (0, old.shape[1 - axis] - config.hidden_size)))
             rows = old.mean(axis, keepdims=True) + (noise.T if axis else noise)
             rows = rows.astype(params[name].dtype)
@@ -247,8 +297,15 @@ def open_model(path: str, weights: bool = True) -> ModelSource:
         if (assets / peft.CONFIG).is_file():
             return open_adapter(path)
         config = LlamaConfig.from_hf(assets)
-        source = ModelSource(config, "checkpoint", assets.parent, assets, trained_mask(assets), stored_config=config,
-                             verified=not (folder / MANIFEST).exists())  # the search for a run's newest good one verifies it
+        source = ModelSource(
+            config,
+            "checkpoint",
+            assets.parent,
+            assets,
+            trained_mask(assets),
+            stored_config=config,
+            verified=not (folder / MANIFEST).exists(),
+        )  # the search for a run's newest good one verifies it
     else:
         folder = resolve_model_path(path, weights)
         if (folder / peft.CONFIG).is_file() and not (folder / "config.json").exists():  # of the hub
@@ -276,8 +333,17 @@ class AdapterSource:
         """Reads the trained parameters in float32 onto the mesh of `model`, each device its own part."""
         if not self.is_checkpoint:
             return peft.read_adapter(self.folder, model)
-        trained = {name: parameter.shape for name, parameter in model.parameters.items() if not parameter.frozen}
-        return restore_model(self.folder, {name: model.shardings[name] for name in trained}, dtype="float32", shapes=trained)
+        trained = {
+            name: parameter.shape
+            for name, parameter in model.parameters.items()
+            if not parameter.frozen
+        }
+        return restore_model(
+            self.folder,
+            {name: model.shardings[name] for name in trained},
+            dtype="float32",
+            shapes=trained,
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -285,7 +351,9 @@ class AdapterSource:
         if self.is_checkpoint:
             return fingerprint(self.folder)
         # With its configuration: another lora_alpha makes another model of the same weights.
-        content = b"\0".join((self.folder / name).read_bytes() for name in (peft.CONFIG, peft.WEIGHTS))
+        content = b"\0".join(
+            (self.folder / name).read_bytes() for name in (peft.CONFIG, peft.WEIGHTS)
+        )
         return hashlib.sha256(content).hexdigest()[:32]
 
 
@@ -322,7 +390,9 @@ def open_adapter(path: str, base: str | None = None) -> ModelSource:
     """
     _, named = adapter_source(path)
     if not (base or named):
-        raise ValueError(f"{path}: {peft.CONFIG} names no base_model_name_or_path; give the base beside --adapter")
+        raise ValueError(
+            f"{path}: {peft.CONFIG} names no base_model_name_or_path; give the base beside --adapter"
+        )
     return with_adapter(open_model(base or named), path)
 
 
@@ -334,9 +404,13 @@ def with_adapter(source: ModelSource, path: str) -> ModelSource:
     """
     adapter, _ = adapter_source(path)
     if source.adapter is not None:
-        raise ValueError(f"{path}: an adapter needs a whole model as its base, found the adapter {source.adapter.folder}")
+        raise ValueError(
+            f"{path}: an adapter needs a whole model as its base, found the adapter {source.adapter.folder}"
+        )
     if source.folder is None:
-        raise ValueError(f"{path}: an adapter needs a pretrained base, found a model from scratch; give --model.path")
+        raise ValueError(
+            f"{path}: an adapter needs a pretrained base, found a model from scratch; give --model.path"
+        )
     tied = source.config.tie_word_embeddings
     source = dataclasses.replace(source, adapter=adapter)
     if not adapter.is_checkpoint:
@@ -345,10 +419,14 @@ def with_adapter(source: ModelSource, path: str) -> ModelSource:
         return source
     trained_on = (read_data(adapter.folder) or {}).get("model", "").partition("+")[0]
     if trained_on not in ("", source.base_fingerprint):
-        raise ValueError(f"{path}: an adapter of another base (its fingerprint is {trained_on}, that of {source.folder} "
-                         f"{source.base_fingerprint}); give the model that it was trained on")
+        raise ValueError(
+            f"{path}: an adapter of another base (its fingerprint is {trained_on}, that of {source.folder} "
+            f"{source.base_fingerprint}); give the model that it was trained on"
+        )
     assets = adapter.folder / "assets"  # with the trained length, and tokens that the run added
-    return dataclasses.replace(source, config=LlamaConfig.from_hf(assets), tokenizer_path=assets, mask=trained_mask(assets))
+    return dataclasses.replace(
+        source, config=LlamaConfig.from_hf(assets), tokenizer_path=assets, mask=trained_mask(assets)
+    )
 
 
 def _generation_ends(folder: Path) -> list[int]:
@@ -361,7 +439,9 @@ def _generation_ends(folder: Path) -> list[int]:
     return [id for id in (ends if isinstance(ends, list) else [ends]) if is_int(id) and id >= 0]
 
 
-def choose_model(config: ModelConfig, adapter_path: str | None = None, weights: bool = True) -> ModelSource:
+def choose_model(
+    config: ModelConfig, adapter_path: str | None = None, weights: bool = True
+) -> ModelSource:
     """The model that a recipe's section `model` names, with the adapter at `adapter_path` beside it if that is given.
 
     `overrides` and `tokenizer` hold for the adapter too: they take the place of what its checkpoint was trained with.
@@ -373,20 +453,36 @@ def choose_model(config: ModelConfig, adapter_path: str | None = None, weights: 
     if config.path:
         source = open_model(config.path, weights)
         if source.adapter is not None:
-            raise UserError(f"model.path: {config.path} is an adapter; --adapter.path goes on with it, and python -m "
-                            "scripts.export_hf --merge makes a whole model of it")
+            raise UserError(
+                f"model.path: {config.path} is an adapter; --adapter.path goes on with it, and python -m "
+                "scripts.export_hf --merge makes a whole model of it"
+            )
         source = with_adapter(source, adapter_path) if adapter_path else source
-        return dataclasses.replace(source, config=source.config.with_positions(**config.overrides),
-                                   tokenizer_path=Path(config.tokenizer or source.tokenizer_path))
+        return dataclasses.replace(
+            source,
+            config=source.config.with_positions(**config.overrides),
+            tokenizer_path=Path(config.tokenizer or source.tokenizer_path),
+        )
     if not config.preset and not config.overrides:
-        raise UserError("model: neither model.path (a pretrained model) nor model.preset (a shape) is given; "
-                        "add --model.path HF_DIR")
+        raise UserError(
+            "model: neither model.path (a pretrained model) nor model.preset (a shape) is given; "
+            "add --model.path HF_DIR"
+        )
     if not config.tokenizer:
-        raise UserError("model.tokenizer: a model from scratch needs a tokenizer; give its folder or .model file")
+        raise UserError(
+            "model.tokenizer: a model from scratch needs a tokenizer; give its folder or .model file"
+        )
     tokenizer = Tokenizer.load(config.tokenizer)
-    shape = scratch_config(config, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    shape = scratch_config(
+        config,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+    )
     source = ModelSource(shape, "scratch", None, Path(config.tokenizer))
-    return with_adapter(source, adapter_path) if adapter_path else source  # refused: it needs a pretrained base
+    return (
+        with_adapter(source, adapter_path) if adapter_path else source
+    )  # refused: it needs a pretrained base
 
 
 def scratch_config(config: ModelConfig, **defaults: Any) -> LlamaConfig:
@@ -398,10 +494,16 @@ def scratch_config(config: ModelConfig, **defaults: Any) -> LlamaConfig:
     Raises:
       UserError, ValueError: a field that LlamaConfig does not have, or a shape that no model has.
     """
-    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope", "local_rope", "adapter"} | set(POSITIONS)
+    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {
+        "rope",
+        "local_rope",
+        "adapter",
+    } | set(POSITIONS)
     unknown = sorted(set(config.overrides) - names)
     if unknown:
-        raise UserError(f"model.overrides: unknown field {unknown[0]!r}; valid: {', '.join(sorted(names))}")
+        raise UserError(
+            f"model.overrides: unknown field {unknown[0]!r}; valid: {', '.join(sorted(names))}"
+        )
     changes = {**defaults, **config.overrides}
     positions = {name: changes.pop(name) for name in POSITIONS if name in changes}
     return LlamaConfig.preset(config.preset or "llama-7b", **changes).with_positions(**positions)
@@ -416,8 +518,11 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
     """
     tokenizer, templates = source.tokenizer(), chat_templates(data)
     if data.add_control_tokens:
-        tokenizer = tokenizer.with_controls(dict.fromkeys(
-            token for name in templates for token in missing_controls(name, tokenizer)))
+        tokenizer = tokenizer.with_controls(
+            dict.fromkeys(
+                token for name in templates for token in missing_controls(name, tokenizer)
+            )
+        )
         source = source.with_vocabulary(tokenizer)
     source = source.ending_at(end_ids(templates[0], tokenizer) if templates else ())
     tokenizer = tokenizer.with_template_date(datetime.datetime.fromisoformat(data.template_date))
@@ -426,4 +531,6 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
 
 def chat_templates(data: DataConfig) -> list[str]:
     """The templates of the sources that hold conversations, in the order of the sources."""
-    return [source.template or data.template for source in data.sources if source.format == "sharegpt"]
+    return [
+        source.template or data.template for source in data.sources if source.format == "sharegpt"
+    ]

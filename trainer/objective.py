@@ -1,4 +1,5 @@
 """The contract between the training loop and what is learned: `Objective`, and the `TrainableModel` that it trains."""
+
 from __future__ import annotations
 
 import abc

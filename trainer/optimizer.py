@@ -1,4 +1,5 @@
 """The optimizer with its learning rate and clipping, and the choice of the parameters that it trains."""
+
 from __future__ import annotations
 
 import math
@@ -30,8 +31,14 @@ def learning_rate(config: OptimizerConfig, steps: int, step: Int[Array, ""]) -> 
     if config.schedule == "constant":
         remaining = jnp.ones_like(progress)
     else:
-        remaining = (1 + jnp.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
-    return config.learning_rate * warmup * (config.final_fraction + (1 - config.final_fraction) * remaining)
+        remaining = (
+            (1 + jnp.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+        )
+    return (
+        config.learning_rate
+        * warmup
+        * (config.final_fraction + (1 - config.final_fraction) * remaining)
+    )
 
 
 def clipping(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -47,8 +54,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     optimizer = _optimizer(config, lambda step: learning_rate(config, steps, step))
     return optax.chain(
         clipping(config),
-        optimizer if config.moment_dtype == "float32" else _with_moments_in(jnp.dtype(config.moment_dtype), optimizer),
-        *([_averaging(config.average_decay)] if config.average_decay else []))
+        optimizer
+        if config.moment_dtype == "float32"
+        else _with_moments_in(jnp.dtype(config.moment_dtype), optimizer),
+        *([_averaging(config.average_decay)] if config.average_decay else []),
+    )
 
 
 class WeightAverage(NamedTuple):
@@ -66,14 +76,20 @@ def _averaging(decay: float) -> optax.GradientTransformation:
     The decay after n steps is at most (1 + n) / (10 + n), as in TensorFlow's ExponentialMovingAverage: otherwise the first
     parameters would weigh for thousands of steps.
     """
+
     def init(params):
         # Copies, since the training step takes both parameters and state as its own.
-        return WeightAverage(jnp.zeros((), jnp.int32), jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params))
+        return WeightAverage(
+            jnp.zeros((), jnp.int32),
+            jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params),
+        )
 
     def update(updates, state, params=None):
         steps = state.steps + 1
         share = 1 - jnp.minimum(decay, (1 + steps) / (10 + steps))
-        average = optax.incremental_update(optax.apply_updates(params, updates), state.average, share)
+        average = optax.incremental_update(
+            optax.apply_updates(params, updates), state.average, share
+        )
         return updates, WeightAverage(steps, average)
 
     return optax.GradientTransformation(init, update)
@@ -84,16 +100,37 @@ def _optimizer(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientT
         return {name: _is_matrix(name) for name in params}
 
     if config.name == "lion":
-        return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=is_matrix)
+        return optax.lion(
+            rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=is_matrix
+        )
     if config.name == "adafactor":
-        return _on_matrices(optax.chain(
-            optax.scale_by_factored_rms(decay_rate=0.8, epsilon=1e-30), optax.clip_by_block_rms(1.0),
-            optax.add_decayed_weights(config.weight_decay, mask=is_matrix), optax.scale_by_learning_rate(rate)))
+        return _on_matrices(
+            optax.chain(
+                optax.scale_by_factored_rms(decay_rate=0.8, epsilon=1e-30),
+                optax.clip_by_block_rms(1.0),
+                optax.add_decayed_weights(config.weight_decay, mask=is_matrix),
+                optax.scale_by_learning_rate(rate),
+            )
+        )
     if config.name == "muon":
         return optax.contrib.muon(
-            rate, weight_decay=config.weight_decay, weight_decay_mask=is_matrix, adam_b1=config.beta1, adam_b2=config.beta2,
-            eps=config.epsilon, muon_weight_dimension_numbers=_dimension_numbers, consistent_rms=0.2)
-    return optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=config.weight_decay, mask=is_matrix)
+            rate,
+            weight_decay=config.weight_decay,
+            weight_decay_mask=is_matrix,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            eps=config.epsilon,
+            muon_weight_dimension_numbers=_dimension_numbers,
+            consistent_rms=0.2,
+        )
+    return optax.adamw(
+        rate,
+        config.beta1,
+        config.beta2,
+        config.epsilon,
+        weight_decay=config.weight_decay,
+        mask=is_matrix,
+    )
 
 
 def moment_count(config: OptimizerConfig, name: str) -> int:
@@ -118,6 +155,7 @@ def _is_layers_matrix(name: str) -> bool:
 
 def _dimension_numbers(params: dict[str, Any]) -> dict[str, Any]:
     """Returns which axes of each of a layer's weights make a matrix; None for other parameters."""
+
     def numbers(name):
         inputs = _inputs(name)
         outputs = tuple(range(inputs[-1] + 1, len(params[name].shape)))
@@ -128,9 +166,14 @@ def _dimension_numbers(params: dict[str, Any]) -> dict[str, Any]:
 
 def _on_matrices(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lets an optimizer see each of a layer's weights as stacked matrices [N, inputs, outputs]."""
+
     def matrices(tree):
-        return {name: x.reshape(x.shape[0], math.prod(x.shape[axis] for axis in _inputs(name)), -1)
-                if _is_layers_matrix(name) else x for name, x in tree.items()}
+        return {
+            name: x.reshape(x.shape[0], math.prod(x.shape[axis] for axis in _inputs(name)), -1)
+            if _is_layers_matrix(name)
+            else x
+            for name, x in tree.items()
+        }
 
     def update(gradient, state, params=None):
         updates, state = optimizer.update(matrices(gradient), state, matrices(params))
@@ -139,13 +182,18 @@ def _on_matrices(optimizer: optax.GradientTransformation) -> optax.GradientTrans
     return optax.GradientTransformation(lambda params: optimizer.init(matrices(params)), update)
 
 
-def _with_moments_in(dtype: jnp.dtype, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def _with_moments_in(
+    dtype: jnp.dtype, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
     """Stores the optimizer's moments in `dtype` between steps and computes with them in float32.
 
     Optax's own `mu_dtype` does so for the first moment alone.
     """
+
     def cast(state, dtype):
-        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+        return jax.tree.map(
+            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, state
+        )
 
     def init(params):
         return cast(optimizer.init(params), dtype)
@@ -166,16 +214,24 @@ def split_trainable(names: Iterable[str], pattern: str) -> tuple[list[str], list
     try:
         expression = re.compile(pattern)
     except re.error as error:
-        raise UserError(f"model.trainable: {pattern!r} is not a regular expression ({error})") from None
+        raise UserError(
+            f"model.trainable: {pattern!r} is not a regular expression ({error})"
+        ) from None
     names = list(names)
     trainable = [name for name in names if expression.fullmatch(name)]
     if not trainable:
-        raise UserError(f"model.trainable: {pattern!r} matches no parameter; there are {', '.join(names)}")
+        raise UserError(
+            f"model.trainable: {pattern!r} matches no parameter; there are {', '.join(names)}"
+        )
     return trainable, [name for name in names if name not in trainable]
 
 
-def abstract_state(optimizer: optax.GradientTransformation, params: dict[str, jax.ShapeDtypeStruct], mesh: Mesh,
-                   on_host: bool = False) -> Any:
+def abstract_state(
+    optimizer: optax.GradientTransformation,
+    params: dict[str, jax.ShapeDtypeStruct],
+    mesh: Mesh,
+    on_host: bool = False,
+) -> Any:
     """Returns shapes and shardings of the optimizer's state: moments are sharded like their parameters, the rest is replicated.
 
     Args:
@@ -185,9 +241,13 @@ def abstract_state(optimizer: optax.GradientTransformation, params: dict[str, ja
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def abstract(path, x):
-        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in params]
+        names = [
+            key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in params
+        ]
         parameter = params[names[-1]] if names else None
-        if parameter is None or parameter.shape != x.shape:  # a counter; a row or a column of Adafactor's
+        if (
+            parameter is None or parameter.shape != x.shape
+        ):  # a counter; a row or a column of Adafactor's
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
         sharding = in_host_memory(parameter.sharding) if on_host else parameter.sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -7,6 +7,7 @@ Each dimension of the slice is therefore cut into three levels. The mesh axes ou
 box the ring walks from cell to cell; the mesh axes inside of the ring (tensor, whose sums nothing hides) are the devices of a
 cell.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -29,13 +30,15 @@ def ring_placed(sizes: list[int], ring: int, devices) -> np.ndarray | None:
     grid = _grid(devices)
     if grid is None:
         return None
-    level_sizes = math.prod(sizes[:ring]), sizes[ring], math.prod(sizes[ring + 1:])
+    level_sizes = math.prod(sizes[:ring]), sizes[ring], math.prod(sizes[ring + 1 :])
     cut = _cut(grid.shape, level_sizes)
     if cut is None:
         return None
     parts = grid.reshape([n for dimension in cut for n in dimension])
     dimensions = len(cut)
-    order = [3 * i + level for level in range(3) for i in range(dimensions)]  # outer boxes, cells, devices of a cell
+    order = [
+        3 * i + level for level in range(3) for i in range(dimensions)
+    ]  # outer boxes, cells, devices of a cell
     placed = parts.transpose(order).reshape(level_sizes)
     _, cells, inside = zip(*cut, strict=True)
     placed = placed[:, closed_walk(cells)]
@@ -63,15 +66,21 @@ def _cut(shape, level_sizes: tuple[int, int, int]) -> list[tuple[int, int, int]]
     candidates = []
     for cut in itertools.product(*(_triples(size) for size in shape)):
         boxes, cells, inside = zip(*cut, strict=True)
-        if (math.prod(boxes), math.prod(cells), math.prod(inside)) == level_sizes and closed_walk(cells) is not None:
+        if (math.prod(boxes), math.prod(cells), math.prod(inside)) == level_sizes and closed_walk(
+            cells
+        ) is not None:
             candidates.append((max(inside), sum(inside), max(cells), sum(cells), list(cut)))
     return min(candidates)[-1] if candidates else None
 
 
 def _triples(size: int) -> list[tuple[int, int, int]]:
     divisors = [n for n in range(1, size + 1) if size % n == 0]
-    return [(size // cells // inside, cells, inside) for cells in divisors for inside in divisors
-            if size % (cells * inside) == 0]
+    return [
+        (size // cells // inside, cells, inside)
+        for cells in divisors
+        for inside in divisors
+        if size % (cells * inside) == 0
+    ]
 
 
 def closed_walk(cells) -> list[int] | None:
@@ -92,7 +101,10 @@ def closed_walk(cells) -> list[int] | None:
     walk = [(row, columns[0]) for row in range(rows)]
     for number, row in enumerate(reversed(range(rows))):
         walk += [(row, column) for column in (columns[1:] if number % 2 == 0 else columns[:0:-1])]
-    return [int(np.ravel_multi_index((*column[:even], row, *column[even:]), cells)) for row, column in walk]
+    return [
+        int(np.ravel_multi_index((*column[:even], row, *column[even:]), cells))
+        for row, column in walk
+    ]
 
 
 def _to_and_fro(sizes: list[int]) -> list[tuple[int, ...]]:
@@ -100,4 +112,8 @@ def _to_and_fro(sizes: list[int]) -> list[tuple[int, ...]]:
     if not sizes:
         return [()]
     rest = _to_and_fro(sizes[1:])
-    return [(first, *others) for first in range(sizes[0]) for others in (rest if first % 2 == 0 else rest[::-1])]
+    return [
+        (first, *others)
+        for first in range(sizes[0])
+        for others in (rest if first % 2 == 0 else rest[::-1])
+    ]

@@ -1,4 +1,5 @@
 """A curriculum: the stages of a recipe as runs one after the other in one folder, each from the parameters of the last."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -32,41 +33,68 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
     for index, stage in enumerate(config.stages):
         field = f"stages[{index}]"
         if unknown := sorted(set(stage.mesh) - set(MESH_AXES)):
-            raise UserError(f"{field}.mesh: found {unknown[0]!r}; the axes are {', '.join(MESH_AXES)}")
+            raise UserError(
+                f"{field}.mesh: found {unknown[0]!r}; the axes are {', '.join(MESH_AXES)}"
+            )
         try:
             axes: dict[str, Any] = dict(stage.mesh)
             mesh = dataclasses.replace(config.mesh, **axes)
         except ValueError as error:
-            raise UserError(f"{field}: {error}; all stages need as many devices as the section mesh says") from None
+            raise UserError(
+                f"{field}: {error}; all stages need as many devices as the section mesh says"
+            ) from None
         if mesh.devices != config.mesh.devices:
-            raise UserError(f"{field}.mesh: found {mesh.product} devices, needs {config.mesh.devices} as in the section mesh; "
-                            "all stages run on the same devices")
+            raise UserError(
+                f"{field}.mesh: found {mesh.product} devices, needs {config.mesh.devices} as in the section mesh; "
+                "all stages run on the same devices"
+            )
         configs.append(check(_staged(config, index, mesh, configs[-1] if configs else None), field))
     return configs
 
 
-def _staged(config: RunConfig, index: int, mesh: MeshConfig, previous: RunConfig | None) -> RunConfig:
+def _staged(
+    config: RunConfig, index: int, mesh: MeshConfig, previous: RunConfig | None
+) -> RunConfig:
     """Returns the configuration of a stage, which begins with what the stage before it, if there is one, has trained."""
     stage, last = config.stages[index], index == len(config.stages) - 1
     model, adapter = config.model, config.adapter
-    if previous is not None and adapter.rank:  # its checkpoints hold the adapter alone: the base and its positions stay
+    if (
+        previous is not None and adapter.rank
+    ):  # its checkpoints hold the adapter alone: the base and its positions stay
         model, adapter = previous.model, dataclasses.replace(adapter, path=str(previous.folder))
     elif previous is not None:
-        model = dataclasses.replace(model, path=str(previous.folder), preset=None, tokenizer=None, overrides={})
+        model = dataclasses.replace(
+            model, path=str(previous.folder), preset=None, tokenizer=None, overrides={}
+        )
     train, optimizer = config.train, config.optimizer
     return dataclasses.replace(
-        config, stages=(), mesh=mesh, adapter=adapter,
+        config,
+        stages=(),
+        mesh=mesh,
+        adapter=adapter,
         model=dataclasses.replace(model, overrides={**model.overrides, **stage.rope}),
         trajectories=dataclasses.replace(
-            config.trajectories, in_context=stage.in_context or config.trajectories.in_context),
-        data=dataclasses.replace(config.data, context_length=stage.context_length, seed=config.data.seed + index),
-        train=dataclasses.replace(train, steps=stage.steps or train.steps, batch_size=stage.batch_size or train.batch_size,
-                                  accumulation=stage.accumulation or train.accumulation),
+            config.trajectories, in_context=stage.in_context or config.trajectories.in_context
+        ),
+        data=dataclasses.replace(
+            config.data, context_length=stage.context_length, seed=config.data.seed + index
+        ),
+        train=dataclasses.replace(
+            train,
+            steps=stage.steps or train.steps,
+            batch_size=stage.batch_size or train.batch_size,
+            accumulation=stage.accumulation or train.accumulation,
+        ),
         optimizer=dataclasses.replace(
-            optimizer, learning_rate=stage.learning_rate or optimizer.learning_rate,
-            warmup_steps=optimizer.warmup_steps if stage.warmup_steps is None else stage.warmup_steps,
-            warmup_fraction=optimizer.warmup_fraction if stage.warmup_steps is None else 0.0),
-        run_dir=str(config.folder if last else config.folder / EARLIER_STAGES / str(index + 1)))
+            optimizer,
+            learning_rate=stage.learning_rate or optimizer.learning_rate,
+            warmup_steps=optimizer.warmup_steps
+            if stage.warmup_steps is None
+            else stage.warmup_steps,
+            warmup_fraction=optimizer.warmup_fraction if stage.warmup_steps is None else 0.0,
+        ),
+        run_dir=str(config.folder if last else config.folder / EARLIER_STAGES / str(index + 1)),
+    )
 
 
 def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:
@@ -103,7 +131,9 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
         return train(stages[0], False)
     start_devices(config)
     # One process looks for all: they would find each other's locks, or a folder that the others do not see yet.
-    first = first_then_others(lambda index: _first_unfinished(stages) if index is None else int(index), str)
+    first = first_then_others(
+        lambda index: _first_unfinished(stages) if index is None else int(index), str
+    )
     for index in range(first, len(stages) - 1):
         _announce(stages, index)
         train(stages[index], True)
@@ -126,4 +156,7 @@ def _first_unfinished(stages: list[RunConfig]) -> int:
 
 def _announce(stages: list[RunConfig], index: int) -> None:
     stage = stages[index]
-    print(f"stage {index + 1} of {len(stages)}: {stage.data.context_length:,} tokens, {stage.train.steps} steps", flush=True)
+    print(
+        f"stage {index + 1} of {len(stages)}: {stage.data.context_length:,} tokens, {stage.train.steps} steps",
+        flush=True,
+    )

@@ -3,6 +3,7 @@
 A batch may be computed in parts, one after the other (gradient accumulation). The parts' *sums* of weighted losses and their
 gradients are added up in float32 and divided by the sum of all weights at the end, so that parts may differ in weight.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -73,11 +74,24 @@ class StepBuilder:
     seed: int = 0
 
     @classmethod
-    def of(cls, config: RunConfig, model: TrainableModel, loss: Callable[..., LossSums],
-           abstract_batch: AbstractBatch) -> StepBuilder:
+    def of(
+        cls,
+        config: RunConfig,
+        model: TrainableModel,
+        loss: Callable[..., LossSums],
+        abstract_batch: AbstractBatch,
+    ) -> StepBuilder:
         """Returns the builder of the steps that a run's configuration describes."""
-        return cls(model, loss, abstract_batch, config.optimizer, config.train, config.memory, config.model.trainable,
-                   config.model.seed)
+        return cls(
+            model,
+            loss,
+            abstract_batch,
+            config.optimizer,
+            config.train,
+            config.memory,
+            config.model.trainable,
+            config.model.seed,
+        )
 
     @functools.cached_property
     def trainable(self) -> tuple[str, ...]:
@@ -96,8 +110,12 @@ class StepBuilder:
         shardings = self.model.shardings
         if self.memory_config.parameters_on_host:
             shardings = {name: in_host_memory(sharding) for name, sharding in shardings.items()}
-        return {name: jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(parameter.dtype), sharding=shardings[name])
-                for name, parameter in self.model.parameters.items()}
+        return {
+            name: jax.ShapeDtypeStruct(
+                parameter.shape, jnp.dtype(parameter.dtype), sharding=shardings[name]
+            )
+            for name, parameter in self.model.parameters.items()
+        }
 
     @property
     def abstract_trainable(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -122,16 +140,25 @@ class StepBuilder:
     @property
     def saved_size(self) -> str:
         """The number of trained parameters and the size of a checkpoint, in words."""
-        trained, total = (sum(weights_in(name, x) for name, x in params.items())
-                          for params in (self.abstract_trainable, self.abstract_params))
+        trained, total = (
+            sum(weights_in(name, x) for name, x in params.items())
+            for params in (self.abstract_trainable, self.abstract_params)
+        )
         saved = jax.tree.leaves((self.abstract_saved, self.abstract_optimizer))
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in saved)
-        return f"trains {trained:,} of {total:,} parameters; a checkpoint takes {size / 1e6:,.1f} MB"
+        return (
+            f"trains {trained:,} of {total:,} parameters; a checkpoint takes {size / 1e6:,.1f} MB"
+        )
 
     @functools.cached_property
     def abstract_optimizer(self) -> Any:
         """The optimizer's state, with shardings."""
-        return abstract_state(self.optimizer, self.abstract_trainable, self.model.mesh, self.memory_config.moments_on_host)
+        return abstract_state(
+            self.optimizer,
+            self.abstract_trainable,
+            self.model.mesh,
+            self.memory_config.moments_on_host,
+        )
 
     def init_optimizer(self, trainable: Params) -> Any:
         """Returns a fresh state of the optimizer, created in its shards."""
@@ -141,20 +168,36 @@ class StepBuilder:
     def lower_train(self) -> jax.stages.Lowered:
         """Returns the lowered training step `train`, to be compiled or read. It donates parameters and moments."""
         step = jax.ShapeDtypeStruct((), jnp.int32)
-        shardings = [jax.tree.map(lambda x: x.sharding, tree) for tree in (self.abstract_trainable, self.abstract_optimizer)]
+        shardings = [
+            jax.tree.map(lambda x: x.sharding, tree)
+            for tree in (self.abstract_trainable, self.abstract_optimizer)
+        ]
         # Without fixed shardings of the results the compiler might choose others, and the second step would compile again.
         jitted = jax.jit(self.train, donate_argnums=(0, 2), out_shardings=(*shardings, None))
-        return jitted.lower(self.abstract_trainable, self.abstract_frozen, self.abstract_optimizer, self.abstract_batch, step)
+        return jitted.lower(
+            self.abstract_trainable,
+            self.abstract_frozen,
+            self.abstract_optimizer,
+            self.abstract_batch,
+            step,
+        )
 
     def lower_evaluate(self) -> jax.stages.Lowered:
         """Returns the lowered evaluation step, from all parameters and a batch to `LossSums`."""
+
         def evaluate(params, batch):
             return self._over_parts(functools.partial(self.loss, params), batch)
 
         return jax.jit(evaluate).lower(self.abstract_params, self.abstract_batch)
 
-    def train(self, trainable: Params, frozen: Params, optimizer_state: Any, batch: DeviceBatch,
-              step: Int[Array, ""]) -> tuple[Params, Any, StepMetrics]:
+    def train(
+        self,
+        trainable: Params,
+        frozen: Params,
+        optimizer_state: Any,
+        batch: DeviceBatch,
+        step: Int[Array, ""],
+    ) -> tuple[Params, Any, StepMetrics]:
         """Computes one training step.
 
         Args:
@@ -168,17 +211,26 @@ class StepBuilder:
         adapter = self.model.config.adapter
         if adapter is not None and adapter.dropout_rate:
             batch = {**batch, "dropout": token_keys(self.seed, step, batch["index"])}
-        sums, gradient = self._over_parts(functools.partial(self._sums_and_gradient, trainable, frozen), batch)
-        loss, auxiliary, gradient = jax.tree.map(lambda x: x / jnp.maximum(sums.weight, 1e-9),
-                                                 (sums.total, sums.auxiliary, gradient))
+        sums, gradient = self._over_parts(
+            functools.partial(self._sums_and_gradient, trainable, frozen), batch
+        )
+        loss, auxiliary, gradient = jax.tree.map(
+            lambda x: x / jnp.maximum(sums.weight, 1e-9), (sums.total, sums.auxiliary, gradient)
+        )
         norm = optax.global_norm(gradient)
         rate = learning_rate(self.optimizer_config, self.train_config.steps, step)
         by_source = sums.by_source.total / sums.by_source.weight
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm) if self.train_config.non_finite == "skip" else True
+        finite = (
+            jnp.isfinite(loss) & jnp.isfinite(norm)
+            if self.train_config.non_finite == "skip"
+            else True
+        )
         metrics = StepMetrics(loss, sums.weight, norm, rate, by_source, auxiliary)
         return *self._update(trainable, optimizer_state, gradient, finite), metrics
 
-    def _update(self, trainable: Params, state: Any, gradient: Params, finite: Bool[Array, ""] | bool) -> tuple[Params, Any]:
+    def _update(
+        self, trainable: Params, state: Any, gradient: Params, finite: Bool[Array, ""] | bool
+    ) -> tuple[Params, Any]:
         """Returns the new parameters and the new state of the optimizer; the old ones if the step is not finite."""
         if self.memory_config.moments_on_host or self.memory_config.parameters_on_host:
             clipped, _ = clipping(self.optimizer_config).update(gradient, optax.EmptyState())
@@ -186,9 +238,13 @@ class StepBuilder:
             elementwise = make_optimizer(without_clipping, self.train_config.steps)
             return streamed_update(elementwise, clipped, state, trainable, finite)
         updates, new_state = self.optimizer.update(gradient, state, trainable)
-        return keep_unless_finite(finite, (optax.apply_updates(trainable, updates), new_state), (trainable, state))
+        return keep_unless_finite(
+            finite, (optax.apply_updates(trainable, updates), new_state), (trainable, state)
+        )
 
-    def _sums_and_gradient(self, trainable: Params, frozen: Params, batch: DeviceBatch) -> tuple[LossSums, Params]:
+    def _sums_and_gradient(
+        self, trainable: Params, frozen: Params, batch: DeviceBatch
+    ) -> tuple[LossSums, Params]:
         """Returns the sums of the loss, and the gradient of their total; it is taken outside of `shard_map`."""
         on_host = self.memory_config.parameters_on_host
 
@@ -198,7 +254,9 @@ class StepBuilder:
             return sums.trained, sums
 
         # The gradient of a parameter in the host's memory is taken with respect to its placeholder on the device.
-        variables = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainable) if on_host else trainable
+        variables = (
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainable) if on_host else trainable
+        )
         (_, sums), gradient = jax.value_and_grad(total, has_aux=True)(variables)
         return sums, gradient
 
@@ -214,7 +272,11 @@ class StepBuilder:
             rows, *rest = x.shape
             row_axes, *other_axes = tuple(abstract.sharding.spec) or (None,)
             shards = math.prod(self.model.mesh.shape[axis] for axis in _as_tuple(row_axes))
-            x = x.reshape(shards, parts, -1, *rest).swapaxes(0, 1).reshape(parts, rows // parts, *rest)
+            x = (
+                x.reshape(shards, parts, -1, *rest)
+                .swapaxes(0, 1)
+                .reshape(parts, rows // parts, *rest)
+            )
             spec = PartitionSpec(None, row_axes, *other_axes)
             return lax.with_sharding_constraint(x, NamedSharding(self.model.mesh, spec))
 

@@ -1,4 +1,5 @@
 """The optimizer's update where parameters or moments are in the host's memory: layer by layer, to the device and back."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -34,13 +35,22 @@ def keep_unless_finite(finite: Bool[Array, ""] | bool, new: Any, old: Any) -> An
         return new
 
     def select(new_leaf, old_leaf):
-        return jnp.where(finite, new_leaf, old_leaf) if jnp.issubdtype(new_leaf.dtype, jnp.floating) else new_leaf
+        return (
+            jnp.where(finite, new_leaf, old_leaf)
+            if jnp.issubdtype(new_leaf.dtype, jnp.floating)
+            else new_leaf
+        )
 
     return jax.tree.map(select, new, old)
 
 
-def streamed_update(optimizer: optax.GradientTransformation, gradient: dict[str, jax.Array], state: optax.OptState,
-                    params: dict[str, jax.Array], finite: Bool[Array, ""] | bool = True) -> tuple[dict[str, jax.Array], Any]:
+def streamed_update(
+    optimizer: optax.GradientTransformation,
+    gradient: dict[str, jax.Array],
+    state: optax.OptState,
+    params: dict[str, jax.Array],
+    finite: Bool[Array, ""] | bool = True,
+) -> tuple[dict[str, jax.Array], Any]:
     """Applies one optimizer step to parameters or moments in the host's memory, of which one layer at a time is on the device.
 
     Args:
@@ -58,6 +68,7 @@ def streamed_update(optimizer: optax.GradientTransformation, gradient: dict[str,
 
     def update(names: Sequence[str], params, state, read: Callable, write: Callable):
         """Updates the arrays of these names: `read` takes the part to update from an array, `write` puts a new one there."""
+
         def fetch(arrays):
             if not isinstance(arrays, dict):
                 return arrays
@@ -65,19 +76,34 @@ def streamed_update(optimizer: optax.GradientTransformation, gradient: dict[str,
 
         old_params, old_state = _map_dicts(fetch, (params, state))
         updates, new_state = optimizer.update(fetch(gradient), old_state, old_params)
-        new = keep_unless_finite(finite, (optax.apply_updates(old_params, updates), new_state), (old_params, old_state))
+        new = keep_unless_finite(
+            finite, (optax.apply_updates(old_params, updates), new_state), (old_params, old_state)
+        )
 
         def store(arrays, new_arrays):
-            if not isinstance(arrays, dict):  # a counter advances once in a step: with the last update, of the other parameters
+            if not isinstance(
+                arrays, dict
+            ):  # a counter advances once in a step: with the last update, of the other parameters
                 return arrays if names is layer_names else new_arrays
-            return {**arrays, **{name: write(arrays[name], jax.device_put(new_arrays[name], _memory(arrays[name])))
-                                 for name in names}}
+            return {
+                **arrays,
+                **{
+                    name: write(
+                        arrays[name], jax.device_put(new_arrays[name], _memory(arrays[name]))
+                    )
+                    for name in names
+                },
+            }
 
         return _map_dicts(store, (params, state), new)
 
     def update_layer(i, carry):
-        return update(layer_names, *carry, lambda stacked: lax.dynamic_index_in_dim(stacked, i, 0, keepdims=False),
-                      lambda stacked, layer: lax.dynamic_update_index_in_dim(stacked, layer, i, 0))
+        return update(
+            layer_names,
+            *carry,
+            lambda stacked: lax.dynamic_index_in_dim(stacked, i, 0, keepdims=False),
+            lambda stacked, layer: lax.dynamic_update_index_in_dim(stacked, layer, i, 0),
+        )
 
     if layer_names:
         layers = params[layer_names[0]].shape[0]

@@ -1,4 +1,5 @@
 """The objective of language models: the cross-entropy of the next token, over packed documents."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -40,7 +41,9 @@ from .run.cluster import first_then_others
 from .run.directory import RunDirectory
 
 
-def text_batch(rows: int, length: int, mesh: Mesh, with_sources: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+def text_batch(
+    rows: int, length: int, mesh: Mesh, with_sources: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of a batch of text: the arrays of `data.batch.Batch`, each [rows, length].
 
     Args:
@@ -48,10 +51,15 @@ def text_batch(rows: int, length: int, mesh: Mesh, with_sources: bool = False) -
     """
     dtypes = {**DTYPES, "source_ids": np.int32} if with_sources else DTYPES
     sharding = batch_sharding(mesh)
-    return {name: jax.ShapeDtypeStruct((rows, length), dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    return {
+        name: jax.ShapeDtypeStruct((rows, length), dtype, sharding=sharding)
+        for name, dtype in dtypes.items()
+    }
 
 
-def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True, key: str | None = None) -> Prepared:
+def prepare_text(
+    config: RunConfig, tokenizer: Tokenizer, progress: bool = True, key: str | None = None
+) -> Prepared:
     """Returns the run's tokenized data, from the folder `data.prepared` if it is there already.
 
     Args:
@@ -59,6 +67,7 @@ def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True,
       key: opens the data set of this name instead, without reading the sources.
     """
     data = config.data
+
     def count(text: str) -> int:
         return len(tokenizer.encode(text))
 
@@ -67,12 +76,34 @@ def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True,
             return source.path
         return str(synthetic.write(source.path, data.context_length, count, tokenizer.fingerprint))
 
-    sources = [Source(path_of(source), source.format, source.template or data.template, source.weight, source.fields,
-                      source.add_bos) for source in data.sources]
-    held_out = [dataclasses.replace(sources[0], path=data.held_out_path, weight=1.0)] if data.held_out_path else []
-    return prepare(sources, tokenizer, data.context_length, data.prepared, held_out_sources=held_out, clean=data.clean,
-                   train_on=data.train_on, held_out_fraction=0.0 if held_out else data.held_out_fraction,
-                   progress=progress and sys.stderr.isatty(), key=key)
+    sources = [
+        Source(
+            path_of(source),
+            source.format,
+            source.template or data.template,
+            source.weight,
+            source.fields,
+            source.add_bos,
+        )
+        for source in data.sources
+    ]
+    held_out = (
+        [dataclasses.replace(sources[0], path=data.held_out_path, weight=1.0)]
+        if data.held_out_path
+        else []
+    )
+    return prepare(
+        sources,
+        tokenizer,
+        data.context_length,
+        data.prepared,
+        held_out_sources=held_out,
+        clean=data.clean,
+        train_on=data.train_on,
+        held_out_fraction=0.0 if held_out else data.held_out_fraction,
+        progress=progress and sys.stderr.isatty(),
+        key=key,
+    )
 
 
 def longest_document(prepared: Prepared) -> int:
@@ -90,7 +121,12 @@ def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str
       longest: tokens of the longest document.
     """
     trained = source.config.trained_length
-    if source.kind == "scratch" or "rope_theta" in model.overrides or trained is None or longest <= trained:
+    if (
+        source.kind == "scratch"
+        or "rope_theta" in model.overrides
+        or trained is None
+        or longest <= trained
+    ):
         return None
     example = source.config.extended(longest)
     such_as = f", such as --model.overrides '{json.dumps(example)}'" if example else ""
@@ -109,9 +145,15 @@ def source_names(config: RunConfig) -> tuple[str, ...]:
     if len(data.sources) < 2:
         return ()
     names: list[str] = []
-    for path in [source.path for source in data.sources] + ([data.held_out_path] if data.held_out_path else []):
+    for path in [source.path for source in data.sources] + (
+        [data.held_out_path] if data.held_out_path else []
+    ):
         is_synthetic = path.startswith(synthetic.PREFIX)
-        stem = synthetic.Spec.parse(path).task if is_synthetic else path.rstrip("/").rsplit("/", 1)[-1].split(".", 1)[0]
+        stem = (
+            synthetic.Spec.parse(path).task
+            if is_synthetic
+            else path.rstrip("/").rsplit("/", 1)[-1].split(".", 1)[0]
+        )
         candidates = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
         names.append(next(name for name in candidates if name not in names))
     return tuple(names)
@@ -158,36 +200,61 @@ class TextObjective(Objective):
             _check_vocabulary(source, chosen.config.vocab_size)
             _check_same(self.config.adapter, source)
             if self.config.adapter.dropout is None:
-                adapter = dataclasses.replace(self.config.adapter, dropout=source.adapter.config.dropout)
+                adapter = dataclasses.replace(
+                    self.config.adapter, dropout=source.adapter.config.dropout
+                )
                 self.config = dataclasses.replace(self.config, adapter=adapter)
         self.source = source
         if self.tokenizer.vocab_size > self.source.config.vocab_size:
-            more = ("data.add_control_tokens true, which adds rows," if self.config.model.path else
-                    f"model.overrides.vocab_size {self.tokenizer.vocab_size}")
-            raise UserError(f"model.tokenizer: has ids up to {self.tokenizer.vocab_size - 1}, but the model has "
-                            f"{self.source.config.vocab_size} rows of vocabulary; another tokenizer or {more} would work")
-        self.model = build_llama(self.config, self.source.config.with_length(data.context_length), self.mesh)
+            more = (
+                "data.add_control_tokens true, which adds rows,"
+                if self.config.model.path
+                else f"model.overrides.vocab_size {self.tokenizer.vocab_size}"
+            )
+            raise UserError(
+                f"model.tokenizer: has ids up to {self.tokenizer.vocab_size - 1}, but the model has "
+                f"{self.source.config.vocab_size} rows of vocabulary; another tokenizer or {more} would work"
+            )
+        self.model = build_llama(
+            self.config, self.source.config.with_length(data.context_length), self.mesh
+        )
         self.origin = self.source.fingerprint
 
     def _open_data(self) -> None:
         data, rows = self.config.data, self.config.train.batch_size
-        prepare = functools.partial(prepare_text, self.config, self.tokenizer, self.config.logging.console)
-        self.prepared = first_then_others(lambda key: prepare(key=key), lambda prepared: prepared.folder.name)
+        prepare = functools.partial(
+            prepare_text, self.config, self.tokenizer, self.config.logging.console
+        )
+        self.prepared = first_then_others(
+            lambda key: prepare(key=key), lambda prepared: prepared.folder.name
+        )
         if jax.process_index() == 0:
             self._report_data()
         # Exports take the longest document for the length that the model can use: longer rows hold several.
         longest = longest_document(self.prepared)
-        self.source = dataclasses.replace(self.source, config=self.source.config.with_length(longest))
-        load = functools.partial(Loader, self.prepared, data.context_length, rows, data.seed,
-                                 with_sources=bool(self.sources))
+        self.source = dataclasses.replace(
+            self.source, config=self.source.config.with_length(longest)
+        )
+        load = functools.partial(
+            Loader,
+            self.prepared,
+            data.context_length,
+            rows,
+            data.seed,
+            with_sources=bool(self.sources),
+        )
         self.loader = load()
         self.fingerprint = self.loader.fingerprint
         self._held_out_loader = load(split="held_out") if len(self.prepared.held_out) else None
         self.has_held_out = self._held_out_loader is not None
         self.tokens_per_batch, self.rows_per_epoch = rows * data.context_length, len(self.loader)
-        self.config = dataclasses.replace(self.config, train=self.config.train.for_epochs(self.rows_per_epoch))
+        self.config = dataclasses.replace(
+            self.config, train=self.config.train.for_epochs(self.rows_per_epoch)
+        )
         self.part = local_part(self.mesh, rows, data.context_length)
-        layout = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
+        layout = permutation(
+            data.context_length, self.mesh.shape["sequence"], self.config.attention.layout
+        )
         indices, self.order = local_order(self.part, layout)
         self._local: _ReadPart = {"rows": self.part.rows.tolist(), "indices": indices}
 
@@ -197,13 +264,22 @@ class TextObjective(Objective):
         data = self.config.data
         if not RunDirectory(self.config.folder).config.exists():
             print(self.prepared.report.summary(), flush=True)
-        if warning := length_warning(self.source, self.config.model, longest_document(self.prepared)):
+        if warning := length_warning(
+            self.source, self.config.model, longest_document(self.prepared)
+        ):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         if not len(self.prepared.held_out) and (data.held_out_path or data.held_out_fraction):
-            wanted = (f"data.held_out_path {data.held_out_path} has no document to measure on" if data.held_out_path else
-                      f"data.held_out_fraction {data.held_out_fraction:g} of {len(self.prepared.train):,} documents is none")
-            print(f"warning: there is no held-out loss: {wanted}; a larger data.held_out_fraction or another "
-                  "data.held_out_path would give one", file=sys.stderr, flush=True)
+            wanted = (
+                f"data.held_out_path {data.held_out_path} has no document to measure on"
+                if data.held_out_path
+                else f"data.held_out_fraction {data.held_out_fraction:g} of {len(self.prepared.train):,} documents is none"
+            )
+            print(
+                f"warning: there is no held-out loss: {wanted}; a larger data.held_out_fraction or another "
+                "data.held_out_path would give one",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
         """Returns the sums of the cross-entropy in nats over the targets and of their weights; see `Llama.loss`."""
@@ -211,7 +287,12 @@ class TextObjective(Objective):
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See `text_batch`."""
-        return text_batch(self.config.train.batch_size, self.config.data.context_length, self.mesh, bool(self.sources))
+        return text_batch(
+            self.config.train.batch_size,
+            self.config.data.context_length,
+            self.mesh,
+            bool(self.sources),
+        )
 
     def batches(self, step: int) -> Iterator[HostBatch]:
         """Yields the loader's batches from `step` on, in the mesh's layout."""
@@ -245,11 +326,17 @@ class TextObjective(Objective):
         """Writes config.json, the tokenizer with its chat template, and the configuration."""
         templates = chat_templates(self.config.data)
         # A model that is trained on texts alone keeps the chat template it had.
-        template = jinja_template(templates[0], self.tokenizer) if templates else self.tokenizer.chat_template
+        template = (
+            jinja_template(templates[0], self.tokenizer)
+            if templates
+            else self.tokenizer.chat_template
+        )
         self.source.write_assets(folder, self.tokenizer, template, configuration.dump(self.config))
         if self.config.adapter.rank:
             base = self.source.config
-            peft.write_config(self.config.adapter, base.family, self.source.name, folder, base.tie_word_embeddings)
+            peft.write_config(
+                self.config.adapter, base.family, self.source.name, folder, base.tie_word_embeddings
+            )
 
 
 def _check_vocabulary(source: ModelSource, rows: int) -> None:
@@ -257,9 +344,11 @@ def _check_vocabulary(source: ModelSource, rows: int) -> None:
     not be those of a larger vocabulary."""
     assert source.adapter is not None
     if source.adapter.is_checkpoint and source.config.vocab_size > rows:
-        raise UserError(f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens that the run of "
-                        f"{source.adapter.folder} did not have; python -m scripts.export_hf --merge makes a whole model of it, "
-                        "which gets them as model.path")
+        raise UserError(
+            f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens that the run of "
+            f"{source.adapter.folder} did not have; python -m scripts.export_hf --merge makes a whole model of it, "
+            "which gets them as model.path"
+        )
 
 
 def _check_same(section: AdapterConfig, source: ModelSource) -> None:
@@ -268,5 +357,7 @@ def _check_same(section: AdapterConfig, source: ModelSource) -> None:
     for name in ("rank", "alpha", "projections", "use_rslora", "use_dora", "train"):
         needed, found = getattr(source.adapter.config, name), getattr(section, name)
         if needed != found:
-            raise UserError(f"adapter.{name.replace('projections', 'targets')}: found {found!r}; the adapter in {section.path} "
-                            f"has {needed!r}")
+            raise UserError(
+                f"adapter.{name.replace('projections', 'targets')}: found {found!r}; the adapter in {section.path} "
+                f"has {needed!r}"
+            )

@@ -1,4 +1,5 @@
 """The objective of trajectories: the action of every state, by squared error, over several episodes in one context."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -40,14 +41,21 @@ SAMPLED = 256
 """Episodes that the scales of states are computed from, at most."""
 
 
-def trajectory_batch(rows: int, length: int, mesh: Mesh, sizes: TrajectorySizes) -> dict[str, jax.ShapeDtypeStruct]:
+def trajectory_batch(
+    rows: int, length: int, mesh: Mesh, sizes: TrajectorySizes
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of a batch of trajectories; see `model.agentic.AgenticTransformer`."""
+
     def array(dtype, *rest):
         return jax.ShapeDtypeStruct((rows, length, *rest), dtype, sharding=batch_sharding(mesh))
 
     integers = {name: array(np.int32) for name in ("kinds", "positions", "index", "segment_ids")}
-    return {"values": array(np.float32, sizes.width), "targets": array(np.float32, sizes.action),
-            "loss_weights": array(np.float32), **integers}
+    return {
+        "values": array(np.float32, sizes.width),
+        "targets": array(np.float32, sizes.action),
+        "loss_weights": array(np.float32),
+        **integers,
+    }
 
 
 def trajectory_model(config: RunConfig) -> LlamaConfig:
@@ -72,10 +80,14 @@ def stored_shape(assets: Path) -> LlamaConfig:
       UserError: its model is none of trajectories.
     """
     if not (assets / ASSET).exists():
-        raise UserError(f"{assets.parent}: no model of trajectories; a checkpoint that train.py made from a recipe with a "
-                        "section trajectories would work")
+        raise UserError(
+            f"{assets.parent}: no model of trajectories; a checkpoint that train.py made from a recipe with a "
+            "section trajectories would work"
+        )
     fields = json.loads((assets / "config.json").read_text(encoding="utf-8"))
-    return LlamaConfig.from_hf_dict(fields | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    return LlamaConfig.from_hf_dict(
+        fields | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    )
 
 
 class Contexts:
@@ -85,8 +97,15 @@ class Contexts:
       episodes: numbers of the episodes to draw from.
     """
 
-    def __init__(self, prepared: PreparedTrajectories, episodes: Int[np.ndarray, " n"], config: TrajectoryConfig, seed: int,
-                 scales: Scales, length: int) -> None:
+    def __init__(
+        self,
+        prepared: PreparedTrajectories,
+        episodes: Int[np.ndarray, " n"],
+        config: TrajectoryConfig,
+        seed: int,
+        scales: Scales,
+        length: int,
+    ) -> None:
         self.prepared, self.episodes, self.config = prepared, episodes, config
         self.seed, self.scales, self.length = seed, scales, length
         self._read = functools.lru_cache(maxsize=2048)(self._decisions)
@@ -96,7 +115,9 @@ class Contexts:
 
     def numbers(self, row_number: int) -> list[int]:
         """Returns the episodes of a row, all different."""
-        drawn = self._generator(row_number).choice(self.episodes, self.config.in_context, replace=False)
+        drawn = self._generator(row_number).choice(
+            self.episodes, self.config.in_context, replace=False
+        )
         return [int(episode) for episode in drawn]
 
     def _generator(self, row_number: int) -> np.random.Generator:
@@ -105,8 +126,15 @@ class Contexts:
     def row(self, row_number: int) -> dict[str, np.ndarray]:
         """Returns a row's arrays [L, ...]; see `data.trajectories.rows.row`."""
         trajectories = relabelled([self._read(episode) for episode in self.numbers(row_number)])
-        return row([self._cut(trajectory, row_number, rank) for rank, trajectory in enumerate(trajectories)],
-                   self.scales, self.length, self.config)
+        return row(
+            [
+                self._cut(trajectory, row_number, rank)
+                for rank, trajectory in enumerate(trajectories)
+            ],
+            self.scales,
+            self.length,
+            self.config,
+        )
 
     def _cut(self, trajectory: Decisions, row_number: int, rank: int) -> Decisions:
         count = self.config.decisions
@@ -140,44 +168,63 @@ class TrajectoryObjective(Objective):
         path = options.path
         assert path is not None
         task = get_task(options.task)
-        self.loss_name = "squared_error_per_action" if options.components == 1 else "nats_per_action"
+        self.loss_name = (
+            "squared_error_per_action" if options.components == 1 else "nats_per_action"
+        )
         self.sizes = TrajectorySizes(task.observation_size, task.action_size, options.components)
         self.model = build_agentic(config, trajectory_model(config), mesh, self.sizes)
         show = config.logging.console
         self.prepared = first_then_others(
-            lambda key: prepare_trajectories(path, options.task, config.data.prepared, show and key is None, key),
-            lambda prepared: prepared.key)
+            lambda key: prepare_trajectories(
+                path, options.task, config.data.prepared, show and key is None, key
+            ),
+            lambda prepared: prepared.key,
+        )
         if jax.process_index() == 0:
             print(self.prepared.report, flush=True)
         self._split()
         self.origin = fingerprint(assets_dir(config.model.path).parent) if config.model.path else ""
         self.tokens_per_batch = config.train.batch_size * config.data.context_length
         self.part = local_part(mesh, config.train.batch_size, config.data.context_length)
-        self.order = permutation(config.data.context_length, mesh.shape["sequence"], config.attention.layout)
-        texts = [self.prepared.key, json.dumps(dataclasses.asdict(dataclasses.replace(options, path=None)), sort_keys=True),
-                 config.data.seed, config.data.context_length, config.train.batch_size, config.data.held_out_fraction]
+        self.order = permutation(
+            config.data.context_length, mesh.shape["sequence"], config.attention.layout
+        )
+        texts = [
+            self.prepared.key,
+            json.dumps(dataclasses.asdict(dataclasses.replace(options, path=None)), sort_keys=True),
+            config.data.seed,
+            config.data.context_length,
+            config.train.batch_size,
+            config.data.held_out_fraction,
+        ]
         self.fingerprint = hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()[:16]
 
     def _split(self) -> None:
         """Chooses the episodes of training and those held out."""
         options, data, returns = self.config.trajectories, self.config.data, self.prepared.returns
         best_first = np.argsort(-returns, kind="stable")
-        chosen = np.sort(best_first[:max(1, round(options.best * len(returns)))])
+        chosen = np.sort(best_first[: max(1, round(options.best * len(returns)))])
         # The same in every stage of a curriculum, whose seeds differ.
         shuffled = np.random.default_rng(len(chosen)).permutation(chosen)
         held_out = round(len(chosen) * data.held_out_fraction)
         self.has_held_out = held_out >= options.in_context
-        trained = np.sort(shuffled[held_out if self.has_held_out else 0:])
+        trained = np.sort(shuffled[held_out if self.has_held_out else 0 :])
         self._check_episodes(chosen, len(trained), held_out)
         sample = trained[np.linspace(0, len(trained) - 1, min(SAMPLED, len(trained))).astype(int)]
-        states = np.concatenate([decisions(self.prepared.episode(int(i)), options.action_repeat).state for i in sample])
+        states = np.concatenate(
+            [decisions(self.prepared.episode(int(i)), options.action_repeat).state for i in sample]
+        )
         self.target_return = float(returns.max())
         self.scales = Scales.of(states, self.target_return)
-        draw = functools.partial(Contexts, self.prepared, config=options, scales=self.scales, length=data.context_length)
+        draw = functools.partial(
+            Contexts, self.prepared, config=options, scales=self.scales, length=data.context_length
+        )
         self.contexts = draw(trained, seed=data.seed)
         self._held_out = draw(np.sort(shuffled[:held_out]), seed=data.seed + 1)
 
-    def _check_episodes(self, chosen: Int[np.ndarray, " episodes"], trained: int, held_out: int) -> None:
+    def _check_episodes(
+        self, chosen: Int[np.ndarray, " episodes"], trained: int, held_out: int
+    ) -> None:
         """Checks that a row holds its episodes, and warns if none are held out.
 
         Args:
@@ -189,23 +236,33 @@ class TrajectoryObjective(Objective):
         """
         options, data = self.config.trajectories, self.config.data
         if trained < options.in_context:
-            raise UserError(f"trajectories.in_context: found {options.in_context}, but {options.path} has {trained} episodes "
-                            "to train on; a smaller number, or more episodes, would work")
+            raise UserError(
+                f"trajectories.in_context: found {options.in_context}, but {options.path} has {trained} episodes "
+                "to train on; a smaller number, or more episodes, would work"
+            )
         lengths = self.prepared.lengths[chosen]
         if lengths.min() < options.action_repeat:
-            raise UserError(f"trajectories.action_repeat: found {options.action_repeat}, but the shortest episode of "
-                            f"{options.path} has {lengths.min()} steps; at most {lengths.min()} would work")
+            raise UserError(
+                f"trajectories.action_repeat: found {options.action_repeat}, but the shortest episode of "
+                f"{options.path} has {lengths.min()} steps; at most {lengths.min()} would work"
+            )
         counts = lengths // options.action_repeat
         most = int(min(counts.max(), options.decisions or counts.max()))
         longest = most * options.in_context * options.tokens_per_decision
         if longest > data.context_length:
-            raise UserError(f"data.context_length: found {data.context_length}, needs at least {longest} for "
-                            f"{options.in_context} episodes of {most} decisions; a larger action_repeat, fewer "
-                            "decisions or fewer episodes would work too")
+            raise UserError(
+                f"data.context_length: found {data.context_length}, needs at least {longest} for "
+                f"{options.in_context} episodes of {most} decisions; a larger action_repeat, fewer "
+                "decisions or fewer episodes would work too"
+            )
         if not self.has_held_out and data.held_out_fraction and jax.process_index() == 0:
-            print(f"warning: there is no held-out loss: data.held_out_fraction {data.held_out_fraction:g} of {len(chosen)} "
-                  f"episodes is {held_out}, and a context takes {options.in_context}; a larger data.held_out_fraction would "
-                  "give one", file=sys.stderr, flush=True)
+            print(
+                f"warning: there is no held-out loss: data.held_out_fraction {data.held_out_fraction:g} of {len(chosen)} "
+                f"episodes is {held_out}, and a context takes {options.in_context}; a larger data.held_out_fraction would "
+                "give one",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
         """Returns the sums of the actions' losses (squared errors, or nats of a mixture) and of their weights.
@@ -216,7 +273,9 @@ class TrajectoryObjective(Objective):
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See `trajectory_batch`."""
-        return trajectory_batch(self.config.train.batch_size, self.config.data.context_length, self.mesh, self.sizes)
+        return trajectory_batch(
+            self.config.train.batch_size, self.config.data.context_length, self.mesh, self.sizes
+        )
 
     def batches(self, step: int) -> Iterator[HostBatch]:
         """Yields this process's part of each batch from `step` on, in the mesh's layout."""
@@ -243,7 +302,11 @@ class TrajectoryObjective(Objective):
 
     def _episodes(self, step: int) -> list[int]:
         first, rows = step * self.config.train.batch_size, self.config.train.batch_size
-        return [episode for number in range(first, first + rows) for episode in self.contexts.numbers(number)]
+        return [
+            episode
+            for number in range(first, first + rows)
+            for episode in self.contexts.numbers(number)
+        ]
 
     def record_ids(self, step: int) -> list[str]:
         """Returns the numbers of the episodes in the batch of a step."""
@@ -265,19 +328,35 @@ class TrajectoryObjective(Objective):
         if not self.config.model.path:
             return self.model.init(self.config.model.seed)
         shapes = {name: parameter.shape for name, parameter in self.model.parameters.items()}
-        return restore_model(self.config.model.path, self.model.shardings, dtype="float32", shapes=shapes)
+        return restore_model(
+            self.config.model.path, self.model.shardings, dtype="float32", shapes=shapes
+        )
 
     def write_assets(self, folder: Path) -> None:
         """Writes config.json, what the inputs are (trajectories.json), and the configuration."""
         folder.mkdir(parents=True, exist_ok=True)
         options, returns = self.config.trajectories, self.prepared.returns
-        inputs = {"task": options.task, "sizes": self.sizes._asdict(), "options": dataclasses.asdict(options),
-                  "scales": {"mean": self.scales.mean.tolist(), "std": self.scales.std.tolist(),
-                             "return_scale": self.scales.return_scale},
-                  "target_return": self.target_return,
-                  "data": {"episodes": len(returns), "best": float(returns.max()), "mean": float(returns.mean()),
-                           "key": self.prepared.key}}
+        inputs = {
+            "task": options.task,
+            "sizes": self.sizes._asdict(),
+            "options": dataclasses.asdict(options),
+            "scales": {
+                "mean": self.scales.mean.tolist(),
+                "std": self.scales.std.tolist(),
+                "return_scale": self.scales.return_scale,
+            },
+            "target_return": self.target_return,
+            "data": {
+                "episodes": len(returns),
+                "best": float(returns.max()),
+                "mean": float(returns.mean()),
+                "key": self.prepared.key,
+            },
+        }
         (folder / ASSET).write_text(json.dumps(inputs, indent=2) + "\n", encoding="utf-8")
-        config = self.model.config.to_hf() | {"architectures": ["AgenticTransformer"], "model_type": "agentic_transformer"}
+        config = self.model.config.to_hf() | {
+            "architectures": ["AgenticTransformer"],
+            "model_type": "agentic_transformer",
+        }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (folder / "run.yaml").write_text(configuration.dump(self.config), encoding="utf-8")

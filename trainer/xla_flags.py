@@ -9,6 +9,7 @@ last, and so win. The compiler refuses for one generation of TPUs what another n
 generation, or --generation. The tests compile with each generation's flags; the time that they save has not been
 measured.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -47,35 +48,84 @@ VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS", "cpu": "XLA_FLAGS"}
 _SPARSE_CORES = ("v5p", "v6e")
 FLAGS = {
     "tpu": (
-        Flag("xla_max_concurrent_async_collective_permutes", "8",
-             "a round of `balanced`, or of the ring both ways, has six transfers under way; by default five may be"),
-        Flag("xla_enable_async_all_gather", "true",
-             "FSDP's gathers run beside the matrix products; v5e's compiler does that by itself", ("v3", "v4")),
-        Flag("xla_tpu_enable_sparse_core_collective_offload_all_gather", "true",
-             "FSDP's gathers are driven by the SparseCores, beside the matrix products", _SPARSE_CORES),
-        Flag("xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", "true", "so are the gradients' reduce-scatters",
-             _SPARSE_CORES),
-        Flag("xla_tpu_use_tc_device_shape_on_sc", "true", "the SparseCores see the slice as the TensorCores do", _SPARSE_CORES),
-        Flag("xla_sc_disable_megacore_partitioning", "true", "a collective is the work of one SparseCore", _SPARSE_CORES),
+        Flag(
+            "xla_max_concurrent_async_collective_permutes",
+            "8",
+            "a round of `balanced`, or of the ring both ways, has six transfers under way; by default five may be",
+        ),
+        Flag(
+            "xla_enable_async_all_gather",
+            "true",
+            "FSDP's gathers run beside the matrix products; v5e's compiler does that by itself",
+            ("v3", "v4"),
+        ),
+        Flag(
+            "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+            "true",
+            "FSDP's gathers are driven by the SparseCores, beside the matrix products",
+            _SPARSE_CORES,
+        ),
+        Flag(
+            "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+            "true",
+            "so are the gradients' reduce-scatters",
+            _SPARSE_CORES,
+        ),
+        Flag(
+            "xla_tpu_use_tc_device_shape_on_sc",
+            "true",
+            "the SparseCores see the slice as the TensorCores do",
+            _SPARSE_CORES,
+        ),
+        Flag(
+            "xla_sc_disable_megacore_partitioning",
+            "true",
+            "a collective is the work of one SparseCore",
+            _SPARSE_CORES,
+        ),
     ),
     "gpu": (
-        Flag("xla_gpu_enable_latency_hiding_scheduler", "true",
-             "the ring's transfers and FSDP's gathers are started early, and awaited where they are needed"),
-        Flag("xla_gpu_enable_pipelined_all_gather", "true", "the gather of a layer's weights moves to the layer before"),
-        Flag("xla_gpu_enable_pipelined_reduce_scatter", "true", "a layer's gradient is scattered during the next one"),
-        Flag("xla_gpu_all_gather_combine_threshold_bytes", "268435456",
-             "the small matrices of a layer are gathered together, not one by one"),
-        Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", "268435456", "the same for their gradients"),
+        Flag(
+            "xla_gpu_enable_latency_hiding_scheduler",
+            "true",
+            "the ring's transfers and FSDP's gathers are started early, and awaited where they are needed",
+        ),
+        Flag(
+            "xla_gpu_enable_pipelined_all_gather",
+            "true",
+            "the gather of a layer's weights moves to the layer before",
+        ),
+        Flag(
+            "xla_gpu_enable_pipelined_reduce_scatter",
+            "true",
+            "a layer's gradient is scattered during the next one",
+        ),
+        Flag(
+            "xla_gpu_all_gather_combine_threshold_bytes",
+            "268435456",
+            "the small matrices of a layer are gathered together, not one by one",
+        ),
+        Flag(
+            "xla_gpu_reduce_scatter_combine_threshold_bytes",
+            "268435456",
+            "the same for their gradients",
+        ),
     ),
     "cpu": (
-        Flag("xla_cpu_collective_call_terminate_timeout_seconds", "600",
-             "simulated devices that share few cores wait long for each other; the default soon ends the program"),
+        Flag(
+            "xla_cpu_collective_call_terminate_timeout_seconds",
+            "600",
+            "simulated devices that share few cores wait long for each other; the default soon ends the program",
+        ),
     ),
 }
 
 
 # What Google's chips call themselves on the PCI bus (v5e's and v5p's hosts are told apart by nothing else).
-_GOOGLE, _CHIPS = "0x1ae0", {"0x0027": "v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
+_GOOGLE, _CHIPS = (
+    "0x1ae0",
+    {"0x0027": "v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"},
+)
 
 
 def generation(bus: Path = Path("/sys/bus/pci/devices")) -> str | None:
@@ -112,7 +162,9 @@ HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 HOST_SHARE, FRAGMENTS = 0.9, 1.1
 
 
-def gpu_memory(plan: Mapping[str, Any] | None, host_gib: float, environment: Mapping[str, str]) -> dict[str, str]:
+def gpu_memory(
+    plan: Mapping[str, Any] | None, host_gib: float, environment: Mapping[str, str]
+) -> dict[str, str]:
     """Returns the environment variables that set how much memory JAX may take, without those that the user has set.
 
     Args:
@@ -126,17 +178,23 @@ def gpu_memory(plan: Mapping[str, Any] | None, host_gib: float, environment: Map
     if plan is not None:
         chip, _, shape = str(plan["topology"]).partition(":")
         if chip not in GPUS:
-            raise UserError(f"--plan: found a plan for {plan['topology']}; needs one for {', '.join(GPUS)}")
+            raise UserError(
+                f"--plan: found a plan for {plan['topology']}; needs one for {', '.join(GPUS)}"
+            )
         usable, gpus = GPUS[chip].usable_gib, int(shape.rpartition("x")[2])
         assert usable is not None
         if plan["peak_gib"] > usable:
-            raise UserError(f"--plan: needs {plan['peak_gib']:.2f} GiB of each {chip}, where JAX may take {usable:.2f} "
-                            f"({GPU_MEMORY_SHARE:g} of its memory); python -m scripts.plan finds one that fits")
+            raise UserError(
+                f"--plan: needs {plan['peak_gib']:.2f} GiB of each {chip}, where JAX may take {usable:.2f} "
+                f"({GPU_MEMORY_SHARE:g} of its memory); python -m scripts.plan finds one that fits"
+            )
         needed = plan["host_gib"] * gpus
         if needed > limit:
-            raise UserError(f"--plan: needs {needed:.0f} GiB of pinned memory for the host's {gpus} GPUs, where {limit} of its "
-                            f"{host_gib:.0f} GiB may be pinned; python -m scripts.plan --host-gib {limit // gpus} finds one "
-                            "that fits")
+            raise UserError(
+                f"--plan: needs {needed:.0f} GiB of pinned memory for the host's {gpus} GPUs, where {limit} of its "
+                f"{host_gib:.0f} GiB may be pinned; python -m scripts.plan --host-gib {limit // gpus} finds one "
+                "that fits"
+            )
         limit = min(limit, max(64, math.ceil(FRAGMENTS * needed)))
     settings = {MEMORY_SHARE: f"{GPU_MEMORY_SHARE:g}", HOST_LIMIT: str(limit)}
     if environment.get(OLD_MEMORY_SHARE):
@@ -157,19 +215,36 @@ def read_plan(path: str) -> dict[str, Any]:
             return plan
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
-    raise UserError(f"--plan: found no compiled plan in {path}; python -m scripts.plan --compile --output FILE "
-                    "writes one")
+    raise UserError(
+        f"--plan: found no compiled plan in {path}; python -m scripts.plan --compile --output FILE "
+        "writes one"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the lines to evaluate in a shell, or with --why each flag with its reason."""
     about = __doc__.splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m trainer.xla_flags", description=about, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.xla_flags", description=about, allow_abbrev=False
+    )
     parser.add_argument("platform", choices=sorted(FLAGS))
-    parser.add_argument("--generation", choices=TPUS, default=generation(), help="of the TPUs (default: this host's)")
-    parser.add_argument("--why", action="store_true", help="print each flag with its reason instead, those of all generations")
-    parser.add_argument("--plan", metavar="FILE", help="for gpu: the plan of this run, as scripts.plan --compile --output "
-                        "writes it; its memory is allowed, and one that needs more than this machine has is refused")
+    parser.add_argument(
+        "--generation",
+        choices=TPUS,
+        default=generation(),
+        help="of the TPUs (default: this host's)",
+    )
+    parser.add_argument(
+        "--why",
+        action="store_true",
+        help="print each flag with its reason instead, those of all generations",
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="for gpu: the plan of this run, as scripts.plan --compile --output "
+        "writes it; its memory is allowed, and one that needs more than this machine has is refused",
+    )
     args = parser.parse_args(argv)
     if not args.why:
         try:
@@ -178,14 +253,18 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             print("(exit 2)")  # evaluated by a launcher's shell, whose `eval` must fail too
             return 2
-        print(shell_line(args.platform, os.environ.get(VARIABLES[args.platform], ""), args.generation))
+        print(
+            shell_line(args.platform, os.environ.get(VARIABLES[args.platform], ""), args.generation)
+        )
         for name, value in memory.items():
             print(f"export {name}={value}")
         return 0
     if args.platform == "gpu":
-        print(f"{MEMORY_SHARE}={GPU_MEMORY_SHARE:g}\n    JAX takes 75% of a GPU's memory unless told otherwise\n"
-              f"{HOST_LIMIT}={HOST_SHARE:g} of the host's\n    a process may pin 64 GiB unless told otherwise, less than most "
-              "plans that offload need")
+        print(
+            f"{MEMORY_SHARE}={GPU_MEMORY_SHARE:g}\n    JAX takes 75% of a GPU's memory unless told otherwise\n"
+            f"{HOST_LIMIT}={HOST_SHARE:g} of the host's\n    a process may pin 64 GiB unless told otherwise, less than most "
+            "plans that offload need"
+        )
     for flag in FLAGS[args.platform]:
         print(f"{flag}{' (' + ', '.join(flag.only) + ')' if flag.only else ''}\n    {flag.why}")
     return 0

@@ -3,6 +3,7 @@
 Each exercise is a conversation of a question with its text, and the answer. Texts are of all sizes up to the context length,
 evenly. No key has a value that evaluation gives it, and reserved keys and numbers do not occur (`split`).
 """
+
 from __future__ import annotations
 
 import functools
@@ -27,8 +28,12 @@ from data.synthetic.wording import Wording, wording_like
 PREFIX = "synthetic:"
 RULES = "synthetic-4"  # to be changed with every change to the exercises
 TASKS: dict[str, Callable[..., Exercise]] = {
-    "lines": tasks.lines, "needles": tasks.needles, "key_values": tasks.key_values, "variables": tasks.variables,
-    "copying": tasks.copying}
+    "lines": tasks.lines,
+    "needles": tasks.needles,
+    "key_values": tasks.key_values,
+    "variables": tasks.variables,
+    "copying": tasks.copying,
+}
 MARGIN = 48  # tokens of a context that are left for the template's first turns and for texts with longer words
 FURTHER_MARGIN = 16  # for the headings and the ends of the two turns of a further question
 
@@ -64,16 +69,32 @@ class Spec(NamedTuple):
         form = f"{PREFIX}TASK?count=2000&seed=0, with a TASK of {', '.join(TASKS)} (or tokens=4000000 in place of count)"
         options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         of_lines = {"like", "share"} if task == "lines" else set()
-        if task not in TASKS or set(options) - {"count", "tokens", "seed"} - of_lines or {"count", "tokens"} <= set(options):
-            raise UserError(f"data.sources: found {path}; {form} would work (and for lines &like=FILE and &share=0.25)")
+        if (
+            task not in TASKS
+            or set(options) - {"count", "tokens", "seed"} - of_lines
+            or {"count", "tokens"} <= set(options)
+        ):
+            raise UserError(
+                f"data.sources: found {path}; {form} would work (and for lines &like=FILE and &share=0.25)"
+            )
         try:
-            spec = cls(task, int(options.get("count", "2000")), int(options.get("seed", "0")), options.get("like"),
-                       int(options.get("tokens", "0")), float(options.get("share", "0")))
+            spec = cls(
+                task,
+                int(options.get("count", "2000")),
+                int(options.get("seed", "0")),
+                options.get("like"),
+                int(options.get("tokens", "0")),
+                float(options.get("share", "0")),
+            )
         except ValueError:
-            raise UserError(f"data.sources: found {path}; numbers are needed, as in {form}") from None
+            raise UserError(
+                f"data.sources: found {path}; numbers are needed, as in {form}"
+            ) from None
         if spec.count < 1 or spec.tokens < 0 or spec.seed < 0 or not 0 <= spec.share <= 1:
-            raise UserError(f"data.sources: found {path}; a count of 1 or more, a seed of 0 or more and a share of 0 to 1 "
-                            "would work")
+            raise UserError(
+                f"data.sources: found {path}; a count of 1 or more, a seed of 0 or more and a share of 0 to 1 "
+                "would work"
+            )
         return spec
 
 
@@ -100,26 +121,35 @@ def generate(path: str, context_length: int, count: Callable[[str], int]) -> lis
     make = functools.partial(exercise_of, spec, wording)
 
     def tokens(units: int) -> int:
-        longest = max((make(number, units) for number in range(3)), key=lambda exercise: len(exercise.text))
+        longest = max(
+            (make(number, units) for number in range(3)), key=lambda exercise: len(exercise.text)
+        )
         texts = longest.text, longest.prefix + longest.rest, *filter(None, longest.further)
         return sum(map(count, texts)) + MARGIN + FURTHER_MARGIN * (len(texts) // 2 - 1)
 
     few, many = 1, 33
     short = tokens(few)
     if short > context_length:
-        raise UserError(f"{path}: its shortest exercise takes about {short} tokens; a data.context_length of {short} or more "
-                        "would work")
+        raise UserError(
+            f"{path}: its shortest exercise takes about {short} tokens; a data.context_length of {short} or more "
+            "would work"
+        )
     most = max(int(few + (context_length - short) / ((tokens(many) - short) / (many - few))), few)
     if spec.task == "lines":
         most = min(most, tasks.MOST_TRAINING_LINES)
     while most > few and tokens(most) > context_length:
         most -= max(most // 50, 1)
     sizes = np.random.default_rng([spec.seed, list(TASKS).index(spec.task)]).integers(
-        few, most + 1, spec.exercises(context_length))
+        few, most + 1, spec.exercises(context_length)
+    )
     records = []
     for number, units in enumerate(sizes.tolist()):
         exercise = make(number, units)
-        texts = exercise.text, (exercise.prefix + exercise.rest).strip(), *filter(None, exercise.further)
+        texts = (
+            exercise.text,
+            (exercise.prefix + exercise.rest).strip(),
+            *filter(None, exercise.further),
+        )
         turns = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(texts)]
         records.append({"id": f"{spec.task}-{spec.seed}-{number}", "conversations": turns})
     return records
@@ -133,16 +163,24 @@ def write(path: str, context_length: int, count: Callable[[str], int], tokenizer
       tokenizer: fingerprint of the tokenizer that counts.
     """
     spec = Spec.parse(path)
-    like = hashlib.sha256(Path(spec.like).read_bytes()).hexdigest() if spec.like and Path(spec.like).is_file() else spec.like
+    like = (
+        hashlib.sha256(Path(spec.like).read_bytes()).hexdigest()
+        if spec.like and Path(spec.like).is_file()
+        else spec.like
+    )
     parts = json.dumps([RULES, spec._replace(like=like), context_length, tokenizer])
     folder = cache_folder("synthetic")
     file = folder / f"{spec.task}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}.jsonl"
     if not file.exists():
         records = generate(path, context_length, count)
         folder.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{secrets.token_hex(4)}")  # hosts that share the cache may have processes of one number
+        scratch = file.with_suffix(
+            f".{secrets.token_hex(4)}"
+        )  # hosts that share the cache may have processes of one number
         try:
-            scratch.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+            scratch.write_text(
+                "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+            )
             sync(scratch)
             os.replace(scratch, file)
         finally:

@@ -3,6 +3,7 @@
 Training texts never hold the two of an evaluation pair together, and no reserved key or value at all. An evaluation takes
 evaluation pairs, of any keys and values; or reserved keys and values alone, of which there are fewer.
 """
+
 import functools
 import hashlib
 import itertools
@@ -38,7 +39,9 @@ def draw_keys(rng: np.random.Generator, kind: str, count: int, reserved: bool) -
     """
     keys = _reserved(kind) if reserved else _unreserved(kind, count)
     if count > len(keys):
-        raise ValueError(f"{count} keys that no training text has cannot be drawn; {kind} has {len(keys)}")
+        raise ValueError(
+            f"{count} keys that no training text has cannot be drawn; {kind} has {len(keys)}"
+        )
     return [keys[i] for i in rng.choice(len(keys), count, replace=False)]
 
 
@@ -53,8 +56,11 @@ def _unreserved(kind: str, count: int) -> Sequence[str]:
     pairs = _unreserved_pairs(kind)
     if count <= len(pairs):
         return pairs
-    longer = words.keys(kind, 2 * count)[len(words.keys(kind, 0)):]
-    return [*pairs, *itertools.islice(itertools.filterfalse(is_reserved, longer), count - len(pairs))]
+    longer = words.keys(kind, 2 * count)[len(words.keys(kind, 0)) :]
+    return [
+        *pairs,
+        *itertools.islice(itertools.filterfalse(is_reserved, longer), count - len(pairs)),
+    ]
 
 
 @functools.cache
@@ -62,8 +68,14 @@ def _unreserved_pairs(kind: str) -> tuple[str, ...]:
     return tuple(itertools.filterfalse(is_reserved, words.keys(kind, 0)))
 
 
-def draw_values(rng: np.random.Generator, keys: Sequence[str], lowest: int, highest: int, evaluation: bool,
-                reserved: bool = False) -> list[int]:
+def draw_values(
+    rng: np.random.Generator,
+    keys: Sequence[str],
+    lowest: int,
+    highest: int,
+    evaluation: bool,
+    reserved: bool = False,
+) -> list[int]:
     """Returns a number for each key from lowest .. highest - 1, all different, so that each pair belongs to one split.
 
     Args:
@@ -74,7 +86,9 @@ def draw_values(rng: np.random.Generator, keys: Sequence[str], lowest: int, high
       ValueError: there are fewer than 10 / 9 numbers for each key, too few to be found by drawing.
     """
     if len(keys) > (most := most_keys(lowest, highest, evaluation, reserved)):
-        raise ValueError(f"numbers from {lowest} to {highest - 1} are too few for {len(keys)} keys; {most} keys would work")
+        raise ValueError(
+            f"numbers from {lowest} to {highest - 1} are too few for {len(keys)} keys; {most} keys would work"
+        )
     values: list[int] = []
     used: set[int] = set()
     for key in keys:
@@ -97,4 +111,8 @@ def _belongs(key: str, value: int, evaluation: bool, reserved: bool) -> bool:
     """Returns whether a pair is one of those that `draw_values` is asked for."""
     if reserved:
         return is_reserved(value)
-    return is_evaluation(key, value) if evaluation else not (is_evaluation(key, value) or is_reserved(value))
+    return (
+        is_evaluation(key, value)
+        if evaluation
+        else not (is_evaluation(key, value) or is_reserved(value))
+    )

@@ -3,6 +3,7 @@
 Several are tasks of RULER (Hsieh et al. 2024, table 2 and appendix B), in its wording and with words of our own. Keys and
 values are of training or of evaluation, as the caller says, never of both (`split`).
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,7 +30,8 @@ OWN_LINES = Wording(
     "Here is a record of lines to remember. Each line begins with 'line', then the name of the line, and ends with its "
     "<REGISTER_CONTENT>, a number. When it is over you will be asked for the number of one line. The record:\n\n",
     "line {key}: REGISTER_CONTENT is <{number}>\n",
-    "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number.")
+    "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number.",
+)
 
 
 class Exercise(NamedTuple):
@@ -77,7 +79,11 @@ class Haystack:
         """Returns so many sentences; of the haystack "needles" none, since these need keys."""
         if self.name == "noise":
             return [NOISE] * units
-        return [self.sentences[i % len(self.sentences)] for i in range(units)] if self.name == "text" else []
+        return (
+            [self.sentences[i % len(self.sentences)] for i in range(units)]
+            if self.name == "text"
+            else []
+        )
 
 
 def _names(rng: np.random.Generator, count: int, kind: str, evaluation: bool) -> list[str]:
@@ -96,15 +102,28 @@ def _values(rng: np.random.Generator, keys: list[str], kind: str, evaluation: bo
         return [str(value) for value in draw_values(rng, keys, 10**6, 10**7, evaluation)]
     values = []
     for key in keys:
-        while is_evaluation(key, value := str(uuid.UUID(bytes=rng.bytes(16), version=4))) != evaluation:
+        while (
+            is_evaluation(key, value := str(uuid.UUID(bytes=rng.bytes(16), version=4)))
+            != evaluation
+        ):
             pass
         values.append(value)
     return values
 
 
-def needles(rng: np.random.Generator, units: int, evaluation: bool, *, keys: int = 1, values: int = 1, queries: int = 1,
-            haystack: Haystack = Haystack(), key_kind: str = "words", value_kind: str = "numbers",
-            depths: Sequence[float] = ()) -> Exercise:
+def needles(
+    rng: np.random.Generator,
+    units: int,
+    evaluation: bool,
+    *,
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
+    haystack: Haystack = Haystack(),
+    key_kind: str = "words",
+    value_kind: str = "numbers",
+    depths: Sequence[float] = (),
+) -> Exercise:
     """Hides sentences about keys in a haystack and asks for the values of some (RULER's niah).
 
     Args:
@@ -118,49 +137,75 @@ def needles(rng: np.random.Generator, units: int, evaluation: bool, *, keys: int
     names = _names(rng, keys + distractors, key_kind, evaluation)
     repeated = [name for name in names[:keys] for _ in range(values)]
     drawn = _values(rng, [*repeated, *names[keys:]], value_kind, evaluation)
-    sentences = [NEEDLE.format(kind=value_kind, key=key, value=value)
-                 for key, value in zip([*repeated, *names[keys:]], drawn, strict=True)]
+    sentences = [
+        NEEDLE.format(kind=value_kind, key=key, value=value)
+        for key, value in zip([*repeated, *names[keys:]], drawn, strict=True)
+    ]
     text = haystack.take(units) + sentences[count:]
-    places = sorted(int(len(text) * depth) for depth in depths) or sorted(rng.integers(0, len(text) + 1, count).tolist())
-    for place, number in sorted(zip(places, rng.permutation(count).tolist(), strict=True), reverse=True):
+    places = sorted(int(len(text) * depth) for depth in depths) or sorted(
+        rng.integers(0, len(text) + 1, count).tolist()
+    )
+    for place, number in sorted(
+        zip(places, rng.permutation(count).tolist(), strict=True), reverse=True
+    ):
         text.insert(place, sentences[number])
     asked = sorted(rng.choice(keys, queries, replace=False).tolist())
     query = ", ".join(names[i] for i in asked[:-1]) + ", and " * (queries > 1) + names[asked[-1]]
-    expected = tuple(value for i in asked for value in drawn[i * values:(i + 1) * values])
+    expected = tuple(value for i in asked for value in drawn[i * values : (i + 1) * values])
     single = queries * values == 1
     article, kind, verb = ("A", value_kind[:-1], "is") if single else ("Some", value_kind, "are")
     return Exercise(
         f"{article} special magic {kind} {verb} hidden within the following text. Make sure to memorize it. I will quiz you "
         f"about the {kind} afterwards.\n{haystack.joint.join(text)}\nWhat {verb}{'' if single else ' all'} the special magic "
         f"{kind} for {query} mentioned in the provided text?",
-        f" The special magic {kind} for {query} mentioned in the provided text {verb}", expected, f" {', '.join(expected)}.")
+        f" The special magic {kind} for {query} mentioned in the provided text {verb}",
+        expected,
+        f" {', '.join(expected)}.",
+    )
 
 
-def variables(rng: np.random.Generator, units: int, evaluation: bool, *, hops: int = 4, chains: int = 1) -> Exercise:
+def variables(
+    rng: np.random.Generator, units: int, evaluation: bool, *, hops: int = 4, chains: int = 1
+) -> Exercise:
     """Hides chains of assignments in noise and asks for all variables of the first one (RULER's variable tracking)."""
     names: list[str] = []
     while len(names) < (hops + 1) * chains:
         name = "".join(rng.choice(list(string.ascii_uppercase), 5))
         if name not in names:
             names.append(name)
-    value, *others = draw_values(rng, names[::hops + 1], 10_000, 99_999, evaluation)
+    value, *others = draw_values(rng, names[:: hops + 1], 10_000, 99_999, evaluation)
     text = [NOISE] * max(units, hops + 1)
     for number, start in enumerate([value, *others]):
-        chain = names[number * (hops + 1):(number + 1) * (hops + 1)]
-        sentences = [f"VAR {chain[0]} = {start}", *(f"VAR {b} = VAR {a} " for a, b in itertools.pairwise(chain))]
-        for later, place in enumerate(sorted(rng.choice(len(text), len(chain), replace=False).tolist())):
+        chain = names[number * (hops + 1) : (number + 1) * (hops + 1)]
+        sentences = [
+            f"VAR {chain[0]} = {start}",
+            *(f"VAR {b} = VAR {a} " for a, b in itertools.pairwise(chain)),
+        ]
+        for later, place in enumerate(
+            sorted(rng.choice(len(text), len(chain), replace=False).tolist())
+        ):
             text.insert(place + later, sentences[later])
     context = "\n".join(text).replace(". \n", ".\n")
-    expected = tuple(names[:hops + 1])
+    expected = tuple(names[: hops + 1])
     return Exercise(
         f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
         f"all variables that are assigned the value {value} in the text above.",
         f" Answer: According to the chain(s) of variable assignment in the text above, {hops + 1} variables are assigned the "
-        f"value {value}, they are: ", expected, " ".join(expected))
+        f"value {value}, they are: ",
+        expected,
+        " ".join(expected),
+    )
 
 
-def common_words(rng: np.random.Generator, units: int, evaluation: bool, *, common: int = 10, often: int = 30, seldom: int = 3,
-                 ) -> Exercise:
+def common_words(
+    rng: np.random.Generator,
+    units: int,
+    evaluation: bool,
+    *,
+    common: int = 10,
+    often: int = 30,
+    seldom: int = 3,
+) -> Exercise:
     """Lists words of which 10 occur more often than the others, and asks for them, after an example (RULER's cwe).
 
     Args:
@@ -168,14 +213,20 @@ def common_words(rng: np.random.Generator, units: int, evaluation: bool, *, comm
     """
     example, example_words = _word_list(rng, 30, common, 10, 3)
     listed, chosen = _word_list(rng, units, common, often, seldom)
-    question = ("Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-                "appear most often.\n{}\nQuestion: What are the 10 most common words in the above list?")
+    question = (
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+        "appear most often.\n{}\nQuestion: What are the 10 most common words in the above list?"
+    )
     prefix = " Answer: The top 10 words that appear most often in the list are:"
-    text = f"{question.format(example)}{prefix} {_numbered(example_words)}\n{question.format(listed)}"
+    text = (
+        f"{question.format(example)}{prefix} {_numbered(example_words)}\n{question.format(listed)}"
+    )
     return Exercise(text, prefix, tuple(chosen), f" {_numbered(chosen)}")
 
 
-def _word_list(rng: np.random.Generator, units: int, common: int, often: int, seldom: int) -> tuple[str, list[str]]:
+def _word_list(
+    rng: np.random.Generator, units: int, common: int, often: int, seldom: int
+) -> tuple[str, list[str]]:
     """Returns a shuffled, numbered list, and the words that are often in it."""
     pool = [*words.ADJECTIVES, *(noun for noun in words.NOUNS if noun not in words.ADJECTIVES)]
     if units + common > len(pool):
@@ -189,7 +240,9 @@ def _numbered(items: Sequence[str]) -> str:
     return " ".join(f"{number}. {item}" for number, item in enumerate(items, 1))
 
 
-def frequent_words(rng: np.random.Generator, units: int, evaluation: bool, *, vocabulary: int = 0) -> Exercise:
+def frequent_words(
+    rng: np.random.Generator, units: int, evaluation: bool, *, vocabulary: int = 0
+) -> Exercise:
     """Writes coded words whose numbers fall with the square of their rank, and asks for the three most frequent but for the
     first, which is dots (RULER's fwe).
 
@@ -204,18 +257,30 @@ def frequent_words(rng: np.random.Generator, units: int, evaluation: bool, *, vo
         if word not in coded:
             coded.append(word)
     coded[0] = "..."
-    listed = [word for rank, word in enumerate(coded, 1) for _ in range(int(units * rank**-2.0 / (math.pi**2 / 6)))]
+    listed = [
+        word
+        for rank, word in enumerate(coded, 1)
+        for _ in range(int(units * rank**-2.0 / (math.pi**2 / 6)))
+    ]
     context = " ".join(listed[i] for i in rng.permutation(len(listed)))
     return Exercise(
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
         f"coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three "
         "most frequently appeared words in the above coded text?",
-        " Answer: According to the coded text above, the three most frequently appeared words are:", tuple(coded[1:4]),
-        f" {', '.join(coded[1:4])}.")
+        " Answer: According to the coded text above, the three most frequently appeared words are:",
+        tuple(coded[1:4]),
+        f" {', '.join(coded[1:4])}.",
+    )
 
 
-def lines(rng: np.random.Generator, units: int, evaluation: bool, *, wording: Wording | None = None,
-          share: float = 0.0) -> Exercise:
+def lines(
+    rng: np.random.Generator,
+    units: int,
+    evaluation: bool,
+    *,
+    wording: Wording | None = None,
+    share: float = 0.0,
+) -> Exercise:
     """Lists lines with a key and a number, and asks for one number (LongChat's line retrieval).
 
     Args:
@@ -224,14 +289,22 @@ def lines(rng: np.random.Generator, units: int, evaluation: bool, *, wording: Wo
     """
     names = _names(rng, units, "words", evaluation)
     numbers = draw_values(rng, names, *LINE_NUMBERS, evaluation)
-    asked, *more = rng.permutation(units)[:1 + round(share * units)].tolist()
+    asked, *more = rng.permutation(units)[: 1 + round(share * units)].tolist()
     wording = wording or OWN_LINES
-    record = [wording.line.format(key=key, number=number) for key, number in zip(names, numbers, strict=True)]
+    record = [
+        wording.line.format(key=key, number=number)
+        for key, number in zip(names, numbers, strict=True)
+    ]
     text = wording.head + "".join(record) + wording.tail.format(key=names[asked])
     further = ("", "")
     if more:
-        further = (f"And {', '.join(names[i] for i in more)}?", ", ".join(record[i].strip() for i in more))
-    prefix, space, rest = wording.answer.format(key=names[asked], number=numbers[asked]).rpartition(" ")
+        further = (
+            f"And {', '.join(names[i] for i in more)}?",
+            ", ".join(record[i].strip() for i in more),
+        )
+    prefix, space, rest = wording.answer.format(key=names[asked], number=numbers[asked]).rpartition(
+        " "
+    )
     return Exercise(text.rstrip(), prefix, (str(numbers[asked]),), space + rest, further)
 
 
@@ -241,15 +314,25 @@ def key_values(rng: np.random.Generator, units: int, evaluation: bool) -> Exerci
     values = _values(rng, names, "uuids", evaluation)
     asked = int(rng.integers(units))
     text = json.dumps(dict(zip(names, values, strict=True)), indent=0)
-    return Exercise(f"Extract the value of the given key from the JSON object below.\n\n{text}\n\nKey: \"{names[asked]}\"",
-                    "The value is", (values[asked],), f" \"{values[asked]}\".")
+    return Exercise(
+        f'Extract the value of the given key from the JSON object below.\n\n{text}\n\nKey: "{names[asked]}"',
+        "The value is",
+        (values[asked],),
+        f' "{values[asked]}".',
+    )
 
 
 def copying(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:
     """Writes numbered paragraphs of random words and asks to repeat one to the letter."""
-    numbers = draw_values(rng, [f"paragraph {i + 1}" for i in range(units)], 10**6, 10**7, evaluation)
+    numbers = draw_values(
+        rng, [f"paragraph {i + 1}" for i in range(units)], 10**6, 10**7, evaluation
+    )
     paragraphs = [f"{' '.join(rng.choice(words.NOUNS, 12))} {number}" for number in numbers]
     asked = int(rng.integers(units))
     text = "\n".join(f"Paragraph {i}: {paragraph}." for i, paragraph in enumerate(paragraphs, 1))
-    return Exercise(f"Read these paragraphs.\n\n{text}\n\nRepeat paragraph {asked + 1} to the letter.",
-                    f"Paragraph {asked + 1}:", (paragraphs[asked],), f" {paragraphs[asked]}.")
+    return Exercise(
+        f"Read these paragraphs.\n\n{text}\n\nRepeat paragraph {asked + 1} to the letter.",
+        f"Paragraph {asked + 1}:",
+        (paragraphs[asked],),
+        f" {paragraphs[asked]}.",
+    )

@@ -1,4 +1,5 @@
 """The wording of line retrieval, taken from a file in LongChat's form."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -42,20 +43,29 @@ def wording_like(path: str | pathlib.Path) -> Wording:
     lines = re.findall(r"[^\n]*\n|[^\n]+\Z", prompt)
     before, number, after = correct_line.rpartition(str(expected_number))
     record = [line for line in lines if _number_in(line, after) is not None]
-    begins = [line[:line.rindex(str(_number_in(line, after)))] for line in record]
+    begins = [line[: line.rindex(str(_number_in(line, after)))] for line in record]
     if correct_line not in record or len(record) < 3 or not number:
-        raise UserError(f"{path}: the lines of its first case cannot be told from the rest; cases of at least 3 lines that "
-                        "end like their correct_line would work")
+        raise UserError(
+            f"{path}: the lines of its first case cannot be told from the rest; cases of at least 3 lines that "
+            "end like their correct_line would work"
+        )
     start = re.sub(r"[\w-]*$", "", _common_prefix(begins))
     end = re.sub(r"^[\w-]*", "", _common_prefix([begin[::-1] for begin in begins])[::-1])
-    key = before[len(start):len(before) - len(end)]
+    key = before[len(start) : len(before) - len(end)]
     first, last = lines.index(record[0]), len(lines) - lines[::-1].index(record[-1])
     tail = "".join(lines[last:])
     if not key or key not in tail or lines[first:last] != record:
-        raise UserError(f"{path}: the question of its first case does not name the key {key!r} after the lines; another file, "
-                        "or no --like, would work")
+        raise UserError(
+            f"{path}: the question of its first case does not name the key {key!r} after the lines; another file, "
+            "or no --like, would work"
+        )
     line = _escape(start) + "{key}" + _escape(end) + "{number}" + _escape(after)
-    return Wording("".join(lines[:first]), line, _escape(tail).replace(_escape(key), "{key}"), pathlib.Path(path).name)
+    return Wording(
+        "".join(lines[:first]),
+        line,
+        _escape(tail).replace(_escape(key), "{key}"),
+        pathlib.Path(path).name,
+    )
 
 
 def _first_case(path: str | pathlib.Path) -> tuple[str, str, int]:
@@ -65,8 +75,10 @@ def _first_case(path: str | pathlib.Path) -> tuple[str, str, int]:
             case = json.loads(next(line for line in file if line.strip()))
         return str(case["prompt"]), str(case["correct_line"]), int(case["expected_number"])
     except (OSError, StopIteration, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: no line cases in LongChat's form ({type(error).__name__}: {error}); its first line should be "
-                        'like {"prompt": "...", "expected_number": 7, "num_lines": 20, "correct_line": "..."}') from None
+        raise UserError(
+            f"{path}: no line cases in LongChat's form ({type(error).__name__}: {error}); its first line should be "
+            'like {"prompt": "...", "expected_number": 7, "num_lines": 20, "correct_line": "..."}'
+        ) from None
 
 
 def _common_prefix(texts: list[str]) -> str:

@@ -1,4 +1,5 @@
 """Words of generated cases, and the keys that are made from them."""
+
 import functools
 import itertools
 from collections.abc import Sequence
@@ -39,7 +40,9 @@ def keys(kind: str, count: int) -> Sequence[str]:
     pairs = _pairs(kind)
     if count <= len(pairs):
         return pairs
-    triples = (f"{pair}-{noun}" for noun in NOUNS for pair in pairs if not pair.endswith(f"-{noun}"))
+    triples = (
+        f"{pair}-{noun}" for noun in NOUNS for pair in pairs if not pair.endswith(f"-{noun}")
+    )
     return [*pairs, *itertools.islice(triples, count - len(pairs))]
 
 

@@ -43,11 +43,15 @@ def jinja_template(template: str, tokenizer: Tokenizer) -> str:
     """
     if template == "tokenizer":
         if not tokenizer.chat_template:
-            raise UserError(f"{_FIELD}: found 'tokenizer' (the default: the model's own), and this tokenizer has no chat "
-                            f"template; choose one, such as --data.template vicuna_v1.1: {', '.join(BUILT_IN)} would work")
+            raise UserError(
+                f"{_FIELD}: found 'tokenizer' (the default: the model's own), and this tokenizer has no chat "
+                f"template; choose one, such as --data.template vicuna_v1.1: {', '.join(BUILT_IN)} would work"
+            )
         return tokenizer.chat_template
     if template not in BUILT_IN:
-        raise UserError(f"{_FIELD}: found {template!r}; {nearest(template, NAMES)}{', '.join(NAMES)} would work")
+        raise UserError(
+            f"{_FIELD}: found {template!r}; {nearest(template, NAMES)}{', '.join(NAMES)} would work"
+        )
     missing = missing_controls(template, tokenizer)
     if missing:
         raise UserError(
@@ -55,8 +59,10 @@ def jinja_template(template: str, tokenizer: Tokenizer) -> str:
             "data.add_control_tokens: true adds them with new embedding rows, template vicuna_v1.1 needs none"
         )
     if "eos_token" in BUILT_IN[template] and tokenizer.eos_token is None:
-        raise UserError(f"{_FIELD}: found {template!r}, which writes EOS, and the tokenizer names no eos_token; one that is "
-                        "named in its tokenizer_config.json would work")
+        raise UserError(
+            f"{_FIELD}: found {template!r}, which writes EOS, and the tokenizer names no eos_token; one that is "
+            "named in its tokenizer_config.json would work"
+        )
     return BUILT_IN[template]
 
 
@@ -72,7 +78,9 @@ def end_ids(template: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     except TemplateError:  # the template needs more than these two turns
         return ()
     controls = {control.id for control in tokenizer.controls.values()}
-    for token in reversed([token for segment in segments if segment.train for token in segment.ids]):
+    for token in reversed(
+        [token for segment in segments if segment.train for token in segment.ids]
+    ):
         if token in controls:
             return (token,)
         if tokenizer.decode([token]).strip():  # the answer's own text
@@ -140,4 +148,7 @@ def encode_conversation(
 
 
 def _segments(ids: list[tuple[int, bool]]) -> list[Segment]:
-    return [Segment(tuple(token for token, _ in group), train) for train, group in groupby(ids, key=itemgetter(1))]
+    return [
+        Segment(tuple(token for token, _ in group), train)
+        for train, group in groupby(ids, key=itemgetter(1))
+    ]

@@ -4,9 +4,7 @@ VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
-ALPACA_SYSTEM = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-)
+ALPACA_SYSTEM = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 
 
 def _literal(text: str) -> str:
@@ -18,7 +16,9 @@ def _literal(text: str) -> str:
 _BOS = "{% if bos_token %}{{ bos_token }}{% endif %}"
 
 
-def _two_role_template(name: str, system: str, user: str, answer: str, before_first: str = "") -> str:
+def _two_role_template(
+    name: str, system: str, user: str, answer: str, before_first: str = ""
+) -> str:
     """Returns a template in FastChat's style ADD_COLON_TWO: a system text, then turns with headings, EOS after each answer.
 
     Args:
@@ -30,12 +30,23 @@ def _two_role_template(name: str, system: str, user: str, answer: str, before_fi
     """
     return (
         "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
-        "{% else %}{% set system = " + _literal(system) + " %}{% set turns = messages %}{% endif %}"
-        + _BOS + "{{ system }}"
+        "{% else %}{% set system = "
+        + _literal(system)
+        + " %}{% set turns = messages %}{% endif %}"
+        + _BOS
+        + "{{ system }}"
         "{% for message in turns %}{% if message['role'] == 'user' %}"
-        "{{ (" + _literal(before_first) + " if loop.first else '') + " + _literal(user) + " + message['content'] }}"
-        "{% elif message['role'] == 'assistant' %}{{ " + _literal(answer) + " + message['content'] + eos_token }}"
-        "{% else %}{{ raise_exception('" + name + " has no ' + message['role'] + ' turn') }}{% endif %}{% endfor %}"
+        "{{ ("
+        + _literal(before_first)
+        + " if loop.first else '') + "
+        + _literal(user)
+        + " + message['content'] }}"
+        "{% elif message['role'] == 'assistant' %}{{ "
+        + _literal(answer)
+        + " + message['content'] + eos_token }}"
+        "{% else %}{{ raise_exception('"
+        + name
+        + " has no ' + message['role'] + ' turn') }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ " + _literal(answer.rstrip()) + " }}{% endif %}"
     )
 
@@ -50,9 +61,17 @@ def _control_token_template(bos: str, heading: str, end: str) -> str:
     """
     before, after = (_literal(part) for part in heading.split("ROLE"))
     return (
-        bos + "{% for message in messages %}{{ " + before + " + message['role'] + " + after
-        + " + message['content'] + " + _literal(end) + " }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ " + _literal(heading.replace("ROLE", "assistant")) + " }}{% endif %}"
+        bos
+        + "{% for message in messages %}{{ "
+        + before
+        + " + message['role'] + "
+        + after
+        + " + message['content'] + "
+        + _literal(end)
+        + " }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ "
+        + _literal(heading.replace("ROLE", "assistant"))
+        + " }}{% endif %}"
     )
 
 
@@ -60,13 +79,15 @@ _LLAMA_2 = (
     "{% if messages[0]['role'] == 'system' %}"
     "{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}{% set turns = messages[1:] %}"
     "{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}{% for message in turns %}"
-    "{% if message['role'] == 'user' %}" + _BOS +
-    "{{ '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}"
+    "{% if message['role'] == 'user' %}"
+    + _BOS
+    + "{{ '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + ' ' + eos_token }}"
     "{% else %}{{ raise_exception('llama-2 has no ' + message['role'] + ' turn') }}{% endif %}{% endfor %}"
 )
 _PLAIN = (
-    _BOS + "{% for message in messages %}{{ ('' if loop.first else '\\n\\n') + message['content'] }}{% endfor %}"
+    _BOS
+    + "{% for message in messages %}{{ ('' if loop.first else '\\n\\n') + message['content'] }}{% endfor %}"
     "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 )
 
@@ -76,10 +97,14 @@ BUILT_IN = {
     "koala": _two_role_template("koala", "BEGINNING OF CONVERSATION:", "USER: ", " GPT: ", " "),
     # Meta's, as in transformers: BOS before each exchange, a space before EOS.
     "llama-2": _LLAMA_2,
-    "llama-3": _control_token_template(_BOS, "<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>"),
+    "llama-3": _control_token_template(
+        _BOS, "<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>"
+    ),
     "chatml": _control_token_template("", "<|im_start|>ROLE\n", "<|im_end|>\n"),
     # As in Stanford's train.py, without a space after the colon; further exchanges continue in the same way.
-    "alpaca": _two_role_template("alpaca", ALPACA_SYSTEM, "\n\n### Instruction:\n", "\n\n### Response:"),
+    "alpaca": _two_role_template(
+        "alpaca", ALPACA_SYSTEM, "\n\n### Instruction:\n", "\n\n### Response:"
+    ),
     # No names of roles: turns are separated by an empty line, EOS ends the conversation.
     "plain": _PLAIN,
 }

@@ -53,8 +53,14 @@ def find_controls(rendered: Rendered, tokenizer: Tokenizer) -> Controls:
     for number, (start, end) in enumerate(found):
         token = tokenizer.controls[text[start:end]]
         limit = found[number + 1][0] if number + 1 < len(found) else len(text)
-        first = start - (len(text[previous:start]) - len(text[previous:start].rstrip())) if token.strips[0] else start
-        last = end + (len(text[end:limit]) - len(text[end:limit].lstrip())) if token.strips[1] else end
+        first = (
+            start - (len(text[previous:start]) - len(text[previous:start].rstrip()))
+            if token.strips[0]
+            else start
+        )
+        last = (
+            end + (len(text[end:limit]) - len(text[end:limit].lstrip())) if token.strips[1] else end
+        )
         controls.append(Control(first, last, start, end, token.id))
         previous = last
     return Controls(controls, frozenset(typed))
@@ -109,7 +115,9 @@ def _template_ranges(rendered: Rendered, tokenizer: Tokenizer) -> list[tuple[int
     return ranges
 
 
-def _handled(source: "Source", needles: frozenset[str], tokenizer: Tokenizer) -> list[tuple[int, int]]:
+def _handled(
+    source: "Source", needles: frozenset[str], tokenizer: Tokenizer
+) -> list[tuple[int, int]]:
     """Returns the ranges of a text in which the template found a text with a control token in it.
 
     Where it looks for one such tag, it means the others that it knows too: Nemotron's looks for <think> in an answer, and only
@@ -118,12 +126,19 @@ def _handled(source: "Source", needles: frozenset[str], tokenizer: Tokenizer) ->
     looked_for = {needle for needle in source.needles if tokenizer.typed_pattern.search(needle)}
     if looked_for:
         looked_for |= {needle for needle in needles if tokenizer.typed_pattern.search(needle)}
-    ranges = [match.span() for needle in looked_for for match in re.finditer(re.escape(needle), source.text)]
+    ranges = [
+        match.span()
+        for needle in looked_for
+        for match in re.finditer(re.escape(needle), source.text)
+    ]
     return sorted([*source.found, *ranges])
 
 
 def encode(
-    rendered: Rendered, controls: Sequence[Control], trained: Sequence[tuple[int, int]], tokenizer: Tokenizer
+    rendered: Rendered,
+    controls: Sequence[Control],
+    trained: Sequence[tuple[int, int]],
+    tokenizer: Tokenizer,
 ) -> list[tuple[int, bool]]:
     """Returns the ids of a conversation, each with whether it is trained on.
 

@@ -24,39 +24,164 @@ from data.templates.errors import TemplateError
 from data.templates.tracked import Safe, Tracked, concat, meter, percent, text_of, to_json, walk
 
 # Those of the published templates of TRL and of the model families.
-ALLOWED_FILTERS = frozenset([
-    "capitalize", "count", "d", "default", "dictsort", "first", "float", "format", "indent", "int", "items", "join", "last",
-    "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "safe", "select",
-    "selectattr", "sort", "string", "title", "tojson", "trim", "unique", "upper",
-])
-ALLOWED_TESTS = frozenset([
-    "!=", "<", "<=", "==", ">", ">=", "boolean", "defined", "divisibleby", "eq", "equalto", "even", "false", "float", "ge",
-    "gt", "in", "integer", "iterable", "le", "lt", "mapping", "ne", "none", "number", "odd", "sequence", "string", "true",
-    "undefined",
-])
+ALLOWED_FILTERS = frozenset(
+    [
+        "capitalize",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "first",
+        "float",
+        "format",
+        "indent",
+        "int",
+        "items",
+        "join",
+        "last",
+        "length",
+        "list",
+        "lower",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "replace",
+        "reverse",
+        "safe",
+        "select",
+        "selectattr",
+        "sort",
+        "string",
+        "title",
+        "tojson",
+        "trim",
+        "unique",
+        "upper",
+    ]
+)
+ALLOWED_TESTS = frozenset(
+    [
+        "!=",
+        "<",
+        "<=",
+        "==",
+        ">",
+        ">=",
+        "boolean",
+        "defined",
+        "divisibleby",
+        "eq",
+        "equalto",
+        "even",
+        "false",
+        "float",
+        "ge",
+        "gt",
+        "in",
+        "integer",
+        "iterable",
+        "le",
+        "lt",
+        "mapping",
+        "ne",
+        "none",
+        "number",
+        "odd",
+        "sequence",
+        "string",
+        "true",
+        "undefined",
+    ]
+)
 _OTHER_FUNCTIONS = ("cycler", "joiner", "lipsum")  # Jinja's own, which no published template calls
 _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
-    (str, frozenset([
-        "capitalize", "count", "endswith", "find", "format", "index", "isalnum", "isalpha", "isdecimal", "isdigit", "islower",
-        "isnumeric", "isspace", "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace",
-        "rfind", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "title", "upper",
-    ])),
+    (
+        str,
+        frozenset(
+            [
+                "capitalize",
+                "count",
+                "endswith",
+                "find",
+                "format",
+                "index",
+                "isalnum",
+                "isalpha",
+                "isdecimal",
+                "isdigit",
+                "islower",
+                "isnumeric",
+                "isspace",
+                "isupper",
+                "join",
+                "lower",
+                "lstrip",
+                "partition",
+                "removeprefix",
+                "removesuffix",
+                "replace",
+                "rfind",
+                "rpartition",
+                "rsplit",
+                "rstrip",
+                "split",
+                "splitlines",
+                "startswith",
+                "strip",
+                "title",
+                "upper",
+            ]
+        ),
+    ),
     (dict, frozenset(["copy", "get", "items", "keys", "values"])),
     (list, frozenset(["copy", "count", "index"])),
     (tuple, frozenset(["count", "index"])),
 )
 _TAGS = (
-    nodes.Template, nodes.Output, nodes.TemplateData, nodes.For, nodes.If, nodes.Macro, nodes.CallBlock, nodes.FilterBlock,
-    nodes.With, nodes.Assign, nodes.AssignBlock, nodes.ExprStmt, nodes.Break, nodes.Continue, nodes.Scope,
+    nodes.Template,
+    nodes.Output,
+    nodes.TemplateData,
+    nodes.For,
+    nodes.If,
+    nodes.Macro,
+    nodes.CallBlock,
+    nodes.FilterBlock,
+    nodes.With,
+    nodes.Assign,
+    nodes.AssignBlock,
+    nodes.ExprStmt,
+    nodes.Break,
+    nodes.Continue,
+    nodes.Scope,
 )
 _NAMES_OF_TAGS = {nodes.ScopedEvalContextModifier: "autoescape", nodes.FromImport: "from"}
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    "eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "gteq": operator.ge, "lt": operator.lt, "lteq": operator.le,
-    "in": lambda left, right: left in right, "notin": lambda left, right: left not in right,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "lt": operator.lt,
+    "lteq": operator.le,
+    "in": lambda left, right: left in right,
+    "notin": lambda left, right: left not in right,
 }
 _COMPARING_TESTS = {
-    "==": "eq", "eq": "eq", "equalto": "eq", "!=": "ne", "ne": "ne", ">": "gt", "gt": "gt", ">=": "gteq", "ge": "gteq",
-    "<": "lt", "lt": "lt", "<=": "lteq", "le": "lteq", "in": "in",
+    "==": "eq",
+    "eq": "eq",
+    "equalto": "eq",
+    "!=": "ne",
+    "ne": "ne",
+    ">": "gt",
+    "gt": "gt",
+    ">=": "gteq",
+    "ge": "gteq",
+    "<": "lt",
+    "lt": "lt",
+    "<=": "lteq",
+    "le": "lteq",
+    "in": "in",
 }
 
 
@@ -73,14 +198,27 @@ class Environment(ImmutableSandboxedEnvironment):
     """Texts that the template looks for in others."""
 
     def __init__(self, **options: Any):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=_printed,
-                         extensions=["jinja2.ext.loopcontrols", Generation], **options)
-        self.filters = {**{name: FILTERS[name] for name in ALLOWED_FILTERS & FILTERS.keys()}, **_filters()}
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            finalize=_printed,
+            extensions=["jinja2.ext.loopcontrols", Generation],
+            **options,
+        )
+        self.filters = {
+            **{name: FILTERS[name] for name in ALLOWED_FILTERS & FILTERS.keys()},
+            **_filters(),
+        }
         tests = {name: _comparing_test(comparison) for name, comparison in _COMPARING_TESTS.items()}
         self.tests = {**{name: TESTS[name] for name in ALLOWED_TESTS}, **tests}
         self.globals = {
-            "dict": TemplateDict(), "namespace": TemplateNamespace, "raise_exception": raise_exception, "range": counted_range,
-            "strftime_now": _no_date, **{name: _refusing(name) for name in _OTHER_FUNCTIONS},
+            "dict": TemplateDict(),
+            "namespace": TemplateNamespace,
+            "raise_exception": raise_exception,
+            "range": counted_range,
+            "strftime_now": _no_date,
+            **{name: _refusing(name) for name in _OTHER_FUNCTIONS},
         }
 
     def _parse(self, *arguments: Any) -> nodes.Template:
@@ -94,13 +232,17 @@ class Environment(ImmutableSandboxedEnvironment):
         for kind, methods in _METHODS:
             if isinstance(obj, kind):
                 return self._attribute_of_data(obj, attribute, kind, methods)
-        if not isinstance(obj, LoopContext | Namespace | Macro | Undefined) and hasattr(type(obj), attribute):
+        if not isinstance(obj, LoopContext | Namespace | Macro | Undefined) and hasattr(
+            type(obj), attribute
+        ):
             if attribute.startswith("_"):
                 return self.unsafe_undefined(obj, attribute)
             _refuse("attribute", attribute)
         return super().getattr(obj, attribute)
 
-    def _attribute_of_data(self, obj: Any, attribute: str, kind: type, methods: frozenset[str]) -> Any:
+    def _attribute_of_data(
+        self, obj: Any, attribute: str, kind: type, methods: frozenset[str]
+    ) -> Any:
         if attribute in methods:
             return getattr(Tracked(obj) if type(obj) is str else obj, attribute)
         if hasattr(kind, attribute):
@@ -128,7 +270,9 @@ class Environment(ImmutableSandboxedEnvironment):
             for argument in (*arguments, *options.values()):
                 if isinstance(argument, list | tuple | dict):
                     walk(argument)
-            if isinstance(function, type(len)) and isinstance(function.__self__, list | tuple | dict):
+            if isinstance(function, type(len)) and isinstance(
+                function.__self__, list | tuple | dict
+            ):
                 walk(list(function.__self__))
         return super().call(context, function, *arguments, **options)
 
@@ -150,11 +294,17 @@ class Environment(ImmutableSandboxedEnvironment):
         if sign == "%" and isinstance(left, str):
             return percent(Tracked(left), right) if not isinstance(left, Safe) else left % right
         both = isinstance(left, int) and isinstance(right, int)
-        if both and sign in ("*", "**") and left.bit_length() * (right if sign == "**" else 1) > 10_000:
+        if (
+            both
+            and sign in ("*", "**")
+            and left.bit_length() * (right if sign == "**" else 1) > 10_000
+        ):
             raise TemplateError("the chat template computes a number of thousands of digits")
         for value, number in ((left, right), (right, left)):
             if sign == "*" and isinstance(value, str | list | tuple) and isinstance(number, int):
-                meter.spend(max(number, 0) * (1 + len(value) // (100 if isinstance(value, str) else 4)) // 4)
+                meter.spend(
+                    max(number, 0) * (1 + len(value) // (100 if isinstance(value, str) else 4)) // 4
+                )
         result = super().call_binop(context, sign, left, right)
         if isinstance(result, str | list | tuple):
             meter.spend(len(result) // (100 if isinstance(result, str) else 10))
@@ -220,7 +370,9 @@ _DATE_FORMAT = re.compile(r"(?:%-?[A-Za-z%]|[^%])*")
 def strftime(date: datetime, form: str) -> str:
     """Returns a date in a form as transformers' strftime_now does, without widths in it."""
     if len(form) > 200 or not _DATE_FORMAT.fullmatch(form):
-        raise TemplateError("the chat template writes the date in a form with a width, or of more than 200 characters")
+        raise TemplateError(
+            "the chat template writes the date in a form with a width, or of more than 200 characters"
+        )
     return date.strftime(form)
 
 
@@ -306,7 +458,9 @@ def _joined(environment: Any, value: Any, between: Any = "", attribute: Any = No
     return _plain(between).join(map(text_of, values))
 
 
-def _indented(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> Tracked:
+def _indented(
+    value: Any, width: int | str = 4, first: bool = False, blank: bool = False
+) -> Tracked:
     if isinstance(width, int):
         meter.spend(max(width, 0) // 10)
         width = " " * width
@@ -381,7 +535,12 @@ def _replaced(value: Any, old: Any, new: Any, count: int | None = None) -> Track
 def _filters() -> dict[str, Callable[..., Any]]:
     return {
         # What the compiler puts in: see _Counting.
-        "counted": counted, "spent": _spent, "tilde": _tilde, "sliced": _sliced, "hashable": _hashable, "compared": compared,
+        "counted": counted,
+        "spent": _spent,
+        "tilde": _tilde,
+        "sliced": _sliced,
+        "hashable": _hashable,
+        "compared": compared,
         "capitalize": lambda value: _soft(value).capitalize(),
         "format": _format,
         "indent": _indented,
@@ -443,11 +602,15 @@ def _check(template: nodes.Template) -> None:
 def _needles(template: nodes.Template) -> Iterator[str]:
     """Yields the constants that a template looks for with `in`, or with a method such as split."""
     for comparison in template.find_all(nodes.Compare):
-        if any(operand.op in ("in", "notin") for operand in comparison.ops) and isinstance(comparison.expr, nodes.Const):
+        if any(operand.op in ("in", "notin") for operand in comparison.ops) and isinstance(
+            comparison.expr, nodes.Const
+        ):
             yield str(comparison.expr.value)
     for call in template.find_all(nodes.Call):
         if isinstance(call.node, nodes.Getattr):
-            yield from (str(argument.value) for argument in call.args if isinstance(argument, nodes.Const))
+            yield from (
+                str(argument.value) for argument in call.args if isinstance(argument, nodes.Const)
+            )
 
 
 def _work(body: list[nodes.Node]) -> int:
@@ -501,7 +664,9 @@ class _Counting(NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
             return node
-        ends = [part or nodes.Const(None) for part in (node.arg.start, node.arg.stop, node.arg.step)]
+        ends = [
+            part or nodes.Const(None) for part in (node.arg.start, node.arg.stop, node.arg.step)
+        ]
         return _filter(node.node, "sliced", *ends)
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:

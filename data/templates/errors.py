@@ -1,4 +1,5 @@
 """What is wrong with a conversation, for the template that it is to be written in."""
+
 from data.errors import UserError
 
 

@@ -9,7 +9,9 @@ from data.templates.errors import TemplateError
 from data.templates.rendering import Rendered, Template
 from data.tokenizer import Tokenizer
 
-MAX_CALL_TURNS = 1_000  # turns of a conversation with calls, which is rendered once more for each of them
+MAX_CALL_TURNS = (
+    1_000  # turns of a conversation with calls, which is rendered once more for each of them
+)
 
 Range = tuple[int, int]
 
@@ -31,7 +33,11 @@ class _Turn(NamedTuple):
 
 
 def trained_ranges(
-    rendered: Rendered, controls: Sequence[Control], messages: Sequence[Message], template: Template, tokenizer: Tokenizer,
+    rendered: Rendered,
+    controls: Sequence[Control],
+    messages: Sequence[Message],
+    template: Template,
+    tokenizer: Tokenizer,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[Range]:
     """Returns the ranges of the text that are trained on, in order.
@@ -46,7 +52,11 @@ def trained_ranges(
         return []
     turns = _turns(rendered)
     if rendered.generated is not None:
-        return [block for block in rendered.generated if _block_is_trained(block, turns, answers, trained)]
+        return [
+            block
+            for block in rendered.generated
+            if _block_is_trained(block, turns, answers, trained)
+        ]
     finder = _Borders(rendered, controls, messages, template, tokenizer, tools)
     ranges: list[Range] = []
     for number in answers:
@@ -60,16 +70,24 @@ def trained_ranges(
     return sorted(ranges)
 
 
-def _block_is_trained(block: Range, turns: dict[int, _Turn], answers: list[int], trained: set[int]) -> bool:
+def _block_is_trained(
+    block: Range, turns: dict[int, _Turn], answers: list[int], trained: set[int]
+) -> bool:
     if len(trained) == len(answers):
         return True
-    inside = [number for number, turn in turns.items() if any(s < block[1] and block[0] < e for s, e in turn.own)]
+    inside = [
+        number
+        for number, turn in turns.items()
+        if any(s < block[1] and block[0] < e for s, e in turn.own)
+    ]
     return bool(trained & set(inside))
 
 
 def _turns(rendered: Rendered) -> dict[int, _Turn]:
     """Returns where the turns stand, by their numbers; a turn of which nothing is written is not among them."""
-    places: list[tuple[int, int, int, str]] = []  # (start, end, turn, field) of the text of turns, in order
+    places: list[
+        tuple[int, int, int, str]
+    ] = []  # (start, end, turn, field) of the text of turns, in order
     at = 0
     for length, source, _ in rendered.runs:
         if source is not None:
@@ -82,8 +100,13 @@ def _turns(rendered: Rendered) -> dict[int, _Turn]:
     for turn, numbers in own.items():
         first, last = numbers[0], numbers[-1]
         turns[turn] = _Turn(
-            places[first][0], places[last][1], last - first + 1 == len(numbers), [places[n][:2] for n in numbers],
-            places[first - 1][1] if first else 0, places[last + 1][0] if last + 1 < len(places) else at, places[last][3],
+            places[first][0],
+            places[last][1],
+            last - first + 1 == len(numbers),
+            [places[n][:2] for n in numbers],
+            places[first - 1][1] if first else 0,
+            places[last + 1][0] if last + 1 < len(places) else at,
+            places[last][3],
         )
     return turns
 
@@ -91,15 +114,29 @@ def _turns(rendered: Rendered) -> dict[int, _Turn]:
 class _Borders:
     """Finds where the assistant's part of a turn begins and ends."""
 
-    def __init__(self, rendered: Rendered, controls: Sequence[Control], messages: Sequence[Message], template: Template,
-                 tokenizer: Tokenizer, tools: Sequence[dict[str, Any]]):
+    def __init__(
+        self,
+        rendered: Rendered,
+        controls: Sequence[Control],
+        messages: Sequence[Message],
+        template: Template,
+        tokenizer: Tokenizer,
+        tools: Sequence[dict[str, Any]],
+    ):
         self._text = rendered.text
         self._controls = controls
-        self._messages, self._template, self._tokenizer, self._tools = messages, template, tokenizer, tools
+        self._messages, self._template, self._tokenizer, self._tools = (
+            messages,
+            template,
+            tokenizer,
+            tools,
+        )
         self._heading: _Heading | None = None
         self._number = 0  # of the first control token that may follow an answer
         if len(messages) > MAX_CALL_TURNS and any(message.tool_calls for message in messages):
-            raise TemplateError(f"a conversation with tool calls of more than {MAX_CALL_TURNS} turns")
+            raise TemplateError(
+                f"a conversation with tool calls of more than {MAX_CALL_TURNS} turns"
+            )
 
     def start_of(self, number: int, turn: _Turn) -> int:
         """Returns where the generation prompt before a turn ends, or the turn's own text begins."""
@@ -122,7 +159,7 @@ class _Borders:
             without = self._template.render(before, self._tools).text
         except TemplateError:
             without = ""
-        heading = prompt.text[_common_length(prompt.text, without):]
+        heading = prompt.text[_common_length(prompt.text, without) :]
         if heading:
             controls = find_controls(_plain(heading), self._tokenizer).controls
             return _Heading(heading, [control.end for control in controls])
@@ -134,7 +171,7 @@ class _Borders:
             return _Heading("")
         turn = _turns(answer).get(number)
         usual = answer.text[turn.previous_end : turn.start] if turn else ""
-        usual = usual[len(tail):] if usual.startswith(tail) else ""
+        usual = usual[len(tail) :] if usual.startswith(tail) else ""
         return _Heading("", tail=tail, usual=usual if usual.strip() else "")
 
     def end_of(self, number: int, turn: _Turn) -> int:
@@ -144,7 +181,11 @@ class _Borders:
             while self._number < len(controls) and controls[self._number].token_start < turn.end:
                 self._number += 1
             following = controls[self._number] if self._number < len(controls) else None
-            ends = following and following.start < turn.next_start and not text[turn.end : following.start].strip()
+            ends = (
+                following
+                and following.start < turn.next_start
+                and not text[turn.end : following.start].strip()
+            )
             return following.token_end if ends else turn.end
         after = text[turn.end : turn.next_start]
         if number + 1 < len(self._messages):
@@ -157,7 +198,11 @@ class _Borders:
             after = after[: _common_length(after, rest)]
         # The turn ends with a control token, after which the template may write more, such as a line's end.
         end = turn.end + len(after)
-        ends = [control.token_end for control in controls if turn.end <= control.token_start and control.token_end <= end]
+        ends = [
+            control.token_end
+            for control in controls
+            if turn.end <= control.token_start and control.token_end <= end
+        ]
         return ends[-1] if ends else end
 
 
@@ -166,10 +211,10 @@ class _Heading:
 
     def __init__(self, text: str, ends: Sequence[int] = (), tail: str = "", usual: str = ""):
         """Args:
-            text: the generation prompt, or "".
-            ends: where control tokens in it end.
-            tail: without a generation prompt, what is written between the text of the turn before and the answer's heading.
-            usual: without a generation prompt, the heading of an answer.
+        text: the generation prompt, or "".
+        ends: where control tokens in it end.
+        tail: without a generation prompt, what is written between the text of the turn before and the answer's heading.
+        usual: without a generation prompt, the heading of an answer.
         """
         self._text, self._ends, self._tail, self._usual = text, ends, tail, usual
 
@@ -178,7 +223,7 @@ class _Heading:
         if not self._text:
             if not self._tail or not gap.startswith(self._tail):
                 return None
-            return len(self._tail) + _common_length(gap[len(self._tail):], self._usual)
+            return len(self._tail) + _common_length(gap[len(self._tail) :], self._usual)
         place = gap.rfind(self._text)
         if place >= 0:
             return place + len(self._text)

@@ -14,7 +14,9 @@ EARLIER_REASONING_LEFT_OUT = "reasoning of earlier turns left out by the templat
 TEXT_LEFT_OUT = "text of a turn left out by the template"
 
 
-def notes_of(rendered: Rendered, messages: Sequence[Message], tools: Sequence[dict[str, Any]], template: str) -> frozenset[str]:
+def notes_of(
+    rendered: Rendered, messages: Sequence[Message], tools: Sequence[dict[str, Any]], template: str
+) -> frozenset[str]:
     """Returns what the template has left out, as the report counts it.
 
     Raises:
@@ -25,10 +27,14 @@ def notes_of(rendered: Rendered, messages: Sequence[Message], tools: Sequence[di
     for length, source, offset in rendered.runs:
         if source is not None:
             whole = (0, len(source.text))
-            written.setdefault(id(source), []).append(whole if offset is None else (offset, offset + length))
+            written.setdefault(id(source), []).append(
+                whole if offset is None else (offset, offset + length)
+            )
     if not written and any(message.content.strip() for message in messages):
         raise TemplateError("the chat template writes nothing of the turns")
-    fields = {source.field for source in rendered.sources if id(source) in written and source.turn < 0}
+    fields = {
+        source.field for source in rendered.sources if id(source) in written and source.turn < 0
+    }
     if tools and "tools" not in fields:
         notes.add(TOOLS_LEFT_OUT)
     for source in rendered.sources:
@@ -47,20 +53,37 @@ def _is_cut(source, ranges: list[tuple[int, int]]) -> bool:
     """Returns whether something of a text is missing, but for white space and what the template looks for."""
     if sum(end - start for start, end in ranges) >= len(source.text.strip()):
         return False
-    looked_for = [match.span() for needle in source.needles for match in re.finditer(re.escape(needle), source.text)]
+    looked_for = [
+        match.span()
+        for needle in source.needles
+        for match in re.finditer(re.escape(needle), source.text)
+    ]
     at = 0
-    for start, end in [*sorted([*ranges, *source.found, *looked_for]), (len(source.text), len(source.text))]:
+    for start, end in [
+        *sorted([*ranges, *source.found, *looked_for]),
+        (len(source.text), len(source.text)),
+    ]:
         if source.text[at:start].strip():
             return True
         at = max(at, end)
     return False
 
 
-def _check_calls(rendered: Rendered, messages: Sequence[Message], written: dict[int, list[tuple[int, int]]]) -> None:
-    names = {(message_number, call["function"]["name"])
-             for message_number, message in enumerate(messages) for call in message.tool_calls}
-    found = {(source.turn, source.text) for source in rendered.sources
-             if source.field == "tool_calls" and id(source) in written}
+def _check_calls(
+    rendered: Rendered, messages: Sequence[Message], written: dict[int, list[tuple[int, int]]]
+) -> None:
+    names = {
+        (message_number, call["function"]["name"])
+        for message_number, message in enumerate(messages)
+        for call in message.tool_calls
+    }
+    found = {
+        (source.turn, source.text)
+        for source in rendered.sources
+        if source.field == "tool_calls" and id(source) in written
+    }
     if names - found:
-        raise TemplateError("the chat template does not write a turn's `tool_calls`; one that does, such as the model's own "
-                            "(template: tokenizer), would work")
+        raise TemplateError(
+            "the chat template does not write a turn's `tool_calls`; one that does, such as the model's own "
+            "(template: tokenizer), would work"
+        )

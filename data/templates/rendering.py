@@ -39,7 +39,10 @@ class Template(NamedTuple):
     """What strftime_now writes."""
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        add_generation_prompt: bool = False,
     ) -> Rendered:
         """Renders a conversation.
 
@@ -60,12 +63,20 @@ class Template(NamedTuple):
         descriptions = track(list(tools), -1, "tools", sources) or None
         names = zip(("bos_token", "eos_token", "pad_token"), self.specials, strict=True)
         characters = sum(len(source.text) for source in sources)
-        meter.left = meter.limit = STEPS + STEPS_PER_VALUE * (len(sources) + len(turns)) + characters
+        meter.left = meter.limit = (
+            STEPS + STEPS_PER_VALUE * (len(sources) + len(turns)) + characters
+        )
         meter.printed, meter.generated = 0, []
-        context = compiled.new_context({
-            "messages": turns, "add_generation_prompt": add_generation_prompt, "tools": descriptions, "documents": None,
-            "strftime_now": partial(strftime, self.date), **{name: token for name, token in names if token is not None},
-        })
+        context = compiled.new_context(
+            {
+                "messages": turns,
+                "add_generation_prompt": add_generation_prompt,
+                "tools": descriptions,
+                "documents": None,
+                "strftime_now": partial(strftime, self.date),
+                **{name: token for name, token in names if token is not None},
+            }
+        )
         pieces = []
         try:
             for piece in compiled.root_render_func(context):
@@ -77,10 +88,17 @@ class Template(NamedTuple):
         except Exception as error:  # Jinja's own errors and whatever a template's expressions raise
             roles = [message.role for message in messages]
             turns = ", ".join(roles[:8]) + ", ..." * (len(roles) > 8)
-            raise TemplateError(f"the chat template refuses turns {turns}: {_words(error)}") from None
+            raise TemplateError(
+                f"the chat template refuses turns {turns}: {_words(error)}"
+            ) from None
         has_blocks = _GENERATION.search(self.source) is not None
-        return Rendered(str.__str__(text), text.runs, sources, meter.generated if has_blocks else None,
-                        compiled.environment.needles)
+        return Rendered(
+            str.__str__(text),
+            text.runs,
+            sources,
+            meter.generated if has_blocks else None,
+            compiled.environment.needles,
+        )
 
 
 def _words(error: Exception) -> str:
@@ -93,7 +111,10 @@ def _fields(message: Message, turn: int, sources: list) -> dict[str, Any]:
     """Returns the fields of a turn as transformers gives them to a template, tracked."""
     from data.templates.tracked import track
 
-    fields: dict[str, Any] = {"role": message.role, "content": track(message.content, turn, "content", sources)}
+    fields: dict[str, Any] = {
+        "role": message.role,
+        "content": track(message.content, turn, "content", sources),
+    }
     if message.reasoning is not None:
         reasoning = track(message.reasoning, turn, "reasoning", sources)
         fields.update(thinking=reasoning, reasoning_content=reasoning)

@@ -1,4 +1,5 @@
 """Jinja as transformers runs it, bounded in the work that a template may do."""
+
 import warnings
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -28,14 +29,26 @@ def compile_template(source: str) -> "Template":
     from data.templates.environment import Environment
 
     if len(source) > MAX_SOURCE:
-        raise UserError(f"the tokenizer's chat template has {len(source):,} characters; up to {MAX_SOURCE:,} would work")
+        raise UserError(
+            f"the tokenizer's chat template has {len(source):,} characters; up to {MAX_SOURCE:,} would work"
+        )
     try:
         with warnings.catch_warnings():  # Python's own, about expressions that make no sense
             warnings.simplefilter("ignore")
             return Environment().from_string(source)
     except TemplateSyntaxError as error:
-        raise UserError(f"the tokenizer's chat template is not Jinja: line {error.lineno}: {error.message}") from None
-    except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:  # of the compiler, or of constants
+        raise UserError(
+            f"the tokenizer's chat template is not Jinja: line {error.lineno}: {error.message}"
+        ) from None
+    except (
+        RecursionError,
+        MemoryError,
+        SyntaxError,
+        ValueError,
+        OverflowError,
+    ) as error:  # of the compiler, or of constants
         if isinstance(error, UserError):
             raise
-        raise UserError(f"the tokenizer's chat template cannot be compiled ({type(error).__name__})") from None
+        raise UserError(
+            f"the tokenizer's chat template cannot be compiled ({type(error).__name__})"
+        ) from None

@@ -51,8 +51,10 @@ class Meter(threading.local):
         """Counts steps of work; raises TemplateError where none are left."""
         self.left -= steps
         if self.left < 0:
-            raise TemplateError(f"the chat template goes on and on: too many iterations, or texts too long (more than "
-                                f"{self.limit:,} steps of work)")
+            raise TemplateError(
+                f"the chat template goes on and on: too many iterations, or texts too long (more than "
+                f"{self.limit:,} steps of work)"
+            )
 
 
 meter = Meter()
@@ -119,7 +121,9 @@ class Tracked(str):
                 length, source, offset = runs[following]
                 low, high = max(start, begin), min(end, begin + length)
                 if low < high:
-                    cut.append((high - low, source, None if offset is None else offset + low - begin))
+                    cut.append(
+                        (high - low, source, None if offset is None else offset + low - begin)
+                    )
                 begin += length
                 following += 1
             pieces.append(self.same(Tracked(plain(self, slice(start, end)), cut)))
@@ -177,7 +181,10 @@ class Tracked(str):
     def __mul__(self, count: Any) -> "Tracked":
         if not isinstance(count, int):
             return NotImplemented
-        meter.spend((len(self) // 100 + len(self.runs) + 1) * max(count, 0) // 8 + len(self) * max(count, 0) // 100)
+        meter.spend(
+            (len(self) // 100 + len(self.runs) + 1) * max(count, 0) // 8
+            + len(self) * max(count, 0) // 100
+        )
         return self.same(concat([self] * count))
 
     __rmul__ = __mul__
@@ -213,7 +220,9 @@ class Tracked(str):
 
     def _parts(self, sep: str | None) -> int:
         """Returns at most how many parts a text is split into."""
-        return len(self) // 100 + (len(self) // 2 if sep is None else str.count(self, sep) if sep else 0)
+        return len(self) // 100 + (
+            len(self) // 2 if sep is None else str.count(self, sep) if sep else 0
+        )
 
     def _where(self, parts: list[str], sep: str | None) -> list["Tracked"]:
         """Returns the parts that a method of str has split this text into, cut out of it."""
@@ -230,22 +239,34 @@ class Tracked(str):
     def splitlines(self, keepends: bool = False) -> list["Tracked"]:
         meter.spend(len(self) // 8)
         ranges, at = [], 0
-        for whole, part in zip(str.splitlines(self, True), str.splitlines(self, keepends), strict=True):
+        for whole, part in zip(
+            str.splitlines(self, True), str.splitlines(self, keepends), strict=True
+        ):
             ranges.append((at, at + len(part)))
             at += len(whole)
         return self._cuts(ranges)
 
     def partition(self, sep: str) -> tuple["Tracked", ...]:
         self.look_for(sep)
-        return self._three(sep, str.find(self, sep), (self, Tracked(""), Tracked(""))) if sep else str.partition(self, sep)
+        return (
+            self._three(sep, str.find(self, sep), (self, Tracked(""), Tracked("")))
+            if sep
+            else str.partition(self, sep)
+        )
 
     def rpartition(self, sep: str) -> tuple["Tracked", ...]:
         self.look_for(sep)
-        return self._three(sep, str.rfind(self, sep), (Tracked(""), Tracked(""), self)) if sep else str.rpartition(self, sep)
+        return (
+            self._three(sep, str.rfind(self, sep), (Tracked(""), Tracked(""), self))
+            if sep
+            else str.rpartition(self, sep)
+        )
 
     def _three(self, sep: str, start: int, absent: tuple["Tracked", ...]) -> tuple["Tracked", ...]:
         end = start + len(sep)
-        return absent if start < 0 else tuple(self._cuts([(0, start), (start, end), (end, len(self))]))
+        return (
+            absent if start < 0 else tuple(self._cuts([(0, start), (start, end), (end, len(self))]))
+        )
 
     # Methods by which templates join and replace.
 
@@ -263,7 +284,9 @@ class Tracked(str):
         joined: list[str] = []
         for number, part in enumerate(parts):
             if not isinstance(part, str):
-                raise TypeError(f"sequence item {number}: expected str instance, {type(part).__name__} found")
+                raise TypeError(
+                    f"sequence item {number}: expected str instance, {type(part).__name__} found"
+                )
             meter.spend(1 + len(part) // 100 + len(self) // 100)
             if number:
                 joined.append(self)
@@ -278,8 +301,14 @@ class Tracked(str):
             if field is None:
                 continue
             if spec or conversion or not re.fullmatch(r"\d{0,3}|[A-Za-z]\w*", field):
-                raise TemplateError("the chat template formats a text with a width or an attribute, which is not allowed")
-            value = named[field] if field.isidentifier() else values[int(field) if field else next(numbers)]
+                raise TemplateError(
+                    "the chat template formats a text with a width or an attribute, which is not allowed"
+                )
+            value = (
+                named[field]
+                if field.isidentifier()
+                else values[int(field) if field else next(numbers)]
+            )
             pieces.append(text_of(value))
         return concat(pieces)
 
@@ -300,7 +329,9 @@ class Tracked(str):
     def endswith(self, suffix: Any, *borders: int) -> bool:
         for needle in suffix if isinstance(suffix, tuple) else (suffix,):
             if str.endswith(self, needle, *borders):
-                self._find_at(len(self) - len(needle), len(self), needle) if not borders else self.look_for(needle)
+                self._find_at(
+                    len(self) - len(needle), len(self), needle
+                ) if not borders else self.look_for(needle)
                 return True
         return False
 
@@ -343,7 +374,9 @@ class Tracked(str):
         meter.spend(len(self) // 100)
         text = change(str.__str__(self))
         if len(text) != len(self) and any(source for _, source, _ in self.runs):
-            raise TemplateError("the chat template changes the letters of a turn's text into others, which cannot be followed")
+            raise TemplateError(
+                "the chat template changes the letters of a turn's text into others, which cannot be followed"
+            )
         return self.same(Tracked(text, self.runs if len(text) == len(self) else None))
 
 
@@ -359,13 +392,19 @@ class Safe(Tracked):
         return Safe(str.__str__(text), text.runs)
 
     def __add__(self, other: Any) -> Tracked:
-        return self.same(concat([self, _escaped(other)])) if isinstance(other, str) else NotImplemented
+        return (
+            self.same(concat([self, _escaped(other)])) if isinstance(other, str) else NotImplemented
+        )
 
     def __radd__(self, other: Any) -> Tracked:
-        return self.same(concat([_escaped(other), self])) if isinstance(other, str) else NotImplemented
+        return (
+            self.same(concat([_escaped(other), self])) if isinstance(other, str) else NotImplemented
+        )
 
     def _not_followed(self, *values: Any, **named: Any) -> Tracked:
-        raise TemplateError("the chat template changes a text that it has marked as `safe`, which is not allowed")
+        raise TemplateError(
+            "the chat template changes a text that it has marked as `safe`, which is not allowed"
+        )
 
     replace = join = format = __mod__ = _not_followed
 
@@ -373,7 +412,13 @@ class Safe(Tracked):
 def _escaped(text: str) -> str:
     if isinstance(text, Safe):
         return text
-    for letter, entity in (("&", "&amp;"), (">", "&gt;"), ("<", "&lt;"), ("'", "&#39;"), ('"', "&#34;")):
+    for letter, entity in (
+        ("&", "&amp;"),
+        (">", "&gt;"),
+        ("<", "&lt;"),
+        ("'", "&#39;"),
+        ('"', "&#34;"),
+    ):
         if letter in str.__str__(text):
             text = concat(_between(Tracked(text)._where(str.split(text, letter), letter), entity))
     return text
@@ -403,8 +448,10 @@ def percent(text: Tracked, values: Any) -> Tracked:
                 raise TypeError("not enough arguments for format string") from None
             pieces.append(text_of(value) if match[1] == "s" else "%d" % value)  # noqa: UP031 - of numbers alone
         else:
-            raise TemplateError("the chat template formats a text by % with a width or a kind other than %s and %d, "
-                                "which is not allowed")
+            raise TemplateError(
+                "the chat template formats a text by % with a width or a kind other than %s and %d, "
+                "which is not allowed"
+            )
     if next(values, values) is not values:
         raise TypeError("not all arguments converted during string formatting")
     return concat([*pieces, text[at:]])
@@ -431,7 +478,9 @@ def _represent(value: Any, parts: list[str]) -> None:
     """Adds the parts of repr(value) to a list."""
     meter.spend(4)
     if isinstance(value, Safe):
-        raise TemplateError("the chat template prints a list of texts that it has marked as `safe`, which is not allowed")
+        raise TemplateError(
+            "the chat template prints a list of texts that it has marked as `safe`, which is not allowed"
+        )
     if isinstance(value, str):
         parts.append(quoted(value, str.__repr__(value), _like_repr))
     elif isinstance(value, dict):
@@ -453,12 +502,16 @@ def _represent(value: Any, parts: list[str]) -> None:
     elif value is None or isinstance(value, bool | int | float | Undefined | range):
         parts.append(repr(value))
     else:
-        raise TemplateError(f"the chat template prints a {type(value).__name__}, which is not allowed")
+        raise TemplateError(
+            f"the chat template prints a {type(value).__name__}, which is not allowed"
+        )
 
 
 def _like_repr(part: str, whole: str) -> str:
     """Returns the letters of a part as they stand in the representation of a whole text."""
-    other = "'" if whole[0] == '"' else '"'  # makes repr choose the same quotes; stands first, and is never escaped
+    other = (
+        "'" if whole[0] == '"' else '"'
+    )  # makes repr choose the same quotes; stands first, and is never escaped
     return str.__repr__(other + part)[2:-1]
 
 
@@ -482,12 +535,19 @@ def quoted(text: str, whole: str, quote_part: Callable[[str, str], str]) -> str:
         pieces.append((len(letters[-1]), source, None))
         at += length
     if "".join(letters) + whole[-1] != whole:
-        raise TemplateError("the chat template quotes a turn's text in a way that cannot be followed")
+        raise TemplateError(
+            "the chat template quotes a turn's text in a way that cannot be followed"
+        )
     return Tracked(whole, [*pieces, (1, None, 0)])
 
 
-def to_json(value: object, ensure_ascii: bool = False, indent: int | str | None = None,
-            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> Tracked:
+def to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> Tracked:
     """Returns JSON as transformers' templates write it: without HTML escapes, with json.dumps's own options."""
     quote = json.encoder.encode_basestring_ascii if ensure_ascii else json.encoder.encode_basestring
     between, colon = separators or ((", ", ": ") if indent is None else (",", ": "))
@@ -526,7 +586,9 @@ def to_json(value: object, ensure_ascii: bool = False, indent: int | str | None 
                 if is_dict:
                     parts.extend((key_text(item[0]), colon))
                 write(item[1] if is_dict else item, depth + 1)
-            parts.append(("" if indent is None else "\n" + indent * depth) + ("}" if is_dict else "]"))
+            parts.append(
+                ("" if indent is None else "\n" + indent * depth) + ("}" if is_dict else "]")
+            )
         else:
             parts.append(json.dumps(value))
 
@@ -558,7 +620,10 @@ def track(value: Any, turn: int, field: str, sources: list[Source]) -> Any:
         sources.append(source)
         return Tracked(value, ((len(value), source, 0),) if value else ())
     if isinstance(value, dict):
-        return {track(key, turn, field, sources): track(item, turn, field, sources) for key, item in value.items()}
+        return {
+            track(key, turn, field, sources): track(item, turn, field, sources)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [track(item, turn, field, sources) for item in value]
     return value

@@ -39,8 +39,9 @@ def archive_folder(root: Path, domain: str, algorithm: str) -> Path:
     return root / domain / algorithm
 
 
-def download_archive(domain: str, algorithm: str, root: Path, address: str = ADDRESS,
-                     **options: Any) -> int | None:
+def download_archive(
+    domain: str, algorithm: str, root: Path, address: str = ADDRESS, **options: Any
+) -> int | None:
     """Downloads an archive and unpacks its episodes into {root}/{domain}/{algorithm}/buffer, unless they are there already.
 
     Interrupted at any moment, it goes on where it was: the download with the bytes that have arrived, unpacking from its
@@ -62,7 +63,9 @@ def download_archive(domain: str, algorithm: str, root: Path, address: str = ADD
     with exclusive(folder.with_name(f".{algorithm}.lock"), f"downloads {algorithm} into it"):
         if folder.exists():
             if not (folder / RECORD).exists():
-                raise UserError(f"{folder}: exists, and was not made by this command; move it away, or use it as it is")
+                raise UserError(
+                    f"{folder}: exists, and was not made by this command; move it away, or use it as it is"
+                )
             return None
         url = f"{address.rstrip('/')}/{domain}/{algorithm}.zip"
         if not archive.exists():
@@ -91,15 +94,22 @@ def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int
         try:
             with zipfile.ZipFile(archive) as opened:
                 members = _episodes(archive, opened)
-                _check_room(archive, folder.parent, sum(member.file_size for member in members.values()))
+                _check_room(
+                    archive, folder.parent, sum(member.file_size for member in members.values())
+                )
                 for name, member in members.items():
                     _unpack_member(archive, opened, member, inner / "buffer" / name)
         except zipfile.BadZipFile as error:
-            raise UserError(f"{archive}: half an archive, or none ({error}); remove it, and the same command downloads it again"
-                            ) from None
-        except NotImplementedError as error:  # a compression method or a version that zipfile does not know
+            raise UserError(
+                f"{archive}: half an archive, or none ({error}); remove it, and the same command downloads it again"
+            ) from None
+        except (
+            NotImplementedError
+        ) as error:  # a compression method or a version that zipfile does not know
             raise UserError(f"{archive}: cannot be unpacked ({error})") from None
-        (inner / RECORD).write_text(json.dumps(about | {"episodes": len(members)}, indent=2) + "\n", encoding="utf-8")
+        (inner / RECORD).write_text(
+            json.dumps(about | {"episodes": len(members)}, indent=2) + "\n", encoding="utf-8"
+        )
         sync_tree(inner)
         os.rename(inner, folder)
         sync(folder.parent)
@@ -120,30 +130,50 @@ def _episodes(archive: Path, opened: zipfile.ZipFile) -> dict[str, zipfile.ZipIn
     members: dict[str, zipfile.ZipInfo] = {}
     for member in opened.infolist():
         path = PurePosixPath(member.filename)
-        if path.is_absolute() or ".." in path.parts or "\\" in member.filename or stat.S_ISLNK(member.external_attr >> 16):
-            raise UserError(f"{archive}: has {member.filename!r} in it, a link or a path that leads out of the folder; nothing "
-                            "was unpacked")
+        if (
+            path.is_absolute()
+            or ".." in path.parts
+            or "\\" in member.filename
+            or stat.S_ISLNK(member.external_attr >> 16)
+        ):
+            raise UserError(
+                f"{archive}: has {member.filename!r} in it, a link or a path that leads out of the folder; nothing "
+                "was unpacked"
+            )
         if member.is_dir() or path.parent.name != "buffer" or path.suffix != ".npz":
             continue
         if path.name in members:
             raise UserError(f"{archive}: has two episodes called {path.name}; nothing was unpacked")
         members[path.name] = member
     if not members:
-        raise UserError(f"{archive}: has no episodes (buffer/*.npz) among its {len(opened.namelist())} files")
+        raise UserError(
+            f"{archive}: has no episodes (buffer/*.npz) among its {len(opened.namelist())} files"
+        )
     return members
 
 
 def _check_room(archive: Path, folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise UserError(f"{archive}: its episodes need {needed:,} bytes, and the disk of {folder} has {free:,} left; with more "
-                        "room there the same command goes on")
+        raise UserError(
+            f"{archive}: its episodes need {needed:,} bytes, and the disk of {folder} has {free:,} left; with more "
+            "room there the same command goes on"
+        )
 
 
-def _unpack_member(archive: Path, opened: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> None:
+def _unpack_member(
+    archive: Path, opened: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path
+) -> None:
     try:
         with opened.open(member) as source, path.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: an encrypted member
-        raise UserError(f"{archive}: {member.filename} in it is damaged ({str(error) or type(error).__name__}); remove the "
-                        "archive, and the same command downloads it again") from None
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        RuntimeError,
+    ) as error:  # RuntimeError: an encrypted member
+        raise UserError(
+            f"{archive}: {member.filename} in it is damaged ({str(error) or type(error).__name__}); remove the "
+            "archive, and the same command downloads it again"
+        ) from None

@@ -69,16 +69,25 @@ class PreparedTrajectories:
     def report(self) -> str:
         """The number of episodes, the spread of their returns, and what was left out."""
         quartiles = np.quantile(self.returns, [0, 0.25, 0.5, 0.75, 1])
-        text = (f"{len(self)} episodes of {self.lengths.min()} to {self.lengths.max()} steps; returns: "
-                f"least {quartiles[0]:.1f}, quartiles {quartiles[1]:.1f} {quartiles[2]:.1f} {quartiles[3]:.1f}, "
-                f"best {quartiles[4]:.1f}, mean {self.returns.mean():.1f}")
+        text = (
+            f"{len(self)} episodes of {self.lengths.min()} to {self.lengths.max()} steps; returns: "
+            f"least {quartiles[0]:.1f}, quartiles {quartiles[1]:.1f} {quartiles[2]:.1f} {quartiles[3]:.1f}, "
+            f"best {quartiles[4]:.1f}, mean {self.returns.mean():.1f}"
+        )
         if self.dropped:
-            text += f"\n{len(self.dropped)} files left out:\n" + "\n".join(f"  {reason}" for reason in self.dropped[:10])
+            text += f"\n{len(self.dropped)} files left out:\n" + "\n".join(
+                f"  {reason}" for reason in self.dropped[:10]
+            )
         return text
 
 
-def prepare_trajectories(path: str | Path, task_name: str, prepared: str | Path, progress: bool = False,
-                         key: str | None = None) -> PreparedTrajectories:
+def prepare_trajectories(
+    path: str | Path,
+    task_name: str,
+    prepared: str | Path,
+    progress: bool = False,
+    key: str | None = None,
+) -> PreparedTrajectories:
     """Returns the episodes below `path`, prepared into a folder in `prepared` unless they are there already.
 
     Rewards are those of the task: computed anew from the stored states unless the folder says that they are the task's own.
@@ -101,8 +110,10 @@ def prepare_trajectories(path: str | Path, task_name: str, prepared: str | Path,
         paths.download(shared, folder, INDEX, _is_whole)
         stored = _read_or_warn(folder)
     if stored is None and key:
-        raise UserError(f"{shared}: not found on this machine, but another process has prepared it; a data.prepared that all "
-                        "processes share would work")
+        raise UserError(
+            f"{shared}: not found on this machine, but another process has prepared it; a data.prepared that all "
+            "processes share would work"
+        )
     if stored is None:
         _build(files, task, folder, progress)
         if paths.is_remote(prepared):
@@ -131,7 +142,9 @@ def _read(folder: Path) -> PreparedTrajectories:
     except (PermissionError, UserError):
         raise
     except Exception as error:  # zipfile, zlib, numpy and json raise a dozen kinds of their own
-        raise UserError(f"{folder}: {INDEX} is damaged ({str(error) or type(error).__name__})") from error
+        raise UserError(
+            f"{folder}: {INDEX} is damaged ({str(error) or type(error).__name__})"
+        ) from error
 
 
 def _is_whole(folder: Path) -> bool:
@@ -192,22 +205,37 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
                 continue
             returns.append(episode_return(episode.reward))
             lengths.append(len(episode.reward) - 1)
-            yield len(returns) - 1, {"steps": episode._asdict() | _borders(episode), "file": "/".join(file.parts[-4:])}
+            yield (
+                len(returns) - 1,
+                {"steps": episode._asdict() | _borders(episode), "file": "/".join(file.parts[-4:])},
+            )
         if not returns:
-            raise UserError(f"{files[0].parent}: none of {len(files)} episodes can be used; the first: {dropped[0]}")
+            raise UserError(
+                f"{files[0].parent}: none of {len(files)} episodes can be used; the first: {dropped[0]}"
+            )
 
     with building(folder, _is_whole) as temporary:
-        write_records(temporary, EPISODES, functools.partial(_features, task), episodes, name="trajectories")
+        write_records(
+            temporary, EPISODES, functools.partial(_features, task), episodes, name="trajectories"
+        )
         (temporary / "dropped.json").write_text(json.dumps(dropped, indent=1), encoding="utf-8")
-        np.savez(temporary / INDEX, returns=np.array(returns), lengths=np.array(lengths),
-                 files=np.array(record_files(temporary, ["dropped.json", EPISODES])))
+        np.savez(
+            temporary / INDEX,
+            returns=np.array(returns),
+            lengths=np.array(lengths),
+            files=np.array(record_files(temporary, ["dropped.json", EPISODES])),
+        )
 
 
 def _borders(episode: Episode) -> dict[str, Bool[np.ndarray, " T+1"]]:
     """Returns RLDS's flags of an episode's steps; the last one is terminal where its discount is 0, not where time ran out."""
     number = np.arange(len(episode.reward))
     is_last = number == number[-1]
-    return {"is_first": number == 0, "is_last": is_last, "is_terminal": is_last & (episode.discount == 0)}
+    return {
+        "is_first": number == 0,
+        "is_last": is_last,
+        "is_terminal": is_last & (episode.discount == 0),
+    }
 
 
 def _features(task: Task, tfds: ModuleType) -> dict[str, Any]:
@@ -217,10 +245,16 @@ def _features(task: Task, tfds: ModuleType) -> dict[str, Any]:
     follow. Folders that were prepared before the flags is_first, is_last and is_terminal were stored lack them, under the same
     key; `PreparedTrajectories` needs none of the three.
     """
+
     def array(dtype, *shape, **options):
         return tfds.features.Tensor(shape=(None, *shape), dtype=dtype, **options)
 
-    steps = {"observation": array(np.float32, task.observation_size), "action": array(np.float32, task.action_size),
-             "reward": array(np.float32), "discount": array(np.float32), "physics": array(np.float64, None, encoding="zlib"),
-             **{name: array(np.bool_) for name in ("is_first", "is_last", "is_terminal")}}
+    steps = {
+        "observation": array(np.float32, task.observation_size),
+        "action": array(np.float32, task.action_size),
+        "reward": array(np.float32),
+        "discount": array(np.float32),
+        "physics": array(np.float64, None, encoding="zlib"),
+        **{name: array(np.bool_) for name in ("is_first", "is_last", "is_terminal")},
+    }
     return {"steps": steps, "file": tfds.features.Text()}

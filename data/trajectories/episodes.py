@@ -14,7 +14,16 @@ from data.errors import UserError
 from .tasks import Task
 
 # What numpy and zipfile raise for damaged files; the last, for a compression method that no zip file has.
-DAMAGE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError, NotImplementedError)
+DAMAGE = (
+    OSError,
+    ValueError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    AttributeError,
+    TypeError,
+    NotImplementedError,
+)
 
 
 class Episode(NamedTuple):
@@ -47,32 +56,53 @@ def read_episode(path: Path, task: Task) -> Episode:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: np.asarray(stored[name]) for name in Episode._fields}
     except KeyError as missing:
-        raise UserError(f"{path}: has no array {missing.args[0].split()[0]}; needs {', '.join(Episode._fields)}") from None
+        raise UserError(
+            f"{path}: has no array {missing.args[0].split()[0]}; needs {', '.join(Episode._fields)}"
+        ) from None
     except DAMAGE:
         raise UserError(f"{path}: damaged, or not an .npz file of arrays") from None
-    arrays["reward"], arrays["discount"] = (arrays[name].reshape(-1) for name in ("reward", "discount"))
+    arrays["reward"], arrays["discount"] = (
+        arrays[name].reshape(-1) for name in ("reward", "discount")
+    )
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) > 1 or min(lengths.values()) < 2:
-        raise UserError(f"{path}: lengths are {', '.join(f'{name} {length}' for name, length in lengths.items())}; all must be "
-                        "equal and at least 2")
+        raise UserError(
+            f"{path}: lengths are {', '.join(f'{name} {length}' for name, length in lengths.items())}; all must be "
+            "equal and at least 2"
+        )
     promised = path.stem.rpartition("_")[2]
     if promised.isdigit() and int(promised) != lengths["reward"] - 1:
         raise UserError(f"{path}: has {lengths['reward'] - 1} steps, but its name says {promised}")
-    sizes = {"observation": task.observation_size, "action": task.action_size, "physics": task.physics_size}
+    sizes = {
+        "observation": task.observation_size,
+        "action": task.action_size,
+        "physics": task.physics_size,
+    }
     for name, size in sizes.items():
         if arrays[name].shape[1:] != (size,):
-            raise UserError(f"{path}: {name} has shape {arrays[name].shape[1:]}; {task.domain}'s is {(size,)}")
+            raise UserError(
+                f"{path}: {name} has shape {arrays[name].shape[1:]}; {task.domain}'s is {(size,)}"
+            )
     for name, array in arrays.items():
-        first = 1 if name in ("action", "reward", "discount") else 0  # those of the reset mean nothing
+        first = (
+            1 if name in ("action", "reward", "discount") else 0
+        )  # those of the reset mean nothing
         if array.dtype.kind not in "fiu" or not np.isfinite(array[first:]).all():
             raise UserError(f"{path}: {name} holds what is no finite number")
-    return Episode(*(arrays[name].astype(np.float64 if name == "physics" else np.float32) for name in Episode._fields))
+    return Episode(
+        *(
+            arrays[name].astype(np.float64 if name == "physics" else np.float32)
+            for name in Episode._fields
+        )
+    )
 
 
 def write_episode(folder: Path, name: str, index: int, episode: Episode) -> Path:
     """Writes {name}_{index}_{length}.npz in one step, so that no half file is ever seen; returns its path."""
     path = folder / f"{name}_{index}_{len(episode.reward) - 1}.npz"
-    partial = folder / f".{path.name}.part"  # of one name, so that what a killed process left is written over
+    partial = (
+        folder / f".{path.name}.part"
+    )  # of one name, so that what a killed process left is written over
     with partial.open("wb") as file:
         np.savez_compressed(file, **episode._asdict())
         file.flush()
@@ -92,5 +122,7 @@ def episode_files(root: Path, task: Task) -> list[Path]:
     """
     files = sorted(root.glob(f"{task.domain}/*/buffer/*.npz")) or sorted(root.glob("*.npz"))
     if not files:
-        raise UserError(f"{root}: found no episodes; needs {task.domain}/ALGORITHM/buffer/*.npz below it")
+        raise UserError(
+            f"{root}: found no episodes; needs {task.domain}/ALGORITHM/buffer/*.npz below it"
+        )
     return files

@@ -35,13 +35,24 @@ class TrajectoryConfig:
     """Successive decisions of an episode that a row contains, from a random one on; 0 takes the whole episode."""
 
     def __post_init__(self) -> None:
-        for name, minimum in (("in_context", 1), ("components", 1), ("action_repeat", 1), ("decisions", 0)):
+        for name, minimum in (
+            ("in_context", 1),
+            ("components", 1),
+            ("action_repeat", 1),
+            ("decisions", 0),
+        ):
             if getattr(self, name) < minimum:
-                raise ValueError(f"trajectories.{name}: found {getattr(self, name)}, needs at least {minimum}")
+                raise ValueError(
+                    f"trajectories.{name}: found {getattr(self, name)}, needs at least {minimum}"
+                )
         if not 0 < self.best <= 1:
-            raise ValueError(f"trajectories.best: found {self.best}, needs a share above 0 and up to 1")
+            raise ValueError(
+                f"trajectories.best: found {self.best}, needs a share above 0 and up to 1"
+            )
         if self.path and not self.task:
-            raise ValueError("trajectories.task: missing; give the task whose rewards are learned from, such as walker_walk")
+            raise ValueError(
+                "trajectories.task: missing; give the task whose rewards are learned from, such as walker_walk"
+            )
 
     @property
     def tokens_per_decision(self) -> int:

@@ -1,5 +1,6 @@
 """Augmented random search over linear policies (Mania et al., Simple random search of static linear policies is competitive
 for reinforcement learning, Algorithm 2), which goes on after an interruption."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -56,7 +57,9 @@ class Search:
                     self.iteration, self.count = int(stored["iteration"]), int(stored["count"])
                     self.weights, self.sums = stored["weights"], stored["sums"]
             except (KeyError, *DAMAGE):
-                raise UserError(f"{path}: damaged; remove it, and the same command plays the whole search again") from None
+                raise UserError(
+                    f"{path}: damaged; remove it, and the same command plays the whole search again"
+                ) from None
 
     @property
     def mean(self) -> Float[np.ndarray, " O"]:
@@ -74,14 +77,18 @@ class Search:
         generator = np.random.default_rng((self.seed, 2, self.iteration))
         return generator.normal(size=(self.config.directions, *self.weights.shape))
 
-    def update(self, returns: Float[np.ndarray, " 2n"], states: Sequence[tuple[np.ndarray, np.ndarray, int]]) -> None:
+    def update(
+        self,
+        returns: Float[np.ndarray, " 2n"],
+        states: Sequence[tuple[np.ndarray, np.ndarray, int]],
+    ) -> None:
         """Follows the best directions (Algorithm 2, lines 6 and 7), and saves the state.
 
         Args:
           returns: of the policies on both sides of each direction, in turn.
         """
         pairs = returns.reshape(-1, 2)
-        best = np.argsort(-pairs.max(1), kind="stable")[:self.config.best]
+        best = np.argsort(-pairs.max(1), kind="stable")[: self.config.best]
         spread = max(float(pairs[best].std()), 1e-6)
         gradient = np.tensordot(pairs[best, 0] - pairs[best, 1], self.directions()[best], 1)
         self.weights = self.weights + self.config.step / (self.config.best * spread) * gradient
@@ -91,7 +98,13 @@ class Search:
         self.iteration += 1
         partial = self.path.with_suffix(".part.npz")
         with partial.open("wb") as file:
-            np.savez(file, iteration=self.iteration, count=self.count, weights=self.weights, sums=self.sums)
+            np.savez(
+                file,
+                iteration=self.iteration,
+                count=self.count,
+                weights=self.weights,
+                sums=self.sums,
+            )
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, self.path)

@@ -42,14 +42,17 @@ class Task:
         return self.name.removeprefix(f"{self.domain}_")
 
 
-TASKS = {task.name: task for task in (
-    Task("walker_stand", "walker", 24, 6, 18, 1000),
-    Task("walker_walk", "walker", 24, 6, 18, 1000),
-    Task("walker_run", "walker", 24, 6, 18, 1000),
-    Task("cheetah_run", "cheetah", 17, 6, 18, 1000),
-    Task("cartpole_swingup", "cartpole", 5, 1, 4, 1000),
-    Task("jaco_reach_top_left", "jaco", 55, 9, 31, 250),
-)}
+TASKS = {
+    task.name: task
+    for task in (
+        Task("walker_stand", "walker", 24, 6, 18, 1000),
+        Task("walker_walk", "walker", 24, 6, 18, 1000),
+        Task("walker_run", "walker", 24, 6, 18, 1000),
+        Task("cheetah_run", "cheetah", 17, 6, 18, 1000),
+        Task("cartpole_swingup", "cartpole", 5, 1, 4, 1000),
+        Task("jaco_reach_top_left", "jaco", 55, 9, 31, 250),
+    )
+}
 
 
 def get_task(name: str) -> Task:
@@ -59,7 +62,9 @@ def get_task(name: str) -> Task:
       UserError: there is none of this name.
     """
     if name not in TASKS:
-        raise UserError(f"trajectories.task: found {name!r}; {nearest(name, TASKS)}the tasks are {', '.join(TASKS)}")
+        raise UserError(
+            f"trajectories.task: found {name!r}; {nearest(name, TASKS)}the tasks are {', '.join(TASKS)}"
+        )
     return TASKS[name]
 
 
@@ -73,7 +78,9 @@ def make_environment(task: Task, seed: int) -> Any:
     try:
         from dm_control import suite
     except ImportError:
-        raise UserError("the simulator is missing: make install EXTRAS=rl installs dm_control") from None
+        raise UserError(
+            "the simulator is missing: make install EXTRAS=rl installs dm_control"
+        ) from None
     if task.domain == "jaco":
         return _reach_environment(task, seed)
     return suite.load(task.domain, task.task, task_kwargs={"random": seed})
@@ -96,13 +103,27 @@ def _reach_environment(task: Task, seed: int) -> Any:
     features = observations.PERFECT_FEATURES
     workspace = collections.namedtuple("Workspace", ["target_bbox", "tcp_bbox", "arm_offset"])(
         target_bbox=workspaces.BoundingBox(REACH_CORNER, REACH_CORNER),
-        tcp_bbox=workspaces.BoundingBox((-0.1, -0.1, 0.2), (0.1, 0.1, 0.4)), arm_offset=robots.ARM_OFFSET)
+        tcp_bbox=workspaces.BoundingBox((-0.1, -0.1, 0.2), (0.1, 0.1, 0.4)),
+        arm_offset=robots.ARM_OFFSET,
+    )
     arena, arm, hand = arenas.Standard(), robots.make_arm(features), robots.make_hand(features)
-    brick = props.Duplo(observable_options=observations.make_options(features, observations.FREEPROP_OBSERVABLES))
-    reaching = reach.Reach(arena=arena, arm=arm, hand=hand, prop=brick, obs_settings=features, workspace=workspace,
-                           control_timestep=constants.CONTROL_TIMESTEP)
-    environment = composer.Environment(reaching, time_limit=task.episode_steps * constants.CONTROL_TIMESTEP - 1e-6,
-                                       random_state=seed)
+    brick = props.Duplo(
+        observable_options=observations.make_options(features, observations.FREEPROP_OBSERVABLES)
+    )
+    reaching = reach.Reach(
+        arena=arena,
+        arm=arm,
+        hand=hand,
+        prop=brick,
+        obs_settings=features,
+        workspace=workspace,
+        control_timestep=constants.CONTROL_TIMESTEP,
+    )
+    environment = composer.Environment(
+        reaching,
+        time_limit=task.episode_steps * constants.CONTROL_TIMESTEP - 1e-6,
+        random_state=seed,
+    )
     return action_scale.Wrapper(environment, minimum=-1.0, maximum=1.0)
 
 
@@ -116,8 +137,11 @@ def physics_state(environment: Any) -> Float64[np.ndarray, " P"]:
     return np.array(environment.physics.get_state(), np.float64)
 
 
-def relabel(task: Task, physics: Float64[np.ndarray, "T+1 P"], action: Float32[np.ndarray, "T+1 A"],
-            ) -> Float32[np.ndarray, " T+1"]:
+def relabel(
+    task: Task,
+    physics: Float64[np.ndarray, "T+1 P"],
+    action: Float32[np.ndarray, "T+1 A"],
+) -> Float32[np.ndarray, " T+1"]:
     """Returns the rewards of a task for an episode of any task of its domain; 0 in the first row, which is the reset.
 
     The control is set as well as the state: cartpole's reward depends on it. A step's control is the action before it.

@@ -3,6 +3,7 @@
 `attention` takes and returns global arrays; `attend` does the same for a rank's own arrays, inside `shard_map`. Public names
 are imported when they are first used, so that recipes can be read (`options.py`) without importing JAX.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -17,15 +18,35 @@ if TYPE_CHECKING:
     from .partial import AttentionPartial, merge
     from .schedules import Payload, get_schedule
 
-__all__ = ["AttentionConfig", "AttentionOp", "AttentionPartial", "BackwardInputs", "Gradients", "Keys", "Mask", "Payload",
-           "Queries", "StackedKeys", "TokenCoords", "attend", "attention", "document_starts", "get_kernel", "get_schedule",
-           "merge", "name_for_remat"]
+__all__ = [
+    "AttentionConfig",
+    "AttentionOp",
+    "AttentionPartial",
+    "BackwardInputs",
+    "Gradients",
+    "Keys",
+    "Mask",
+    "Payload",
+    "Queries",
+    "StackedKeys",
+    "TokenCoords",
+    "attend",
+    "attention",
+    "document_starts",
+    "get_kernel",
+    "get_schedule",
+    "merge",
+    "name_for_remat",
+]
 
 _MODULES = {
     "blocks": ("BackwardInputs", "Gradients", "Keys", "Queries", "StackedKeys"),
     "coords": ("Mask", "TokenCoords", "document_starts"),
-    "kernels": ("get_kernel",), "op": ("AttentionOp", "attend", "attention", "name_for_remat"), "options": ("AttentionConfig",),
-    "partial": ("AttentionPartial", "merge"), "schedules": ("Payload", "get_schedule"),
+    "kernels": ("get_kernel",),
+    "op": ("AttentionOp", "attend", "attention", "name_for_remat"),
+    "options": ("AttentionConfig",),
+    "partial": ("AttentionPartial", "merge"),
+    "schedules": ("Payload", "get_schedule"),
 }
 
 

@@ -1,4 +1,5 @@
 """The values that pass between a model, a schedule and a kernel: a block of queries, a block of keys, and their gradients."""
+
 from __future__ import annotations
 
 from typing import NamedTuple

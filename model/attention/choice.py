@@ -1,5 +1,6 @@
 """Which kernel serves a call, and why others do not: what each serves, and the order in which `auto` tries them. Read without
 JAX, so that recipes are checked by the same table."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -63,7 +64,11 @@ class Limits:
             return f"heads of {request.head_dim} ({self.head_dim} at most)"
         if self.dtypes and request.dtype and request.dtype not in self.dtypes:
             return f"{request.dtype} operands"
-        if self.devices and request.device and not any(name in request.device for name in self.devices):
+        if (
+            self.devices
+            and request.device
+            and not any(name in request.device for name in self.devices)
+        ):
             return f"devices other than {self.devices_name} ({request.device})"
         if self.own_tiles and request.tiled:
             return f"tiles of a given size ({self.own_tiles})"
@@ -77,9 +82,19 @@ LIMITS: Mapping[str, Limits] = {
     "gpu": Limits(softcap=False, global_tokens=False, head_dim=256),
     # nvJitLink, which compiles Mosaic's kernels from JAX 0.12 on, ignores that warpgroups exchange registers: accumulators
     # spill, and products wait for each other (docs/notes/kernels.md).
-    "mosaic": Limits(softcap=False, global_tokens=False, head_dim=256, dtypes=("bfloat16", "float16"), devices=HOPPER,
-                     devices_name="Hopper GPUs", own_tiles="its tiles follow from the head size",
-                     slow=((0, 12), "its compiler makes products wait for each other; jax[cuda13]<0.12 would be faster")),
+    "mosaic": Limits(
+        softcap=False,
+        global_tokens=False,
+        head_dim=256,
+        dtypes=("bfloat16", "float16"),
+        devices=HOPPER,
+        devices_name="Hopper GPUs",
+        own_tiles="its tiles follow from the head size",
+        slow=(
+            (0, 12),
+            "its compiler makes products wait for each other; jax[cuda13]<0.12 would be faster",
+        ),
+    ),
     "xla": Limits(),
     "reference": Limits(own_tiles="it has no tiles"),
 }
@@ -98,8 +113,12 @@ class Order(NamedTuple):
 
     def covers(self, request: Request) -> bool:
         """Whether the order is that of a request."""
-        return (self.platform == request.platform and any(name in request.device for name in self.devices)
-                and request.tokens >= self.least_tokens and self.windowed in (None, request.window is not None))
+        return (
+            self.platform == request.platform
+            and any(name in request.device for name in self.devices)
+            and request.tokens >= self.least_tokens
+            and self.windowed in (None, request.window is not None)
+        )
 
 
 # The first row that covers a request holds. Each ends with `xla`, which serves everything.
@@ -136,21 +155,35 @@ def select(kernel: str, request: Request) -> Choice:
 def require(kernel: str, request: Request, field: str = "kernel") -> None:
     """Raises ValueError, naming the field that says `kernel` and kernels that would do, unless `kernel` serves a request."""
     if kernel != "auto" and (reason := LIMITS[kernel].refusal(request)):
-        others = [repr(name) for name in KERNELS if name == "auto" or not LIMITS[name].refusal(request)]
-        raise ValueError(f"{field}: {kernel!r} does not serve {reason}; {', '.join(others[:-1])} and {others[-1]} do")
+        others = [
+            repr(name) for name in KERNELS if name == "auto" or not LIMITS[name].refusal(request)
+        ]
+        raise ValueError(
+            f"{field}: {kernel!r} does not serve {reason}; {', '.join(others[:-1])} and {others[-1]} do"
+        )
 
 
 def table() -> list[str]:
     """Returns what `auto` selects, as the lines of a table in Markdown."""
-    requests = {"bfloat16": Request(dtype="bfloat16"), "float32": Request(dtype="float32"),
-                "soft-cap of scores": Request(dtype="bfloat16", softcap=50.0),
-                "global tokens": Request(dtype="bfloat16", global_tokens=1),
-                "heads above 256": Request(dtype="bfloat16", head_dim=257),
-                "given tiles": Request(dtype="bfloat16", tiled=True)}
-    devices = {"TPU": ("tpu", "TPU v5p"), "Hopper GPU": ("cuda", "NVIDIA H100"), "other NVIDIA GPU": ("cuda", "NVIDIA A100"),
-               "CPU, other": ("default", "cpu")}
+    requests = {
+        "bfloat16": Request(dtype="bfloat16"),
+        "float32": Request(dtype="float32"),
+        "soft-cap of scores": Request(dtype="bfloat16", softcap=50.0),
+        "global tokens": Request(dtype="bfloat16", global_tokens=1),
+        "heads above 256": Request(dtype="bfloat16", head_dim=257),
+        "given tiles": Request(dtype="bfloat16", tiled=True),
+    }
+    devices = {
+        "TPU": ("tpu", "TPU v5p"),
+        "Hopper GPU": ("cuda", "NVIDIA H100"),
+        "other NVIDIA GPU": ("cuda", "NVIDIA A100"),
+        "CPU, other": ("default", "cpu"),
+    }
     lines = [f"| device | {' | '.join(requests)} |", "|---" * (len(requests) + 1) + "|"]
     for title, (platform, device) in devices.items():
-        names = (select("auto", request._replace(platform=platform, device=device)).name for request in requests.values())
+        names = (
+            select("auto", request._replace(platform=platform, device=device)).name
+            for request in requests.values()
+        )
         lines.append(f"| {title} | {' | '.join(f'`{name}`' for name in names)} |")
     return lines

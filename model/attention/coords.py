@@ -5,6 +5,7 @@ queries of device j and the keys of device k. Here each token's coordinates trav
 row before any permutation, and `segment_ids`, its document. One rule, `visible`, then gives every such mask, for any layout,
 schedule and packing, and no kernel needs to know which of them it serves.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -33,6 +34,7 @@ class TokenCoords(NamedTuple):
 
 def document_starts(index: Int[Array, "B L"], segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
     """The smallest `index` in each token's document, from whole rows in any order (not from a shard's part of them)."""
+
     def row_starts(index, segment_ids):
         order = jnp.lexsort((index, segment_ids))
         documents, positions = segment_ids[order], jnp.arange(index.size)
@@ -63,9 +65,13 @@ class Mask:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ValueError(f"Mask.window: found {self.window}; a window is at least 1 token, or None for no window")
+            raise ValueError(
+                f"Mask.window: found {self.window}; a window is at least 1 token, or None for no window"
+            )
         if self.global_tokens < 0:
-            raise ValueError(f"Mask.global_tokens: found {self.global_tokens}; a number of tokens is at least 0")
+            raise ValueError(
+                f"Mask.global_tokens: found {self.global_tokens}; a number of tokens is at least 0"
+            )
 
     def within(self, window: int | None) -> Mask:
         """This mask within a window too; None adds none."""
@@ -89,8 +95,10 @@ def check_starts(starts: jax.Array | None, mask: Mask) -> jax.Array:
       ValueError: they are missing, and global tokens need them.
     """
     if starts is None:
-        raise ValueError(f"coords.start: missing, and Mask.global_tokens = {mask.global_tokens} needs it; "
-                         "document_starts(index, segment_ids) of whole rows gives it")
+        raise ValueError(
+            f"coords.start: missing, and Mask.global_tokens = {mask.global_tokens} needs it; "
+            "document_starts(index, segment_ids) of whole rows gives it"
+        )
     return starts
 
 
@@ -168,5 +176,7 @@ def tile_kind(q: TileBounds, kv: TileBounds, mask: Mask) -> jax.Array:
         if mask.global_tokens:
             far &= check_starts(kv.offset_min, mask) >= mask.global_tokens
         skip |= far | (earlier >= mask.window)
-        full &= (q.index_max - kv.index_min < mask.window) & (kv.index_max - q.index_min < mask.window)
+        full &= (q.index_max - kv.index_min < mask.window) & (
+            kv.index_max - q.index_min < mask.window
+        )
     return jnp.where(skip, SKIP, jnp.where(full, FULL, MASKED)).astype(jnp.int32)

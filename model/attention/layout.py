@@ -3,6 +3,7 @@
 Striped Attention's partitioning is one of them. A layout decides only how balanced the work is: every schedule is exact under
 every layout, because the tokens' coordinates travel with them.
 """
+
 from __future__ import annotations
 
 import numpy as np
@@ -24,9 +25,15 @@ def check_length(length: int, shards: int, layout: str, name: str = "length") ->
         raise ValueError(f"layout: found {layout!r}; known: {', '.join(LAYOUTS)}")
     parts = shards * 2 if layout == "zigzag" else shards
     if shards < 1 or length % parts:
-        divisor = f"2 x {shards} (zigzag) sequence shards" if layout == "zigzag" else f"{shards} sequence shards"
+        divisor = (
+            f"2 x {shards} (zigzag) sequence shards"
+            if layout == "zigzag"
+            else f"{shards} sequence shards"
+        )
         longer = -(-length // max(parts, 1)) * max(parts, 1)
-        raise ValueError(f"{name}: {length} is not divisible by {divisor}; the next good one is {longer}")
+        raise ValueError(
+            f"{name}: {length} is not divisible by {divisor}; the next good one is {longer}"
+        )
 
 
 def permutation(length: int, shards: int, layout: str) -> Int[np.ndarray, " L"]:
@@ -52,7 +59,7 @@ def permutation(length: int, shards: int, layout: str) -> Int[np.ndarray, " L"]:
         order = order.reshape(length // shards, shards).T.reshape(-1)
     if layout == "zigzag":
         runs = order.reshape(2 * shards, -1)
-        order = np.stack([runs[:shards], runs[:shards - 1:-1]], 1).reshape(-1)
+        order = np.stack([runs[:shards], runs[: shards - 1 : -1]], 1).reshape(-1)
     return order
 
 

@@ -3,4 +3,12 @@ JAX."""
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 LAYOUTS = ("contiguous", "striped", "zigzag")
-SCHEDULES = ("local", "ring", "all_gather", "balanced", "ulysses", "attention2d", "ring_self_attention")
+SCHEDULES = (
+    "local",
+    "ring",
+    "all_gather",
+    "balanced",
+    "ulysses",
+    "attention2d",
+    "ring_self_attention",
+)

@@ -1,4 +1,5 @@
 """Attention as an operation: `attention` of global arrays, and `attend` of a rank's own arrays inside `shard_map`."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -44,8 +45,18 @@ class AttentionOp:
     scale: float
 
     @classmethod
-    def create(cls, head_dim: int, *, schedule, kernel: Kernel, axis: str, size: int, layout: str = "", mask: Mask = Mask(),
-               scale: float | None = None) -> AttentionOp:
+    def create(
+        cls,
+        head_dim: int,
+        *,
+        schedule,
+        kernel: Kernel,
+        axis: str,
+        size: int,
+        layout: str = "",
+        mask: Mask = Mask(),
+        scale: float | None = None,
+    ) -> AttentionOp:
         """The operation for a mesh axis.
 
         Args:
@@ -58,36 +69,63 @@ class AttentionOp:
           ValueError: a schedule that is unknown or cannot serve `size` ranks.
         """
         scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-        if mask.window is None:  # then all tokens are seen already, and no starts of documents are needed
+        if (
+            mask.window is None
+        ):  # then all tokens are seen already, and no starts of documents are needed
             mask = dataclasses.replace(mask, global_tokens=0)
         return cls(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
 
     def forward(self, queries: Queries, keys: Keys) -> AttentionPartial:
         """out in q's dtype, and lse in float32."""
-        return self._rounded(self.schedule.forward(self.kernel, queries, keys, self._context), queries)
+        return self._rounded(
+            self.schedule.forward(self.kernel, queries, keys, self._context), queries
+        )
 
-    def backward(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
-                 dlse: Float[Array, "B Hq T"] | float = 0.0) -> Gradients:
+    def backward(
+        self,
+        queries: Queries,
+        keys: Keys,
+        result: AttentionPartial,
+        dout: Float[Array, "B T Hq D"],
+        dlse: Float[Array, "B Hq T"] | float = 0.0,
+    ) -> Gradients:
         """The gradients of q, k and v in their dtypes, from the result of `forward` and the gradients of out and lse."""
         return _cast(self.gradients(queries, keys, result, dout, dlse), queries, keys)
 
-    def gradients(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
-                  dlse: Float[Array, "B Hq T"] | float = 0.0) -> Gradients:
+    def gradients(
+        self,
+        queries: Queries,
+        keys: Keys,
+        result: AttentionPartial,
+        dout: Float[Array, "B T Hq D"],
+        dlse: Float[Array, "B Hq T"] | float = 0.0,
+    ) -> Gradients:
         """The gradients of `backward` in float32."""
         saved = BackwardInputs(dout, result.lse, _delta(result, dout, dlse))
         return self.schedule.backward(self.kernel, queries, keys, saved, self._context)
 
-    def forward_and_gather(self, queries: Queries, keys: Keys, shard) -> tuple[AttentionPartial, PyTree[Array]]:
+    def forward_and_gather(
+        self, queries: Queries, keys: Keys, shard
+    ) -> tuple[AttentionPartial, PyTree[Array]]:
         """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] on the way of K and V."""
-        partial, gathered = self.schedule.forward_and_gather(self.kernel, queries, keys, shard, self._context)
+        partial, gathered = self.schedule.forward_and_gather(
+            self.kernel, queries, keys, shard, self._context
+        )
         return self._rounded(partial, queries), gathered
 
-    def backward_and_exchange(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
-                              payload: Payload) -> tuple[Gradients, PyTree[Array], PyTree[Array]]:
+    def backward_and_exchange(
+        self,
+        queries: Queries,
+        keys: Keys,
+        result: AttentionPartial,
+        dout: Float[Array, "B T Hq D"],
+        payload: Payload,
+    ) -> tuple[Gradients, PyTree[Array], PyTree[Array]]:
         """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`; each is a tree or None."""
         saved = BackwardInputs(dout, result.lse, _delta(result, dout))
-        gradients, gathered, share = self.schedule.backward_and_exchange(self.kernel, queries, keys, saved, payload,
-                                                                         self._context)
+        gradients, gathered, share = self.schedule.backward_and_exchange(
+            self.kernel, queries, keys, saved, payload, self._context
+        )
         return _cast(gradients, queries, keys), gathered, share
 
     @property
@@ -100,7 +138,12 @@ class AttentionOp:
 
 def _delta(result: AttentionPartial, dout, dlse=0.0):
     """dS = P * (dP - delta); as d lse / dS = P, the gradient of lse is subtracted from delta."""
-    delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), result.out.astype(jnp.float32), precision="highest")
+    delta = jnp.einsum(
+        "bthd,bthd->bht",
+        dout.astype(jnp.float32),
+        result.out.astype(jnp.float32),
+        precision="highest",
+    )
     return delta - jnp.where(jnp.isneginf(result.lse), 0.0, dlse)
 
 
@@ -109,8 +152,9 @@ def _cast(gradients: Gradients, queries: Queries, keys: Keys) -> Gradients:
     return Gradients(*(g.astype(dtype) for g, dtype in zip(gradients, dtypes, strict=True)))
 
 
-def name_for_remat(out: Float[Array, "B T Hq D"], lse: Float[Array, "B Hq T"]) -> tuple[
-        Float[Array, "B T Hq D"], Float[Array, "B Hq T"]]:
+def name_for_remat(
+    out: Float[Array, "B T Hq D"], lse: Float[Array, "B Hq T"]
+) -> tuple[Float[Array, "B T Hq D"], Float[Array, "B Hq T"]]:
     """Returns both unchanged, named "attention_out" and "attention_lse", so that a remat policy can keep them: then the
     backward never runs attention's forward again (DistFlashAttn, section 3.3)."""
     return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
@@ -146,17 +190,33 @@ def _attend_forward(op, q, k, v, q_coords, kv_coords):
 
 def _attend_backward(op, residuals, cotangents):
     q, k, v, q_coords, kv_coords, out, lse = residuals
-    return *op.backward(Queries(q, q_coords), Keys(k, v, kv_coords), AttentionPartial(out, lse), *cotangents), None, None
+    return (
+        *op.backward(
+            Queries(q, q_coords), Keys(k, v, kv_coords), AttentionPartial(out, lse), *cotangents
+        ),
+        None,
+        None,
+    )
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def attention(q: Float[Array, "B L Hq D"], k: Float[Array, "B Lk Hkv D"], v: Float[Array, "B Lk Hkv D"],
-              coords: Sequence[Any], *, kv_coords: Sequence[Any] | None = None, mesh: Mesh,
-              layout: str = "striped", schedule: str | Mapping[str, Any] | Schedule = "ring", kernel: str | Kernel = "auto",
-              mask: Mask = Mask(), scale: float | None = None, return_lse: bool = False,
-              ) -> Float[Array, "B L Hq D"] | tuple[Float[Array, "B L Hq D"], Float[Array, "B Hq L"]]:
+def attention(
+    q: Float[Array, "B L Hq D"],
+    k: Float[Array, "B Lk Hkv D"],
+    v: Float[Array, "B Lk Hkv D"],
+    coords: Sequence[Any],
+    *,
+    kv_coords: Sequence[Any] | None = None,
+    mesh: Mesh,
+    layout: str = "striped",
+    schedule: str | Mapping[str, Any] | Schedule = "ring",
+    kernel: str | Kernel = "auto",
+    mask: Mask = Mask(),
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "B L Hq D"] | tuple[Float[Array, "B L Hq D"], Float[Array, "B Hq L"]]:
     """Exact attention of global arrays on a mesh, already permuted for `layout`.
 
     Args:
@@ -192,15 +252,27 @@ def attention(q: Float[Array, "B L Hq D"], k: Float[Array, "B Lk Hkv D"], v: Flo
     tokens = PartitionSpec(batch, sequence)
     vectors = PartitionSpec(batch, sequence, heads)
     kernel = get_kernel(kernel) if isinstance(kernel, str) else kernel
-    op = AttentionOp.create(q.shape[-1], schedule=schedule, kernel=kernel, axis="sequence", size=size, mask=mask, scale=scale,
-                            layout=layout if own_coords else "")
+    op = AttentionOp.create(
+        q.shape[-1],
+        schedule=schedule,
+        kernel=kernel,
+        axis="sequence",
+        size=size,
+        mask=mask,
+        scale=scale,
+        layout=layout if own_coords else "",
+    )
 
     def local(q, k, v, q_coords, kv_coords):
         return tuple(attend(op, Queries(q, q_coords), Keys(k, v, kv_coords)))
 
     out, lse = jax.shard_map(
-        local, mesh=mesh, in_specs=(vectors, vectors, vectors, tokens, tokens),
-        out_specs=(vectors, PartitionSpec(batch, heads, sequence)), check_vma=False)(q, k, v, coords, kv_coords)
+        local,
+        mesh=mesh,
+        in_specs=(vectors, vectors, vectors, tokens, tokens),
+        out_specs=(vectors, PartitionSpec(batch, heads, sequence)),
+        check_vma=False,
+    )(q, k, v, coords, kv_coords)
     return (out, lse) if return_lse else out
 
 
@@ -208,7 +280,9 @@ def _check_mesh(mesh: Mesh) -> None:
     """Refuses axes that attention does not split anything over."""
     unknown = [axis for axis in mesh.shape if axis not in MESH_AXES]
     if unknown:
-        raise ValueError(f"mesh: found the axis {unknown[0]!r}; attention knows {', '.join(MESH_AXES)}")
+        raise ValueError(
+            f"mesh: found the axis {unknown[0]!r}; attention knows {', '.join(MESH_AXES)}"
+        )
 
 
 def _check_coords(name: str, coords: TokenCoords, shape: tuple[int, ...]) -> None:
@@ -217,10 +291,14 @@ def _check_coords(name: str, coords: TokenCoords, shape: tuple[int, ...]) -> Non
         if values is None:
             continue
         if jnp.shape(values) != tuple(shape):
-            raise ValueError(f"{name}.{field}: found shape {jnp.shape(values)}; needs [B, L] = {tuple(shape)}, a number for "
-                             "each token of each row")
+            raise ValueError(
+                f"{name}.{field}: found shape {jnp.shape(values)}; needs [B, L] = {tuple(shape)}, a number for "
+                "each token of each row"
+            )
         if not jnp.issubdtype(jnp.result_type(values), jnp.integer):
-            raise ValueError(f"{name}.{field}: found dtype {jnp.result_type(values)}; needs integers, such as int32")
+            raise ValueError(
+                f"{name}.{field}: found dtype {jnp.result_type(values)}; needs integers, such as int32"
+            )
 
 
 def _check_shapes(q, k, v):
@@ -229,9 +307,13 @@ def _check_shapes(q, k, v):
         raise ValueError(f"k and v: found shapes {k.shape} and {v.shape}; they must be equal")
     for axis, name in ((0, "B, the rows"), (3, "D, the size of a head")):
         if q.shape[axis] != k.shape[axis]:
-            raise ValueError(f"q and k: found shapes {q.shape} and {k.shape}; {name}, must be equal")
+            raise ValueError(
+                f"q and k: found shapes {q.shape} and {k.shape}; {name}, must be equal"
+            )
     if q.shape[2] % k.shape[2]:
-        raise ValueError(f"heads: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads")
+        raise ValueError(
+            f"heads: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads"
+        )
 
 
 def _check_shards(q, k, mesh, size, batch, layout):
@@ -240,8 +322,12 @@ def _check_shards(q, k, mesh, size, batch, layout):
         check_length(length, size, layout, f"length of {name}")
     rows = math.prod(mesh.shape[axis] for axis in batch)
     if q.shape[0] % rows:
-        raise ValueError(f"batch: {q.shape[0]} rows are not divisible by data x fsdp = {rows}; use a multiple of {rows}")
+        raise ValueError(
+            f"batch: {q.shape[0]} rows are not divisible by data x fsdp = {rows}; use a multiple of {rows}"
+        )
     tensor = mesh.shape.get("tensor", 1)
     if k.shape[2] % tensor:
-        raise ValueError(f"heads: {k.shape[2]} key/value heads are not divisible by tensor = {tensor}; its devices would "
-                         "compute the same")
+        raise ValueError(
+            f"heads: {k.shape[2]} key/value heads are not divisible by tensor = {tensor}; its devices would "
+            "compute the same"
+        )

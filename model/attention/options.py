@@ -1,4 +1,5 @@
 """The options of attention, declared once: recipes read them as their section `attention`."""
+
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,14 +41,27 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         for name in ("query_tile", "key_tile", "global_tokens"):
             _need(getattr(self, name) >= 0, name, getattr(self, name), "at least 0 is needed")
-        _need(self.window is None or self.window >= 1, "window", self.window, "at least 1 is needed, or null for none")
+        _need(
+            self.window is None or self.window >= 1,
+            "window",
+            self.window,
+            "at least 1 is needed, or null for none",
+        )
         own_tiles = LIMITS[self.kernel].own_tiles if self.kernel in LIMITS else ""
-        _need(not own_tiles or not (self.query_tile or self.key_tile), "kernel", self.kernel,
-              f"{own_tiles}; leave attention.query_tile and attention.key_tile 0")
+        _need(
+            not own_tiles or not (self.query_tile or self.key_tile),
+            "kernel",
+            self.kernel,
+            f"{own_tiles}; leave attention.query_tile and attention.key_tile 0",
+        )
         _need(self.kernel in KERNELS, "kernel", self.kernel, f"valid: {', '.join(KERNELS)}")
         require(self.kernel, Request(global_tokens=self.global_tokens), "attention.kernel")
-        _need(self.schedule_name in SCHEDULES, "schedule", self.schedule,
-              f"valid: {', '.join(SCHEDULES)}, or a mapping whose `name` is one of them")
+        _need(
+            self.schedule_name in SCHEDULES,
+            "schedule",
+            self.schedule,
+            f"valid: {', '.join(SCHEDULES)}, or a mapping whose `name` is one of them",
+        )
 
     @property
     def schedule_name(self) -> Any:

@@ -1,4 +1,5 @@
 """Partial attention: attention over some of the keys, and the merge of two such results (Attention2D, section 3.1)."""
+
 from __future__ import annotations
 
 from typing import NamedTuple

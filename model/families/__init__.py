@@ -1,4 +1,5 @@
 """The families of models that are supported, each in a file of its own."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -18,7 +19,9 @@ from .smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "Family", "family_of", "find_preset"]
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GRANITE, OLMO2, PHI3, SMOLLM3, GEMMA2, GEMMA3)}
+    family.model_type: family
+    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GRANITE, OLMO2, PHI3, SMOLLM3, GEMMA2, GEMMA3)
+}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -31,7 +34,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if not isinstance(architectures, list):
         raise ValueError(f"architectures: found {architectures!r}; needs a list")
     # The first conversions of LLaMA 1 spell it in their own way.
-    architectures = ["LlamaForCausalLM" if name == "LLaMAForCausalLM" else name for name in architectures]
+    architectures = [
+        "LlamaForCausalLM" if name == "LLaMAForCausalLM" else name for name in architectures
+    ]
     known = ", ".join(family.architecture for family in FAMILIES.values())
     named = [family for family in FAMILIES.values() if family.architecture in architectures]
     if architectures and not named:
@@ -40,7 +45,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     model_type = config.get("model_type", named[0].model_type if named else None)
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or (named and family not in named):
-        needed = f"{named[0].model_type!r} ({named[0].architecture})" if named else f"one of {', '.join(FAMILIES)} ({known})"
+        needed = (
+            f"{named[0].model_type!r} ({named[0].architecture})"
+            if named
+            else f"one of {', '.join(FAMILIES)} ({known})"
+        )
         raise ValueError(f"model_type: found {model_type!r}; {_why(str(model_type))}needs {needed}")
     return family
 
@@ -49,7 +58,9 @@ def _why(name: str) -> str:
     """The reason why a model of this name is unsupported; "" if unknown."""
     if any(part in name.lower() for part in ("moe", "mixtral", "deepseek")):
         return "mixtures of experts are not supported (planned after the dense models); "
-    if any(part in name.lower() for part in ("conditionalgeneration", "vl", "vision", "audio", "omni")):
+    if any(
+        part in name.lower() for part in ("conditionalgeneration", "vl", "vision", "audio", "omni")
+    ):
         return "models of images or sound are not supported (planned is their text model alone); "
     return ""
 

@@ -1,4 +1,5 @@
 """What a family of models is: how its Hugging Face config.json says what `model.config.LlamaConfig` holds."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -10,42 +11,49 @@ from ..checks import require_int
 
 # Fields of a config.json that name a computation, with the values under which it is absent. A family that computes one takes
 # it; in all others another value is refused by name.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
-    "attention_bias": (False, None),
-    "attention_chunk_size": (None,),
-    "attention_dropout": (0, None),
-    "attention_multiplier": (None,),
-    "attn_logit_softcapping": (None,),
-    "clip_qkv": (None,),
-    "embd_pdrop": (0, None),
-    "embedding_multiplier": (1, None),
-    "final_logit_softcapping": (None,),
-    "hidden_act": ("silu", None),
-    "hidden_activation": ("silu", None),
-    "kv_lora_rank": (None,),
-    "layer_types": (None,),
-    "local_rope": (None,),
-    "logits_scaling": (1, None),
-    "mlp_bias": (False, None),
-    "mlp_only_layers": ([], None),
-    "no_rope_layers": (None,),
-    "num_experts": (0, None),
-    "num_local_experts": (0, 1, None),
-    "partial_rotary_factor": (1, None),
-    "pretraining_tp": (1, None),
-    "qk_layernorm": (False, None),
-    "query_pre_attn_scalar": (None,),
-    "resid_pdrop": (0, None),
-    "residual_multiplier": (1, None),
-    "sliding_window": (None,),
-    "use_bidirectional_attention": (False, None),
-    "use_qk_norm": (False, None),
-    "use_sliding_window": (False, None),
-})
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "attention_bias": (False, None),
+        "attention_chunk_size": (None,),
+        "attention_dropout": (0, None),
+        "attention_multiplier": (None,),
+        "attn_logit_softcapping": (None,),
+        "clip_qkv": (None,),
+        "embd_pdrop": (0, None),
+        "embedding_multiplier": (1, None),
+        "final_logit_softcapping": (None,),
+        "hidden_act": ("silu", None),
+        "hidden_activation": ("silu", None),
+        "kv_lora_rank": (None,),
+        "layer_types": (None,),
+        "local_rope": (None,),
+        "logits_scaling": (1, None),
+        "mlp_bias": (False, None),
+        "mlp_only_layers": ([], None),
+        "no_rope_layers": (None,),
+        "num_experts": (0, None),
+        "num_local_experts": (0, 1, None),
+        "partial_rotary_factor": (1, None),
+        "pretraining_tp": (1, None),
+        "qk_layernorm": (False, None),
+        "query_pre_attn_scalar": (None,),
+        "resid_pdrop": (0, None),
+        "residual_multiplier": (1, None),
+        "sliding_window": (None,),
+        "use_bidirectional_attention": (False, None),
+        "use_qk_norm": (False, None),
+        "use_sliding_window": (False, None),
+    }
+)
 # Fields of LlamaConfig that no config.json has: they follow from the family.
 BY_FAMILY = ("output_bias", "qk_norm", "norms", "norm_offset", "activation", "scaled_embeddings")
 # Fields whose JSON types are checked before anything else reads them: whole numbers of at least 1, objects, and lists.
-_COUNTS = ("num_hidden_layers", "max_position_embeddings", "no_rope_layer_interval", "sliding_window_pattern")
+_COUNTS = (
+    "num_hidden_layers",
+    "max_position_embeddings",
+    "no_rope_layer_interval",
+    "sliding_window_pattern",
+)
 _OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config")
 _LISTS = {"layer_types": str, "no_rope_layers": int}
 # What a refusal proposes, where there is more to say than the neutral value.
@@ -85,8 +93,10 @@ class Family:
     @property
     def fused_projections(self) -> dict[str, tuple[str, ...]]:
         """The last parts of the names in `fused`, such as qkv_proj: (q_proj, k_proj, v_proj)."""
-        return {module.rpartition(".")[2]: tuple(name.rpartition(".")[2] for name in names)
-                for module, names in self.fused.items()}
+        return {
+            module.rpartition(".")[2]: tuple(name.rpartition(".")[2] for name in names)
+            for module, names in self.fused.items()
+        }
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields that config.json gives, with the family's own and its defaults.
@@ -100,13 +110,21 @@ class Family:
         _check_quantization(config.pop("quantization_config", None))
         for name, neutral in NEUTRAL.items():
             if name in config and name not in self.takes and config[name] not in neutral:
-                instead = _INSTEAD.get(name, f"only {neutral[0]!r} is supported in {self.architecture}")
+                instead = _INSTEAD.get(
+                    name, f"only {neutral[0]!r} is supported in {self.architecture}"
+                )
                 raise ValueError(f"{name}: found {config[name]!r}; {instead}")
             if name not in self.takes:
                 config.pop(name, None)
-        ropes = [config[key] for key in ("rope_parameters", "rope_scaling") if isinstance(config.get(key), dict)]
+        ropes = [
+            config[key]
+            for key in ("rope_parameters", "rope_scaling")
+            if isinstance(config.get(key), dict)
+        ]
         if all(rope.get("rope_theta") is None for rope in ropes):
-            config["rope_theta"] = self.theta if config.get("rope_theta") is None else config["rope_theta"]
+            config["rope_theta"] = (
+                self.theta if config.get("rope_theta") is None else config["rope_theta"]
+            )
         return {**self.defaults, **config, **self.computes}
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,12 +133,25 @@ class Family:
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Returns config.json's fields from those of LlamaConfig."""
-        own = {name: value for name, value in fields.items() if name not in self.computes and self._writes(name)}
-        return {"architectures": [self.architecture], "model_type": self.model_type, "hidden_act": "silu",
-                "attention_dropout": 0.0, "use_cache": True, **self.constants, **own}
+        own = {
+            name: value
+            for name, value in fields.items()
+            if name not in self.computes and self._writes(name)
+        }
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "use_cache": True,
+            **self.constants,
+            **own,
+        }
 
     def _writes(self, name: str) -> bool:
-        return name in self.takes if name in NEUTRAL else name not in ("adapter", "family", *BY_FAMILY)
+        return (
+            name in self.takes if name in NEUTRAL else name not in ("adapter", "family", *BY_FAMILY)
+        )
 
 
 def _check_types(config: Mapping[str, Any]) -> None:
@@ -133,18 +164,28 @@ def _check_types(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: found {config[name]!r}; needs an object or null")
     for name, of in _LISTS.items():
         values = config.get(name)
-        if values is not None and not (isinstance(values, (list, tuple)) and all(isinstance(value, of) for value in values)):
-            raise ValueError(f"{name}: found {values!r}; a list of {'names' if of is str else 'numbers'} or null would work")
+        if values is not None and not (
+            isinstance(values, (list, tuple)) and all(isinstance(value, of) for value in values)
+        ):
+            raise ValueError(
+                f"{name}: found {values!r}; a list of {'names' if of is str else 'numbers'} or null would work"
+            )
 
 
 def _check_quantization(config: Mapping[str, Any] | None) -> None:
     """Raises ValueError unless weights are as they are, or bitsandbytes' NF4 with double quantization."""
-    nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-           "bnb_4bit_use_double_quant": True}
+    nf4 = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+    }
     for name, needed in nf4.items() if config else ():
         if config is not None and config.get(name) != needed:
-            raise ValueError(f"quantization_config: {name}: found {config.get(name)!r}, and only {needed!r} is read, NF4 with "
-                             "double quantization; use the unquantised model, which adapter.quantize quantizes as it is read")
+            raise ValueError(
+                f"quantization_config: {name}: found {config.get(name)!r}, and only {needed!r} is read, NF4 with "
+                "double quantization; use the unquantised model, which adapter.quantize quantizes as it is read"
+            )
 
 
 class WindowedFamily(Family):

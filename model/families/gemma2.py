@@ -1,4 +1,5 @@
 """Gemma 2: scores and logits with a soft-cap, a window in every second layer, norms on both sides of each branch."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -26,25 +27,66 @@ def _alternating(layers: int) -> list[str]:
     return ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
 
 
-def _sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, scalar: int) -> dict[str, Any]:
-    return {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads, "head_dim": head_dim, "sliding_window": 4096,
-            "layer_types": tuple(_alternating(layers)), "vocab_size": 256000, "max_position_embeddings": 8192,
-            "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
-            "query_pre_attn_scalar": scalar, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-            "rope": {"theta": 10000.0}}
+def _sizes(
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, scalar: int
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "sliding_window": 4096,
+        "layer_types": tuple(_alternating(layers)),
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "rope": {"theta": 10000.0},
+    }
 
 
 GEMMA2 = Gemma2Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
-    computes={"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "scaled_embeddings": True},
-    defaults={"vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-              "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
-              "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "sliding_window": 4096,
-              "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    takes=("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
-           "final_logit_softcapping"),
+    computes={
+        "norms": "both",
+        "norm_offset": 1.0,
+        "activation": "gelu_tanh",
+        "scaled_embeddings": True,
+    },
+    defaults={
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    takes=(
+        "attention_bias",
+        "sliding_window",
+        "layer_types",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    ),
     constants={"hidden_act": ACTIVATION, "hidden_activation": ACTIVATION},
     presets={
         "gemma-2-2b": _sizes(2304, 9216, 26, 8, 4, 256, 256),

@@ -1,4 +1,5 @@
 """Gemma 3 (text): layers with a window and layers without, an RoPE base for each, and norms on both sides of each branch."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -18,21 +19,36 @@ class Gemma3Family(Family):
         for name in ("hidden_act", "hidden_activation"):
             if config.pop(name, None) not in (None, ACTIVATION):
                 raise ValueError(f"{name}: only {ACTIVATION!r} is supported in {self.architecture}")
-        pattern, layers = config.pop("sliding_window_pattern", None) or 6, config.get("num_hidden_layers", 26)
+        pattern, layers = (
+            config.pop("sliding_window_pattern", None) or 6,
+            config.get("num_hidden_layers", 26),
+        )
         if config.get("layer_types") is None:
-            config["layer_types"] = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+            config["layer_types"] = [
+                "sliding_attention" if (i + 1) % pattern else "full_attention"
+                for i in range(layers)
+            ]
         ropes, theta = config.get("rope_parameters") or {}, config.pop("rope_theta", None)
         for name in ropes:
             if name not in ("full_attention", "sliding_attention"):
-                raise ValueError(f"rope_parameters: found {name!r}; objects full_attention and sliding_attention, one for each "
-                                 "kind of layers, would work")
+                raise ValueError(
+                    f"rope_parameters: found {name!r}; objects full_attention and sliding_attention, one for each "
+                    "kind of layers, would work"
+                )
             if not isinstance(ropes[name], (dict, type(None))):
-                raise ValueError(f"rope_parameters.{name}: found {ropes[name]!r}; needs an object or null")
+                raise ValueError(
+                    f"rope_parameters.{name}: found {ropes[name]!r}; needs an object or null"
+                )
         local_theta = config.pop("rope_local_base_freq", None)
-        config["rope_parameters"] = {"rope_theta": 1e6 if theta is None else theta, **(ropes.get("full_attention") or {}),
-                                     **(config.pop("rope_scaling", None) or {})}
-        config["local_rope_parameters"] = {"rope_theta": 1e4 if local_theta is None else local_theta,
-                                           **(ropes.get("sliding_attention") or {})}
+        config["rope_parameters"] = {
+            "rope_theta": 1e6 if theta is None else theta,
+            **(ropes.get("full_attention") or {}),
+            **(config.pop("rope_scaling", None) or {}),
+        }
+        config["local_rope_parameters"] = {
+            "rope_theta": 1e4 if local_theta is None else local_theta,
+            **(ropes.get("sliding_attention") or {}),
+        }
         return config
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,29 +59,79 @@ class Gemma3Family(Family):
         return {**config, "rope_local_base_freq": local["rope_theta"], "rope_parameters": ropes}
 
 
-def _sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, window: int, **more: Any) -> dict[str, Any]:
+def _sizes(
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, window: int, **more: Any
+) -> dict[str, Any]:
     types = tuple("sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(layers))
-    return {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads, "head_dim": 256, "sliding_window": window, "layer_types": types,
-            "vocab_size": 262144, "max_position_embeddings": 32768, "tie_word_embeddings": True, "bos_token_id": 2,
-            "eos_token_id": 1, "pad_token_id": 0, "query_pre_attn_scalar": 256, "rope": {"theta": 1e6},
-            "local_rope": {"theta": 1e4}, **more}
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "sliding_window": window,
+        "layer_types": types,
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rope": {"theta": 1e6},
+        "local_rope": {"theta": 1e4},
+        **more,
+    }
 
 
 GEMMA3 = Gemma3Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    computes={"qk_norm": "head", "norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "scaled_embeddings": True},
-    defaults={"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-              "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-              "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "sliding_window": 4096,
-              "query_pre_attn_scalar": 256},
-    takes=("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "local_rope"),
+    computes={
+        "qk_norm": "head",
+        "norms": "both",
+        "norm_offset": 1.0,
+        "activation": "gelu_tanh",
+        "scaled_embeddings": True,
+    },
+    defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+    },
+    takes=(
+        "attention_bias",
+        "sliding_window",
+        "layer_types",
+        "query_pre_attn_scalar",
+        "local_rope",
+    ),
     constants={"hidden_act": ACTIVATION, "hidden_activation": ACTIVATION},
     presets={
         "gemma-3-270m": _sizes(640, 2048, 18, 4, 1, 512),
         "gemma-3-1b": _sizes(1152, 6912, 26, 4, 1, 512),
-        "gemma-3-12b": _sizes(3840, 15360, 48, 16, 8, 1024, vocab_size=262208, max_position_embeddings=131072,
-                              rope={"theta": 1e6, "rule": "linear", "factor": 8.0}),
+        "gemma-3-12b": _sizes(
+            3840,
+            15360,
+            48,
+            16,
+            8,
+            1024,
+            vocab_size=262208,
+            max_position_embeddings=131072,
+            rope={"theta": 1e6, "rule": "linear", "factor": 8.0},
+        ),
     },
 )

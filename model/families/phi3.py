@@ -1,5 +1,6 @@
 """Phi-3 and Phi-4 (dense): files with fused projections, the RoPE rule longrope; in some versions a sliding window, or RoPE on
 a part of each head."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -30,20 +31,43 @@ class Phi3Family(Family):
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.write`."""
         rope = fields["rope_scaling"] or {}
-        return {**super().write(fields), _ORIGINAL: rope.get(_ORIGINAL, fields["max_position_embeddings"])}
+        return {
+            **super().write(fields),
+            _ORIGINAL: rope.get(_ORIGINAL, fields["max_position_embeddings"]),
+        }
 
 
 PHI3 = Phi3Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    defaults={"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "rms_norm_eps": 1e-5,
-              "max_position_embeddings": 4096, _ORIGINAL: 4096, "eos_token_id": 32000, "pad_token_id": 32000},
+    defaults={
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        _ORIGINAL: 4096,
+        "eos_token_id": 32000,
+        "pad_token_id": 32000,
+    },
     takes=("sliding_window", _PARTIAL),
-    fused={"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-           "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+    fused={
+        "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    },
     presets={
-        "phi-3-mini-4k": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32,
-                          "num_key_value_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-                          "vocab_size": 32064, "eos_token_id": 32000, "pad_token_id": 32000, "sliding_window": 2047},
+        "phi-3-mini-4k": {
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 32064,
+            "eos_token_id": 32000,
+            "pad_token_id": 32000,
+            "sliding_window": 2047,
+        },
     },
 )

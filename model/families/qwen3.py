@@ -1,4 +1,5 @@
 """Qwen3 (dense): an RMS norm of every query and key head before RoPE, and no biases."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -7,17 +8,34 @@ from .family import WindowedFamily
 
 
 def _sizes(hidden: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-            "bos_token_id": 151643, "eos_token_id": 151645, "rope": {"theta": 1e6}, **more}
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "rope": {"theta": 1e6},
+        **more,
+    }
 
 
 QWEN3 = WindowedFamily(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     computes={"qk_norm": "head"},
-    defaults={"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768, "head_dim": 128,
-              "bos_token_id": None, "eos_token_id": None},
+    defaults={
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+        "head_dim": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
     takes=("attention_bias",),
     constants={"use_sliding_window": False},
     trained_lengths={40960: 32768},  # the rest is for the answer

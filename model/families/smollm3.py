@@ -1,4 +1,5 @@
 """SmolLM3: Llama's layer, without RoPE in every fourth; in models of one's own, with a sliding window in some layers."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -15,34 +16,65 @@ class SmolLM3Family(WindowedFamily):
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`. Published configs have `pretraining_tp`, which transformers' SmolLM3 does not read."""
         config = super().normalise(config)
-        has_window = config.pop("use_sliding_window", False) and config.get("sliding_window") is not None
-        interval, layers = config.pop("no_rope_layer_interval", None) or 4, config.get("num_hidden_layers", _LAYERS)
+        has_window = (
+            config.pop("use_sliding_window", False) and config.get("sliding_window") is not None
+        )
+        interval, layers = (
+            config.pop("no_rope_layer_interval", None) or 4,
+            config.get("num_hidden_layers", _LAYERS),
+        )
         config.pop("pretraining_tp", None)
         if config.get("no_rope_layers") is None:
             config["no_rope_layers"] = [int((i + 1) % interval != 0) for i in range(layers)]
         if not has_window:  # transformers then attends to everything, whatever layer_types says
             config["sliding_window"] = config["layer_types"] = None
         elif config.get("layer_types") is None:
-            config["layer_types"] = ["full_attention" if roped else "sliding_attention" for roped in config["no_rope_layers"]]
+            config["layer_types"] = [
+                "full_attention" if roped else "sliding_attention"
+                for roped in config["no_rope_layers"]
+            ]
         return config
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.write`."""
-        return {**super().write(fields), "use_sliding_window": fields.get("sliding_window") is not None}
+        return {
+            **super().write(fields),
+            "use_sliding_window": fields.get("sliding_window") is not None,
+        }
 
 
 SMOLLM3 = SmolLM3Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    defaults={"vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": _LAYERS, "num_attention_heads": 16,
-              "num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True,
-              "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
+    defaults={
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "pad_token_id": 128004,
+    },
     takes=("attention_bias", "mlp_bias", "no_rope_layers", "sliding_window", "layer_types"),
     theta=2e6,
     presets={
-        "smollm3-3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": _LAYERS,
-                       "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 65536,
-                       "vocab_size": 128256, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 128012,
-                       "pad_token_id": 128004, "no_rope_layers": (1, 1, 1, 0) * (_LAYERS // 4), "rope": {"theta": 5e6}},
+        "smollm3-3b": {
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": _LAYERS,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 65536,
+            "vocab_size": 128256,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": 128012,
+            "pad_token_id": 128004,
+            "no_rope_layers": (1, 1, 1, 0) * (_LAYERS // 4),
+            "rope": {"theta": 5e6},
+        },
     },
 )

@@ -7,6 +7,7 @@ float32 product, and so is their sum.
 
 Weights are float32 *by type*: `sharding.gather` sent them in the compute dtype, and every cast back to it is exact.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -47,20 +48,28 @@ def over_chunks(step: Callable, carry: Any, arrays: Any, size: int) -> tuple[Any
     length = leaves[0].shape[1]
     if size == length:
         return step(carry, arrays)
-    results, results_structure = jax.tree.flatten(jax.eval_shape(step, carry, _slice(arrays, 0, size))[1])
-    buffers = _buffers(leaves, [jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype) for x in results])
+    results, results_structure = jax.tree.flatten(
+        jax.eval_shape(step, carry, _slice(arrays, 0, size))[1]
+    )
+    buffers = _buffers(
+        leaves, [jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype) for x in results]
+    )
 
     def run_chunk(state, start, size):
         carry, leaves = state
         # After the barrier a chunk is read once, before its buffer is written: no copy of the whole array is needed.
-        chunk = lax.optimization_barrier(_slice(leaves[:structure.num_leaves], start, size))
+        chunk = lax.optimization_barrier(_slice(leaves[: structure.num_leaves], start, size))
         carry, results = step(carry, jax.tree.unflatten(structure, chunk))
         for index, value in zip(buffers, jax.tree.leaves(results), strict=True):
             leaves[index] = lax.dynamic_update_slice_in_dim(leaves[index], value, start, 1)
         return carry, leaves
 
     count, rest = divmod(length, size)
-    state = lax.scan(lambda state, i: (run_chunk(state, i * size, size), None), (carry, leaves), jnp.arange(count))[0]
+    state = lax.scan(
+        lambda state, i: (run_chunk(state, i * size, size), None),
+        (carry, leaves),
+        jnp.arange(count),
+    )[0]
     carry, leaves = run_chunk(state, count * size, rest) if rest else state
     return carry, jax.tree.unflatten(results_structure, [leaves[index] for index in buffers])
 
@@ -70,7 +79,10 @@ def _buffers(leaves: list[jax.Array], results: list[jax.ShapeDtypeStruct]) -> li
     free = list(reversed(range(len(leaves))))
     buffers = []
     for result in results:
-        index = next((i for i in free if (leaves[i].shape, leaves[i].dtype) == (result.shape, result.dtype)), None)
+        index = next(
+            (i for i in free if (leaves[i].shape, leaves[i].dtype) == (result.shape, result.dtype)),
+            None,
+        )
         if index is None:
             index = len(leaves)
             leaves.append(jnp.zeros(result.shape, result.dtype))
@@ -96,10 +108,14 @@ def _sum_over_chunks(step: Callable, arrays: Any, size: int) -> tuple[Any, Any]:
 def cast(weights: Mapping[str, Weight], dtype: Any) -> dict[str, Weight]:
     """Returns the weights in another dtype, frozen ones as they are. Cast to the compute dtype before a loop and back to
     float32 inside it, so that the loop reads bfloat16."""
-    return {name: w if isinstance(w, FrozenWeight) else w.astype(dtype) for name, w in weights.items()}
+    return {
+        name: w if isinstance(w, FrozenWeight) else w.astype(dtype) for name, w in weights.items()
+    }
 
 
-def vjp(fn: Callable, weights: Mapping[str, Weight], *arrays: Any, has_aux: bool = False) -> tuple[Any, ...]:
+def vjp(
+    fn: Callable, weights: Mapping[str, Weight], *arrays: Any, has_aux: bool = False
+) -> tuple[Any, ...]:
     """Returns `jax.vjp(fn, weights, *arrays)`, which gives a gradient None to weights that are frozen."""
     trained, frozen = split(weights)
 
@@ -116,17 +132,33 @@ def vjp(fn: Callable, weights: Mapping[str, Weight], *arrays: Any, has_aux: bool
     return (result, pull_all, aux) if has_aux else (result, pull_all)
 
 
-def chunked(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constants: Arrays, *, dtype: Any,
-            chunk: int = 0) -> Any:
+def chunked(
+    fn: Callable,
+    weights: Mapping[str, Weight],
+    arrays: Arrays,
+    constants: Arrays,
+    *,
+    dtype: Any,
+    chunk: int = 0,
+) -> Any:
     """Returns fn(weights, arrays, constants), a tree of arrays [B, T, ...], computed in chunks of the sequence.
 
     All arguments are as of `chunked_with_sums`, but that fn returns no sums.
     """
-    return chunked_with_sums(lambda *part: ((), fn(*part)), weights, arrays, constants, dtype=dtype, chunk=chunk)[1]
+    return chunked_with_sums(
+        lambda *part: ((), fn(*part)), weights, arrays, constants, dtype=dtype, chunk=chunk
+    )[1]
 
 
-def chunked_with_sums(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constants: Arrays, *, dtype: Any,
-                      chunk: int = 0) -> tuple[Any, Any]:
+def chunked_with_sums(
+    fn: Callable,
+    weights: Mapping[str, Weight],
+    arrays: Arrays,
+    constants: Arrays,
+    *,
+    dtype: Any,
+    chunk: int = 0,
+) -> tuple[Any, Any]:
     """Returns fn(weights, arrays, constants), computed in chunks of the sequence: its sums over all tokens, and its results.
 
     Args:
@@ -142,7 +174,9 @@ def chunked_with_sums(fn: Callable, weights: Mapping[str, Weight], arrays: Array
     @jax.custom_vjp
     def run(weights, arrays, constants):
         cast_weights = cast(weights, dtype)
-        return _sum_over_chunks(lambda part: fn(cast(cast_weights, jnp.float32), *part), (arrays, constants), size)
+        return _sum_over_chunks(
+            lambda part: fn(cast(cast_weights, jnp.float32), *part), (arrays, constants), size
+        )
 
     def forward(weights, arrays, constants):
         return run(weights, arrays, constants), (cast(weights, dtype), arrays, constants)
@@ -153,7 +187,9 @@ def chunked_with_sums(fn: Callable, weights: Mapping[str, Weight], arrays: Array
 
         def step(part):
             arrays, constants, dy = part
-            return vjp(lambda w, a: fn(w, a, constants), cast(cast_weights, jnp.float32), arrays)[1]((d_sums, dy))
+            return vjp(lambda w, a: fn(w, a, constants), cast(cast_weights, jnp.float32), arrays)[
+                1
+            ]((d_sums, dy))
 
         return *_sum_over_chunks(step, (arrays, constants, dy), size), None
 
@@ -161,8 +197,15 @@ def chunked_with_sums(fn: Callable, weights: Mapping[str, Weight], arrays: Array
     return run(weights, arrays, constants)
 
 
-def passed_through(fn: Callable, weights: Mapping[str, Weight], x: Float[Array, "B T E"], constants: Arrays, *, dtype: Any,
-                   chunk: int = 0) -> tuple[Float[Array, "B T E"], Any]:
+def passed_through(
+    fn: Callable,
+    weights: Mapping[str, Weight],
+    x: Float[Array, "B T E"],
+    constants: Arrays,
+    *,
+    dtype: Any,
+    chunk: int = 0,
+) -> tuple[Float[Array, "B T E"], Any]:
     """Returns x unchanged, and fn(weights, x, constants), computed in chunks of the sequence.
 
     Whoever reads x after fn takes it from here: fn's share is then added to the gradient that comes in for x, in place, and a
@@ -182,7 +225,9 @@ def passed_through(fn: Callable, weights: Mapping[str, Weight], x: Float[Array, 
 
         def step(part):
             x, constants, (dx, dy) = part
-            dw, share = vjp(lambda w, x: fn(w, x, constants), cast(cast_weights, jnp.float32), x)[1](dy)
+            dw, share = vjp(lambda w, x: fn(w, x, constants), cast(cast_weights, jnp.float32), x)[
+                1
+            ](dy)
             return dw, dx + share
 
         return *_sum_over_chunks(step, (x, constants, cotangents), size), None
@@ -191,8 +236,16 @@ def passed_through(fn: Callable, weights: Mapping[str, Weight], x: Float[Array, 
     return run(weights, x, constants)
 
 
-def chunked_total(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constants: Arrays, shares: Float[Array, "B T"],
-                  *, dtype: Any, chunk: int = 0) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
+def chunked_total(
+    fn: Callable,
+    weights: Mapping[str, Weight],
+    arrays: Arrays,
+    constants: Arrays,
+    shares: Float[Array, "B T"],
+    *,
+    dtype: Any,
+    chunk: int = 0,
+) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
     """Returns the sum of fn(weights, arrays, constants) * shares over all tokens, and fn's values without gradient.
 
     The gradient is taken in the forward pass, chunk by chunk, where the values are available: the backward pass only scales it
@@ -211,14 +264,23 @@ def chunked_total(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, c
     @jax.custom_vjp
     def run(weights, arrays, constants, shares):
         cast_weights = cast(weights, dtype)
-        return _sum_over_chunks(lambda part: total(cast(cast_weights, jnp.float32), *part), (arrays, constants, shares), size)
+        return _sum_over_chunks(
+            lambda part: total(cast(cast_weights, jnp.float32), *part),
+            (arrays, constants, shares),
+            size,
+        )
 
     def forward(weights, arrays, constants, shares):
         cast_weights = cast(weights, dtype)
 
         def step(part):
             arrays, *rest = part
-            value, pull, values = vjp(lambda w, a: total(w, a, *rest), cast(cast_weights, jnp.float32), arrays, has_aux=True)
+            value, pull, values = vjp(
+                lambda w, a: total(w, a, *rest),
+                cast(cast_weights, jnp.float32),
+                arrays,
+                has_aux=True,
+            )
             dw, dx = pull(jnp.ones_like(value))
             return (value, dw), (values, dx)
 

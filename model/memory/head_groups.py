@@ -4,6 +4,7 @@ these exist for one group at a time.
 A group is projected and attends, and its output is written next to those of the groups before it. Kept for the backward pass
 are the layer's input, that output and its log-sum-exp: there each group is projected once more, and attends only backward.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,7 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, name_for_remat
+from model.attention import (
+    AttentionOp,
+    AttentionPartial,
+    Keys,
+    Queries,
+    TokenCoords,
+    name_for_remat,
+)
 from model.dropout import TokenInfo
 from model.feedforward import KEYS_VALUES, QUERIES
 from model.frozen import FrozenWeight, Weight, split
@@ -32,8 +40,12 @@ class HeadGroupRunner(ScanRunner):
     """A scan in which each layer attends in groups of heads."""
 
     def run_layer(self, layer, weights, x, labels, coords):
-        attend_in_groups = GroupedAttention(layer.project_through, layer.attention, HeadGroups.of(layer), layer.dtype)
-        x, attended = attend_in_groups(read_by(layer.config, (QUERIES, KEYS_VALUES), weights), x, labels, coords)
+        attend_in_groups = GroupedAttention(
+            layer.project_through, layer.attention, HeadGroups.of(layer), layer.dtype
+        )
+        x, attended = attend_in_groups(
+            read_by(layer.config, (QUERIES, KEYS_VALUES), weights), x, labels, coords
+        )
         return layer.finish(weights, x, attended, labels)
 
 
@@ -52,11 +64,17 @@ class HeadGroups:
     @classmethod
     def of(cls, layer: Any) -> HeadGroups:
         """Returns the groups of a `Layer`; the axes are those that its parameters declare."""
+
         def heads_axis(axes):
             return next((i for i, axis in enumerate(axes) if axis in ("heads", "kv_heads")), None)
 
-        return cls(layer.memory.attention_groups,
-                   {name: heads_axis(parameter.axes) for name, parameter in declare_layer(layer.config).items()})
+        return cls(
+            layer.memory.attention_groups,
+            {
+                name: heads_axis(parameter.axes)
+                for name, parameter in declare_layer(layer.config).items()
+            },
+        )
 
     def take(self, x: jax.Array, i: Any, axis: int) -> jax.Array:
         """Returns group i of the heads, which lie along `axis`."""
@@ -69,13 +87,20 @@ class HeadGroups:
 
     def weights(self, weights: dict[str, Weight], i: Any) -> dict[str, Weight]:
         """Returns group i's weights, float32 by type or frozen, from those of all heads in the compute dtype."""
+
         def take(weight, axis):
             if axis is None:
                 return weight
-            return weight.part(i, self.count, axis) if isinstance(weight, FrozenWeight) else self.take(weight, i, axis)
+            return (
+                weight.part(i, self.count, axis)
+                if isinstance(weight, FrozenWeight)
+                else self.take(weight, i, axis)
+            )
 
-        return {name: take(weight, self.axes[name])
-                for name, weight in cast(weights, jnp.float32).items()}
+        return {
+            name: take(weight, self.axes[name])
+            for name, weight in cast(weights, jnp.float32).items()
+        }
 
     def over(self, step: Callable, carry: Any, axes: Any) -> tuple[Any, Any]:
         """Runs `step(carry, i) -> (carry, results of group i)` for each group, one after the other.
@@ -93,8 +118,10 @@ class HeadGroups:
         def run_group(state, i):
             carry, joined = state
             carry, parts = step(carry, i)
-            joined = [self.put(x, part, i, axis)
-                      for x, part, axis in zip(joined, jax.tree.leaves(parts), head_axes, strict=True)]
+            joined = [
+                self.put(x, part, i, axis)
+                for x, part, axis in zip(joined, jax.tree.leaves(parts), head_axes, strict=True)
+            ]
             return (carry, joined), None
 
         joined = [all_heads(result, axis) for result, axis in zip(results, head_axes, strict=True)]
@@ -118,8 +145,13 @@ class GroupedAttention:
     groups: HeadGroups
     dtype: Any
 
-    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], labels: TokenInfo,
-                 coords: TokenCoords) -> tuple[Float[Array, "B T E"], Float[Array, "B T Hq D"]]:
+    def __call__(
+        self,
+        weights: dict[str, Weight],
+        x: Float[Array, "B T E"],
+        labels: TokenInfo,
+        coords: TokenCoords,
+    ) -> tuple[Float[Array, "B T E"], Float[Array, "B T Hq D"]]:
         """Returns x, and attention's output of all heads.
 
         Args:
@@ -149,13 +181,21 @@ class GroupedAttention:
 
         def add_group(carry, i):
             dx, d_shared = carry
-            (_, (q, k, v)), pull = vjp(lambda w, x: self.project(w, x, labels), groups.weights(weights, i), x)
+            (_, (q, k, v)), pull = vjp(
+                lambda w, x: self.project(w, x, labels), groups.weights(weights, i), x
+            )
             result = AttentionPartial(groups.take(out, i, 2), groups.take(lse, i, 1))
-            gradients = self.attention.backward(Queries(q, coords), Keys(k, v, coords), result, groups.take(dout, i, 2))
+            gradients = self.attention.backward(
+                Queries(q, coords), Keys(k, v, coords), result, groups.take(dout, i, 2)
+            )
             dw, dx = pull((dx, tuple(gradients)))
             d_shared = {name: total + dw[name] for name, total in d_shared.items()}
             return (dx, d_shared), {name: dw[name] for name in head_axes}
 
-        d_shared = {name: jnp.zeros(weight.shape, jnp.float32) for name, weight in trained.items() if name not in head_axes}
+        d_shared = {
+            name: jnp.zeros(weight.shape, jnp.float32)
+            for name, weight in trained.items()
+            if name not in head_axes
+        }
         (dx, d_shared), d_heads = groups.over(add_group, (dx, d_shared), head_axes)
         return {name: {**d_shared, **d_heads}.get(name) for name in weights}, dx, None, None

@@ -1,4 +1,5 @@
 """How the stack of decoder layers is run: the contract, and the plain scan over layers."""
+
 from __future__ import annotations
 
 import abc
@@ -33,7 +34,9 @@ class LayerRunner(abc.ABC):
     weights: WeightGatherer
 
     @abc.abstractmethod
-    def run(self, shards: Shards, x: Float[Array, "B T E"], labels: TokenInfo, coords: TokenCoords) -> LayerOutput:
+    def run(
+        self, shards: Shards, x: Float[Array, "B T E"], labels: TokenInfo, coords: TokenCoords
+    ) -> LayerOutput:
         """Returns the last layer's hidden states, and the auxiliary sums of all layers.
 
         Args:
@@ -54,16 +57,28 @@ class ScanRunner(LayerRunner):
             x, labels, coords = carry
             shards, number = of_layer
             x = checkpoint_name(x, "layer_input")
-            y, auxiliary = self.run_layer(layer, self.weights.layer(shards), x, labels.of_layer(number), coords)
+            y, auxiliary = self.run_layer(
+                layer, self.weights.layer(shards), x, labels.of_layer(number), coords
+            )
             return (y, labels, coords), auxiliary
 
         memory = self.layers[0].memory
         bodies = [functools.partial(body, layer) for layer in self.layers]
-        numbers = None if labels.dropout is None else jnp.arange(jax.tree.leaves(shards)[0].shape[0])
-        (y, *_), auxiliary = scan_layers(bodies, (x, labels, coords), (shards, numbers), memory.remat, memory.every_k)
+        numbers = (
+            None if labels.dropout is None else jnp.arange(jax.tree.leaves(shards)[0].shape[0])
+        )
+        (y, *_), auxiliary = scan_layers(
+            bodies, (x, labels, coords), (shards, numbers), memory.remat, memory.every_k
+        )
         return LayerOutput(y, auxiliary)
 
-    def run_layer(self, layer: Layer, weights: dict[str, jax.Array], x: Float[Array, "B T E"], labels: TokenInfo,
-                  coords: TokenCoords) -> LayerOutput:
+    def run_layer(
+        self,
+        layer: Layer,
+        weights: dict[str, jax.Array],
+        x: Float[Array, "B T E"],
+        labels: TokenInfo,
+        coords: TokenCoords,
+    ) -> LayerOutput:
         """Returns one layer's output from its whole weights."""
         return layer(weights, x, labels, coords)

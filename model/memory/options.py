@@ -1,4 +1,5 @@
 """The options of memory, declared once: recipes read them as their section `memory`, `Llama` and planning as one attribute."""
+
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,12 +48,18 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         if self.remat not in POLICIES:
-            raise ValueError(f"memory.remat: found {self.remat!r}, needs one of {', '.join(POLICIES)}")
-        for names, least in ((("every_k", "attention_groups", "query_chunks"), 1),
-                             (("feed_forward_chunk", "projection_chunk", "loss_chunk"), 0)):
+            raise ValueError(
+                f"memory.remat: found {self.remat!r}, needs one of {', '.join(POLICIES)}"
+            )
+        for names, least in (
+            (("every_k", "attention_groups", "query_chunks"), 1),
+            (("feed_forward_chunk", "projection_chunk", "loss_chunk"), 0),
+        ):
             for name in names:
                 if getattr(self, name) < least:
-                    raise ValueError(f"memory.{name}: found {getattr(self, name)}, needs at least {least}")
+                    raise ValueError(
+                        f"memory.{name}: found {getattr(self, name)}, needs at least {least}"
+                    )
 
     @property
     def policy(self) -> RematPolicy:
@@ -60,8 +67,16 @@ class MemoryConfig:
         return POLICIES[self.remat]
 
 
-def check_combination(memory: MemoryConfig, *, layers: int, period: int = 1, key_heads: int, sequence: int,
-                      sequence_parallel: bool, schedule: Any) -> None:
+def check_combination(
+    memory: MemoryConfig,
+    *,
+    layers: int,
+    period: int = 1,
+    key_heads: int,
+    sequence: int,
+    sequence_parallel: bool,
+    schedule: Any,
+) -> None:
     """Refuses memory options that go neither together nor with the model, the mesh and the schedule.
 
     Args:
@@ -72,34 +87,52 @@ def check_combination(memory: MemoryConfig, *, layers: int, period: int = 1, key
     Raises:
       ValueError: one line that names the option, what was found and what would work.
     """
-    from model.attention.schedules import get_schedule  # here, so that reading a recipe does not import JAX
+    from model.attention.schedules import (
+        get_schedule,
+    )  # here, so that reading a recipe does not import JAX
 
     resolved = get_schedule(schedule, sequence)
     if memory.policy.every_k:
         _check_divides("every_k", memory.every_k, layers, f"{layers} layers")
         if memory.every_k % period:
-            raise ValueError(f"memory.every_k: found {memory.every_k}; the model's layers repeat in a period of {period}, so "
-                             f"it needs a multiple of {period} that divides {layers}")
-    _check_divides("attention_groups", memory.attention_groups, key_heads, f"the {key_heads} key/value heads of a device")
+            raise ValueError(
+                f"memory.every_k: found {memory.every_k}; the model's layers repeat in a period of {period}, so "
+                f"it needs a multiple of {period} that divides {layers}"
+            )
+    _check_divides(
+        "attention_groups",
+        memory.attention_groups,
+        key_heads,
+        f"the {key_heads} key/value heads of a device",
+    )
     if memory.policy.products and memory.attention_groups > 1:
-        raise ValueError(f"memory.remat: found {memory.remat!r}; with memory.attention_groups = {memory.attention_groups} each "
-                         "group is projected again in the backward pass; save_attention, or 1 group, would work")
+        raise ValueError(
+            f"memory.remat: found {memory.remat!r}; with memory.attention_groups = {memory.attention_groups} each "
+            "group is projected again in the backward pass; save_attention, or 1 group, would work"
+        )
     if memory.query_chunks > 1:
         _check_query_chunks(memory, sequence_parallel, resolved)
     if memory.prefetch:
         _check_prefetch(memory, sequence, sequence_parallel, resolved)
 
 
-def _check_prefetch(memory: MemoryConfig, sequence: int, sequence_parallel: bool, schedule: Any) -> None:
+def _check_prefetch(
+    memory: MemoryConfig, sequence: int, sequence_parallel: bool, schedule: Any
+) -> None:
     """ValueError for what prefetching cannot go with."""
     for works, found, needed in (
-            (sequence > 1, f"mesh.sequence {sequence}", "2 or more"),
-            (schedule.can_gather_along, f"attention.schedule {schedule.name}", "ring"),
-            (memory.remat in PREFETCH_POLICIES, f"memory.remat {memory.remat}", " or ".join(PREFETCH_POLICIES)),
-            (memory.attention_groups == 1, f"memory.attention_groups {memory.attention_groups}", "1"),
-            (memory.query_chunks == 1, f"memory.query_chunks {memory.query_chunks}", "1"),
-            (not memory.parameters_on_host, "memory.parameters_on_host", "false"),
-            (not sequence_parallel, "mesh.sequence_parallel", "false")):
+        (sequence > 1, f"mesh.sequence {sequence}", "2 or more"),
+        (schedule.can_gather_along, f"attention.schedule {schedule.name}", "ring"),
+        (
+            memory.remat in PREFETCH_POLICIES,
+            f"memory.remat {memory.remat}",
+            " or ".join(PREFETCH_POLICIES),
+        ),
+        (memory.attention_groups == 1, f"memory.attention_groups {memory.attention_groups}", "1"),
+        (memory.query_chunks == 1, f"memory.query_chunks {memory.query_chunks}", "1"),
+        (not memory.parameters_on_host, "memory.parameters_on_host", "false"),
+        (not sequence_parallel, "mesh.sequence_parallel", "false"),
+    ):
         if not works:
             raise ValueError(f"memory.prefetch: found {found}, where it needs {needed}")
 
@@ -110,15 +143,21 @@ def _check_query_chunks(memory: MemoryConfig, sequence_parallel: bool, schedule:
 
     chunks = memory.query_chunks
     if memory.remat not in QUERY_CHUNK_POLICIES:
-        raise ValueError(f"memory.remat: found {memory.remat!r}; with memory.query_chunks = {chunks} nothing of attention is "
-                         f"kept; valid: {', '.join(QUERY_CHUNK_POLICIES)}")
+        raise ValueError(
+            f"memory.remat: found {memory.remat!r}; with memory.query_chunks = {chunks} nothing of attention is "
+            f"kept; valid: {', '.join(QUERY_CHUNK_POLICIES)}"
+        )
     if sequence_parallel:
-        raise ValueError(f"memory.query_chunks: found {chunks}; with mesh.sequence_parallel only 1 can be")
+        raise ValueError(
+            f"memory.query_chunks: found {chunks}; with mesh.sequence_parallel only 1 can be"
+        )
     while schedule is not None:
         if isinstance(schedule, Balanced) and schedule.ordered:
             others = ", ".join(name for name in SCHEDULES if name not in ("balanced", "local"))
-            raise ValueError(f"memory.query_chunks: found {chunks}; balanced trades queries for as many keys over a contiguous "
-                             f"layout; over others it serves them, as do {others} over any")
+            raise ValueError(
+                f"memory.query_chunks: found {chunks}; balanced trades queries for as many keys over a contiguous "
+                f"layout; over others it serves them, as do {others} over any"
+            )
         schedule = getattr(schedule, "inner", None)
 
 
@@ -126,5 +165,7 @@ def _check_divides(option: str, value: int, total: int, counted: str) -> None:
     """ValueError that lists the divisors, unless the option's value is one."""
     if total % value:
         divisors = [n for n in range(1, total + 1) if total % n == 0]
-        raise ValueError(f"memory.{option}: {value} does not divide {counted}; "
-                         f"{', '.join(map(str, divisors))} do")
+        raise ValueError(
+            f"memory.{option}: {value} does not divide {counted}; "
+            f"{', '.join(map(str, divisors))} do"
+        )

@@ -5,6 +5,7 @@ axis has the same length stand side by side as columns of one array, so that one
 arrays, one below the other, are the whole matrices. Ranks of `fsdp` gather theirs first: they share what travels the sequence
 axis.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -40,8 +41,14 @@ class PackedShards:
     trained: frozenset[str]
 
     @classmethod
-    def of(cls, specs: dict[str, PartitionSpec], shapes: dict[str, tuple[int, ...]], sizes: dict[str, int],
-           dtypes: dict[str, Any], trained: frozenset[str]) -> PackedShards:
+    def of(
+        cls,
+        specs: dict[str, PartitionSpec],
+        shapes: dict[str, tuple[int, ...]],
+        sizes: dict[str, int],
+        dtypes: dict[str, Any],
+        trained: frozenset[str],
+    ) -> PackedShards:
         """Returns how a layer is packed. Parameters that are not split over all ranks along one axis do not travel.
 
         Args:
@@ -49,8 +56,19 @@ class PackedShards:
         """
         axes = ("fsdp", "sequence") if sizes["fsdp"] > 1 else ("sequence",)
         splits = {name: storage_axes_of(spec) for name, spec in specs.items()}
-        split_axes = {name: split[0][0] for name, split in splits.items() if [mesh_axes for _, mesh_axes in split] == [axes]}
-        return cls({name: shapes[name] for name in split_axes}, split_axes, sizes["fsdp"], sizes["sequence"], dtypes, trained)
+        split_axes = {
+            name: split[0][0]
+            for name, split in splits.items()
+            if [mesh_axes for _, mesh_axes in split] == [axes]
+        }
+        return cls(
+            {name: shapes[name] for name in split_axes},
+            split_axes,
+            sizes["fsdp"],
+            sizes["sequence"],
+            dtypes,
+            trained,
+        )
 
     @property
     def _arrays(self) -> list[list[str]]:
@@ -58,7 +76,9 @@ class PackedShards:
         shard."""
         arrays: dict[Any, list[str]] = {}
         for name, shape in self.shapes.items():
-            arrays.setdefault((shape[self.split_axes[name]], jnp.dtype(self.dtypes[name])), []).append(name)
+            arrays.setdefault(
+                (shape[self.split_axes[name]], jnp.dtype(self.dtypes[name])), []
+            ).append(name)
         return list(arrays.values())
 
     @property
@@ -69,7 +89,10 @@ class PackedShards:
 
     def pack(self, shards: dict[str, jax.Array]) -> list[Float[Array, "F R C"]]:
         """Returns the packed arrays of shards."""
-        packed = [self._columns({name: shards[name].astype(self.dtypes[name]) for name in names}) for names in self._arrays]
+        packed = [
+            self._columns({name: shards[name].astype(self.dtypes[name]) for name in names})
+            for names in self._arrays
+        ]
         return [lax.all_gather(x, "fsdp") if self.fsdp > 1 else x[None] for x in packed]
 
     def unpack(self, packed: list[Float[Array, "P F R C"]]) -> dict[str, jax.Array]:
@@ -77,20 +100,35 @@ class PackedShards:
         `sharding.gather`, the others in their own dtype."""
         weights: dict[str, jax.Array] = {}
         for names, x in zip(self._arrays, packed, strict=True):
-            weights |= self._cut(names, x.swapaxes(0, 1).reshape(-1, x.shape[-1]), self.fsdp * self.sequence)
-        return {name: weight.astype(jnp.float32) if name in self.trained else weight for name, weight in weights.items()}
+            weights |= self._cut(
+                names, x.swapaxes(0, 1).reshape(-1, x.shape[-1]), self.fsdp * self.sequence
+            )
+        return {
+            name: weight.astype(jnp.float32) if name in self.trained else weight
+            for name, weight in weights.items()
+        }
 
     def zero_gradients(self) -> list[Float[Array, "P F R C"]]:
         """Returns zeros of the shapes of `pack_gradients`."""
         ranks = self.fsdp * self.sequence
-        whole = {name: jax.ShapeDtypeStruct([n * ranks if i == self.split_axes[name] else n for i, n in enumerate(shape)],
-                                            jnp.float32) for name, shape in self.shapes.items()}
+        whole = {
+            name: jax.ShapeDtypeStruct(
+                [n * ranks if i == self.split_axes[name] else n for i, n in enumerate(shape)],
+                jnp.float32,
+            )
+            for name, shape in self.shapes.items()
+        }
         return [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(self.pack_gradients, whole)]
 
     def pack_gradients(self, gradients: dict[str, jax.Array]) -> list[Float[Array, "P F R C"]]:
         """Returns this rank's summands for all ranks' packed arrays, from the float32 gradients of whole weights."""
-        columns = [self._columns({name: gradients[name] for name in names}) for names in self._gradient_arrays]
-        return [x.reshape(self.fsdp, self.sequence, -1, x.shape[-1]).swapaxes(0, 1) for x in columns]
+        columns = [
+            self._columns({name: gradients[name] for name in names})
+            for names in self._gradient_arrays
+        ]
+        return [
+            x.reshape(self.fsdp, self.sequence, -1, x.shape[-1]).swapaxes(0, 1) for x in columns
+        ]
 
     def unpack_gradient(self, packed: list[Float[Array, "F R C"]]) -> dict[str, jax.Array]:
         """Returns the float32 gradients of the shards, from packed gradients summed over the sequence axis."""
@@ -104,13 +142,15 @@ class PackedShards:
         split_first = (jnp.moveaxis(x, self.split_axes[name], 0) for name, x in arrays.items())
         return jnp.concatenate([x.reshape(x.shape[0], -1) for x in split_first], 1)
 
-    def _cut(self, names: list[str], columns: Float[Array, "R C"], ranks: int) -> dict[str, jax.Array]:
+    def _cut(
+        self, names: list[str], columns: Float[Array, "R C"], ranks: int
+    ) -> dict[str, jax.Array]:
         """The arrays that `_columns` put side by side, from the shards of that many ranks."""
         start, arrays = 0, {}
         for name in names:
             axis, shape = self.split_axes[name], list(self.shapes[name])
             rows = shape.pop(axis) * ranks
-            part = columns[:, start:start + math.prod(shape)].reshape(rows, *shape)
+            part = columns[:, start : start + math.prod(shape)].reshape(rows, *shape)
             start += math.prod(shape)
             arrays[name] = jnp.moveaxis(part, 0, axis)
         return arrays

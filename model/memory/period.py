@@ -1,4 +1,5 @@
 """A scan over layers of several kinds, which repeat in a period: two of Gemma 2, six of Gemma 3."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -12,9 +13,16 @@ from jax import lax
 Results = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
-def scan_periods(bodies: Sequence[Callable], carry: Any, layers: Any, saved: Results | None = None,
-                 reverse: bool = False, remat: Callable[[Callable], Callable] = lambda run: run,
-                 start: int | jax.Array = 0, count: int | None = None) -> tuple[Any, Results]:
+def scan_periods(
+    bodies: Sequence[Callable],
+    carry: Any,
+    layers: Any,
+    saved: Results | None = None,
+    reverse: bool = False,
+    remat: Callable[[Callable], Callable] = lambda run: run,
+    start: int | jax.Array = 0,
+    count: int | None = None,
+) -> tuple[Any, Results]:
     """Returns what `lax.scan` returns where bodies[i % P] runs layer i, with P bodies: a step of the scan is one period, and
     the layers that are left over run after it.
 
@@ -29,7 +37,12 @@ def scan_periods(bodies: Sequence[Callable], carry: Any, layers: Any, saved: Res
     """
     period = len(bodies)
     if period == 1 and count is None:
-        carry, results = lax.scan(remat(bodies[0]), carry, layers if saved is None else (layers, saved[0][0]), reverse=reverse)
+        carry, results = lax.scan(
+            remat(bodies[0]),
+            carry,
+            layers if saved is None else (layers, saved[0][0]),
+            reverse=reverse,
+        )
         return carry, ((results,), ())
     whole, left = divmod(count or jax.tree.leaves(layers)[0].shape[0], period)
     end = whole * period
@@ -40,18 +53,29 @@ def scan_periods(bodies: Sequence[Callable], carry: Any, layers: Any, saved: Res
         """Runs the first layers of the period `number`, whose arrays on the device are passed."""
         results = [None] * layers_of_period
         for i in reversed(range(layers_of_period)) if reverse else range(layers_of_period):
+
             def run_layer(carry, number, on_device, saved, i=i):
                 index = start + number * period + i
-                layer = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False) if _is_on_host(x) else x[i],
-                                     with_host(on_device))
+                layer = jax.tree.map(
+                    lambda x: (
+                        lax.dynamic_index_in_dim(x, index, keepdims=False)
+                        if _is_on_host(x)
+                        else x[i]
+                    ),
+                    with_host(on_device),
+                )
                 return bodies[i](carry, layer if saved is None else (layer, saved))
 
             carry, results[i] = remat(run_layer)(carry, number, on_device, saved and saved[i])
         return carry, tuple(results)
 
     def run_whole(carry):
-        return lax.scan(lambda carry, xs: run(carry, *xs, period), carry, (jnp.arange(whole), periods, saved and saved[0]),
-                        reverse=reverse)
+        return lax.scan(
+            lambda carry, xs: run(carry, *xs, period),
+            carry,
+            (jnp.arange(whole), periods, saved and saved[0]),
+            reverse=reverse,
+        )
 
     def run_left(carry):
         return run(carry, whole, [x[end:] for x in on_device], saved and saved[1], left)
@@ -75,7 +99,9 @@ def split_by_memory(layers: Any) -> tuple[list[jax.Array], Callable[[Sequence[ja
 
     def with_host(on_device):
         replacements = iter(on_device)
-        return jax.tree.unflatten(tree, [x if _is_on_host(x) else next(replacements) for x in leaves])
+        return jax.tree.unflatten(
+            tree, [x if _is_on_host(x) else next(replacements) for x in leaves]
+        )
 
     return [x for x in leaves if not _is_on_host(x)], with_host
 
@@ -87,7 +113,9 @@ def _is_on_host(x: jax.Array) -> bool:
 def unzipped(results: Results) -> tuple[Results, Results]:
     """Returns the first of each layer's results, and the second, where bodies return pairs of results."""
     of_whole, of_left = results
-    firsts, seconds = ((tuple(pair[i] for pair in of_whole), tuple(pair[i] for pair in of_left)) for i in range(2))
+    firsts, seconds = (
+        (tuple(pair[i] for pair in of_whole), tuple(pair[i] for pair in of_left)) for i in range(2)
+    )
     return firsts, seconds
 
 
@@ -97,4 +125,6 @@ def stacked(results: Results) -> Any:
     if len(of_whole) == 1:
         return of_whole[0]
     joined = jax.tree.map(lambda *xs: jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:]), *of_whole)
-    return jax.tree.map(lambda x, *xs: jnp.concatenate([x, jnp.stack(xs)]) if xs else x, joined, *of_left)
+    return jax.tree.map(
+        lambda x, *xs: jnp.concatenate([x, jnp.stack(xs)]) if xs else x, joined, *of_left
+    )

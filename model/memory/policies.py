@@ -1,4 +1,5 @@
 """The remat policies by name, as plain data: recipes list the names and planning reads the facts without importing JAX."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -43,4 +44,6 @@ POLICIES = {
 # Query chunks compute attention's output a chunk at a time, so that none is there to be kept.
 QUERY_CHUNK_POLICIES = tuple(name for name, policy in POLICIES.items() if policy.attention is None)
 # The scan that prefetches keeps one input for each layer, and no products.
-PREFETCH_POLICIES = tuple(name for name, policy in POLICIES.items() if not (policy.every_k or policy.products))
+PREFETCH_POLICIES = tuple(
+    name for name, policy in POLICIES.items() if not (policy.every_k or policy.products)
+)

@@ -6,6 +6,7 @@ runs, the weights of the layer below arrive, and the gradients of the layer abov
 return to the ranks that store them. Plain differentiation would keep every layer's whole weights for the backward pass, so both
 scans are written by hand. Only the first layer's gather and scatter have nothing to hide behind.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -42,10 +43,20 @@ class PrefetchRunner(LayerRunner):
     def run(self, shards, x, labels, coords):
         specs = {name: self.weights.layer_spec(name) for name in shards}
         trained = frozenset(name for name in shards if not self.weights.is_frozen(name))
-        dtypes = {name: self.layers[0].dtype if name in trained else shard.dtype for name, shard in shards.items()}
-        packed = PackedShards.of(specs, {name: shard.shape[1:] for name, shard in shards.items()},
-                                 dict(jax.sharding.get_abstract_mesh().shape), dtypes, trained)
-        layers = _PrefetchedLayers(self.layers, self.weights, packed, jax.tree.leaves(shards)[0].shape[0])
+        dtypes = {
+            name: self.layers[0].dtype if name in trained else shard.dtype
+            for name, shard in shards.items()
+        }
+        packed = PackedShards.of(
+            specs,
+            {name: shard.shape[1:] for name, shard in shards.items()},
+            dict(jax.sharding.get_abstract_mesh().shape),
+            dtypes,
+            trained,
+        )
+        layers = _PrefetchedLayers(
+            self.layers, self.weights, packed, jax.tree.leaves(shards)[0].shape[0]
+        )
         run = jax.custom_vjp(lambda *arrays: layers.forward(*arrays)[0])
         run.defvjp(layers.forward, layers.backward)
         return run(shards, x, labels, coords)
@@ -93,16 +104,22 @@ class _PrefetchedLayers:
             of_layer = labels.of_layer(i)
             q, k, v = layer.project(weights, x, of_layer)
             (out, lse), whole = layer.attention.forward_and_gather(
-                Queries(q, coords), Keys(k, v, coords), self._of_layer(shards, i + 1)[0])
-            attention = jax.device_put((out, lse), _SPACES[policy.attention]) if policy.attention else ()
+                Queries(q, coords), Keys(k, v, coords), self._of_layer(shards, i + 1)[0]
+            )
+            attention = (
+                jax.device_put((out, lse), _SPACES[policy.attention]) if policy.attention else ()
+            )
             kept = jax.device_put(x, _SPACES[policy.inputs])
             y, auxiliary = layer.finish(weights, x, out, of_layer)
             return (y, whole, labels, coords), ((kept, *attention), auxiliary)
 
         # In stages, where the compiler needs them.
         whole = [gather_frozen(array[None], RANKS) for array in self._of_layer(shards, 0)[0]]
-        (y, whole, *_), results = scan_periods([functools.partial(run_layer, layer) for layer in self.layers],
-                                               (x, whole, labels, coords), jnp.arange(self.count))
+        (y, whole, *_), results = scan_periods(
+            [functools.partial(run_layer, layer) for layer in self.layers],
+            (x, whole, labels, coords),
+            jnp.arange(self.count),
+        )
         kept, auxiliary = unzipped(results)
         return LayerOutput(y, stacked(auxiliary)), _Residuals(shards, kept, whole, labels, coords)
 
@@ -115,26 +132,49 @@ class _PrefetchedLayers:
             dx, whole, d_above, labels, coords = carry
             (i, d_auxiliary), (x, *attention) = layer_inputs
             x, *attention = jax.device_put((x, *attention), jax.memory.Space.Device)
-            travelled, others = map(self._split, (self.packed.unpack(whole), self._of_layer(shards, i)[1]))
+            travelled, others = map(
+                self._split, (self.packed.unpack(whole), self._of_layer(shards, i)[1])
+            )
             trained, unpack_gradients, frozen = jax.vjp(
-                lambda *trained: split(self._weights({**trained[0], **travelled[1]}, {**trained[1], **others[1]})),
-                travelled[0], others[0], has_aux=True)
+                lambda *trained: split(
+                    self._weights({**trained[0], **travelled[1]}, {**trained[1], **others[1]})
+                ),
+                travelled[0],
+                others[0],
+                has_aux=True,
+            )
             below = self._of_layer(shards, i - 1)[0]
             d_output = LayerOutput(dx, d_auxiliary)
-            dx, dw, whole, d_above = self._backward_layer(layer, {**trained, **frozen}, (x, *attention), d_output, below,
-                                                          d_above, labels.of_layer(i), coords)
+            dx, dw, whole, d_above = self._backward_layer(
+                layer,
+                {**trained, **frozen},
+                (x, *attention),
+                d_output,
+                below,
+                d_above,
+                labels.of_layer(i),
+                coords,
+            )
             d_travelling, d_others = unpack_gradients({name: dw[name] for name in trained})
             d_packed = self.packed.pack_gradients(d_travelling)
-            return (dx, whole, d_packed, labels, coords), (self.packed.unpack_gradient(d_above), d_others)
+            return (dx, whole, d_packed, labels, coords), (
+                self.packed.unpack_gradient(d_above),
+                d_others,
+            )
 
         (dx, _, d_first, *_), results = scan_periods(
             [functools.partial(run_layer, layer) for layer in self.layers],
-            (dy, whole, self.packed.zero_gradients(), labels, coords), (jnp.arange(self.count), d_auxiliary), kept,
-            reverse=True)
+            (dy, whole, self.packed.zero_gradients(), labels, coords),
+            (jnp.arange(self.count), d_auxiliary),
+            kept,
+            reverse=True,
+        )
         d_above, d_others = stacked(results)
         first = self.packed.unpack_gradient([reduce_scatter(RANKS, array)[0] for array in d_first])
         # Layer i's gradients returned while layer i - 1 ran.
-        d_travelling = {name: jnp.concatenate([first[name][None], d_above[name][:-1]]) for name in first}
+        d_travelling = {
+            name: jnp.concatenate([first[name][None], d_above[name][:-1]]) for name in first
+        }
         return {name: {**d_travelling, **d_others}.get(name) for name in shards}, dx, None, None
 
     def _backward_layer(self, layer, weights, kept, d_output, below, d_above, labels, coords):
@@ -145,20 +185,32 @@ class _PrefetchedLayers:
         """
         x, *saved = kept
         attention = layer.attention
-        (_, (q, k, v)), pull = vjp(lambda w, x: layer.project_through(w, x, labels),
-                                 read_by(layer.config, (QUERIES, KEYS_VALUES), weights), x)
+        (_, (q, k, v)), pull = vjp(
+            lambda w, x: layer.project_through(w, x, labels),
+            read_by(layer.config, (QUERIES, KEYS_VALUES), weights),
+            x,
+        )
         queries, keys = Queries(q, coords), Keys(k, v, coords)
         whole = None
         if not saved:
             saved, whole = attention.forward_and_gather(queries, keys, below)
         dw_output, dx, dout = vjp(
-            lambda *arrays: layer.finish(*arrays, labels), read_by(layer.config, (OUTPUT,), weights), x, saved[0])[1](d_output)
+            lambda *arrays: layer.finish(*arrays, labels),
+            read_by(layer.config, (OUTPUT,), weights),
+            x,
+            saved[0],
+        )[1](d_output)
         payload = Payload(below if whole is None else None, d_above)
-        dqkv, whole_after, d_above = attention.backward_and_exchange(queries, keys, AttentionPartial(*saved), dout, payload)
+        dqkv, whole_after, d_above = attention.backward_and_exchange(
+            queries, keys, AttentionPartial(*saved), dout, payload
+        )
         dw_project, dx = pull((dx, tuple(dqkv)))
         # Weights that are read before and after attention, such as the one norm of parallel residuals, have both gradients.
-        twice = {name: dw_project[name] + dw_output[name] for name in dw_project
-                 if name in dw_output and dw_project[name] is not None}
+        twice = {
+            name: dw_project[name] + dw_output[name]
+            for name in dw_project
+            if name in dw_output and dw_project[name] is not None
+        }
         dw = {**dw_project, **dw_output, **twice}
         return dx, dw, whole_after if whole is None else whole, d_above
 
@@ -174,6 +226,8 @@ class _PrefetchedLayers:
     def _of_layer(self, shards: Shards, i: Any) -> tuple[list[jax.Array], Shards]:
         """The packed shards of layer i, or of the nearest layer that there is, and the shards that are not packed."""
         index = jnp.clip(i, 0, self.count - 1)
-        layer = {name: lax.dynamic_index_in_dim(shard, index, 0, False) for name, shard in shards.items()}
+        layer = {
+            name: lax.dynamic_index_in_dim(shard, index, 0, False) for name, shard in shards.items()
+        }
         others = {name: layer.pop(name) for name in list(layer) if name not in self.packed.shapes}
         return self.packed.pack(layer), others

@@ -12,6 +12,7 @@ With groups of heads (`head_groups.py`) a chunk attends group by group, and each
 The price is traffic: keys and values (in the backward pass also their gradients) make a ring pass for each chunk. The kernels
 hide it as long as a chunk's take longer than its transfers, that is with long contexts.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -37,8 +38,15 @@ class QueryChunkRunner(ScanRunner):
     """A scan in which the tokens go through each layer in chunks."""
 
     def run_layer(self, layer, weights, x, labels, coords):
-        in_chunks = LayerInChunks(layer.queries_through, layer.keys_values_through, layer.finish, layer.attention,
-                                  layer.memory.query_chunks, HeadGroups.of(layer), layer.dtype)
+        in_chunks = LayerInChunks(
+            layer.queries_through,
+            layer.keys_values_through,
+            layer.finish,
+            layer.attention,
+            layer.memory.query_chunks,
+            HeadGroups.of(layer),
+            layer.dtype,
+        )
         return in_chunks(weights, x, labels, coords)
 
 
@@ -89,8 +97,13 @@ class LayerInChunks:
     groups: HeadGroups
     dtype: Any
 
-    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], labels: TokenInfo,
-                 coords: TokenCoords) -> LayerOutput:
+    def __call__(
+        self,
+        weights: dict[str, Weight],
+        x: Float[Array, "B T E"],
+        labels: TokenInfo,
+        coords: TokenCoords,
+    ) -> LayerOutput:
         """Returns the layer's output.
 
         Args:
@@ -101,7 +114,9 @@ class LayerInChunks:
           ValueError: the chunks do not divide the tokens.
         """
         if x.shape[1] % self.chunks:
-            raise ValueError(f"memory.query_chunks: {self.chunks} does not divide the {x.shape[1]} tokens of a device")
+            raise ValueError(
+                f"memory.query_chunks: {self.chunks} does not divide the {x.shape[1]} tokens of a device"
+            )
         run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
         run.defvjp(self._forward, self._backward)
         return run(weights, x, labels, coords)
@@ -120,15 +135,22 @@ class LayerInChunks:
             hidden, auxiliary = self.finish(float32_weights, x, out, labels)
             return (source, jax.tree.map(jnp.add, sums, auxiliary)), hidden
 
-        (_, sums), y = over_chunks(run_chunk, (self._key_source(*residuals), self._zero_sums(*residuals)), residuals[1:],
-                                   x.shape[1] // self.chunks)
+        (_, sums), y = over_chunks(
+            run_chunk,
+            (self._key_source(*residuals), self._zero_sums(*residuals)),
+            residuals[1:],
+            x.shape[1] // self.chunks,
+        )
         return LayerOutput(y, sums), residuals
 
     def _zero_sums(self, weights, x, labels, coords):
         """Zeros like the layer's auxiliary sums."""
+
         def sums():
             _, q = self.queries(cast(weights, jnp.float32), x, labels)
-            return self.finish(cast(weights, jnp.float32), x, q, labels).auxiliary  # q has the shape of attention's output
+            return self.finish(
+                cast(weights, jnp.float32), x, q, labels
+            ).auxiliary  # q has the shape of attention's output
 
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums))
 
@@ -142,19 +164,34 @@ class LayerInChunks:
             float32_weights = cast(weights, jnp.float32)
             (_, q), pull = vjp(lambda w, x: self.queries(w, x, labels), float32_weights, x)
             out, lse = self._attend(weights, source, q, chunk_coords)
-            dw_finish, dx, dout = vjp(lambda *arrays: self.finish(*arrays, labels), float32_weights, x, out)[1](
-                LayerOutput(dy, d_auxiliary))
-            dkv, dq = self._gradients(dkv, weights, source, Queries(q, chunk_coords), AttentionPartial(out, lse), dout)
+            dw_finish, dx, dout = vjp(
+                lambda *arrays: self.finish(*arrays, labels), float32_weights, x, out
+            )[1](LayerOutput(dy, d_auxiliary))
+            dkv, dq = self._gradients(
+                dkv, weights, source, Queries(q, chunk_coords), AttentionPartial(out, lse), dout
+            )
             dw_project, dx = pull((dx, dq))
-            return (jax.tree.map(lambda *parts: sum(parts), dw, dw_finish, dw_project), dkv, source), dx
+            return (
+                jax.tree.map(lambda *parts: sum(parts), dw, dw_finish, dw_project),
+                dkv,
+                source,
+            ), dx
 
-        (_, kv), pull = vjp(lambda w, x: self.keys_values(w, x, labels), cast(weights, jnp.float32), x)
+        (_, kv), pull = vjp(
+            lambda w, x: self.keys_values(w, x, labels), cast(weights, jnp.float32), x
+        )
         trained, _ = split(weights)
         dw, dkv = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (trained, kv))
         dw |= {name: None for name in weights if name not in trained}
-        (dw, dkv, _), dx = over_chunks(add_chunk, (dw, dkv, self._key_source(*residuals)), (x, labels, coords, dy),
-                                       x.shape[1] // self.chunks)
-        dw_kv, dx = pull((dx, tuple(total.astype(array.dtype) for total, array in zip(dkv, kv, strict=True))))
+        (dw, dkv, _), dx = over_chunks(
+            add_chunk,
+            (dw, dkv, self._key_source(*residuals)),
+            (x, labels, coords, dy),
+            x.shape[1] // self.chunks,
+        )
+        dw_kv, dx = pull(
+            (dx, tuple(total.astype(array.dtype) for total, array in zip(dkv, kv, strict=True)))
+        )
         return jax.tree.map(jnp.add, dw, dw_kv), dx, None, None
 
     def _key_source(self, weights, x, labels, coords) -> KeySource:
@@ -166,8 +203,11 @@ class LayerInChunks:
 
     def _attend(self, weights, source, q, q_coords):
         """out and lse of all heads, for a chunk of queries."""
+
         def attend(_, i):
-            return (), self.attention.forward(Queries(self.groups.take(q, i, 2), q_coords), source.group(self, weights, i))
+            return (), self.attention.forward(
+                Queries(self.groups.take(q, i, 2), q_coords), source.group(self, weights, i)
+            )
 
         return self.groups.over(attend, (), OUT_AND_LSE)[1]
 
@@ -177,10 +217,15 @@ class LayerInChunks:
 
         def add_group(dkv, i):
             dq, *dkv_group = self.attention.gradients(
-                Queries(groups.take(queries.q, i, 2), queries.coords), source.group(self, weights, i),
-                AttentionPartial(groups.take(result.out, i, 2), groups.take(result.lse, i, 1)), groups.take(dout, i, 2))
-            dkv = tuple(groups.put(total, groups.take(total, i, 2) + part, i, 2)
-                        for total, part in zip(dkv, dkv_group, strict=True))
+                Queries(groups.take(queries.q, i, 2), queries.coords),
+                source.group(self, weights, i),
+                AttentionPartial(groups.take(result.out, i, 2), groups.take(result.lse, i, 1)),
+                groups.take(dout, i, 2),
+            )
+            dkv = tuple(
+                groups.put(total, groups.take(total, i, 2) + part, i, 2)
+                for total, part in zip(dkv, dkv_group, strict=True)
+            )
             return dkv, dq.astype(queries.q.dtype)
 
         return groups.over(add_group, dkv, 2)

@@ -1,4 +1,5 @@
 """Runs the stack of layers and keeps for the backward pass what a remat policy names."""
+
 from __future__ import annotations
 
 import functools
@@ -17,8 +18,11 @@ from .policies import POLICIES, RematPolicy
 def _keep(device: Sequence[str], host: Sequence[str]) -> Callable[..., Any]:
     """The `jax.checkpoint` policy that keeps values of these names on the device and in the host's memory, and no others."""
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(device), names_which_can_be_offloaded=list(host), offload_src="device",
-        offload_dst="pinned_host")
+        names_which_can_be_saved=list(device),
+        names_which_can_be_offloaded=list(host),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
 def _layer_policy(policy: RematPolicy) -> Callable[..., Any]:
@@ -29,10 +33,14 @@ def _layer_policy(policy: RematPolicy) -> Callable[..., Any]:
         return kept
     # Results of matrix products, but no weights: the gathered weights of all layers would be the whole model on each device.
     policies = jax.checkpoint_policies
-    return policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names(*device))
+    return policies.save_from_both_policies(
+        policies.dots_saveable, policies.save_only_these_names(*device)
+    )
 
 
-def scan_layers(bodies: Sequence[Callable], carry: Any, layers: Any, remat: str, every_k: int = 1) -> tuple[Any, Any]:
+def scan_layers(
+    bodies: Sequence[Callable], carry: Any, layers: Any, remat: str, every_k: int = 1
+) -> tuple[Any, Any]:
     """Returns the last carry of a scan over the layers, and all layers' results, stacked. The scan keeps for the backward pass
     what the remat policy names.
 
@@ -58,8 +66,17 @@ def scan_layers(bodies: Sequence[Callable], carry: Any, layers: Any, remat: str,
     def run_group(carry, xs):
         number, group = xs
         # Hidden states alone: TPU compilers cannot put the integer labels of the carry on the host.
-        carry = jax.tree.map(lambda x: checkpoint_name(x, "group_input") if x.ndim > 2 else x, carry)
-        carry, results = scan_periods(bodies, carry, with_host(group), remat=remat_layer, start=number * every_k, count=every_k)
+        carry = jax.tree.map(
+            lambda x: checkpoint_name(x, "group_input") if x.ndim > 2 else x, carry
+        )
+        carry, results = scan_periods(
+            bodies,
+            carry,
+            with_host(group),
+            remat=remat_layer,
+            start=number * every_k,
+            count=every_k,
+        )
         return carry, stacked(results)
 
     group_policy = _keep([], ["group_input"] if policy.inputs == "host" else [])

@@ -1,4 +1,5 @@
 """Which runner serves the memory options."""
+
 from __future__ import annotations
 
 from model.layer import Layer

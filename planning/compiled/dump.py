@@ -4,6 +4,7 @@
 libtpu compiles for v5p and v6e (asynchronous operations with several operands): it prints a stack trace and raises. The
 compiler's own dump is the same text, and needs no translation. With jaxlib 0.12, which can, the dump is in a shorter notation.
 """
+
 from __future__ import annotations
 
 from pathlib import Path

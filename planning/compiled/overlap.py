@@ -4,6 +4,7 @@ A transfer is hidden by an attention kernel if one stands between the two: a Pal
 is the blockwise kernel in plain XLA (it multiplies matrices and communicates nothing). Start and end must be in one
 computation, and so in one iteration of a loop. A collective that is not split into start and end hides behind nothing.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -61,12 +62,18 @@ def crossings(text: str) -> list[Crossing]:
       ValueError: the text is not scheduled, so that its order is not that of execution.
     """
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
-        raise ValueError("compiled text: it is not scheduled, so it does not tell what runs between a start and its end")
+        raise ValueError(
+            "compiled text: it is not scheduled, so it does not tell what runs between a start and its end"
+        )
     module = parse(text)
     reader = _Reader(module)
-    return [reader.crossing(name, instruction, kind, reader.between(instructions, instruction))
-            for name, instructions in module.computations.items() if module.runs[name] and name not in reader.fused
-            for instruction in instructions if (kind := reader.kind(instruction))]
+    return [
+        reader.crossing(name, instruction, kind, reader.between(instructions, instruction))
+        for name, instructions in module.computations.items()
+        if module.runs[name] and name not in reader.fused
+        for instruction in instructions
+        if (kind := reader.kind(instruction))
+    ]
 
 
 class _Reader:
@@ -77,18 +84,31 @@ class _Reader:
         self.contents = functools.cache(self._contents)
         # Computations that are a wrapper's inside: the wrapper stands for what is in them, and in what they call.
         self.fused: set[str] = set()
-        remaining = [called for instructions in module.computations.values() for instruction in instructions
-                     if instruction.opcode in WRAPPERS for called in instruction.called]
+        remaining = [
+            called
+            for instructions in module.computations.values()
+            for instruction in instructions
+            if instruction.opcode in WRAPPERS
+            for called in instruction.called
+        ]
         while remaining:
             if (name := remaining.pop()) not in self.fused:
                 self.fused.add(name)
-                remaining += [called for instruction in module.computations.get(name, []) for called in instruction.called]
+                remaining += [
+                    called
+                    for instruction in module.computations.get(name, [])
+                    for called in instruction.called
+                ]
 
     def _contents(self, computation: str) -> frozenset[str]:
         """The opcodes in a computation and in all that it calls; for custom calls, their targets."""
         opcodes: set[str] = set()
         for instruction in self.module.computations.get(computation, []):
-            target = instruction.attribute("custom_call_target") if instruction.opcode == "custom-call" else None
+            target = (
+                instruction.attribute("custom_call_target")
+                if instruction.opcode == "custom-call"
+                else None
+            )
             opcodes.add((target or instruction.opcode).strip('"'))
             for called in instruction.called:
                 opcodes |= self.contents(called)
@@ -103,28 +123,50 @@ class _Reader:
         if instruction.opcode in WRAPPERS:
             if not instruction.called or is_carried_on(instruction):
                 return None
-            inside = {opcode.removesuffix("-start") for opcode in self._inside(instruction)} & set(COLLECTIVES)
+            inside = {opcode.removesuffix("-start") for opcode in self._inside(instruction)} & set(
+                COLLECTIVES
+            )
             return min(inside) if inside else None
         kind = instruction.opcode.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
 
-    def crossing(self, computation: str, start: Instruction, kind: str, between: list[Instruction]) -> Crossing:
+    def crossing(
+        self, computation: str, start: Instruction, kind: str, between: list[Instruction]
+    ) -> Crossing:
         """The collective that `start` begins, which waits until `between` has run."""
-        return Crossing(kind, start.name, computation, self._origin(start, kind), self.module.loops[computation],
-                        tuple(self._results(start)), self.module.runs[computation],
-                        tuple(instruction.name for instruction in between if self.is_kernel(instruction)),
-                        tuple(instruction.name for instruction in (start, *between) if self.multiplies(instruction)))
+        return Crossing(
+            kind,
+            start.name,
+            computation,
+            self._origin(start, kind),
+            self.module.loops[computation],
+            tuple(self._results(start)),
+            self.module.runs[computation],
+            tuple(instruction.name for instruction in between if self.is_kernel(instruction)),
+            tuple(
+                instruction.name
+                for instruction in (start, *between)
+                if self.multiplies(instruction)
+            ),
+        )
 
     def _origin(self, start: Instruction, kind: str) -> str:
         """The operation's name as JAX wrote it; that of a wrapper may be its neighbour's, so the collective inside is asked."""
-        inside = [instruction.rest for called in start.called for instruction in self.module.computations.get(called, [])
-                  if instruction.opcode.removesuffix("-start") == kind]
+        inside = [
+            instruction.rest
+            for called in start.called
+            for instruction in self.module.computations.get(called, [])
+            if instruction.opcode.removesuffix("-start") == kind
+        ]
         name = re.search(r'op_name="([^"]*)"', (inside or [start.rest])[0])
         return name[1] if name else ""
 
     def _results(self, start: Instruction) -> list[ArrayType]:
         """The arrays that arrive."""
-        if start.opcode in ("async-start", "custom-call-start"):  # its own type may be that of a SparseCore's queues
+        if start.opcode in (
+            "async-start",
+            "custom-call-start",
+        ):  # its own type may be that of a SparseCore's queues
             return arrays(self.module.computations[start.called[0]][-1].type)
         if start.opcode in WRAPPERS and "-start" in start.opcode + start.name:
             return arrays(start.type)[1:2]  # of (operand, result, flags)
@@ -135,12 +177,14 @@ class _Reader:
         if "-start" not in start.opcode + start.name:
             return []
         under_way = {start.name}
-        for instruction in instructions[start.index + 1:]:
+        for instruction in instructions[start.index + 1 :]:
             if under_way.isdisjoint(instruction.operands):
                 continue
             if "-done" in instruction.opcode + instruction.name:
-                return instructions[start.index + 1:instruction.index]
-            if instruction.opcode in ("get-tuple-element", "fusion") or instruction.opcode.endswith("-update"):
+                return instructions[start.index + 1 : instruction.index]
+            if instruction.opcode in ("get-tuple-element", "fusion") or instruction.opcode.endswith(
+                "-update"
+            ):
                 under_way.add(instruction.name)
         return []
 
@@ -152,9 +196,12 @@ class _Reader:
         if instruction.opcode == "while":
             communicates = any(opcode.removesuffix("-start") in COLLECTIVES for opcode in inside)
             return bool(inside & {*PRODUCTS, *KERNEL_TARGETS}) and not communicates
-        return instruction.opcode in ("fusion", "call", "conditional") and bool(inside & set(KERNEL_TARGETS))
+        return instruction.opcode in ("fusion", "call", "conditional") and bool(
+            inside & set(KERNEL_TARGETS)
+        )
 
     def multiplies(self, instruction: Instruction) -> bool:
         """Whether this is a matrix product, alone or in a fusion."""
         return instruction.opcode in PRODUCTS or (
-            instruction.opcode == "fusion" and bool(self._inside(instruction) & set(PRODUCTS)))
+            instruction.opcode == "fusion" and bool(self._inside(instruction) & set(PRODUCTS))
+        )

@@ -3,6 +3,7 @@
 JAX raises a `JaxRuntimeError` whose code is RESOURCE_EXHAUSTED. How much the program needs, and how much there is, stands
 nowhere but in the words of its message, so this file reads these; the tests hold the messages as they were recorded.
 """
+
 from __future__ import annotations
 
 import re
@@ -35,5 +36,7 @@ def refused_gib(message: str) -> tuple[float, float]:
     for pattern in _ABBREVIATED:
         if match := re.search(pattern, message):
             return float(match[1]) * _UNITS[match[2]], float(match[3]) * _UNITS[match[4]]
-    raise RuntimeError("the compiler ran out of memory, but its message is worded in a way that "
-                       f"planning/compiled/refusal.py does not know: {message[:500]}")
+    raise RuntimeError(
+        "the compiler ran out of memory, but its message is worded in a way that "
+        f"planning/compiled/refusal.py does not know: {message[:500]}"
+    )

@@ -6,6 +6,7 @@ comes with neither JAX nor libtpu. Each line of a computation is one instruction
 
     %name = type opcode(%operand, ...), attribute=value, ...
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,13 +20,17 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.* -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"([a-z][\w\-]*)(\(.*)")
 # Attributes that name computations: one each, or a list in braces.
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
-                     r"|(?:branch_computations|called_computations)=\{([^}]*)\}")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+    r"|(?:branch_computations|called_computations)=\{([^}]*)\}"
+)
 # Values of attributes: braces within braces, counted groups ([2,4]<=[8]T(1,0)), axes of a mesh, or one word.
-_VALUE = (r"(\{(?:[^{}]|\{[^{}]*\})*\}"
-          r"|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
-          r"|mesh\[[^\]]*\] ?\{[^}]*\}"
-          r"|[^,\s]+)")
+_VALUE = (
+    r"(\{(?:[^{}]|\{[^{}]*\})*\}"
+    r"|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
+    r"|mesh\[[^\]]*\] ?\{[^}]*\}"
+    r"|[^,\s]+)"
+)
 _ARRAY = re.compile(r"\b(pred|bf16|[suf]\d+|c64|c128|f8\w+)\[([\d,]*)\]")
 _WIDTH = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
 
@@ -62,7 +67,7 @@ class Instruction:
     @functools.cached_property
     def operands(self) -> list[str]:
         """The operands' names."""
-        return re.findall(r"%([\w.\-]+)", self.rest[1:_closing(self.rest)])
+        return re.findall(r"%([\w.\-]+)", self.rest[1 : _closing(self.rest)])
 
     def attribute(self, name: str) -> str | None:
         """An attribute's value as written; None where the instruction has no such attribute."""
@@ -80,7 +85,9 @@ class Instruction:
     def called(self) -> list[str]:
         """The names of the computations that the instruction runs."""
         lists = [single or several for single, several in _CALLED.findall(self.rest)]
-        return [name.strip().lstrip("%") for names in lists for name in names.split(",") if name.strip()]
+        return [
+            name.strip().lstrip("%") for names in lists for name in names.split(",") if name.strip()
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,22 +134,33 @@ class Module:
         noted = re.search(r'known_trip_count[^\d]*?"?n"?:"?(\d+)', loop.rest)
         if noted:
             return int(noted[1])
-        condition = {instruction.name: instruction
-                     for instruction in self.computations[loop.required("condition").lstrip("%")]}
+        condition = {
+            instruction.name: instruction
+            for instruction in self.computations[loop.required("condition").lstrip("%")]
+        }
         for compare in condition.values():
             if compare.opcode != "compare" or "direction=LT" not in compare.rest:
                 continue
             counter, limit = (condition.get(name) for name in compare.operands)
-            if limit is None or limit.opcode != "constant" or counter is None or counter.opcode != "get-tuple-element":
+            if (
+                limit is None
+                or limit.opcode != "constant"
+                or counter is None
+                or counter.opcode != "get-tuple-element"
+            ):
                 continue
-            start = self._constant_element(computation, loop.operands[0], int(counter.required("index")))
+            start = self._constant_element(
+                computation, loop.operands[0], int(counter.required("index"))
+            )
             if start is not None:
                 return _constant(limit) - start
         return math.nan
 
     def _constant_element(self, computation: str, name: str, element: int) -> int | None:
         """The value of an element of the tuple `name`; None unless it is a constant."""
-        instructions = {instruction.name: instruction for instruction in self.computations[computation]}
+        instructions = {
+            instruction.name: instruction for instruction in self.computations[computation]
+        }
         source = instructions[name]
         if source.opcode != "tuple" or element >= len(source.operands):
             return None
@@ -167,16 +185,25 @@ def parse(text: str) -> Module:
             entry = begin[2] if begin[1] else entry
         elif line.startswith("}"):
             instructions = None
-        elif instructions is not None and (match := _INSTRUCTION.match(line)) and (parts := _split(match[2])):
+        elif (
+            instructions is not None
+            and (match := _INSTRUCTION.match(line))
+            and (parts := _split(match[2]))
+        ):
             instructions.append(Instruction(match[1], *parts, len(instructions)))
     if entry is None:
-        raise ValueError("compiled text: no ENTRY computation found; give the output of compiled.as_text()")
+        raise ValueError(
+            "compiled text: no ENTRY computation found; give the output of compiled.as_text()"
+        )
     return Module(computations, entry)
 
 
 def arrays(type_: str) -> list[ArrayType]:
     """The arrays in a type, in the order in which they are written."""
-    return [ArrayType(dtype, math.prod(int(size) for size in dims.split(",") if size)) for dtype, dims in _ARRAY.findall(type_)]
+    return [
+        ArrayType(dtype, math.prod(int(size) for size in dims.split(",") if size))
+        for dtype, dims in _ARRAY.findall(type_)
+    ]
 
 
 def _constant(instruction: Instruction) -> int:
@@ -190,7 +217,7 @@ def _split(line: str) -> tuple[str, str, str] | None:
     for end, letter in enumerate(line):
         depth += {"(": 1, "{": 1, ")": -1, "}": -1}.get(letter, 0)
         if depth == 0 and letter == " ":
-            match = _OPCODE.match(line[end + 1:])
+            match = _OPCODE.match(line[end + 1 :])
             return (line[:end], match[1], match[2]) if match else None
     return None
 

@@ -2,6 +2,7 @@
 
 The counting rules are those of `model.attention.schedules.plan`, so that a schedule's own plan can be compared.
 """
+
 from __future__ import annotations
 
 import collections
@@ -51,11 +52,15 @@ def transfers(text: str, devices: int) -> list[Transfer]:
             if kind not in COLLECTIVES or times == 0:
                 continue
             if math.isnan(times):
-                raise ValueError(f"compiled text: {instruction.name} is in a loop whose number of rounds is not in the text")
+                raise ValueError(
+                    f"compiled text: {instruction.name} is in a loop whose number of rounds is not in the text"
+                )
             nbytes = _received(instruction, kind, devices)
             if kind == "all-reduce" and computation in scatters:
                 kind, nbytes = "reduce-scatter", nbytes / 2
-            if kind == "collective-permute" and scatters.intersection(_origin(instruction, instructions).called[:1]):
+            if kind == "collective-permute" and scatters.intersection(
+                _origin(instruction, instructions).called[:1]
+            ):
                 kind = "reduce-scatter"  # its shards are padded, and a permute moves the last rows to their device
             if nbytes.any():
                 moved.append(Transfer(kind, instruction.name, nbytes, times))
@@ -65,25 +70,42 @@ def transfers(text: str, devices: int) -> list[Transfer]:
 def is_carried_on(instruction: Instruction) -> bool:
     """Whether a fusion carries on, or ends, a transfer that another has started; the transfer is written in each of them."""
     called = instruction.called
-    return instruction.opcode == "fusion" and bool(called) and (
-        "-done" in instruction.name or called[0].startswith("async_collective_fusion"))
+    return (
+        instruction.opcode == "fusion"
+        and bool(called)
+        and ("-done" in instruction.name or called[0].startswith("async_collective_fusion"))
+    )
 
 
 def _carried_on(module: Module) -> set[str]:
     """The computations in fusions that carry on or end a transfer."""
-    return {called for instructions in module.computations.values() for instruction in instructions
-            if is_carried_on(instruction) for called in instruction.called}
+    return {
+        called
+        for instructions in module.computations.values()
+        for instruction in instructions
+        if is_carried_on(instruction)
+        for called in instruction.called
+    }
 
 
 def collectives(text: str) -> collections.Counter[str]:
     """How often each kind of collective is written in a compiled text; an asynchronous pair counts once."""
-    opcodes = (instruction.opcode for instructions in parse(text).computations.values() for instruction in instructions)
-    return collections.Counter(kind for opcode in opcodes if (kind := opcode.removesuffix("-start")) in COLLECTIVES)
+    opcodes = (
+        instruction.opcode
+        for instructions in parse(text).computations.values()
+        for instruction in instructions
+    )
+    return collections.Counter(
+        kind for opcode in opcodes if (kind := opcode.removesuffix("-start")) in COLLECTIVES
+    )
 
 
 def received(moved: list[Transfer], kind: str | None = None) -> np.ndarray:
     """The bytes that each device receives in all, by one kind of collective or by any: float64 [devices]."""
-    return np.sum([transfer.times * transfer.nbytes for transfer in moved if kind in (None, transfer.kind)], axis=0)
+    return np.sum(
+        [transfer.times * transfer.nbytes for transfer in moved if kind in (None, transfer.kind)],
+        axis=0,
+    )
 
 
 def results(collective: Instruction) -> list[ArrayType]:
@@ -98,7 +120,7 @@ def results(collective: Instruction) -> list[ArrayType]:
     operands_and_results = arrays(re.sub(contexts, "", collective.type))
     if collective.opcode == "all-reduce-start":
         return operands_and_results
-    return operands_and_results[len(operands_and_results) // 2:]
+    return operands_and_results[len(operands_and_results) // 2 :]
 
 
 def groups(attribute: str | None, devices: int) -> list[list[int]]:
@@ -139,7 +161,9 @@ def _mesh_groups(axes: str, chosen: str) -> list[list[int]]:
         if name in parts:
             group_axes.append(len(shape) + 1)
         shape += [before, part, size // before // part]
-    devices = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), group_axes, range(-len(group_axes), 0))
+    devices = np.moveaxis(
+        np.arange(math.prod(shape)).reshape(shape), group_axes, range(-len(group_axes), 0)
+    )
     return devices.reshape(-1, math.prod(shape[axis] for axis in group_axes)).tolist()
 
 
@@ -147,13 +171,19 @@ def _received(collective: Instruction, kind: str, devices: int) -> np.ndarray:
     """The bytes that each device receives when the collective runs once: float64 [devices]."""
     nbytes, size = np.zeros(devices), sum(array.nbytes for array in results(collective))
     if kind == "collective-permute":
-        for source, target in re.findall(r"\{(\d+),(\d+)\}", collective.required("source_target_pairs")):
+        for source, target in re.findall(
+            r"\{(\d+),(\d+)\}", collective.required("source_target_pairs")
+        ):
             nbytes[int(target)] += size * (source != target)
         return nbytes
     for group in groups(collective.attribute("replica_groups"), devices):
         others = len(group) - 1
-        share = {"all-gather": others / len(group), "all-to-all": others / len(group), "reduce-scatter": others,
-                 "all-reduce": 2 * others / len(group)}[kind]
+        share = {
+            "all-gather": others / len(group),
+            "all-to-all": others / len(group),
+            "reduce-scatter": others,
+            "all-reduce": 2 * others / len(group),
+        }[kind]
         nbytes[group] = size * share
     return nbytes
 
@@ -161,6 +191,8 @@ def _received(collective: Instruction, kind: str, devices: int) -> np.ndarray:
 def _origin(instruction: Instruction, instructions: list[Instruction]) -> Instruction:
     """The instruction that made what this one passes on, whole or in part."""
     by_name = {other.name: other for other in instructions}
-    while instruction.operands and (instruction.opcode.startswith("collective-permute") or instruction.opcode in _VIEWS):
+    while instruction.operands and (
+        instruction.opcode.startswith("collective-permute") or instruction.opcode in _VIEWS
+    ):
         instruction = by_name[instruction.operands[0]]
     return instruction

@@ -8,11 +8,23 @@ the tiles that a kernel cannot skip, `rounds` reads from each schedule's own pla
 these up. `measured` has the steps that others measured, and makes of an estimate a range.
 `python -m scripts.benchmarks.papers` compares the estimates with the numbers that the papers print.
 """
+
 from .hardware import HARDWARE, Hardware
 from .measured import TimeRange, time_range
 from .network import Network
 from .rounds import Round, rounds
 from .step import Estimate, Sizes, TrainingStep, estimate
 
-__all__ = ["HARDWARE", "Estimate", "Hardware", "Network", "Round", "Sizes", "TimeRange", "TrainingStep", "estimate", "rounds",
-           "time_range"]
+__all__ = [
+    "HARDWARE",
+    "Estimate",
+    "Hardware",
+    "Network",
+    "Round",
+    "Sizes",
+    "TimeRange",
+    "TrainingStep",
+    "estimate",
+    "rounds",
+    "time_range",
+]

@@ -3,6 +3,7 @@
 The table beside this file is written by `python -m scripts.benchmarks.kernel_cycles`. A bundle takes one cycle where nothing
 waits; a tile takes at least as many cycles as its products keep the matrix units busy.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -56,7 +57,7 @@ def kernel_rates(generation: str, units: MatrixUnits) -> tuple[float, float] | N
         return None
 
     def rate(direction: str) -> float:
-        flops = PRODUCTS[direction] * 2 * table["tile"]**2 * table["head_dim"]
+        flops = PRODUCTS[direction] * 2 * table["tile"] ** 2 * table["head_dim"]
         busy = units.cycles(flops, table["head_dim"])
         return busy / max(busy, table["bundles"][generation][direction])
 

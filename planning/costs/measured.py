@@ -5,6 +5,7 @@ cost model's waiting too, and is longer by the worst factor by which a measured 
 slower than that; or it is the estimate, where that is longer still. So no measured step is above its range; how wide the range
 is says how little is known. Three steps are our own, on one H200.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -47,27 +48,56 @@ class TimeRange(NamedTuple):
 
 def _qwen3(layers: int, hidden: int, heads: int, intermediate: int) -> Sizes:
     """The sizes of a dense Qwen3 (its config.json on Hugging Face); what it does not share with LLaMA costs nothing here."""
-    return Sizes.of(LlamaConfig(vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-                                num_attention_heads=heads, num_key_value_heads=8, head_dim=128))
+    return Sizes.of(
+        LlamaConfig(
+            vocab_size=151936,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            head_dim=128,
+        )
+    )
 
 
 # Ulysses' side of the grid; the ring has the other.
 _USP_16_4, _USP_8_8 = {"name": "ulysses", "degree": 4}, {"name": "ulysses", "degree": 8}
 # MaxText on 64 v5p chips, llama3-8b, one row over all chips, seconds at 64K, 128K and 256K.
 _MAXTEXT_8B: tuple[tuple[str, Any, tuple[float, ...]], ...] = (
-    ("all-gather", "all_gather", (1.09, 2.98, 9.71)), ("ring", "ring", (1.42, 3.71, 10.78)),
-    ("USP 16 x 4", _USP_16_4, (1.04, 2.88, 9.50)), ("USP 8 x 8", _USP_8_8, (1.20, 2.93, 9.34)))
+    ("all-gather", "all_gather", (1.09, 2.98, 9.71)),
+    ("ring", "ring", (1.42, 3.71, 10.78)),
+    ("USP 16 x 4", _USP_16_4, (1.04, 2.88, 9.50)),
+    ("USP 8 x 8", _USP_8_8, (1.20, 2.93, 9.34)),
+)
 # The same machine, llama2-7b, 64 rows of 32K, context axis 16.
-_MAXTEXT_7B = (("Ulysses", "ulysses", 8.90), ("all-gather", "all_gather", 8.83), ("ring", "ring", 16.38))
-_QWEN3 = {"0.6B": _qwen3(28, 1024, 16, 3072), "8B": _qwen3(36, 4096, 32, 12288), "32B": _qwen3(64, 5120, 64, 25600)}
+_MAXTEXT_7B = (
+    ("Ulysses", "ulysses", 8.90),
+    ("all-gather", "all_gather", 8.83),
+    ("ring", "ring", 16.38),
+)
+_QWEN3 = {
+    "0.6B": _qwen3(28, 1024, 16, 3072),
+    "8B": _qwen3(36, 4096, 32, 12288),
+    "32B": _qwen3(64, 5120, 64, 25600),
+}
 # TRL on H100s, one row over all of them, layer inputs offloaded: model, GPUs, tokens, seconds.
-_TRL = (("0.6B", 8, MILLION, 137), ("8B", 8, MILLION, 364), ("8B", 16, 2 * MILLION, 696), ("8B", 32, 4 * MILLION, 1346),
-        ("32B", 8, MILLION, 1295), ("0.6B", 8, 4 * MILLION, 2135))
+_TRL = (
+    ("0.6B", 8, MILLION, 137),
+    ("8B", 8, MILLION, 364),
+    ("8B", 16, 2 * MILLION, 696),
+    ("8B", 32, 4 * MILLION, 1346),
+    ("32B", 8, MILLION, 1295),
+    ("0.6B", 8, 4 * MILLION, 2135),
+)
 
 
 # Ours: 8 of LLaMA-3.1-8B's layers on one H200, one row: tokens, remat policy, seconds.
-_OURS = ((32 * THOUSAND, "save_attention", 1.495), (32 * THOUSAND, "everything", 1.293),
-         (128 * THOUSAND, "save_attention", 13.13))
+_OURS = (
+    (32 * THOUSAND, "save_attention", 1.495),
+    (32 * THOUSAND, "everything", 1.293),
+    (128 * THOUSAND, "save_attention", 13.13),
+)
 
 
 @functools.cache
@@ -75,30 +105,90 @@ def measured_steps() -> tuple[Measured, ...]:
     """The steps that were measured, each with ours that is nearest."""
     v5p = HARDWARE["v5p"]
     llama3, llama2 = (Sizes.of(LlamaConfig.preset(name)) for name in ("llama-3.1-8b", "llama-7b"))
-    steps = [Measured(f"MaxText, llama3-8b, {length}K, 64 v5p, {name}", "AI-Hypercomputer/maxtext#4893",
-                      TrainingStep(llama3, v5p, length * THOUSAND, sequence=64, schedule=schedule, layout="zigzag"), seconds)
-             for name, schedule, times in _MAXTEXT_8B for length, seconds in zip((64, 128, 256), times, strict=True)]
-    steps += [Measured(f"MaxText, llama2-7b, 64 x 32K, 64 v5p, {name}", "AI-Hypercomputer/maxtext#4687",
-                       TrainingStep(llama2, v5p, 32 * THOUSAND, batch=64, fsdp=4, sequence=16, schedule=schedule,
-                                    layout="zigzag"), seconds)
-              for name, schedule, seconds in _MAXTEXT_7B]
-    steps += [Measured(f"TRL, Qwen3-{name}, {length >> 20}M, {gpus} H100", "huggingface/trl#6845",
-                       TrainingStep(_QWEN3[name], HARDWARE["h100-infiniband"], length, sequence=gpus, layout="zigzag",
-                                    remat="offload"), seconds) for name, gpus, length, seconds in _TRL]
-    steps.append(Measured("TRL, Qwen3-8B, 1M, 8 H100, released versions", "huggingface/trl#6846",
-                          TrainingStep(_QWEN3["8B"], HARDWARE["h100-infiniband"], MILLION, sequence=8, layout="zigzag",
-                                       remat="offload"), 380))
+    steps = [
+        Measured(
+            f"MaxText, llama3-8b, {length}K, 64 v5p, {name}",
+            "AI-Hypercomputer/maxtext#4893",
+            TrainingStep(
+                llama3, v5p, length * THOUSAND, sequence=64, schedule=schedule, layout="zigzag"
+            ),
+            seconds,
+        )
+        for name, schedule, times in _MAXTEXT_8B
+        for length, seconds in zip((64, 128, 256), times, strict=True)
+    ]
+    steps += [
+        Measured(
+            f"MaxText, llama2-7b, 64 x 32K, 64 v5p, {name}",
+            "AI-Hypercomputer/maxtext#4687",
+            TrainingStep(
+                llama2,
+                v5p,
+                32 * THOUSAND,
+                batch=64,
+                fsdp=4,
+                sequence=16,
+                schedule=schedule,
+                layout="zigzag",
+            ),
+            seconds,
+        )
+        for name, schedule, seconds in _MAXTEXT_7B
+    ]
+    steps += [
+        Measured(
+            f"TRL, Qwen3-{name}, {length >> 20}M, {gpus} H100",
+            "huggingface/trl#6845",
+            TrainingStep(
+                _QWEN3[name],
+                HARDWARE["h100-infiniband"],
+                length,
+                sequence=gpus,
+                layout="zigzag",
+                remat="offload",
+            ),
+            seconds,
+        )
+        for name, gpus, length, seconds in _TRL
+    ]
+    steps.append(
+        Measured(
+            "TRL, Qwen3-8B, 1M, 8 H100, released versions",
+            "huggingface/trl#6846",
+            TrainingStep(
+                _QWEN3["8B"],
+                HARDWARE["h100-infiniband"],
+                MILLION,
+                sequence=8,
+                layout="zigzag",
+                remat="offload",
+            ),
+            380,
+        )
+    )
     layers = Sizes.of(dataclasses.replace(LlamaConfig.preset("llama-3.1-8b"), num_hidden_layers=8))
-    steps += [Measured(f"Longstripe, 8 layers of llama3-8b, {length >> 10}K, 1 H200, {remat}", "docs/results/gpu.json",
-                       TrainingStep(layers, HARDWARE["h200-infiniband"], length, remat=remat), seconds)
-              for length, remat, seconds in _OURS]
+    steps += [
+        Measured(
+            f"Longstripe, 8 layers of llama3-8b, {length >> 10}K, 1 H200, {remat}",
+            "docs/results/gpu.json",
+            TrainingStep(layers, HARDWARE["h200-infiniband"], length, remat=remat),
+            seconds,
+        )
+        for length, remat, seconds in _OURS
+    ]
     return tuple(steps)
 
 
 def full_rate(job: TrainingStep) -> Estimate:
     """The estimate of a job on a machine whose matrix products all run at its full rate."""
-    return estimate(dataclasses.replace(job, hardware=dataclasses.replace(
-        job.hardware, matmul=1.0, attention=1.0, attention_backward=1.0)))
+    return estimate(
+        dataclasses.replace(
+            job,
+            hardware=dataclasses.replace(
+                job.hardware, matmul=1.0, attention=1.0, attention_backward=1.0
+            ),
+        )
+    )
 
 
 def kind(hardware: Hardware) -> str:
@@ -109,8 +199,14 @@ def kind(hardware: Hardware) -> str:
 @functools.cache
 def slowest(machines: str) -> tuple[float, Measured]:
     """The worst factor of a measured step over ours at full rate on this kind of machine, and that step."""
-    return max(((step.seconds / full_rate(step.job).seconds, step) for step in measured_steps()
-                if kind(step.job.hardware) == machines), key=lambda pair: pair[0])
+    return max(
+        (
+            (step.seconds / full_rate(step.job).seconds, step)
+            for step in measured_steps()
+            if kind(step.job.hardware) == machines
+        ),
+        key=lambda pair: pair[0],
+    )
 
 
 def time_range(job: TrainingStep) -> TimeRange:
@@ -120,4 +216,6 @@ def time_range(job: TrainingStep) -> TimeRange:
       ValueError: as of `estimate`.
     """
     fast = full_rate(job)
-    return TimeRange(fast.step.compute, max(fast.seconds * slowest(kind(job.hardware))[0], estimate(job).seconds))
+    return TimeRange(
+        fast.step.compute, max(fast.seconds * slowest(kind(job.hardware))[0], estimate(job).seconds)
+    )

@@ -1,4 +1,5 @@
 """The network model: how long the transfers of a round take on a torus of TPUs, or on boxes of GPUs."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -59,7 +60,9 @@ class Network:
         """Whether a transfer can run beside a kernel: permutes do, but for `far_exposed`; other collectives are waited for."""
         if send.kind != PERMUTE:
             return False
-        return not self.far_exposed or all((target - source) % ranks in (1, ranks - 1) for source, target in send.pairs)
+        return not self.far_exposed or all(
+            (target - source) % ranks in (1, ranks - 1) for source, target in send.pairs
+        )
 
     def _torus_seconds(self, sends: Sequence[Send], ranks: int) -> float:
         # load_change[direction, i]: by how much the load of link i differs from that of link i - 1, on the ring unrolled twice.
@@ -69,7 +72,9 @@ class Network:
             if send.kind != PERMUTE:
                 size = len(groups(send.pairs)[0])
                 # In both directions: a gather halves its P - 1 blocks; in an exchange a block crosses P / 4 links on average.
-                shared_bytes += send.nbytes * (size**2 / 8 if send.kind == EXCHANGE else (size - 1) / 2)
+                shared_bytes += send.nbytes * (
+                    size**2 / 8 if send.kind == EXCHANGE else (size - 1) / 2
+                )
                 hops += size // 2
                 continue
             sources, targets, *_ = _route(send.kind, send.pairs)
@@ -86,7 +91,11 @@ class Network:
 
     def _node_seconds(self, sends: Sequence[Send], ranks: int) -> float:
         node = np.arange(ranks) // (self.node or ranks)
-        near_bytes, permuted_bytes, node_bytes = np.zeros(ranks), np.zeros(ranks), np.zeros(node[-1] + 1)
+        near_bytes, permuted_bytes, node_bytes = (
+            np.zeros(ranks),
+            np.zeros(ranks),
+            np.zeros(node[-1] + 1),
+        )
         collective_latency, permute_latency = 0.0, 0.0
         for send in sends:
             sources, targets, times, steps = _route(send.kind, send.pairs)
@@ -117,4 +126,9 @@ def _route(kind: str, pairs: Pairs) -> tuple[np.ndarray, np.ndarray, int, int]:
         return sources, targets, 1, 1
     lines = groups(pairs)
     times = max(map(len, lines)) - 1
-    return np.concatenate(lines), np.concatenate([np.roll(line, -1) for line in lines]), times, times
+    return (
+        np.concatenate(lines),
+        np.concatenate([np.roll(line, -1) for line in lines]),
+        times,
+        times,
+    )

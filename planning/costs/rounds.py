@@ -1,4 +1,5 @@
 """One layer's attention, round by round, as the schedule's own plan declares it: tiles to compute and transfers to make."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,8 +30,14 @@ class Round(NamedTuple):
     exposed: tuple[plan.Send, ...]
 
 
-def rounds(schedule: str | Mapping[str, Any] | Schedule, ranks: int, layout: str, block: plan.Block, tiles: tuple[int, int],
-           causal: bool = True) -> tuple[list[Round], list[Round]]:
+def rounds(
+    schedule: str | Mapping[str, Any] | Schedule,
+    ranks: int,
+    layout: str,
+    block: plan.Block,
+    tiles: tuple[int, int],
+    causal: bool = True,
+) -> tuple[list[Round], list[Round]]:
     """The forward and the backward rounds of one layer's attention.
 
     A round's permutes run under its kernels, as the schedules' loops are written. Whatever travels in a round without kernels,
@@ -46,8 +53,10 @@ def rounds(schedule: str | Mapping[str, Any] | Schedule, ranks: int, layout: str
     """
     counts = tile_counts(ranks, *tiles, layout, causal)
     forward, backward = get_schedule(schedule, ranks, layout).plan(ranks, block, Mask(causal))
-    return ([_round(planned, counts, block, tiles) for planned in _shifted(forward)],
-            [_round(planned, counts, block, tiles) for planned in _shifted(backward)])
+    return (
+        [_round(planned, counts, block, tiles) for planned in _shifted(forward)],
+        [_round(planned, counts, block, tiles) for planned in _shifted(backward)],
+    )
 
 
 def _shifted(rounds: Sequence[plan.Round]) -> list[plan.Round]:
@@ -64,24 +73,37 @@ def _shifted(rounds: Sequence[plan.Round]) -> list[plan.Round]:
         for send in planned.sends:
             shift = 0 if send.kind != plan.PERMUTE else 1 if send.arrays in RESULTS else -1
             running[number + shift].append(send)
-    return [planned._replace(sends=tuple(sends)) for planned, sends in zip((*rounds, plan.Round(())), running, strict=True)]
+    return [
+        planned._replace(sends=tuple(sends))
+        for planned, sends in zip((*rounds, plan.Round(())), running, strict=True)
+    ]
 
 
-def _round(planned: plan.Round, counts: np.ndarray, block: plan.Block, tiles: tuple[int, int]) -> Round:
+def _round(
+    planned: plan.Round, counts: np.ndarray, block: plan.Block, tiles: tuple[int, int]
+) -> Round:
     hidden = tuple(send for send in planned.sends if send.kind == plan.PERMUTE and planned.tasks)
     exposed = tuple(send for send in planned.sends if send not in hidden)
     return Round(_computed(planned.tasks, counts, block, tiles), hidden, exposed)
 
 
-def _computed(tasks: Iterable[plan.Task], counts: np.ndarray, block: plan.Block, tiles: tuple[int, int]) -> np.ndarray:
+def _computed(
+    tasks: Iterable[plan.Task], counts: np.ndarray, block: plan.Block, tiles: tuple[int, int]
+) -> np.ndarray:
     """The tiles of each rank's tasks, float [ranks]; the parts into which a block is cut are taken to be equal."""
     computed = np.zeros(len(counts))
     for task in tasks:
         single = len(task.queries) == len(task.keys) == 1
-        count = counts[task.queries[0], task.keys[0]] if single else counts[np.ix_(task.queries, task.keys)].sum()
+        count = (
+            counts[task.queries[0], task.keys[0]]
+            if single
+            else counts[np.ix_(task.queries, task.keys)].sum()
+        )
         if task.dense:
             count = len(task.queries) * len(task.keys) * tiles[0] * tiles[1]
         # Padded heads are computed like others.
         heads = -(-block.query_heads // task.heads[1]) / block.query_heads
-        computed[task.rank] += count * heads * task.products[0] / task.products[1] / task.part[1] / task.key_part[1]
+        computed[task.rank] += (
+            count * heads * task.products[0] / task.products[1] / task.part[1] / task.key_part[1]
+        )
     return computed

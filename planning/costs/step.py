@@ -1,4 +1,5 @@
 """Adds up the time of a training step: rounds to layers, layers to a step, and the share that waits for the network."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -59,8 +60,15 @@ class Sizes:
     @classmethod
     def of(cls, config: LlamaConfig) -> Sizes:
         """The sizes of a LLaMA."""
-        return cls(config.num_hidden_layers, layer_weights(config), head_weights(config), config.num_attention_heads,
-                   config.num_key_value_heads, config.head_dim, config.hidden_size)
+        return cls(
+            config.num_hidden_layers,
+            layer_weights(config),
+            head_weights(config),
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.hidden_size,
+        )
 
     @property
     def parameters(self) -> int:
@@ -71,7 +79,13 @@ class Sizes:
         """FLOPs of a training step over these tokens and visible query-key pairs, without what remat computes again, or
         gradients of frozen weights."""
         weights = self.layers * self.weights + self.head_weights
-        return training_flops(weights, self.layers * self.query_heads * self.head_dim, tokens, pairs, weights if frozen else 0)
+        return training_flops(
+            weights,
+            self.layers * self.query_heads * self.head_dim,
+            tokens,
+            pairs,
+            weights if frozen else 0,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +139,13 @@ class TrainingStep:
         if self.remat not in REMAT:
             raise ValueError(f"remat: found {self.remat!r}; known: {', '.join(REMAT)}")
         if self.batch % (self.data * self.fsdp):
-            raise ValueError(f"batch: {self.batch} rows are not divisible by data x fsdp = {self.data * self.fsdp}")
+            raise ValueError(
+                f"batch: {self.batch} rows are not divisible by data x fsdp = {self.data * self.fsdp}"
+            )
         if self.length % self.sequence:
-            raise ValueError(f"length: {self.length} is not divisible by {self.sequence} sequence shards")
+            raise ValueError(
+                f"length: {self.length} is not divisible by {self.sequence} sequence shards"
+            )
 
     @property
     def devices(self) -> int:
@@ -156,8 +174,14 @@ class TrainingStep:
     def block(self) -> Block:
         """The shapes of a rank's arrays in attention."""
         sizes = self.sizes
-        return Block(self.rows, self.length // self.sequence, math.ceil(sizes.query_heads / self.tensor),
-                     math.ceil(sizes.kv_heads / self.tensor), sizes.head_dim, partial=self.partial)
+        return Block(
+            self.rows,
+            self.length // self.sequence,
+            math.ceil(sizes.query_heads / self.tensor),
+            math.ceil(sizes.kv_heads / self.tensor),
+            sizes.head_dim,
+            partial=self.partial,
+        )
 
     def tiles(self) -> tuple[tuple[int, int], float]:
         """((query tiles, key tiles) of a row's block, forward FLOPs of one tile for all rows and heads of the device)."""
@@ -169,7 +193,9 @@ class TrainingStep:
 
     def rounds(self) -> tuple[list[Round], list[Round]]:
         """The forward and the backward rounds of one layer's attention."""
-        return rounds(self.schedule, self.sequence, self.layout, self.block, self.tiles()[0], self.causal)
+        return rounds(
+            self.schedule, self.sequence, self.layout, self.block, self.tiles()[0], self.causal
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,28 +248,57 @@ def estimate(job: TrainingStep) -> Estimate:
     peak = hardware.peak * hardware.filled(sizes.head_dim)
     backward_flops = job.tile_backward_products / FORWARD_PRODUCTS * tile_flops
     forward_rounds, backward_rounds = (
-        tuple(_round(job, planned, flops / (peak * rate)) for planned in passes) for passes, flops, rate in zip(
-            job.rounds(), (tile_flops, backward_flops), (hardware.attention, hardware.attention_backward), strict=True))
+        tuple(_round(job, planned, flops / (peak * rate)) for planned in passes)
+        for passes, flops, rate in zip(
+            job.rounds(),
+            (tile_flops, backward_flops),
+            (hardware.attention, hardware.attention_backward),
+            strict=True,
+        )
+    )
     forward, backward = _total(forward_rounds), _total(backward_rounds)
     work, attention_forwards = REMAT[job.remat]
 
     # Without gradients of weights a backward pass is one product, not two.
-    matrices, saved, scatters = functools.partial(_matrices, job), int(job.frozen), int(not job.frozen)
+    matrices, saved, scatters = (
+        functools.partial(_matrices, job),
+        int(job.frozen),
+        int(not job.frozen),
+    )
     of_layers = functools.partial(matrices, sizes.weights, weight_bytes=job.weight_bytes)
     sums = BACKWARD_SUMS + EVERY_K_SUMS * POLICIES[job.remat].every_k
     layer_forward = of_layers(1, FORWARD_SUMS, gathers=1) + _dequantization(job, 1) + forward
-    layer_backward = (of_layers(work - 1 - saved, sums, gathers=1, scatters=scatters) + _dequantization(job, work - 2)
-                      + forward * (attention_forwards - 1) + backward)
+    layer_backward = (
+        of_layers(work - 1 - saved, sums, gathers=1, scatters=scatters)
+        + _dequantization(job, work - 2)
+        + forward * (attention_forwards - 1)
+        + backward
+    )
     # Under every policy the head's gradient is taken with its loss, so that its forward pass runs once.
     head = matrices(sizes.head_weights, 3 - saved, OUTER_SUMS, gathers=2, scatters=scatters)
-    shard = 0 if job.frozen else sizes.parameters / (job.tensor * (job.fsdp * job.sequence if job.zero else 1))
+    shard = (
+        0
+        if job.frozen
+        else sizes.parameters / (job.tensor * (job.fsdp * job.sequence if job.zero else 1))
+    )
     update = OPTIMIZER_BYTES * shard / hardware.memory_bandwidth
     step = (layer_forward + layer_backward) * sizes.layers + head + Phase(update, update)
     tokens = job.batch * job.length
     pairs = tokens * ((job.length + 1) / 2 if job.causal else job.length)
-    mfu = sizes.needed_flops(tokens, pairs, job.frozen) / (step.seconds * job.devices * hardware.peak)
-    return Estimate(forward_rounds, backward_rounds, forward, backward, layer_forward, layer_backward, step, mfu,
-                    tokens / step.seconds)
+    mfu = sizes.needed_flops(tokens, pairs, job.frozen) / (
+        step.seconds * job.devices * hardware.peak
+    )
+    return Estimate(
+        forward_rounds,
+        backward_rounds,
+        forward,
+        backward,
+        layer_forward,
+        layer_backward,
+        step,
+        mfu,
+        tokens / step.seconds,
+    )
 
 
 def _total(phases) -> Phase:
@@ -266,8 +321,15 @@ def _dequantization(job: TrainingStep, passes: int) -> Phase:
     return Phase(seconds, seconds)
 
 
-def _matrices(job: TrainingStep, weights: int, forwards: float, sums: int, gathers: int = 0, scatters: int = 0,
-              weight_bytes: float = 2) -> Phase:
+def _matrices(
+    job: TrainingStep,
+    weights: int,
+    forwards: float,
+    sums: int,
+    gathers: int = 0,
+    scatters: int = 0,
+    weight_bytes: float = 2,
+) -> Phase:
     """Position-wise work: so many forward passes through matrices of `weights` parameters, whose transfers run beside it.
 
     Args:
@@ -282,12 +344,15 @@ def _matrices(job: TrainingStep, weights: int, forwards: float, sums: int, gathe
     if job.zero and job.fsdp * job.sequence > 1:
         share = weights / (job.tensor * job.fsdp * job.sequence)
         pairs = _shards(job.data, job.fsdp, job.tensor, job.sequence)
-        transfer = (gathers * network.seconds((Send("weights", GATHER, weight_bytes * share, pairs),), job.devices)
-                    + scatters * network.seconds((Send("gradients", SCATTER, 4 * share, pairs),), job.devices))
+        transfer = gathers * network.seconds(
+            (Send("weights", GATHER, weight_bytes * share, pairs),), job.devices
+        ) + scatters * network.seconds((Send("gradients", SCATTER, 4 * share, pairs),), job.devices)
     # Tensor parallelism sums the outputs of attention and feed-forward over its axis; nothing runs beside these sums.
     summed = 0.0
     if job.tensor > 1:
-        part = Send("outputs", GATHER, job.tokens * job.sizes.hidden * 2 / job.tensor, _tensor_pairs(job))
+        part = Send(
+            "outputs", GATHER, job.tokens * job.sizes.hidden * 2 / job.tensor, _tensor_pairs(job)
+        )
         summed = sums * 2 * network.seconds((part,), job.devices)
     return Phase((max(compute, transfer) if job.overlap else compute + transfer) + summed, compute)
 
@@ -295,11 +360,17 @@ def _matrices(job: TrainingStep, weights: int, forwards: float, sums: int, gathe
 @functools.lru_cache(maxsize=32)
 def _shards(data: int, fsdp: int, tensor: int, sequence: int) -> Pairs:
     """The pairs of devices that share the shards of one set of parameters."""
-    return everyone([((d * fsdp + f) * tensor + t) * sequence + s for f in range(fsdp) for s in range(sequence)]
-                    for d in range(data) for t in range(tensor))
+    return everyone(
+        [((d * fsdp + f) * tensor + t) * sequence + s for f in range(fsdp) for s in range(sequence)]
+        for d in range(data)
+        for t in range(tensor)
+    )
 
 
 def _tensor_pairs(job: TrainingStep) -> Pairs:
     """The pairs of devices along the tensor axis."""
-    return everyone([(row_group * job.tensor + t) * job.sequence + s for t in range(job.tensor)]
-                    for row_group in range(job.data * job.fsdp) for s in range(job.sequence))
+    return everyone(
+        [(row_group * job.tensor + t) * job.sequence + s for t in range(job.tensor)]
+        for row_group in range(job.data * job.fsdp)
+        for s in range(job.sequence)
+    )

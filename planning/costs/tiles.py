@@ -1,4 +1,5 @@
 """Counts the tiles of scores that a kernel cannot skip, for each pair of ranks."""
+
 from __future__ import annotations
 
 import functools
@@ -10,7 +11,9 @@ from model.attention.layout import permutation
 
 
 @functools.lru_cache(maxsize=64)
-def tile_counts(ranks: int, query_tiles: int, key_tiles: int, layout: str, causal: bool = True) -> np.ndarray:
+def tile_counts(
+    ranks: int, query_tiles: int, key_tiles: int, layout: str, causal: bool = True
+) -> np.ndarray:
     """The tiles that are computed for the queries of rank p and the keys of rank k: int array [p, k].
 
     The rule is that of `model.attention.coords`: a tile is skipped if its last query comes before its first key. The count

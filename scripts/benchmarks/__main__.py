@@ -7,6 +7,7 @@
 A result is fresh while the programs that it depends on are those that were measured: see `freshness`. Results carried over
 from the page of before count by the programs of the commit that recorded them.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -32,9 +33,15 @@ def report_stale() -> None:
     results = load_all()
     for name, patterns in stale_results().items():
         result = results[name]
-        origin = f"{'carried over, ' if result.carried else ''}{result.date}, commit {result.commit}"
+        origin = (
+            f"{'carried over, ' if result.carried else ''}{result.date}, commit {result.commit}"
+        )
         took = f", took {result.seconds:.0f} s" if result.seconds else ""
-        how = f"measure with --only {name}" if name in MEASUREMENTS else f"measured by {result.command or 'hand'}"
+        how = (
+            f"measure with --only {name}"
+            if name in MEASUREMENTS
+            else f"measured by {result.command or 'hand'}"
+        )
         print(f"{name}: {origin}{took}; {how}\n    changed: {', '.join(patterns)}")
 
 
@@ -53,7 +60,7 @@ def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> 
     out.mkdir(parents=True, exist_ok=True)
     seconds = read_json(progress)["seconds"] if progress.exists() else []
     write_json(progress, {"inputs": inputs, "seconds": seconds})
-    for command in measurement.commands[len(seconds):]:
+    for command in measurement.commands[len(seconds) :]:
         arguments = [argument.format(out=out, **paths) for argument in command]
         print("\n$ python " + " ".join(arguments), flush=True)
         start = time.perf_counter()
@@ -66,12 +73,21 @@ def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> 
 def measure(name: str, folder: Path, conversations: Path) -> Result:
     """Measures one result in FOLDER/NAME and writes it to docs/results."""
     measurement, out = MEASUREMENTS[name], folder / name
-    seconds = run_commands(measurement, out, {"models": str(folder), "conversations": str(conversations)})
+    seconds = run_commands(
+        measurement, out, {"models": str(folder), "conversations": str(conversations)}
+    )
     start = time.perf_counter()
     rows, tables = measurement.summarize(out)
-    result = measured(measurement.title, rows, measurement.command(name), measurement.depends_on, tables=tables,
-                      seconds=round(seconds + time.perf_counter() - start, 1), note=measurement.note,
-                      facts=list(measurement.facts))
+    result = measured(
+        measurement.title,
+        rows,
+        measurement.command(name),
+        measurement.depends_on,
+        tables=tables,
+        seconds=round(seconds + time.perf_counter() - start, 1),
+        note=measurement.note,
+        facts=list(measurement.facts),
+    )
     save(name, result)
     (out / "progress.json").unlink()  # complete: the next start measures anew
     return result
@@ -79,13 +95,30 @@ def measure(name: str, folder: Path, conversations: Path) -> Result:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("", __doc__)
-    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, metavar="NAME",
-                        help=f"measure these, fresh or not: {', '.join(MEASUREMENTS)}")
-    parser.add_argument("--stale", action="store_true", help="list results whose code has changed, and measure nothing")
-    parser.add_argument("--conversations", type=Path, default=CONVERSATIONS,
-                        help=f"identity conversations (default {CONVERSATIONS})")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"),
-                        help="folder for what the commands write (default runs/bench)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=MEASUREMENTS,
+        metavar="NAME",
+        help=f"measure these, fresh or not: {', '.join(MEASUREMENTS)}",
+    )
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="list results whose code has changed, and measure nothing",
+    )
+    parser.add_argument(
+        "--conversations",
+        type=Path,
+        default=CONVERSATIONS,
+        help=f"identity conversations (default {CONVERSATIONS})",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/bench"),
+        help="folder for what the commands write (default runs/bench)",
+    )
     return parser.parse_args(argv)
 
 
@@ -96,7 +129,9 @@ def main(argv: list[str] | None = None) -> int:
         report_stale()
         return 0
     stale, known, failed = stale_results(), load_all(), []
-    for name in args.only or (name for name, measurement in MEASUREMENTS.items() if not measurement.takes_hours):
+    for name in args.only or (
+        name for name, measurement in MEASUREMENTS.items() if not measurement.takes_hours
+    ):
         if not args.only and name in known and name not in stale:
             print(f"{name}: fresh")
             continue

@@ -6,6 +6,7 @@ Compiles train.py's step (ring, striped, remat `nothing`) for more and more chip
 Table 1, "independent of the sequence length". Activations are the compiler's temporaries. Parameters and their gradients are
 sharded over all devices and shrink with them, so the model is small beside its activations.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -36,14 +37,29 @@ def measure(topology: str, tokens: int, layers: int, hidden: int) -> dict:
 
     devices = topology_devices(topology)
     heads = hidden // 128
-    config = LlamaConfig(vocab_size=1024, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers,
-                         num_attention_heads=heads, num_key_value_heads=heads)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=hidden,
+        intermediate_size=11 * hidden // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+    )
     start = time.perf_counter()
     plan = memory(compile_step(config, devices, tokens * len(devices), remat="nothing"))
-    block = tokens * hidden * 2 / 2**20  # one block of tokens x hidden in bfloat16; c x h in the paper
-    return {"topology": topology, "devices": len(devices), "tokens_a_device": tokens, "length": tokens * len(devices),
-            "activations_mib": plan["temporaries"] * 1024, "blocks_of_c_x_h": plan["temporaries"] * 1024 / block,
-            "parameters_and_moments_mib": plan["arguments"] * 1024, "compile_seconds": time.perf_counter() - start}
+    block = (
+        tokens * hidden * 2 / 2**20
+    )  # one block of tokens x hidden in bfloat16; c x h in the paper
+    return {
+        "topology": topology,
+        "devices": len(devices),
+        "tokens_a_device": tokens,
+        "length": tokens * len(devices),
+        "activations_mib": plan["temporaries"] * 1024,
+        "blocks_of_c_x_h": plan["temporaries"] * 1024 / block,
+        "parameters_and_moments_mib": plan["arguments"] * 1024,
+        "compile_seconds": time.perf_counter() - start,
+    }
 
 
 def spread(rows: list[dict]) -> float:
@@ -59,8 +75,11 @@ def work(args: argparse.Namespace) -> None:
     rows: list[dict] = []
     for topology in args.topologies:
         rows.append(row := measure(topology, args.tokens, args.layers, args.hidden))
-        print(f"{topology:8} {row['devices']:4} devices {row['length']:9} tokens, activations {row['activations_mib']:.2f} MiB "
-              f"= {row['blocks_of_c_x_h']:.2f} blocks of c x h  ({row['compile_seconds']:.0f} s)", flush=True)
+        print(
+            f"{topology:8} {row['devices']:4} devices {row['length']:9} tokens, activations {row['activations_mib']:.2f} MiB "
+            f"= {row['blocks_of_c_x_h']:.2f} blocks of c x h  ({row['compile_seconds']:.0f} s)",
+            flush=True,
+        )
     print(f"spread {100 * spread(rows):.2f}%")
     if args.output:
         write_json(Path(args.output), {"rows": rows, "spread": spread(rows)})
@@ -69,10 +88,17 @@ def work(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("activation_memory", __doc__)
-    parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES, help="generation:shape, from few devices to many")
+    parser.add_argument(
+        "--topologies",
+        nargs="+",
+        default=TOPOLOGIES,
+        help="generation:shape, from few devices to many",
+    )
     parser.add_argument("--tokens", type=int, default=65536, help="on each device (default 65536)")
     parser.add_argument("--layers", type=int, default=2, help="of the model (default 2)")
-    parser.add_argument("--hidden", type=int, default=256, help="its width, a multiple of 128 (default 256)")
+    parser.add_argument(
+        "--hidden", type=int, default=256, help="its width, a multiple of 128 (default 256)"
+    )
     parser.add_argument("--output", help="also write the rows to this JSON file")
     args = parser.parse_args(argv)
     return entry.run(lambda: work(args))

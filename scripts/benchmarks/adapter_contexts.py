@@ -8,6 +8,7 @@ nothing is run. Two compilations for an H100 give each memory policy a line of m
 allows the most is then compiled for the GPU itself until a multiple of 8,192 tokens fits and the next one does not. Each
 compilation is recorded in --output before the next one begins. Writes docs/results/adapter_contexts.json.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -32,15 +33,33 @@ RECIPE = "configs/adapters/llama31_8b_qlora_24gb.yaml"
 PRESET, RANK = "llama-3.1-8b", 32
 STEP = 8192  # tokens: the chunks of queries below are then whole chunks of projections
 PROBES = (8 * STEP, 32 * STEP)
-HOST_GIB, HOST_LEFT_GIB = 128, 8  # of a host, and of it left to the system and to what reads the data
+HOST_GIB, HOST_LEFT_GIB = (
+    128,
+    8,
+)  # of a host, and of it left to the system and to what reads the data
 GROUPS = {"attention_groups": 8}  # one for each key/value head
 QUERY_CHUNKS = {**GROUPS, "query_chunks": 8}
 EVERY = [{"remat": "offload_every_k", "every_k": k} for k in (2, 4)]
 # Policies with layer inputs in the host's memory, and policies that need none of it.
-ON_HOST = ({"remat": "offload"}, {"remat": "offload", **GROUPS}, {"remat": "offload", **QUERY_CHUNKS},
-           {**EVERY[1], **GROUPS}, {**EVERY[0], **QUERY_CHUNKS}, {**EVERY[1], **QUERY_CHUNKS})
-ON_DEVICE = ({"remat": "nothing"}, *({"remat": "every_k", "every_k": 4, **options} for options in (GROUPS, QUERY_CHUNKS)))
-DEPENDS_ON = (MODEL, PLANNING, "trainer/step.py", "trainer/devices.py", "scripts/benchmarks/adapter_contexts.py")
+ON_HOST = (
+    {"remat": "offload"},
+    {"remat": "offload", **GROUPS},
+    {"remat": "offload", **QUERY_CHUNKS},
+    {**EVERY[1], **GROUPS},
+    {**EVERY[0], **QUERY_CHUNKS},
+    {**EVERY[1], **QUERY_CHUNKS},
+)
+ON_DEVICE = (
+    {"remat": "nothing"},
+    *({"remat": "every_k", "every_k": 4, **options} for options in (GROUPS, QUERY_CHUNKS)),
+)
+DEPENDS_ON = (
+    MODEL,
+    PLANNING,
+    "trainer/step.py",
+    "trainer/devices.py",
+    "scripts/benchmarks/adapter_contexts.py",
+)
 FACTS = [
     "Unsloth's figures are of its benchmarks page for Llama 3.1 (8B) Instruct: QLoRA in 4 bits of all linear layers, rank 32, "
     "one row, padded to the length, measured; the page does not name the GPUs. Its checkpoints lie in the host's memory, so "
@@ -97,8 +116,11 @@ class Case:
 
 UNSLOTH = {24: 78_475, 48: 191_728, 80: 342_733}
 GPU_OF = {24: "rtx4090:1", 48: "l40s:1", 80: "h100:1", 141: "h200:1"}
-CASES = tuple(Case(gigabytes, topology, host, UNSLOTH.get(gigabytes) if host else None)
-              for gigabytes, topology in GPU_OF.items() for host in (True, False))
+CASES = tuple(
+    Case(gigabytes, topology, host, UNSLOTH.get(gigabytes) if host else None)
+    for gigabytes, topology in GPU_OF.items()
+    for host in (True, False)
+)
 
 
 @functools.cache
@@ -116,8 +138,12 @@ def job_of(topology: str, policy: dict[str, Any], tokens: int) -> Job:
 
 def text(policy: dict[str, Any]) -> str:
     """Returns a policy in words, such as `offload_every_k 4, 8 groups of heads, 8 chunks of queries`."""
-    words = {"remat": "{}", "every_k": "every {} layers", "attention_groups": "{} groups of heads",
-             "query_chunks": "{} chunks of queries"}
+    words = {
+        "remat": "{}",
+        "every_k": "every {} layers",
+        "attention_groups": "{} groups of heads",
+        "query_chunks": "{} chunks of queries",
+    }
     return ", ".join(words[name].format(value) for name, value in policy.items())
 
 
@@ -131,24 +157,34 @@ class Compilations:
         self.path = path
         self.inputs = {**{pattern: fingerprint(pattern) for pattern in DEPENDS_ON}, **versions()}
         recorded = read_json(path) if path.exists() else {}
-        self.sizes: dict[str, dict[str, float]] = recorded["sizes"] if recorded.get("inputs") == self.inputs else {}
+        self.sizes: dict[str, dict[str, float]] = (
+            recorded["sizes"] if recorded.get("inputs") == self.inputs else {}
+        )
 
     def __call__(self, topology: str, policy: dict[str, Any], tokens: int) -> dict[str, float]:
         """Returns a step's `peak_gib` and `host_gib`, compiling it unless that is done."""
         key = f"{topology}, {text(policy)}, {tokens}"
         if key not in self.sizes:
             made = plan(job_of(topology, policy, tokens))
-            self.sizes[key] = {name: float(f"{made[name]:.6g}") for name in ("peak_gib", "host_gib", "compile_seconds")}
+            self.sizes[key] = {
+                name: float(f"{made[name]:.6g}")
+                for name in ("peak_gib", "host_gib", "compile_seconds")
+            }
             partial = self.path.with_suffix(".part")
             write_json(partial, {"inputs": self.inputs, "sizes": self.sizes})
             partial.replace(self.path)
-            print("{}: {peak_gib:.2f} GiB, {host_gib:.2f} of the host ({compile_seconds:.0f} s)".format(
-                key, **self.sizes[key]), flush=True)
+            print(
+                "{}: {peak_gib:.2f} GiB, {host_gib:.2f} of the host ({compile_seconds:.0f} s)".format(
+                    key, **self.sizes[key]
+                ),
+                flush=True,
+            )
         return self.sizes[key]
 
 
 def longest(case: Case, compilations: Compilations) -> tuple[int, dict[str, Any]]:
     """Returns the most tokens that fit, a multiple of STEP of which the next one does not, and their policy."""
+
     def line(policy: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
         return [(tokens, compilations("h100:1", policy, tokens)) for tokens in PROBES]
 
@@ -164,7 +200,9 @@ def longest(case: Case, compilations: Compilations) -> tuple[int, dict[str, Any]
         tokens = neighbour
 
 
-def save_result(outcomes: dict[Case, tuple[int, dict[str, Any]]], compilations: Compilations) -> None:
+def save_result(
+    outcomes: dict[Case, tuple[int, dict[str, Any]]], compilations: Compilations
+) -> None:
     """Writes the result of the rows that are known."""
     rows, lines = {}, []
     for case, (tokens, policy) in outcomes.items():
@@ -172,19 +210,45 @@ def save_result(outcomes: dict[Case, tuple[int, dict[str, Any]]], compilations: 
         seconds = job_of(case.topology, policy, tokens).time_range()
         host = f"{HOST_GIB} GiB of host memory" if case.host else "no host memory"
         unsloth = f"{case.unsloth:,}" if case.unsloth else ""
-        rows[case.name] = row(f"QLoRA of LLaMA-3.1-8B, rank {RANK}, one GPU of {case.gigabytes} GB, {host}",
-                              f"{tokens:,} tokens", unsloth and f"Unsloth: {unsloth}",
-                              tokens >= case.unsloth if case.unsloth else None)
+        rows[case.name] = row(
+            f"QLoRA of LLaMA-3.1-8B, rank {RANK}, one GPU of {case.gigabytes} GB, {host}",
+            f"{tokens:,} tokens",
+            unsloth and f"Unsloth: {unsloth}",
+            tokens >= case.unsloth if case.unsloth else None,
+        )
         estimate = f"{two_digits(seconds.low)} to {two_digits(seconds.high)}" if seconds else ""
-        lines.append([case.topology, f"{tokens:,}", text(policy),
-                      f"{sizes['peak_gib']:.2f} of {memory_gib(case.topology):.2f}",
-                      f"{sizes['host_gib']:.1f} of {case.host_gib:g}", estimate, unsloth])
-    columns = ["GPU", "tokens", "memory options", "GiB of the device", "GiB of the host", "estimated seconds of a step",
-               "Unsloth, tokens"]
-    save("adapter_contexts", measured(
-        "The longest rows of QLoRA on one GPU that is not there, by the CUDA compiler", rows,
-        "python -m scripts.benchmarks.adapter_contexts", DEPENDS_ON, note="docs/notes/contexts.md",
-        tables={"longest": {"columns": columns, "rows": lines}}, facts=FACTS))
+        lines.append(
+            [
+                case.topology,
+                f"{tokens:,}",
+                text(policy),
+                f"{sizes['peak_gib']:.2f} of {memory_gib(case.topology):.2f}",
+                f"{sizes['host_gib']:.1f} of {case.host_gib:g}",
+                estimate,
+                unsloth,
+            ]
+        )
+    columns = [
+        "GPU",
+        "tokens",
+        "memory options",
+        "GiB of the device",
+        "GiB of the host",
+        "estimated seconds of a step",
+        "Unsloth, tokens",
+    ]
+    save(
+        "adapter_contexts",
+        measured(
+            "The longest rows of QLoRA on one GPU that is not there, by the CUDA compiler",
+            rows,
+            "python -m scripts.benchmarks.adapter_contexts",
+            DEPENDS_ON,
+            note="docs/notes/contexts.md",
+            tables={"longest": {"columns": columns, "rows": lines}},
+            facts=FACTS,
+        ),
+    )
 
 
 def work(args: argparse.Namespace) -> None:
@@ -198,7 +262,9 @@ def work(args: argparse.Namespace) -> None:
     for case in CASES:
         if all(word in case.name for word in args.only):
             outcomes[case] = longest(case, compilations)
-            print(f"{case.name}: {outcomes[case][0]:,} tokens, {text(outcomes[case][1])}", flush=True)
+            print(
+                f"{case.name}: {outcomes[case][0]:,} tokens, {text(outcomes[case][1])}", flush=True
+            )
             if not args.only:
                 save_result(outcomes, compilations)
 
@@ -206,8 +272,13 @@ def work(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("adapter_contexts", __doc__)
-    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="rows whose name has all of these words; the "
-                        "result file is left as it is")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="WORD",
+        help="rows whose name has all of these words; the result file is left as it is",
+    )
     add_output_folder(parser, "runs/bench/adapter_contexts")
     args = parser.parse_args(argv)
     return entry.run(lambda: work(args))

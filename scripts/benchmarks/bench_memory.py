@@ -5,6 +5,7 @@
 Each length runs in a process of its own, on one CPU device. Its row is packed with documents of 2048 tokens: memory depends on
 the row's shape alone, while the time of one long document would be quadratic. Writes memory.json and memory.png.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -21,7 +22,10 @@ from trainer import entry
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 DOCUMENT = 2048
-CURVES = {"planned_mib": "by the compiler's plan", "measured_mib": "measured: resident memory that one step adds"}
+CURVES = {
+    "planned_mib": "by the compiler's plan",
+    "measured_mib": "measured: resident memory that one step adds",
+}
 
 
 def fit(lengths, values) -> dict[str, float]:
@@ -53,9 +57,14 @@ def measure(length: int, remat: str) -> dict[str, float]:
     params = model.init(0)
     state = builder.init_optimizer(params)
     index = np.arange(length, dtype=np.int32)[None]
-    batch = {"tokens": index % model.config.vocab_size, "targets": (index + 1) % model.config.vocab_size, "index": index,
-             "segment_ids": index // DOCUMENT + 1, "positions": index % DOCUMENT,
-             "loss_weights": np.ones((1, length), np.float32)}
+    batch = {
+        "tokens": index % model.config.vocab_size,
+        "targets": (index + 1) % model.config.vocab_size,
+        "index": index,
+        "segment_ids": index // DOCUMENT + 1,
+        "positions": index % DOCUMENT,
+        "loss_weights": np.ones((1, length), np.float32),
+    }
     before = _fresh_peak()
     jax.block_until_ready(compiled(params, {}, state, place_batch(batch, mesh), np.int32(0)))
     return {"length": length, "planned_mib": planned, "measured_mib": (_peak() - before) / 2**20}
@@ -86,12 +95,27 @@ def draw(rows: list[dict], fits: dict, path: pathlib.Path) -> None:
         ends = np.array([0, lengths.max()])
         drawn = axes.plot(ends, line["mib_at_0"] + line["bytes_per_token"] * ends / 2**20)[0]
         slope = f"{line['bytes_per_token']:,.0f} bytes a token, off by {100 * line['worst_residual']:.1f}% at most"
-        axes.plot(lengths, [row[name] for row in rows], "o", color=drawn.get_color(), label=f"{label}:\n{slope}")
+        axes.plot(
+            lengths,
+            [row[name] for row in rows],
+            "o",
+            color=drawn.get_color(),
+            label=f"{label}:\n{slope}",
+        )
     step = lengths.max() // 8
-    axes.set_xticks(range(0, lengths.max() + 1, step), [f"{length / 1024:g}K" if length else "0"
-                                                       for length in range(0, lengths.max() + 1, step)])
-    axes.set(xlabel="tokens in the row", ylabel="memory of the step, MiB", xlim=0, ylim=(0, axes.get_ylim()[1] * 1.2))
-    axes.set_title("Memory of a training step grows with the length: model `tiny`, one device", fontsize=11)
+    axes.set_xticks(
+        range(0, lengths.max() + 1, step),
+        [f"{length / 1024:g}K" if length else "0" for length in range(0, lengths.max() + 1, step)],
+    )
+    axes.set(
+        xlabel="tokens in the row",
+        ylabel="memory of the step, MiB",
+        xlim=0,
+        ylim=(0, axes.get_ylim()[1] * 1.2),
+    )
+    axes.set_title(
+        "Memory of a training step grows with the length: model `tiny`, one device", fontsize=11
+    )
     axes.legend(frameon=False, loc="upper left", fontsize=9, labelspacing=0.8)
     figure.savefig(path, dpi=120)
 
@@ -102,13 +126,27 @@ def work(args: argparse.Namespace) -> None:
     rows = []
     print("tokens   planned MiB   measured MiB")
     for length in args.lengths:
-        rows.append(in_own_process("bench_memory", "--one", "--lengths", str(length), "--remat", args.remat,
-                                   environment={"JAX_PLATFORMS": "cpu"}))
-        print(f"{length:6}   {rows[-1]['planned_mib']:11.1f}   {rows[-1]['measured_mib']:12.1f}", flush=True)
+        rows.append(
+            in_own_process(
+                "bench_memory",
+                "--one",
+                "--lengths",
+                str(length),
+                "--remat",
+                args.remat,
+                environment={"JAX_PLATFORMS": "cpu"},
+            )
+        )
+        print(
+            f"{length:6}   {rows[-1]['planned_mib']:11.1f}   {rows[-1]['measured_mib']:12.1f}",
+            flush=True,
+        )
     fits = {name: fit(args.lengths, [row[name] for row in rows]) for name in CURVES}
     for name, line in fits.items():
-        print(f"{name:12} {line['mib_at_0']:.1f} MiB + {line['bytes_per_token']:,.0f} bytes a token; the worst point is off by "
-              f"{100 * line['worst_residual']:.1f}% of the largest")
+        print(
+            f"{name:12} {line['mib_at_0']:.1f} MiB + {line['bytes_per_token']:,.0f} bytes a token; the worst point is off by "
+            f"{100 * line['worst_residual']:.1f}% of the largest"
+        )
     write_json(args.output / "memory.json", {"remat": args.remat, "rows": rows, "lines": fits})
     draw(rows, fits, args.output / "memory.png")
 
@@ -116,10 +154,22 @@ def work(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("bench_memory", __doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens in the row (default 2K ... 64K)")
-    parser.add_argument("--remat", default="save_attention", help="what layers keep (default save_attention)")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=LENGTHS,
+        help="tokens in the row (default 2K ... 64K)",
+    )
+    parser.add_argument(
+        "--remat", default="save_attention", help="what layers keep (default save_attention)"
+    )
     add_output_folder(parser, "runs/bench_memory")
-    parser.add_argument("--one", action="store_true", help="measure the one length in this process, and print it as JSON")
+    parser.add_argument(
+        "--one",
+        action="store_true",
+        help="measure the one length in this process, and print it as JSON",
+    )
     args = parser.parse_args(argv)
     if args.one:
         print(json.dumps(measure(args.lengths[0], args.remat)))

@@ -1,12 +1,13 @@
 """Compares the schedules: bytes received, by compiled texts; balance, by counts and in seconds; which transfers are hidden.
 
-    python -m scripts.benchmarks.bench_schedules bytes [--ranks 4 16 64 256] [--output FILE.json]
-    python -m scripts.benchmarks.bench_schedules balance [--ranks 2 3 4 8] [--output FILE.json]
-    python -m scripts.benchmarks.bench_schedules overlap [--schedules ring ...] [--topology v5e:2x4] [--output FILE.json]
-    python -m scripts.benchmarks.bench_schedules time [--lengths 2048 ... 32768] [--tiles 16] [--output FILE.json]
-        [--picture FILE.png]
-    python -m scripts.benchmarks.bench_schedules distflashattn [--ranks 4 16]
+python -m scripts.benchmarks.bench_schedules bytes [--ranks 4 16 64 256] [--output FILE.json]
+python -m scripts.benchmarks.bench_schedules balance [--ranks 2 3 4 8] [--output FILE.json]
+python -m scripts.benchmarks.bench_schedules overlap [--schedules ring ...] [--topology v5e:2x4] [--output FILE.json]
+python -m scripts.benchmarks.bench_schedules time [--lengths 2048 ... 32768] [--tiles 16] [--output FILE.json]
+    [--picture FILE.png]
+python -m scripts.benchmarks.bench_schedules distflashattn [--ranks 4 16]
 """
+
 from __future__ import annotations
 
 import argparse
@@ -21,7 +22,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.paths import output_file
-from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel, get_schedule
+from model.attention import (
+    BackwardInputs,
+    Keys,
+    Mask,
+    Queries,
+    TokenCoords,
+    get_kernel,
+    get_schedule,
+)
 from model.attention.schedules import Context, Ranks, plan
 from model.config import LlamaConfig
 from planning.compiled.overlap import crossings
@@ -52,7 +61,10 @@ CASES = {
     "usp 4": ({"name": "ulysses", "degree": 4}, "striped"),
     "attention2d": ("attention2d", "striped"),
     "attention2d square": ({"name": "attention2d", "columns": "square"}, "striped"),
-    "attention2d overlap": ({"name": "attention2d", "columns": "square", "overlap": True}, "striped"),
+    "attention2d overlap": (
+        {"name": "attention2d", "columns": "square", "overlap": True},
+        "striped",
+    ),
     "ring_self_attention": ("ring_self_attention", "striped"),
 }
 
@@ -65,7 +77,9 @@ def case(name: str, size: int, tokens: int):
     return get_schedule(options, size, layout), Mask(window=window[0] * tokens if window else None)
 
 
-def compile_pass(schedule, mask, size, devices, block, backward: bool, tile: int = 128, kernel: str = "xla") -> str:
+def compile_pass(
+    schedule, mask, size, devices, block, backward: bool, tile: int = 128, kernel: str = "xla"
+) -> str:
     """Returns the compiled text of one pass of a schedule alone.
 
     Args:
@@ -76,7 +90,7 @@ def compile_pass(schedule, mask, size, devices, block, backward: bool, tile: int
     rows = len(devices) // size
     mesh = Mesh(np.array(devices).reshape(rows, size), ("fsdp", "sequence"))
     kernel = get_kernel(kernel, query_tile=tile, key_tile=tile)
-    context = Context(Ranks("sequence", size), mask, block.head_dim ** -0.5)
+    context = Context(Ranks("sequence", size), mask, block.head_dim**-0.5)
     tokens, statistics = PartitionSpec("fsdp", "sequence"), PartitionSpec("fsdp", None, "sequence")
 
     def forward(q, k, v, index, segment_ids):
@@ -86,19 +100,30 @@ def compile_pass(schedule, mask, size, devices, block, backward: bool, tile: int
     def gradients(q, k, v, index, segment_ids, dout, lse, delta):
         coords = TokenCoords(index, segment_ids)
         inputs = BackwardInputs(dout, lse, delta)
-        return tuple(schedule.backward(kernel, Queries(q, coords), Keys(k, v, coords), inputs, context))
+        return tuple(
+            schedule.backward(kernel, Queries(q, coords), Keys(k, v, coords), inputs, context)
+        )
 
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    batch, length, dtype = rows * block.batch, size * block.tokens, {2: jnp.bfloat16, 4: jnp.float32}[block.itemsize]
+    batch, length, dtype = (
+        rows * block.batch,
+        size * block.tokens,
+        {2: jnp.bfloat16, 4: jnp.float32}[block.itemsize],
+    )
     q = array((batch, length, block.query_heads, block.head_dim), dtype, tokens)
     k = array((batch, length, block.kv_heads, block.head_dim), dtype, tokens)
     coords = array((batch, length), jnp.int32, tokens)
     lse = array((batch, block.query_heads, length), jnp.float32, statistics)
     arrays = (q, k, k, coords, coords, *((q, lse, lse) if backward else ()))
-    run = jax.shard_map(gradients if backward else forward, mesh=mesh, in_specs=tuple(x.sharding.spec for x in arrays),
-                        out_specs=(tokens,) * 3 if backward else (tokens, statistics), check_vma=False)
+    run = jax.shard_map(
+        gradients if backward else forward,
+        mesh=mesh,
+        in_specs=tuple(x.sharding.spec for x in arrays),
+        out_specs=(tokens,) * 3 if backward else (tokens, statistics),
+        check_vma=False,
+    )
     return jax.jit(run).lower(*arrays).compile().as_text()
 
 
@@ -109,14 +134,21 @@ def count_bytes(name: str, size: int, block, topology: str = "", kernel: str = "
     devices = sorted(topology_devices(topology or PODS[size]), key=lambda device: device.id)
     row = {"schedule": name, "ranks": size}
     for direction, rounds in zip(("forward", "backward"), planned, strict=True):
-        text = compile_pass(schedule, mask, size, devices, block, direction == "backward", kernel=kernel)
+        text = compile_pass(
+            schedule, mask, size, devices, block, direction == "backward", kernel=kernel
+        )
         compiled = transfers(text, len(devices))
         got, expected = received(compiled)[:size], plan.received(rounds, size)
         row[direction] = {
-            "max_bytes": float(got.max()), "mean_bytes": float(got.mean()),
-            "planned_max_bytes": float(expected.max()), "planned_mean_bytes": float(expected.mean()),
-            "kinds": sorted({transfer.kind for transfer in compiled}), "planned_kinds": sorted(plan.kinds(rounds)),
-            "permutes": sum(transfer.times for transfer in compiled if transfer.kind == "collective-permute"),
+            "max_bytes": float(got.max()),
+            "mean_bytes": float(got.mean()),
+            "planned_max_bytes": float(expected.max()),
+            "planned_mean_bytes": float(expected.mean()),
+            "kinds": sorted({transfer.kind for transfer in compiled}),
+            "planned_kinds": sorted(plan.kinds(rounds)),
+            "permutes": sum(
+                transfer.times for transfer in compiled if transfer.kind == "collective-permute"
+            ),
         }
     return row
 
@@ -125,9 +157,13 @@ def bytes_table(names, ranks, tokens: int, topology: str = "", kernel: str = "xl
     """Returns and prints the bytes of each schedule for each number of ranks, without the cases that a chip has no room for:
     ring_self_attention keeps the scores of all keys."""
     block = plan.Block(batch=1, tokens=tokens, query_heads=32, kv_heads=8, head_dim=128)
-    print(f"{block}\nbytes received per device and layer, in units of the device's own q ({block.queries:,} bytes)")
-    print(f"{'':19} {'':4}  {'forward':^32}  {'backward':^32}\n{'schedule':19} {'P':>4}"
-          + f"  {'max':>8} {'mean':>8} {'plan max':>8} {'off':>5}" * 2)
+    print(
+        f"{block}\nbytes received per device and layer, in units of the device's own q ({block.queries:,} bytes)"
+    )
+    print(
+        f"{'':19} {'':4}  {'forward':^32}  {'backward':^32}\n{'schedule':19} {'P':>4}"
+        + f"  {'max':>8} {'mean':>8} {'plan max':>8} {'off':>5}" * 2
+    )
     rows = []
     for size, name in itertools.product(ranks, names):
         try:
@@ -138,31 +174,49 @@ def bytes_table(names, ranks, tokens: int, topology: str = "", kernel: str = "xl
             print(f"{name:19} {size:4}  needs more memory than a chip has", flush=True)
             continue
         rows.append(row)
-        directions = (_columns(row[direction], block.queries) for direction in ("forward", "backward"))
+        directions = (
+            _columns(row[direction], block.queries) for direction in ("forward", "backward")
+        )
         print(f"{name:19} {size:4}  " + "  ".join(directions), flush=True)
     return rows
 
 
 def _columns(counts: dict, unit: int) -> str:
     """Returns the columns of one pass in units of `unit` bytes, and the larger deviation of max and mean from the plan."""
-    columns = " ".join(f"{counts[key] / unit:8.3f}" for key in ("max_bytes", "mean_bytes", "planned_max_bytes"))
-    deviation = max(abs(counts[f"{kind}_bytes"] / counts[f"planned_{kind}_bytes"] - 1) for kind in ("max", "mean"))
+    columns = " ".join(
+        f"{counts[key] / unit:8.3f}" for key in ("max_bytes", "mean_bytes", "planned_max_bytes")
+    )
+    deviation = max(
+        abs(counts[f"{kind}_bytes"] / counts[f"planned_{kind}_bytes"] - 1)
+        for kind in ("max", "mean")
+    )
     return f"{columns} {deviation:5.1%}"
 
 
-BALANCE = [("ring", "contiguous"), ("ring", "striped"), ("ring", "zigzag"), ("balanced", "contiguous"),
-           ({"name": "balanced", "split": True}, "contiguous"), ("attention2d", "striped"), ("ulysses", "contiguous")]
+BALANCE = [
+    ("ring", "contiguous"),
+    ("ring", "striped"),
+    ("ring", "zigzag"),
+    ("balanced", "contiguous"),
+    ({"name": "balanced", "split": True}, "contiguous"),
+    ("attention2d", "striped"),
+    ("ulysses", "contiguous"),
+]
 
 
 def balance_table(ranks, tiles: int) -> list[dict]:
     """Returns and prints the imbalance of schedules and layouts (see `balance.imbalance`)."""
     jax.config.update("jax_num_cpu_devices", max(ranks))
     rows = []
-    print(f"{tiles} tiles a side of a block\n{'schedule':40} {'layout':12} {'P':>3} {'forward':>8} {'backward':>8}")
+    print(
+        f"{tiles} tiles a side of a block\n{'schedule':40} {'layout':12} {'P':>3} {'forward':>8} {'backward':>8}"
+    )
     for size, (schedule, layout) in itertools.product(ranks, BALANCE):
         row = {"schedule": str(schedule), **measure(schedule, layout, size, tiles)}
         rows.append(row)
-        columns = " ".join(f"{row[direction]['imbalance']:8.4f}" for direction in ("forward", "backward"))
+        columns = " ".join(
+            f"{row[direction]['imbalance']:8.4f}" for direction in ("forward", "backward")
+        )
         print(f"{row['schedule']:40} {layout:12} {size:3} {columns}", flush=True)
     return rows
 
@@ -171,11 +225,21 @@ def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
     """Returns the compiled text of a small model's training step, with the whole pod on the sequence axis and as many permutes
     under way as the launchers allow."""
     devices = topology_devices(topology)
-    config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
-                         num_attention_heads=4, num_key_value_heads=2)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     mesh = MeshConfig(sequence=len(devices))
-    permutes = {flag.name: flag.value for flag in FLAGS["tpu"] if flag.name.endswith("collective_permutes")}
-    return compile_step(config, devices, tokens * len(devices), mesh=mesh, schedule=schedule, flags=permutes).as_text()
+    permutes = {
+        flag.name: flag.value for flag in FLAGS["tpu"] if flag.name.endswith("collective_permutes")
+    }
+    return compile_step(
+        config, devices, tokens * len(devices), mesh=mesh, schedule=schedule, flags=permutes
+    ).as_text()
 
 
 def overlap_table(names, topology: str, tokens: int) -> list[dict]:
@@ -187,12 +251,21 @@ def overlap_table(names, topology: str, tokens: int) -> list[dict]:
         for transfer in sorted(crossed, key=lambda transfer: (transfer.kind, transfer.backward)):
             if not transfer.loops:
                 continue
-            rows.append({"schedule": name, "nbytes": transfer.nbytes, "backward": transfer.backward,
-                         **dataclasses.asdict(transfer)})
+            rows.append(
+                {
+                    "schedule": name,
+                    "nbytes": transfer.nbytes,
+                    "backward": transfer.backward,
+                    **dataclasses.asdict(transfer),
+                }
+            )
             behind = ", ".join((*transfer.kernels, *transfer.products)) or "nothing"
             direction = "backward" if transfer.backward else "forward"
-            print(f"{name}: {transfer.kind:18} {transfer.times:5.0f} x {transfer.nbytes:11,} bytes  {direction:8}"
-                  f"  behind {behind}", flush=True)
+            print(
+                f"{name}: {transfer.kind:18} {transfer.times:5.0f} x {transfer.nbytes:11,} bytes  {direction:8}"
+                f"  behind {behind}",
+                flush=True,
+            )
     return rows
 
 
@@ -204,14 +277,22 @@ def volume_table(ranks) -> list[dict]:
     """
     block = plan.Block(batch=1, tokens=1024, query_heads=8, kv_heads=8, head_dim=128, itemsize=4)
     rows = []
-    print("DistFlashAttn, Appendix C: forward 1, backward 2, together 3; Megatron-LM with recomputation 14. Ours, on average:")
+    print(
+        "DistFlashAttn, Appendix C: forward 1, backward 2, together 3; Megatron-LM with recomputation 14. Ours, on average:"
+    )
     for size in ranks:
         planned = case("balanced", size, block.tokens)[0].plan(size, block)
-        volume = {direction: float(plan.received(rounds, size).mean() / (size * block.queries))
-                  for direction, rounds in zip(("forward", "backward"), planned, strict=True)}
+        volume = {
+            direction: float(plan.received(rounds, size).mean() / (size * block.queries))
+            for direction, rounds in zip(("forward", "backward"), planned, strict=True)
+        }
         rows.append({"ranks": size, **volume, "together": sum(volume.values())})
-        print(f"P {size:4}  " + "  ".join(f"{name} {x:.3f}" for name, x in rows[-1].items() if name != "ranks")
-              + f"  (the paper's, at this P: 3 (P - 1) / P = {3 * (size - 1) / size:.3f})", flush=True)
+        print(
+            f"P {size:4}  "
+            + "  ".join(f"{name} {x:.3f}" for name, x in rows[-1].items() if name != "ranks")
+            + f"  (the paper's, at this P: 3 (P - 1) / P = {3 * (size - 1) / size:.3f})",
+            flush=True,
+        )
     return rows
 
 
@@ -226,39 +307,101 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         subparser.set_defaults(run=run)
         return subparser
 
-    add_bytes(command("bytes", "bytes received per device and layer, from compiled texts for TPU pods",
-                      lambda args: bytes_table(args.schedules, args.ranks, args.tokens, args.topology, args.kernel)))
-    balance = command("balance", "imbalance of each schedule, from counts that the running kernels emit",
-                      lambda args: balance_table(args.ranks, args.tiles))
-    balance.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8], help="numbers of ranks")
-    balance.add_argument("--tiles", type=int, default=16, help="on a side of each rank's block (default 16)")
-    overlap = command("overlap", "which transfers of a small model's training step a kernel hides",
-                      lambda args: overlap_table(args.schedules, args.topology, args.tokens))
-    overlap.add_argument("--topology", default="v5e:2x4", help="all chips on the sequence axis (default v5e:2x4)")
-    overlap.add_argument("--schedules", nargs="+", default=["ring"], choices=CASES, help="schedules")
+    add_bytes(
+        command(
+            "bytes",
+            "bytes received per device and layer, from compiled texts for TPU pods",
+            lambda args: bytes_table(
+                args.schedules, args.ranks, args.tokens, args.topology, args.kernel
+            ),
+        )
+    )
+    balance = command(
+        "balance",
+        "imbalance of each schedule, from counts that the running kernels emit",
+        lambda args: balance_table(args.ranks, args.tiles),
+    )
+    balance.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 3, 4, 8], help="numbers of ranks"
+    )
+    balance.add_argument(
+        "--tiles", type=int, default=16, help="on a side of each rank's block (default 16)"
+    )
+    overlap = command(
+        "overlap",
+        "which transfers of a small model's training step a kernel hides",
+        lambda args: overlap_table(args.schedules, args.topology, args.tokens),
+    )
+    overlap.add_argument(
+        "--topology", default="v5e:2x4", help="all chips on the sequence axis (default v5e:2x4)"
+    )
+    overlap.add_argument(
+        "--schedules", nargs="+", default=["ring"], choices=CASES, help="schedules"
+    )
     overlap.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
-    volume = command("distflashattn", "elements received beside DistFlashAttn's Appendix C, 3 N d and 14 N d",
-                     lambda args: volume_table(args.ranks))
-    volume.add_argument("--ranks", type=int, nargs="+", default=[4, 16], choices=PODS, help="numbers of ranks")
-    add_time(command("time", "what balance is worth in seconds, on two devices of one CPU thread each", time_table))
+    volume = command(
+        "distflashattn",
+        "elements received beside DistFlashAttn's Appendix C, 3 N d and 14 N d",
+        lambda args: volume_table(args.ranks),
+    )
+    volume.add_argument(
+        "--ranks", type=int, nargs="+", default=[4, 16], choices=PODS, help="numbers of ranks"
+    )
+    add_time(
+        command(
+            "time",
+            "what balance is worth in seconds, on two devices of one CPU thread each",
+            time_table,
+        )
+    )
     return parser.parse_args(argv)
 
 
 def add_bytes(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command `bytes`."""
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256], choices=PODS, help="numbers of ranks")
-    parser.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES, help="schedules")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[4, 16, 64, 256],
+        choices=PODS,
+        help="numbers of ranks",
+    )
+    parser.add_argument(
+        "--schedules", nargs="+", default=list(CASES), choices=CASES, help="schedules"
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
-    parser.add_argument("--topology", default="", help="another pod, such as v5e:16x16: as many chips as ranks, or a multiple")
-    parser.add_argument("--kernel", default="xla", choices=("xla", "reference"),
-                        help="it moves nothing; `reference` compiles soonest, with few tokens (default xla)")
+    parser.add_argument(
+        "--topology",
+        default="",
+        help="another pod, such as v5e:16x16: as many chips as ranks, or a multiple",
+    )
+    parser.add_argument(
+        "--kernel",
+        default="xla",
+        choices=("xla", "reference"),
+        help="it moves nothing; `reference` compiles soonest, with few tokens (default xla)",
+    )
 
 
 def add_time(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command `time`."""
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768], help="tokens in all")
-    parser.add_argument("--tiles", type=int, default=16, help="on a side of each device's block (default 16)")
-    parser.add_argument("--repeats", type=int, default=5, help="times each case is run; the median counts (default 5)")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[2048, 4096, 8192, 16384, 32768],
+        help="tokens in all",
+    )
+    parser.add_argument(
+        "--tiles", type=int, default=16, help="on a side of each device's block (default 16)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="times each case is run; the median counts (default 5)",
+    )
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--picture", help="also draw speed-ups against length into this PNG file")
@@ -266,7 +409,9 @@ def add_time(parser: argparse.ArgumentParser) -> None:
 
 def time_table(args: argparse.Namespace) -> list[dict]:
     """Returns and prints balance in seconds, and draws it with --picture."""
-    rows = balance_time.time_table(args.lengths, args.tiles, args.repeats, args.heads, args.head_dim)
+    rows = balance_time.time_table(
+        args.lengths, args.tiles, args.repeats, args.heads, args.head_dim
+    )
     if args.picture:
         balance_time.draw(rows, args.picture)
     return rows

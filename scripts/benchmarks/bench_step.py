@@ -11,6 +11,7 @@ float32 unless asked otherwise. Each side runs in a process of its own, one afte
 counts. torch runs as a user would: SDPA, and on a CPU from 4096 tokens on gradient checkpointing, without which it needs more
 memory. On a GPU both sides have float32 weights and moments and products in bfloat16 (--dtype, torch's autocast).
 """
+
 from __future__ import annotations
 
 import argparse
@@ -30,8 +31,19 @@ from trainer import entry
 
 CHECKPOINT_FROM = 4096  # tokens from which torch recomputes its layers
 # What a side's process is given: options with a value, and those without.
-OPTIONS = ("steps", "model", "layers", "dtype", "remat", "kernel", "chunk", "loss_chunk", "documents", "torch_attention",
-           "torch_weights")
+OPTIONS = (
+    "steps",
+    "model",
+    "layers",
+    "dtype",
+    "remat",
+    "kernel",
+    "chunk",
+    "loss_chunk",
+    "documents",
+    "torch_attention",
+    "torch_weights",
+)
 SWITCHES = ("moments_on_host", "torch_recompute", "torch_liger", "torch_compile")
 
 
@@ -76,9 +88,19 @@ def make_builder(length: int, args):
     from trainer.text import text_batch
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    chunks = {"feed_forward_chunk": args.chunk, "projection_chunk": args.chunk} if args.chunk else {}
-    memory = MemoryConfig(args.remat, moments_on_host=args.moments_on_host, loss_chunk=args.loss_chunk, **chunks)
-    model = Llama(preset(args), mesh, kernel=get_kernel(args.kernel), dtype=jnp.dtype(args.dtype), memory=memory)
+    chunks = (
+        {"feed_forward_chunk": args.chunk, "projection_chunk": args.chunk} if args.chunk else {}
+    )
+    memory = MemoryConfig(
+        args.remat, moments_on_host=args.moments_on_host, loss_chunk=args.loss_chunk, **chunks
+    )
+    model = Llama(
+        preset(args),
+        mesh,
+        kernel=get_kernel(args.kernel),
+        dtype=jnp.dtype(args.dtype),
+        memory=memory,
+    )
     return StepBuilder(model, model.loss, text_batch(1, length, mesh), memory_config=memory)
 
 
@@ -94,14 +116,24 @@ def ours(length: int, args) -> dict:
     start = time.perf_counter()
     step = builder.lower_train().compile()
     compile_seconds, plan = time.perf_counter() - start, planned_memory(step)
-    tokens = np.random.default_rng(0).integers(0, builder.model.config.vocab_size, (1, length + 1), np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, builder.model.config.vocab_size, (1, length + 1), np.int32
+    )
     index = np.arange(length, dtype=np.int32)[None]
     lengths = document_lengths(length, args.documents)
     positions = np.concatenate([np.arange(document, dtype=np.int32) for document in lengths])[None]
     segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[None]
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "index": index, "positions": positions,
-             "segment_ids": segments, "loss_weights": np.ones(index.shape, np.float32)}
-    batch = {name: jax.device_put(x, builder.abstract_batch[name].sharding) for name, x in batch.items()}
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "index": index,
+        "positions": positions,
+        "segment_ids": segments,
+        "loss_weights": np.ones(index.shape, np.float32),
+    }
+    batch = {
+        name: jax.device_put(x, builder.abstract_batch[name].sharding) for name, x in batch.items()
+    }
     params = builder.model.init(0)
     moments = builder.init_optimizer(params)
     seconds = []
@@ -111,9 +143,16 @@ def ours(length: int, args) -> dict:
         loss = float(metrics.loss)
         seconds.append(time.perf_counter() - start)
     device = jax.devices()[0]
-    result = {"seconds": seconds, "loss": loss, "device": device.device_kind, "peak_flops": peak_flops(device.device_kind),
-              "device_gib": peak_device_gib([device]), "planned_gib": plan["peak"], "planned_host_gib": plan["host"],
-              "compile_seconds": compile_seconds}
+    result = {
+        "seconds": seconds,
+        "loss": loss,
+        "device": device.device_kind,
+        "peak_flops": peak_flops(device.device_kind),
+        "device_gib": peak_device_gib([device]),
+        "planned_gib": plan["peak"],
+        "planned_host_gib": plan["host"],
+        "compile_seconds": compile_seconds,
+    }
     del params, moments
     return {**result, "matmul": jax_matmul_rate(args.dtype)}
 
@@ -123,7 +162,9 @@ def jax_matmul_rate(dtype: str) -> float:
     import jax
     import jax.numpy as jnp
 
-    if jax.default_backend() != "cpu":  # a single small product would measure how fast the host starts it
+    if (
+        jax.default_backend() != "cpu"
+    ):  # a single small product would measure how fast the host starts it
         return measure_products(dtype)["matmul_flops"]
     a, multiply = jnp.ones((2048, 2048), dtype), jax.jit(jnp.matmul)
     return matmul_rate(lambda: multiply(a, a).block_until_ready())
@@ -144,9 +185,15 @@ def theirs(length: int, args) -> dict:
 
 def measure(side: str, length: int, args) -> dict:
     """Runs one side in a process of its own, so that its peak memory is its own."""
-    options = [word for name in OPTIONS for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    options = [
+        word
+        for name in OPTIONS
+        for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))
+    ]
     switches = [f"--{name.replace('_', '-')}" for name in SWITCHES if getattr(args, name)]
-    return in_own_process("bench_step", "--one", side, "--lengths", str(length), *options, *switches)
+    return in_own_process(
+        "bench_step", "--one", side, "--lengths", str(length), *options, *switches
+    )
 
 
 def compare(length: int, args) -> list[dict]:
@@ -163,14 +210,28 @@ def compare(length: int, args) -> list[dict]:
         # The first step is a warm-up, unless it is the only one.
         seconds = min(min(result["seconds"][1:] or result["seconds"]) for result in results)
         peak = results[0].get("peak_flops")
-        rows.append({
-            "side": side, "length": length, "tokens_per_second": length / seconds, "step_seconds": seconds,
-            "peak_gib": max(result["peak_gib"] for result in results), "device_gib": results[0].get("device_gib"),
-            "matmul_gflops": max(result.get("matmul", 0.0) for result in results) / 1e9,
-            "share_of_matmul": flops / seconds / matmul if matmul else None,
-            "mfu": flops / seconds / peak if peak else None, "device": results[0].get("device", "cpu"),
-            "loss": results[0]["loss"], "model": args.model, "documents": args.documents, **_settings(side, args),
-            **{name: results[0].get(name) for name in ("planned_gib", "planned_host_gib", "compile_seconds", "versions")}})
+        rows.append(
+            {
+                "side": side,
+                "length": length,
+                "tokens_per_second": length / seconds,
+                "step_seconds": seconds,
+                "peak_gib": max(result["peak_gib"] for result in results),
+                "device_gib": results[0].get("device_gib"),
+                "matmul_gflops": max(result.get("matmul", 0.0) for result in results) / 1e9,
+                "share_of_matmul": flops / seconds / matmul if matmul else None,
+                "mfu": flops / seconds / peak if peak else None,
+                "device": results[0].get("device", "cpu"),
+                "loss": results[0]["loss"],
+                "model": args.model,
+                "documents": args.documents,
+                **_settings(side, args),
+                **{
+                    name: results[0].get(name)
+                    for name in ("planned_gib", "planned_host_gib", "compile_seconds", "versions")
+                },
+            }
+        )
     return rows
 
 
@@ -185,17 +246,23 @@ def report(args) -> None:
     """Measures, prints the table, and writes OUTPUT/step.json."""
     output_folder(args.output)
     rows = [row for length in args.lengths for row in compare(length, args)]
-    print(f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'planned':>8} {'matmul GFLOP/s':>15} "
-          f"{'share':>7} {'MFU':>6}")
+    print(
+        f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'planned':>8} {'matmul GFLOP/s':>15} "
+        f"{'share':>7} {'MFU':>6}"
+    )
     for row in rows:
         peak = row["device_gib"] or row["peak_gib"]
         planned = f"{row['planned_gib']:.2f}" if row["device_gib"] and row["planned_gib"] else "-"
-        print(f"{row['side']:8} {row['length']:7} {row['tokens_per_second']:9.1f} {row['step_seconds']:8.2f} {peak:9.2f} "
-              f"{planned:>8} {row['matmul_gflops']:15.1f} {_percent(row['share_of_matmul']):>7} {_percent(row['mfu']):>6}")
+        print(
+            f"{row['side']:8} {row['length']:7} {row['tokens_per_second']:9.1f} {row['step_seconds']:8.2f} {peak:9.2f} "
+            f"{planned:>8} {row['matmul_gflops']:15.1f} {_percent(row['share_of_matmul']):>7} {_percent(row['mfu']):>6}"
+        )
     speeds = {(row["side"], row["length"]): row["tokens_per_second"] for row in rows}
     for length in args.lengths:
         if {("ours", length), ("theirs", length)} <= speeds.keys():
-            print(f"{length} tokens: {speeds['ours', length] / speeds['theirs', length]:.3f}x torch")
+            print(
+                f"{length} tokens: {speeds['ours', length] / speeds['theirs', length]:.3f}x torch"
+            )
     write_json(args.output / "step.json", rows)
 
 
@@ -206,20 +273,56 @@ def _percent(share: float | None) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("bench_step", __doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="tokens in the row (default 2048 4096)")
-    parser.add_argument("--steps", type=int, default=3,
-                        help="steps timed in a turn, after one that is not; 0: that one is timed (default 3)")
-    parser.add_argument("--turns", type=int, default=2, help="processes of each side, in turns (default 2)")
-    parser.add_argument("--side", nargs="+", choices=["theirs", "ours"], default=["theirs", "ours"], help="default both")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[2048, 4096],
+        help="tokens in the row (default 2048 4096)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        help="steps timed in a turn, after one that is not; 0: that one is timed (default 3)",
+    )
+    parser.add_argument(
+        "--turns", type=int, default=2, help="processes of each side, in turns (default 2)"
+    )
+    parser.add_argument(
+        "--side",
+        nargs="+",
+        choices=["theirs", "ours"],
+        default=["theirs", "ours"],
+        help="default both",
+    )
     parser.add_argument("--model", default="smollm2-135m", help="a preset (default smollm2-135m)")
-    parser.add_argument("--layers", type=int, default=0, help="as many layers as fit; 0 is all of them (default)")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="our compute precision")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="as many layers as fit; 0 is all of them (default)"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="our compute precision"
+    )
     parser.add_argument("--remat", default="everything", help="our policy (default everything)")
     parser.add_argument("--kernel", default="auto", help="our attention kernel (default auto)")
-    parser.add_argument("--chunk", type=int, default=0, help="our tokens of a chunk of projections (default: the trainer's)")
-    parser.add_argument("--loss-chunk", "--loss_chunk", type=int, default=1024, help="of the loss (default 1024)")
-    parser.add_argument("--moments-on-host", "--moments_on_host", action="store_true", help="keep AdamW's moments on the host")
-    parser.add_argument("--documents", type=entry.at_least_one, default=1, help="documents in the row (default 1)")
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        default=0,
+        help="our tokens of a chunk of projections (default: the trainer's)",
+    )
+    parser.add_argument(
+        "--loss-chunk", "--loss_chunk", type=int, default=1024, help="of the loss (default 1024)"
+    )
+    parser.add_argument(
+        "--moments-on-host",
+        "--moments_on_host",
+        action="store_true",
+        help="keep AdamW's moments on the host",
+    )
+    parser.add_argument(
+        "--documents", type=entry.at_least_one, default=1, help="documents in the row (default 1)"
+    )
     add_flags(parser)
     add_output_folder(parser, "runs/bench")
     parser.add_argument("--one", choices=["ours", "theirs"], help=argparse.SUPPRESS)

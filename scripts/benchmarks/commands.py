@@ -1,4 +1,5 @@
 """What the commands of scripts.benchmarks share: their parser, JSON files, and measurements in a process of their own."""
+
 from __future__ import annotations
 
 import argparse
@@ -16,13 +17,18 @@ from scripts.benchmarks.results import ROOT
 def make_parser(name: str, docstring: str) -> argparse.ArgumentParser:
     """Returns the parser of `python -m scripts.benchmarks.NAME` (of the package where the name is empty), described by the
     first line of the module's docstring."""
-    return argparse.ArgumentParser(prog=f"python -m scripts.benchmarks.{name}".rstrip("."), allow_abbrev=False,
-                                   description=docstring.splitlines()[0])
+    return argparse.ArgumentParser(
+        prog=f"python -m scripts.benchmarks.{name}".rstrip("."),
+        allow_abbrev=False,
+        description=docstring.splitlines()[0],
+    )
 
 
 def add_output_folder(parser: argparse.ArgumentParser, default: str) -> None:
     """Adds --output, a folder."""
-    parser.add_argument("--output", type=Path, default=Path(default), help=f"folder for results (default {default})")
+    parser.add_argument(
+        "--output", type=Path, default=Path(default), help=f"folder for results (default {default})"
+    )
 
 
 def write_json(path: Path, value: object) -> None:
@@ -60,14 +66,22 @@ def python(*command: str) -> None:
         raise ProcessFailed([*command], f"ended with {status}")
 
 
-def in_own_process(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> dict:
+def in_own_process(
+    name: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> dict:
     """Runs `python -m scripts.benchmarks.NAME`, so that its peak memory is its own, and returns its last line, read as JSON.
 
     Raises:
       ProcessFailed: its exit status is not 0.
     """
     command = [sys.executable, "-m", f"scripts.benchmarks.{name}", *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **(environment or {})})
+    process = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **(environment or {})},
+    )
     if process.returncode:
         last = (process.stderr.strip().splitlines() or ["no message"])[-1]
         raise ProcessFailed(command, f"ended with {process.returncode}: {last[:200]}")

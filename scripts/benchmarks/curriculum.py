@@ -7,6 +7,7 @@ the same time. Both answer questions about records that fill up to the trained l
 has in any pair, and about longer ones. Whatever was finished is not done again: the same command goes on. Writes
 docs/results/curriculum.json and docs/curriculum.png.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -26,13 +27,30 @@ from trainer import entry
 
 RECIPE = "configs/extension/lines_16k.yaml"
 LIKE = "data/fixtures/line_cases.jsonl"
-LINES = (20, 50, 100, 200, 500, 1000, 2000, 2700, 3400)  # 2,700 fill the trained length; 3,490 keys are in no training text
+LINES = (
+    20,
+    50,
+    100,
+    200,
+    500,
+    1000,
+    2000,
+    2700,
+    3400,
+)  # 2,700 fill the trained length; 3,490 keys are in no training text
 LONGER = (5400, 10800)  # of keys and numbers that training texts have, but in no pair of them
 CASES, LONGER_CASES, QUESTIONS = 96, 48, 8  # of generated records; about each of them
 NEW_TOKENS = 16
 GOAL = "0.9 or more, by the interval"
-DEPENDS_ON = (RECIPE, "data/synthetic/*.py", "data/fixtures/lines_tokenizer/*", "eval/line_*.py", "eval/runner.py",
-              "model/decode.py", "model/cache.py")
+DEPENDS_ON = (
+    RECIPE,
+    "data/synthetic/*.py",
+    "data/fixtures/lines_tokenizer/*",
+    "eval/line_*.py",
+    "eval/runner.py",
+    "model/decode.py",
+    "model/cache.py",
+)
 
 
 def recipe() -> dict:
@@ -50,21 +68,58 @@ def train_alone(folder: Path, staged: Path) -> Path:
     """Trains on rows of the last stage's length alone for the time that all stages took, unless that is done; returns the run's
     folder."""
     last = recipe()["stages"][-1]
-    step = json.loads((staged / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["wall_seconds"] / last["steps"]
-    python("train.py", "--config", RECIPE, "--run_dir", str(folder), "--stages", "[]", "--data.context_length",
-           str(last["context_length"]), "--train.steps", str(round(seconds(staged) / step)))
+    step = (
+        json.loads((staged / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])[
+            "wall_seconds"
+        ]
+        / last["steps"]
+    )
+    python(
+        "train.py",
+        "--config",
+        RECIPE,
+        "--run_dir",
+        str(folder),
+        "--stages",
+        "[]",
+        "--data.context_length",
+        str(last["context_length"]),
+        "--train.steps",
+        str(round(seconds(staged) / step)),
+    )
     return folder
 
 
 def evaluate(checkpoint: Path) -> list[Score]:
     """Answers the questions, unless that is done; returns the scores, by the number of lines."""
     scores: list[Score] = []
-    for name, lines, cases, options in (("lines", LINES, CASES, ["--unseen"]), ("longer", LONGER, LONGER_CASES, [])):
+    for name, lines, cases, options in (
+        ("lines", LINES, CASES, ["--unseen"]),
+        ("longer", LONGER, LONGER_CASES, []),
+    ):
         folder = checkpoint / name
         if not (folder / "results.json").exists():
-            python("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(folder), "--like", LIKE,
-                   *options, "--lines", *map(str, lines), "--count", str(cases), "--questions", str(QUESTIONS),
-                   "--max-new-tokens", str(NEW_TOKENS), "--compute-dtype", "float32")
+            python(
+                "-m",
+                "eval.line_retrieval",
+                "--checkpoint",
+                str(checkpoint),
+                "--output",
+                str(folder),
+                "--like",
+                LIKE,
+                *options,
+                "--lines",
+                *map(str, lines),
+                "--count",
+                str(cases),
+                "--questions",
+                str(QUESTIONS),
+                "--max-new-tokens",
+                str(NEW_TOKENS),
+                "--compute-dtype",
+                "float32",
+            )
         scores += sorted(read(folder), key=lambda score: score.num_lines)
     return [dataclasses.replace(score, family="lines") for score in scores]  # one curve in the plot
 
@@ -79,36 +134,67 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
     rows, lines = {}, []
     for score, other in zip(staged, alone, strict=True):
         within = score.mean_prompt_tokens + NEW_TOKENS <= trained
-        texts = [f"{each.right} of {each.cases} ({each.low:.2f} to {each.high:.2f})" for each in (score, other)]
+        texts = [
+            f"{each.right} of {each.cases} ({each.low:.2f} to {each.high:.2f})"
+            for each in (score, other)
+        ]
         rows[f"lines_{score.num_lines}"] = row(
-            f"{score.num_lines:,} lines, {score.mean_prompt_tokens:,.0f} tokens", f"{score.right} of {score.cases}",
-            GOAL if within else "none: longer than any text trained on", score.low >= 0.9 if within else None)
+            f"{score.num_lines:,} lines, {score.mean_prompt_tokens:,.0f} tokens",
+            f"{score.right} of {score.cases}",
+            GOAL if within else "none: longer than any text trained on",
+            score.low >= 0.9 if within else None,
+        )
         lines.append([f"{score.num_lines:,}", f"{score.mean_prompt_tokens:,.0f}", *texts])
-    stages = ", ".join(f"{stage['steps']:,} steps of {stage['context_length']:,} tokens x {stage.get('batch_size', 1)}"
-                       for stage in recipe()["stages"])
-    facts = [f"Stages: {stages}; striped ring attention on 8 simulated devices. {took / 60:.0f} minutes, and as many without.",
-             f"A line, as in \"line amber-otter: 41234\", takes 6 tokens. Up to {LINES[-1]:,} lines, "
-             "keys and numbers are in no training text; with more, no pair of them is.",
-             "Windows, layers, steps and learning rates were chosen by trying, on held-out losses and on line retrieval; "
-             "docs/notes/retrieval.md says what was tried.",
-             "One training seed; 95% intervals are Wilson's."]
-    tables = {"right answers": {"columns": ["lines", "tokens", "with the curriculum", "16,384 tokens alone"], "rows": lines}}
-    save("curriculum", measured("A curriculum of lengths: a small model from scratch finds one line of many", rows,
-                                "python -m scripts.benchmarks.curriculum", DEPENDS_ON, tables=tables, facts=facts,
-                                seconds=took, note="docs/notes/retrieval.md"))
+    stages = ", ".join(
+        f"{stage['steps']:,} steps of {stage['context_length']:,} tokens x {stage.get('batch_size', 1)}"
+        for stage in recipe()["stages"]
+    )
+    facts = [
+        f"Stages: {stages}; striped ring attention on 8 simulated devices. {took / 60:.0f} minutes, and as many without.",
+        f'A line, as in "line amber-otter: 41234", takes 6 tokens. Up to {LINES[-1]:,} lines, '
+        "keys and numbers are in no training text; with more, no pair of them is.",
+        "Windows, layers, steps and learning rates were chosen by trying, on held-out losses and on line retrieval; "
+        "docs/notes/retrieval.md says what was tried.",
+        "One training seed; 95% intervals are Wilson's.",
+    ]
+    tables = {
+        "right answers": {
+            "columns": ["lines", "tokens", "with the curriculum", "16,384 tokens alone"],
+            "rows": lines,
+        }
+    }
+    save(
+        "curriculum",
+        measured(
+            "A curriculum of lengths: a small model from scratch finds one line of many",
+            rows,
+            "python -m scripts.benchmarks.curriculum",
+            DEPENDS_ON,
+            tables=tables,
+            facts=facts,
+            seconds=took,
+            note="docs/notes/retrieval.md",
+        ),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains both, evaluates both, and saves."""
     parser = make_parser("curriculum", __doc__)
-    parser.add_argument("--output", default="runs/curriculum", help="folder of the runs (default runs/curriculum)")
+    parser.add_argument(
+        "--output", default="runs/curriculum", help="folder of the runs (default runs/curriculum)"
+    )
     args = parser.parse_args(argv)
     staged = train_staged(Path(args.output) / "curriculum")
     scores = {"curriculum of lengths": evaluate(staged)}
     alone = train_alone(Path(args.output) / "alone", staged)
     scores["16,384 tokens alone"] = evaluate(alone)
     save_result(*scores.values(), seconds(staged))
-    plot(scores, ROOT / "docs" / "curriculum.png", "One line of many, by a model of 0.8 million parameters")
+    plot(
+        scores,
+        ROOT / "docs" / "curriculum.png",
+        "One line of many, by a model of 0.8 million parameters",
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@
 A plan's own fields are its command, but for plans of recipes, which are made from the recipe. Each new plan replaces the stored
 one; one that no longer fits is printed, and the stored one stays. Table 3 has a command of its own (scripts.benchmarks.table3).
 """
+
 from __future__ import annotations
 
 import os
@@ -44,10 +45,22 @@ def command_of(name: str, plan: dict[str, Any]) -> list[str]:
     command = ["--compile", "--model", plan["model"], "--topology", plan["topology"]]
     if recipe.exists():
         return [*command, "--config", str(recipe)]
-    mesh = [f"{axis}={int(size)}" for axis, size in plan["mesh"].items() if size and axis not in ("dcn", "order", "simulate")]
+    mesh = [
+        f"{axis}={int(size)}"
+        for axis, size in plan["mesh"].items()
+        if size and axis not in ("dcn", "order", "simulate")
+    ]
     mesh += [f"dcn.{axis}={size}" for axis, size in plan["mesh"].get("dcn", {}).items()]
-    command += ["--context", str(plan["context"]), "--batch", str(plan["batch"]), "--schedule", plan["schedule"], "--mesh",
-                ",".join(mesh)]
+    command += [
+        "--context",
+        str(plan["context"]),
+        "--batch",
+        str(plan["batch"]),
+        "--schedule",
+        plan["schedule"],
+        "--mesh",
+        ",".join(mesh),
+    ]
     for name in MEMORY_OPTIONS:
         value, flag = plan.get(name), "--" + name.replace("_", "-")
         if value is True:
@@ -81,11 +94,20 @@ def make(name: str, plan: dict[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: the planner's last line, where it made none.
     """
-    environment = {**{name: value for name, value in os.environ.items() if name not in VARIABLES}, **flags_of(plan)}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in VARIABLES},
+        **flags_of(plan),
+    }
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder) / "plan.json"
-        done = subprocess.run([sys.executable, "-m", "scripts.plan", *command_of(name, plan), "--output", str(new)], cwd=ROOT,
-                              env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "scripts.plan", *command_of(name, plan), "--output", str(new)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             raise UserError((done.stderr.strip().splitlines() or ["no message"])[-1])
         return read_json(new)
@@ -99,19 +121,37 @@ def estimated_again(name: str, plan: dict[str, Any]) -> dict[str, Any]:
 
 def moved(before: dict[str, Any], after: dict[str, Any], compared: Sequence[str] = COMPARED) -> str:
     """Returns the compared figures that differ in their second decimal, or that none does."""
-    changes = [f"{name} {before.get(name, 0.0):.2f} -> {after.get(name, 0.0):.2f}" for name in compared
-               if f"{before.get(name, 0.0):.2f}" != f"{after.get(name, 0.0):.2f}"]
+    changes = [
+        f"{name} {before.get(name, 0.0):.2f} -> {after.get(name, 0.0):.2f}"
+        for name in compared
+        if f"{before.get(name, 0.0):.2f}" != f"{after.get(name, 0.0):.2f}"
+    ]
     return "; ".join(changes) or "nothing moved"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 1 if a plan could not be made."""
     options = make_parser("evidence", __doc__)
-    options.add_argument("--only", nargs="+", default=[], metavar="WORD", help="plans whose name has all of these words")
-    options.add_argument("--again", action="store_true",
-                         help="also those that these versions made: after a change of what is compiled")
-    options.add_argument("--list", action="store_true", help="print what each plan was made with, and make none")
-    options.add_argument("--times", action="store_true", help="estimate times anew by today's cost model, and compile nothing")
+    options.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="plans whose name has all of these words",
+    )
+    options.add_argument(
+        "--again",
+        action="store_true",
+        help="also those that these versions made: after a change of what is compiled",
+    )
+    options.add_argument(
+        "--list", action="store_true", help="print what each plan was made with, and make none"
+    )
+    options.add_argument(
+        "--times",
+        action="store_true",
+        help="estimate times anew by today's cost model, and compile nothing",
+    )
     args = options.parse_args(argv)
     failed = False
     plans = read_plans()
@@ -119,7 +159,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.list:
             print(f"{name}: {versions_of(plan)}")
             continue
-        if not (args.times or args.again) and plan.get("made_with") == {**made_with(plan["topology"]), **stored_flags(plan)}:
+        if not (args.times or args.again) and plan.get("made_with") == {
+            **made_with(plan["topology"]),
+            **stored_flags(plan),
+        }:
             print(f"{name}: made with these versions and flags")
             continue
         try:

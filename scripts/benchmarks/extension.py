@@ -7,6 +7,7 @@ with 8,192 tokens before them or more, each predicted three times: from at most 
 Where a model uses the whole row, its perplexity falls from one to the next. Whatever was finished is not done again: the same
 command goes on. Writes docs/results/extension.json.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -36,8 +37,17 @@ def train(args: argparse.Namespace) -> Path:
     """Trains the recipe on the text, unless that is done; returns the run's folder."""
     folder = Path(args.output) / "run"
     source = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))["data"]["sources"][0]
-    python("train.py", "--config", RECIPE, "--model.path", args.model, "--run_dir", str(folder), "--data.sources",
-           json.dumps([{**source, "path": args.text}]))
+    python(
+        "train.py",
+        "--config",
+        RECIPE,
+        "--model.path",
+        args.model,
+        "--run_dir",
+        str(folder),
+        "--data.sources",
+        json.dumps([{**source, "path": args.text}]),
+    )
     return folder
 
 
@@ -53,13 +63,37 @@ def losses(checkpoint: str, args: argparse.Namespace, name: str, *options: str) 
     """
     table = Path(args.output) / name / "loss_by_position.json"
     if not table.exists():
-        python("-m", "scripts.loss_by_position", "--config", RECIPE, "--checkpoint", checkpoint, "--output",
-               str(table.parent), "--batches", str(ROWS), "--split", "train", "--without-earlier", *map(str, PIECES),
-               "--data.sources", json.dumps([{"path": args.book, "format": "text"}]), *options)
+        python(
+            "-m",
+            "scripts.loss_by_position",
+            "--config",
+            RECIPE,
+            "--checkpoint",
+            checkpoint,
+            "--output",
+            str(table.parent),
+            "--batches",
+            str(ROWS),
+            "--split",
+            "train",
+            "--without-earlier",
+            *map(str, PIECES),
+            "--data.sources",
+            json.dumps([{"path": args.book, "format": "text"}]),
+            *options,
+        )
     result = json.loads(table.read_text(encoding="utf-8"))
-    curves, gains = ([next(bucket for bucket in curve if bucket["tokens_before_from"] == KNOWN)
-                      for curve in result[kind].values()] for kind in ("curves", "gains"))
-    return {"losses": dict(zip((LENGTH, *PIECES), curves, strict=True)), "gains": dict(zip(PIECES, gains, strict=True))}
+    curves, gains = (
+        [
+            next(bucket for bucket in curve if bucket["tokens_before_from"] == KNOWN)
+            for curve in result[kind].values()
+        ]
+        for kind in ("curves", "gains")
+    )
+    return {
+        "losses": dict(zip((LENGTH, *PIECES), curves, strict=True)),
+        "gains": dict(zip(PIECES, gains, strict=True)),
+    }
 
 
 def gain(bucket: dict) -> str:
@@ -72,7 +106,10 @@ def is_falling(model: dict) -> bool:
     than chance explains."""
     bucket = model["gains"][KNOWN]
     ordered = [model["losses"][tokens]["loss_nats_per_target"] for tokens in (*PIECES, LENGTH)]
-    return ordered == sorted(ordered, reverse=True) and bucket["loss_nats_per_target"] > 1.96 * bucket["standard_error"]
+    return (
+        ordered == sorted(ordered, reverse=True)
+        and bucket["loss_nats_per_target"] > 1.96 * bucket["standard_error"]
+    )
 
 
 def save_result(models: dict[str, dict], took: float, steps: int) -> None:
@@ -85,30 +122,71 @@ def save_result(models: dict[str, dict], took: float, steps: int) -> None:
     for name, model in models.items():
         held = {FALLS: is_falling(model), FALLS_NOT: not is_falling(model), "": None}[GOALS[name]]
         label = f"{name}: nats gained by 16,384 tokens over 8,192"
-        rows[name.lower().replace(" ", "_")] = row(label, gain(model["gains"][KNOWN]), GOALS[name], held)
-        lines.append([name, *(f"{math.exp(model['losses'][tokens]['loss_nats_per_target']):,.2f}"
-                              for tokens in (*PIECES, LENGTH)), *map(gain, model["gains"].values())])
+        rows[name.lower().replace(" ", "_")] = row(
+            label, gain(model["gains"][KNOWN]), GOALS[name], held
+        )
+        lines.append(
+            [
+                name,
+                *(
+                    f"{math.exp(model['losses'][tokens]['loss_nats_per_target']):,.2f}"
+                    for tokens in (*PIECES, LENGTH)
+                ),
+                *map(gain, model["gains"].values()),
+            ]
+        )
     targets = models["as it is"]["losses"][LENGTH]["targets"]
-    tables = {"perplexity of the same targets": {
-        "columns": ["model", "at most 1,024 tokens before", "8,192", "16,383", "nats gained over 1,024", "over 8,192"],
-        "rows": lines}}
-    facts = [f"{targets:,} targets of {ROWS} rows of a book that was not trained on; each has 8,192 tokens or more before it.",
-             f"Trained for {steps} steps of {LENGTH:,} tokens of another book, {took / 60:.0f} minutes.",
-             "Intervals are of the differences of each target's two losses, taken as independent."]
-    save("extension", measured("SmolLM2-135M-Instruct at twice the length it knows", rows,
-                               "python -m scripts.benchmarks.extension --model HF_DIR --text TEXT.txt --book BOOK.txt",
-                               DEPENDS_ON, tables=tables, facts=facts, seconds=took, note="docs/extension.md"))
+    tables = {
+        "perplexity of the same targets": {
+            "columns": [
+                "model",
+                "at most 1,024 tokens before",
+                "8,192",
+                "16,383",
+                "nats gained over 1,024",
+                "over 8,192",
+            ],
+            "rows": lines,
+        }
+    }
+    facts = [
+        f"{targets:,} targets of {ROWS} rows of a book that was not trained on; each has 8,192 tokens or more before it.",
+        f"Trained for {steps} steps of {LENGTH:,} tokens of another book, {took / 60:.0f} minutes.",
+        "Intervals are of the differences of each target's two losses, taken as independent.",
+    ]
+    save(
+        "extension",
+        measured(
+            "SmolLM2-135M-Instruct at twice the length it knows",
+            rows,
+            "python -m scripts.benchmarks.extension --model HF_DIR --text TEXT.txt --book BOOK.txt",
+            DEPENDS_ON,
+            tables=tables,
+            facts=facts,
+            seconds=took,
+            note="docs/extension.md",
+        ),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures the model as it is and rescaled, trains, measures again, and saves."""
     parser = make_parser("extension", __doc__)
-    parser.add_argument("--model", required=True, help="SmolLM2's folder, such as scripts.make_smollm2 makes")
+    parser.add_argument(
+        "--model", required=True, help="SmolLM2's folder, such as scripts.make_smollm2 makes"
+    )
     parser.add_argument("--text", required=True, metavar="TEXT.txt", help="a text to train on")
     parser.add_argument("--book", required=True, metavar="BOOK.txt", help="another, to predict")
-    parser.add_argument("--output", default="runs/extension", help="folder of the run and the tables (default runs/extension)")
+    parser.add_argument(
+        "--output",
+        default="runs/extension",
+        help="folder of the run and the tables (default runs/extension)",
+    )
     args = parser.parse_args(argv)
-    before = (losses(args.model, args, "as_it_is", "--model.overrides", "{}"), losses(args.model, args, "rescaled"))
+    before = (
+        losses(args.model, args, "as_it_is", "--model.overrides", "{}"),
+        losses(args.model, args, "rescaled"),
+    )
     trained = train(args)
     models = dict(zip(GOALS, (*before, losses(str(trained), args, "trained")), strict=True))
     steps = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))["train"]["steps"]

@@ -5,6 +5,7 @@ every name that the files define themselves replaced by its number in the statem
 log. So other names, another format, another file for a function or another order of functions age nothing. A function that is
 cut in two counts as changed, though it computes the same. Of other files the digest is of their bytes.
 """
+
 from __future__ import annotations
 
 import ast
@@ -15,12 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Fields of Python's syntax tree that say nothing about what runs, or that only some versions of Python have.
-_LEFT_OUT = {"annotation", "returns", "type_comment", "type_params", "type_ignores", "kind", "ctx", "simple"}
+_LEFT_OUT = {
+    "annotation",
+    "returns",
+    "type_comment",
+    "type_params",
+    "type_ignores",
+    "kind",
+    "ctx",
+    "simple",
+}
 
 
 def fingerprint(pattern: str, root: Path) -> str:
     """Returns the digest of the programs in the files below `root` that match a glob pattern."""
-    paths = sorted(path for path in root.glob(pattern) if path.is_file() and "__pycache__" not in path.parts)
+    paths = sorted(
+        path for path in root.glob(pattern) if path.is_file() and "__pycache__" not in path.parts
+    )
     return digest(tuple((path.relative_to(root).as_posix(), path.read_bytes()) for path in paths))
 
 
@@ -46,7 +58,11 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def _is_string(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
@@ -65,7 +81,11 @@ def _defined(tree: ast.AST) -> Iterator[str]:
 def _text(node: object, defined: set[str], numbers: dict[str, int]) -> str:
     """Returns a syntax tree as text, each defined name being its number in `numbers`, which grows by those not seen before."""
     if isinstance(node, list):
-        return "[" + ",".join(_text(item, defined, numbers) for item in node if not _is_string(item)) + "]"
+        return (
+            "["
+            + ",".join(_text(item, defined, numbers) for item in node if not _is_string(item))
+            + "]"
+        )
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return "message" if " " in node.value else repr(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -73,8 +93,11 @@ def _text(node: object, defined: set[str], numbers: dict[str, int]) -> str:
         if " " in "".join(words):
             return "message"
     if isinstance(node, ast.AST):
-        fields = [_text(value, defined, numbers) for name, value in ast.iter_fields(node)
-                  if name not in _LEFT_OUT and value is not None and value != []]
+        fields = [
+            _text(value, defined, numbers)
+            for name, value in ast.iter_fields(node)
+            if name not in _LEFT_OUT and value is not None and value != []
+        ]
         return f"{type(node).__name__}({','.join(fields)})"
     if isinstance(node, str) and node in defined:
         return f"#{numbers.setdefault(node, len(numbers))}"

@@ -6,6 +6,7 @@
 Ours runs in float32 on four simulated devices, fsdp 1 x tensor 2 x sequence 2, by the striped ring; the text is longer than the
 windows. Writes docs/results/gemma3.json.
 """
+
 from __future__ import annotations
 
 import sys
@@ -21,10 +22,17 @@ from trainer import entry
 
 QUESTION = "Question: What is the capital of France?\nAnswer:"
 NEW_TOKENS = 12
-DEPENDS_ON = ("model/families/gemma3.py", "model/*.py", "model/attention/**/*.py", "scripts/make_gemma3.py")
+DEPENDS_ON = (
+    "model/families/gemma3.py",
+    "model/*.py",
+    "model/attention/**/*.py",
+    "scripts/make_gemma3.py",
+)
 
 
-def by_transformers(folder: str, question: list[int], text: list[int]) -> tuple[list[int], Float64[np.ndarray, " N"]]:
+def by_transformers(
+    folder: str, question: list[int], text: list[int]
+) -> tuple[list[int], Float64[np.ndarray, " N"]]:
     """Returns transformers' greedy continuation of the question, and the loss of each token of the text but the first."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -32,8 +40,12 @@ def by_transformers(folder: str, question: list[int], text: list[int]) -> tuple[
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([text])).logits[0, :-1].double()
-        losses = torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="none").numpy()
-        generated = model.generate(torch.tensor([question]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(question):]
+        losses = torch.nn.functional.cross_entropy(
+            logits, torch.tensor(text[1:]), reduction="none"
+        ).numpy()
+        generated = model.generate(
+            torch.tensor([question]), max_new_tokens=NEW_TOKENS, do_sample=False
+        )[0, len(question) :]
     return generated.tolist(), losses
 
 
@@ -42,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser("gemma3", __doc__)
     parser.add_argument("--model", required=True, help="the folder that scripts.make_gemma3 makes")
     parser.add_argument("--book", required=True, metavar="BOOK.txt", help="a text")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the book (default 2048)")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="tokens of the book (default 2048)"
+    )
     args = parser.parse_args(argv)
 
     import jax.numpy as jnp
@@ -56,33 +70,62 @@ def main(argv: Sequence[str] | None = None) -> None:
     simulate(4)
     source = open_model(args.model)
     tokenizer = source.tokenizer()
-    model = build_llama(RunConfig(model=ModelConfig(compute_dtype="float32")), source.config,
-                        make_mesh(MeshConfig(fsdp=1, tensor=2, sequence=2)))
+    model = build_llama(
+        RunConfig(model=ModelConfig(compute_dtype="float32")),
+        source.config,
+        make_mesh(MeshConfig(fsdp=1, tensor=2, sequence=2)),
+    )
     params = source.read(model)
     assert all(value.dtype == jnp.float32 for value in params.values())
     question = [tokenizer.bos_id, *tokenizer.encode(QUESTION)]
     book = Path(args.book).read_text(encoding="utf-8")
-    text = [tokenizer.bos_id, *tokenizer.encode(book[len(book) // 2:][:8 * args.tokens])][:args.tokens]
-    generator = Generator(model, rows=1, capacity=args.tokens + 64, new_tokens=NEW_TOKENS, stop_ids=(), chunk=1024)
-    answer, = generator(params, [question])
-    scores, = generator.score(params, [text], [1])
+    text = [tokenizer.bos_id, *tokenizer.encode(book[len(book) // 2 :][: 8 * args.tokens])][
+        : args.tokens
+    ]
+    generator = Generator(
+        model, rows=1, capacity=args.tokens + 64, new_tokens=NEW_TOKENS, stop_ids=(), chunk=1024
+    )
+    (answer,) = generator(params, [question])
+    (scores,) = generator.score(params, [text], [1])
     losses = -np.asarray(scores.log_likelihoods, np.float64)
 
     expected_answer, expected = by_transformers(args.model, question, text)
     difference = float(abs(losses.mean() - expected.mean()))
     largest = float(np.abs(losses - expected).max())
     answers = [tokenizer.decode(ids).strip().splitlines()[0] for ids in (answer, expected_answer)]
-    print(f"loss on {len(text):,} tokens: {losses.mean():.6f}, transformers {expected.mean():.6f}; of a token, at most "
-          f"{largest:.1e} apart\n{QUESTION} {answers[0]}")
+    print(
+        f"loss on {len(text):,} tokens: {losses.mean():.6f}, transformers {expected.mean():.6f}; of a token, at most "
+        f"{largest:.1e} apart\n{QUESTION} {answers[0]}"
+    )
     rows = {
-        "loss": row(f"Gemma 3 270M: loss on {len(text):,} tokens of a book, ours and transformers'",
-                    f"{losses.mean():.6f} and {expected.mean():.6f}", "1e-4 apart", difference <= 1e-4),
-        "token": row("the same, the token whose losses differ most", f"{largest:.1e}", "1e-3", largest <= 1e-3),
-        "answer": row(f"Gemma 3 270M: {QUESTION.splitlines()[0]}", answers[0], "transformers' greedy tokens",
-                      answer == expected_answer),
+        "loss": row(
+            f"Gemma 3 270M: loss on {len(text):,} tokens of a book, ours and transformers'",
+            f"{losses.mean():.6f} and {expected.mean():.6f}",
+            "1e-4 apart",
+            difference <= 1e-4,
+        ),
+        "token": row(
+            "the same, the token whose losses differ most",
+            f"{largest:.1e}",
+            "1e-3",
+            largest <= 1e-3,
+        ),
+        "answer": row(
+            f"Gemma 3 270M: {QUESTION.splitlines()[0]}",
+            answers[0],
+            "transformers' greedy tokens",
+            answer == expected_answer,
+        ),
     }
-    command = f"python -m scripts.benchmarks.gemma3 --model HF_DIR --book BOOK.txt --tokens {args.tokens}"
-    save("gemma3", measured("A real model with layers of two kinds beside transformers", rows, command, DEPENDS_ON))
+    command = (
+        f"python -m scripts.benchmarks.gemma3 --model HF_DIR --book BOOK.txt --tokens {args.tokens}"
+    )
+    save(
+        "gemma3",
+        measured(
+            "A real model with layers of two kinds beside transformers", rows, command, DEPENDS_ON
+        ),
+    )
 
 
 if __name__ == "__main__":

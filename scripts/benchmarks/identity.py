@@ -4,6 +4,7 @@
 
 The answers before and after fine-tuning on identity conversations show what it did. Needs the test requirements (torch).
 """
+
 from __future__ import annotations
 
 import argparse
@@ -40,11 +41,24 @@ def ask(folder: Path, questions=QUESTIONS, new_tokens: int = 40) -> list[str]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     answers = []
     for question in questions:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True,
-                                               return_tensors="pt", return_dict=True)
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
         with torch.no_grad():
-            ids = model.generate(**prompt, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-        answers.append(tokenizer.decode(ids[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True).strip())
+            ids = model.generate(
+                **prompt,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        answers.append(
+            tokenizer.decode(
+                ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True
+            ).strip()
+        )
     return answers
 
 
@@ -77,8 +91,12 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("identity", __doc__)
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
-    parser.add_argument("--unseen", type=Path, help="training file: refuse if it contains a question word for word")
-    parser.add_argument("--output", type=Path, help="also write questions and answers to this JSON file")
+    parser.add_argument(
+        "--unseen", type=Path, help="training file: refuse if it contains a question word for word"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="also write questions and answers to this JSON file"
+    )
     args = parser.parse_args(argv)
     return entry.run(lambda: work(args))
 

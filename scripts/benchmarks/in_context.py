@@ -9,6 +9,7 @@ from the start, they hardly learn in that time (docs/notes/in_context.md). Whate
 command goes on, in the middle of a training too. Writes docs/results/in_context.json, each method of each task beside those
 that are stored, and docs/in_context.png.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -44,27 +45,49 @@ SCORES = "returns, mean over evaluation seeds, and 95% bootstrap intervals"
 EPISODES = "return of each episode, mean over evaluation seeds"
 SEEDS = "last of 8 episodes, three training seeds"
 LINE = ["task", "method", "steps"]  # what a line of a table is known by
-TABLES = {SCORES: [*LINE, "last", "best of 8", "mean of 8", "best in data", "mean of data", "seeds", "minutes"],
-          EPISODES: [*LINE, *map(str, range(1, 9))],
-          SEEDS: [*LINE, *(f"seed {seed}" for seed in range(TRAINING_SEEDS))]}
-FACTS = ["Agentic Transformers learn the actions of a context's last episode alone.",
-         "That was chosen after cartpole's evaluation was seen (204 beside 171 with all episodes), then used for all tasks.",
-         "500 steps were measured first, with 5 evaluation seeds, and were too few: held-out losses were still falling.",
-         f"A step takes {EPISODES_IN_A_STEP} episodes. Agentic Transformers take their first steps with one episode in a "
-         "context: 200 of 500, 500 of 2000.",
-         "One training seed, 0, unless a table names others; all asked for the best return in the data.",
-         "The three walker tasks learn from the episodes of all three, each with its own rewards.",
-         "Minutes are of training, with its evaluations and saves; of two methods that share a first stage, both count it."]
+TABLES = {
+    SCORES: [
+        *LINE,
+        "last",
+        "best of 8",
+        "mean of 8",
+        "best in data",
+        "mean of data",
+        "seeds",
+        "minutes",
+    ],
+    EPISODES: [*LINE, *map(str, range(1, 9))],
+    SEEDS: [*LINE, *(f"seed {seed}" for seed in range(TRAINING_SEEDS))],
+}
+FACTS = [
+    "Agentic Transformers learn the actions of a context's last episode alone.",
+    "That was chosen after cartpole's evaluation was seen (204 beside 171 with all episodes), then used for all tasks.",
+    "500 steps were measured first, with 5 evaluation seeds, and were too few: held-out losses were still falling.",
+    f"A step takes {EPISODES_IN_A_STEP} episodes. Agentic Transformers take their first steps with one episode in a "
+    "context: 200 of 500, 500 of 2000.",
+    "One training seed, 0, unless a table names others; all asked for the best return in the data.",
+    "The three walker tasks learn from the episodes of all three, each with its own rewards.",
+    "Minutes are of training, with its evaluations and saves; of two methods that share a first stage, both count it.",
+]
 PAPER_TITLE = "Ring Attention, Table 5: other data, other sizes, not comparable as numbers"
 # Ring Attention, Table 5: BC-10%, DT, AT with 32 and with 128 trajectories, on ExoRL's data and with 350M parameters.
 PAPER = {
-    "walker_stand": (52.91, 34.54, 95.45, 98.23), "walker_run": (34.81, 49.82, 105.88, 110.45),
-    "walker_walk": (13.53, 34.94, 78.56, 78.95), "cheetah_run": (34.66, 67.53, 178.75, 181.34),
-    "jaco_reach_top_left": (23.95, 18.64, 87.56, 89.51), "cartpole_swingup": (56.82, 67.56, 120.56, 123.45),
+    "walker_stand": (52.91, 34.54, 95.45, 98.23),
+    "walker_run": (34.81, 49.82, 105.88, 110.45),
+    "walker_walk": (13.53, 34.94, 78.56, 78.95),
+    "cheetah_run": (34.66, 67.53, 178.75, 181.34),
+    "jaco_reach_top_left": (23.95, 18.64, 87.56, 89.51),
+    "cartpole_swingup": (56.82, 67.56, 120.56, 123.45),
 }
 RECIPE = "configs/trajectories/walker_walk.yaml"  # whose task is replaced
-DEPENDS_ON = ("data/trajectories/*.py", "model/agentic.py", "model/cache.py", "trainer/trajectories.py", "eval/in_context.py",
-              RECIPE)
+DEPENDS_ON = (
+    "data/trajectories/*.py",
+    "model/agentic.py",
+    "model/cache.py",
+    "trainer/trajectories.py",
+    "eval/in_context.py",
+    RECIPE,
+)
 
 
 def run_one(task: str, method: str, seed: int, args: argparse.Namespace) -> dict:
@@ -78,19 +101,57 @@ def run_one(task: str, method: str, seed: int, args: argparse.Namespace) -> dict
     results = folder / "in_context" / "results.json"
     if not results.exists():
         in_context = int(options["in_context"])
-        tokens = (4 if options.get("conditioning") is None else 2) * get_task(task).episode_steps // 5
+        tokens = (
+            (4 if options.get("conditioning") is None else 2) * get_task(task).episode_steps // 5
+        )
         if in_context > 1:
             take_first_stage(folder, seed)
-        python("train.py", "--config", RECIPE, "--name", task, "--trajectories.task", task, "--run_dir", str(folder),
-               "--trajectories.path", args.data, "--data.prepared", str(Path(args.output) / "prepared"),
-               "--data.context_length", str(in_context * tokens), "--train.batch_size", str(EPISODES_IN_A_STEP // in_context),
-               "--train.steps", str(args.steps),
-               "--stages", json.dumps(stages(in_context, tokens, args.steps)), "--model.seed", str(seed),
-               "--data.seed", str(seed),
-               *(text for field, value in options.items() for text in (f"--trajectories.{field}", str(value))))
-    if not results.exists() or len(json.loads(results.read_text(encoding="utf-8"))["returns"]) < args.seeds:
-        python("-m", "eval.in_context", "--checkpoint", str(folder), "--output", str(results.parent), "--seeds",
-               str(args.seeds))
+        python(
+            "train.py",
+            "--config",
+            RECIPE,
+            "--name",
+            task,
+            "--trajectories.task",
+            task,
+            "--run_dir",
+            str(folder),
+            "--trajectories.path",
+            args.data,
+            "--data.prepared",
+            str(Path(args.output) / "prepared"),
+            "--data.context_length",
+            str(in_context * tokens),
+            "--train.batch_size",
+            str(EPISODES_IN_A_STEP // in_context),
+            "--train.steps",
+            str(args.steps),
+            "--stages",
+            json.dumps(stages(in_context, tokens, args.steps)),
+            "--model.seed",
+            str(seed),
+            "--data.seed",
+            str(seed),
+            *(
+                text
+                for field, value in options.items()
+                for text in (f"--trajectories.{field}", str(value))
+            ),
+        )
+    if (
+        not results.exists()
+        or len(json.loads(results.read_text(encoding="utf-8"))["returns"]) < args.seeds
+    ):
+        python(
+            "-m",
+            "eval.in_context",
+            "--checkpoint",
+            str(folder),
+            "--output",
+            str(results.parent),
+            "--seeds",
+            str(args.seeds),
+        )
     return json.loads(results.read_text(encoding="utf-8")) | {"minutes": seconds(folder) / 60}
 
 
@@ -103,16 +164,30 @@ def stages(in_context: int, tokens: int, steps: int) -> list[dict[str, int]]:
     alone = min(2 * steps // 5, 500)
     if in_context == 1:
         return []
-    return [{"context_length": tokens, "steps": alone, "batch_size": EPISODES_IN_A_STEP, "in_context": 1},
-            {"context_length": tokens * in_context, "steps": steps - alone, "batch_size": EPISODES_IN_A_STEP // in_context,
-             "in_context": in_context}]
+    return [
+        {
+            "context_length": tokens,
+            "steps": alone,
+            "batch_size": EPISODES_IN_A_STEP,
+            "in_context": 1,
+        },
+        {
+            "context_length": tokens * in_context,
+            "steps": steps - alone,
+            "batch_size": EPISODES_IN_A_STEP // in_context,
+            "in_context": in_context,
+        },
+    ]
 
 
 def take_first_stage(folder: Path, seed: int) -> None:
     """Copies the finished first stage of another method of the same task and seed, which is the same run for all."""
     target = folder / "stages" / "1"
-    finished = [run / "stages" / "1" for run in sorted(folder.parent.glob(f"*_seed_{seed}"))
-                if (run / "in_context" / "results.json").exists() and (run / "stages" / "1").exists()]
+    finished = [
+        run / "stages" / "1"
+        for run in sorted(folder.parent.glob(f"*_seed_{seed}"))
+        if (run / "in_context" / "results.json").exists() and (run / "stages" / "1").exists()
+    ]
     if finished and not target.exists():
         partial = target.with_suffix(".part")
         shutil.rmtree(partial, ignore_errors=True)
@@ -130,34 +205,73 @@ def save_result(results: dict[tuple[str, str, int], list[dict]], command: str) -
     if (FOLDER / f"{NAME}.json").exists():
         stored, stored_rows = load(NAME).tables, load(NAME).rows
     measured_now = {(task, method, str(steps)) for task, method, steps in results}
-    tables = {title: {"columns": columns, "rows": [line for line in stored.get(title, {}).get("rows", [])
-                                                   if tuple(line[:3]) not in measured_now]}
-              for title, columns in TABLES.items()}
+    tables = {
+        title: {
+            "columns": columns,
+            "rows": [
+                line
+                for line in stored.get(title, {}).get("rows", [])
+                if tuple(line[:3]) not in measured_now
+            ],
+        }
+        for title, columns in TABLES.items()
+    }
     for (task, method, steps), by_seed in results.items():
         _add_lines(tables, [task, method, str(steps)], by_seed)
     for table in tables.values():
-        table["rows"].sort(key=lambda line: (list(TASKS).index(line[0]), int(line[2]), list(METHODS).index(line[1])))
-    rows = {task: _task_row(task, lines) for task in TASKS
-            if (lines := [line for line in tables[SCORES]["rows"] if line[0] == task])}
+        table["rows"].sort(
+            key=lambda line: (
+                list(TASKS).index(line[0]),
+                int(line[2]),
+                list(METHODS).index(line[1]),
+            )
+        )
+    rows = {
+        task: _task_row(task, lines)
+        for task in TASKS
+        if (lines := [line for line in tables[SCORES]["rows"] if line[0] == task])
+    }
     for task in set(rows) & set(stored_rows) - {task for task, _, _ in results}:
         rows[task].update({key: stored_rows[task][key] for key in ("date", "commit")})
-    tables[PAPER_TITLE] = {"columns": ["task", "BC-10%", "DT", "AT, 32 trajectories", "AT, 128 trajectories"],
-                           "rows": [[task, *(f"{value:.2f}" for value in values)] for task, values in PAPER.items()]}
-    save(NAME, measured("In-context reinforcement learning on episodes collected with dm_control", rows, command, DEPENDS_ON,
-                        facts=FACTS, tables={title: table for title, table in tables.items() if table["rows"]},
-                        note="docs/notes/in_context.md"))
+    tables[PAPER_TITLE] = {
+        "columns": ["task", "BC-10%", "DT", "AT, 32 trajectories", "AT, 128 trajectories"],
+        "rows": [[task, *(f"{value:.2f}" for value in values)] for task, values in PAPER.items()],
+    }
+    save(
+        NAME,
+        measured(
+            "In-context reinforcement learning on episodes collected with dm_control",
+            rows,
+            command,
+            DEPENDS_ON,
+            facts=FACTS,
+            tables={title: table for title, table in tables.items() if table["rows"]},
+            note="docs/notes/in_context.md",
+        ),
+    )
 
 
 def _task_row(task: str, lines: list[list[str]]) -> dict[str, str]:
     """Returns the row of a task: its methods after most steps, out of the lines of the table of SCORES."""
     steps = max((line[2] for line in lines), key=int)
     scores = {line[1]: line[3] for line in lines if line[2] == steps}
-    text = "; ".join(f"{method.replace('AT, N =', 'AT')} {float(score.split()[0]):.0f}" for method, score in scores.items())
+    text = "; ".join(
+        f"{method.replace('AT, N =', 'AT')} {float(score.split()[0]):.0f}"
+        for method, score in scores.items()
+    )
     held = None
     if set(scores) >= {*BASELINES, LONGEST}:
-        held = all(_interval(scores[LONGEST])[0] > _interval(scores[method])[1] for method in BASELINES)
-    return row(f"{task}, episode 8, {steps} steps", text, "N = 8 above both", held,
-               date=datetime.date.today().isoformat(), commit=commit())
+        held = all(
+            _interval(scores[LONGEST])[0] > _interval(scores[method])[1] for method in BASELINES
+        )
+    return row(
+        f"{task}, episode 8, {steps} steps",
+        text,
+        "N = 8 above both",
+        held,
+        date=datetime.date.today().isoformat(),
+        commit=commit(),
+    )
 
 
 def _interval(score: str) -> tuple[float, float]:
@@ -169,10 +283,20 @@ def _interval(score: str) -> tuple[float, float]:
 def _add_lines(tables: dict[str, dict[str, list]], line: list[str], by_seed: list[dict]) -> None:
     """Adds a method's line to each of the TABLES; `line` holds task, method and steps."""
     first = by_seed[0]
-    three = ["{mean:.1f} ({interval[0]:.1f} to {interval[1]:.1f})".format(**first["scores"][name])
-             for name in ("last", "best", "mean")]
-    tables[SCORES]["rows"].append([*line, *three, f"{first['data_best']:.1f}", f"{first['data_mean']:.1f}",
-                                   str(len(first["returns"])), f"{first['minutes']:.1f}"])
+    three = [
+        "{mean:.1f} ({interval[0]:.1f} to {interval[1]:.1f})".format(**first["scores"][name])
+        for name in ("last", "best", "mean")
+    ]
+    tables[SCORES]["rows"].append(
+        [
+            *line,
+            *three,
+            f"{first['data_best']:.1f}",
+            f"{first['data_mean']:.1f}",
+            str(len(first["returns"])),
+            f"{first['minutes']:.1f}",
+        ]
+    )
     episodes = [sum(column) / len(column) for column in zip(*first["returns"], strict=True)]
     tables[EPISODES]["rows"].append([*line, *(f"{value:.1f}" for value in episodes)])
     if len(by_seed) == TRAINING_SEEDS:
@@ -183,29 +307,48 @@ def _add_lines(tables: dict[str, dict[str, list]], line: list[str], by_seed: lis
 def plot(path: Path) -> None:
     """Draws the return against the number of the episode, a panel for each task that is stored."""
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     tables = load(NAME).tables
     tasks = list(dict.fromkeys(line[0] for line in tables[EPISODES]["rows"]))
-    figure, panels = plt.subplots(2, -(-len(tasks) // 2), figsize=(4 * -(-len(tasks) // 2), 6.8), layout="constrained",
-                                  squeeze=False)
+    figure, panels = plt.subplots(
+        2,
+        -(-len(tasks) // 2),
+        figsize=(4 * -(-len(tasks) // 2), 6.8),
+        layout="constrained",
+        squeeze=False,
+    )
     for axes, task in zip(panels.flat, tasks, strict=False):
         lines = [line for line in tables[EPISODES]["rows"] if line[0] == task]
         steps = max((line[2] for line in lines), key=int)
         for _, method, _, *values in (line for line in lines if line[2] == steps):
             returns = [float(value) for value in values]
-            axes.plot(range(1, len(returns) + 1), returns, marker="o", markersize=3, label=method,
-                      color=f"C{list(METHODS).index(method)}")
-        best, mean = next(map(float, line[6:8]) for line in tables[SCORES]["rows"] if line[0] == task)
+            axes.plot(
+                range(1, len(returns) + 1),
+                returns,
+                marker="o",
+                markersize=3,
+                label=method,
+                color=f"C{list(METHODS).index(method)}",
+            )
+        best, mean = next(
+            map(float, line[6:8]) for line in tables[SCORES]["rows"] if line[0] == task
+        )
         axes.axhline(best, color="0.4", linestyle="--", label="best in the data")
         axes.axhline(mean, color="0.4", linestyle=":", label="mean of the data")
         axes.set(title=f"{task}, {steps} steps", xlabel="episode", ylabel="return")
-    for axes in panels.flat[len(tasks):]:
+    for axes in panels.flat[len(tasks) :]:
         axes.remove()
-    labels = {text: line for axes in panels.flat[:len(tasks)] for line, text in zip(*axes.get_legend_handles_labels(),
-                                                                                   strict=True)}
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize="small")
+    labels = {
+        text: line
+        for axes in panels.flat[: len(tasks)]
+        for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize="small"
+    )
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -213,14 +356,35 @@ def plot(path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures the tasks one after the other, and saves after each method."""
     parser = make_parser("in_context", __doc__)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks (default all)")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD",
-                        help=f"out of {', '.join(map(repr, METHODS))} (default all)".replace("%", "%%"))
-    parser.add_argument("--all-seeds", action="store_true", help=f"train {FIRST_TASK} with {TRAINING_SEEDS} seeds")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps (default {STEPS})")
-    parser.add_argument("--seeds", type=int, default=EVALUATION_SEEDS, help=f"of the evaluation (default {EVALUATION_SEEDS})")
-    parser.add_argument("--data", default="trajectories/collected", help="output of scripts.collect_trajectories")
-    parser.add_argument("--output", default="runs/in_context", help="folder of the runs (default runs/in_context)")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks (default all)"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        metavar="METHOD",
+        help=f"out of {', '.join(map(repr, METHODS))} (default all)".replace("%", "%%"),
+    )
+    parser.add_argument(
+        "--all-seeds", action="store_true", help=f"train {FIRST_TASK} with {TRAINING_SEEDS} seeds"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help=f"optimizer steps (default {STEPS})"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=EVALUATION_SEEDS,
+        help=f"of the evaluation (default {EVALUATION_SEEDS})",
+    )
+    parser.add_argument(
+        "--data", default="trajectories/collected", help="output of scripts.collect_trajectories"
+    )
+    parser.add_argument(
+        "--output", default="runs/in_context", help="folder of the runs (default runs/in_context)"
+    )
     args = parser.parse_args(argv)
     results: dict[tuple[str, str, int], list[dict]] = {}
     for task in args.tasks:
@@ -228,8 +392,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             if method == FIRST_TASK_ONLY and task != FIRST_TASK:
                 continue
             seeds = range(TRAINING_SEEDS if task == FIRST_TASK and args.all_seeds else 1)
-            results[task, method, args.steps] = [run_one(task, method, seed, args) for seed in seeds]
-            save_result(results, f"python -m scripts.benchmarks.in_context --tasks {' '.join(args.tasks)} --steps {args.steps}")
+            results[task, method, args.steps] = [
+                run_one(task, method, seed, args) for seed in seeds
+            ]
+            save_result(
+                results,
+                f"python -m scripts.benchmarks.in_context --tasks {' '.join(args.tasks)} --steps {args.steps}",
+            )
             plot(ROOT / "docs" / "in_context.png")
 
 

@@ -1,4 +1,5 @@
 """One block of attention that bench_kernels measures: its size and kind (`Case`) and its arrays (`Block`)."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -52,13 +53,17 @@ class Case:
         """Returns the lengths of the block's documents, which add up to `length`."""
         if self.block != "packed":
             return np.array([self.length])
-        cuts = np.random.default_rng(0).choice(np.arange(1, self.length), DOCUMENTS - 1, replace=False)
+        cuts = np.random.default_rng(0).choice(
+            np.arange(1, self.length), DOCUMENTS - 1, replace=False
+        )
         return np.diff(np.concatenate([[0], np.sort(cuts), [self.length]]))
 
     def visible_pairs(self) -> int:
         """Returns the number of pairs of a query and a key that the mask lets it see."""
         n = self.document_lengths().astype(object)
-        pairs = {"strict": n * (n - 1) // 2, "full": n * n, "empty": n * 0}.get(self.block, n * (n + 1) // 2)
+        pairs = {"strict": n * (n - 1) // 2, "full": n * n, "empty": n * 0}.get(
+            self.block, n * (n + 1) // 2
+        )
         return int(pairs.sum())
 
     def flops(self) -> float:
@@ -88,25 +93,40 @@ def make_block(case: Case) -> Block:
     length = case.length
     index = np.arange(length, dtype=np.int32)[None]
     q_index, kv_index = {
-        "strict": (2 * index, 2 * index + 1), "full": (index + length, index), "empty": (index, index + length),
+        "strict": (2 * index, 2 * index + 1),
+        "full": (index + length, index),
+        "empty": (index, index + length),
     }.get(case.block, (index, index))
-    segments = np.repeat(np.arange(1, len(case.document_lengths()) + 1, dtype=np.int32), case.document_lengths())[None]
-    return Block(*_vectors(length, case.heads, case.kv_heads, case.head_dim), q_index, kv_index, segments)
+    segments = np.repeat(
+        np.arange(1, len(case.document_lengths()) + 1, dtype=np.int32), case.document_lengths()
+    )[None]
+    return Block(
+        *_vectors(length, case.heads, case.kv_heads, case.head_dim), q_index, kv_index, segments
+    )
 
 
 @functools.lru_cache(maxsize=1)
-def _vectors(length: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Float[np.ndarray, "1 T H D"], ...]:
+def _vectors(
+    length: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[Float[np.ndarray, "1 T H D"], ...]:
     """Returns random q, k, v and dout; of a long block, those of its first tokens again and again."""
     rng, repeats = np.random.default_rng(0), -(-length // DRAWN)
-    drawn = (rng.standard_normal((1, min(length, DRAWN), count, head_dim), dtype=np.float32)
-             for count in (heads, kv_heads, kv_heads, heads))
+    drawn = (
+        rng.standard_normal((1, min(length, DRAWN), count, head_dim), dtype=np.float32)
+        for count in (heads, kv_heads, kv_heads, heads)
+    )
     return tuple(np.tile(x, (1, repeats, 1, 1))[:, :length] for x in drawn)
 
 
 def refuse_dense(case: Case, copies: int) -> None:
     """Raises LeftOut for a peer whose `copies` of T x T float32 scores would not fit the host, before the host swaps."""
-    needed, free = copies * 4 * case.heads * case.length**2, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed, free = (
+        copies * 4 * case.heads * case.length**2,
+        os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
     if MEMORY.exists():  # Linux: memory that caches use is available too
         free = int(re.search(r"MemAvailable:\s+(\d+) kB", MEMORY.read_text()).group(1)) * 1024
     if needed > 0.7 * free:
-        raise LeftOut(f"its T x T scores need about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free")
+        raise LeftOut(
+            f"its T x T scores need about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
+        )

@@ -5,6 +5,7 @@
 Takes a list of `Case`s as JSON and prints their measurements as JSON. For {"peer": "matmul", ...} it measures the device's rate
 of matrix products and describes the device.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -21,7 +22,10 @@ from .kernel_block import Case, LeftOut, make_block
 from .kernel_peers import PEERS
 
 # (batch, m, k, n): one large product and, on a CPU, products as large as those of a tile of attention. The best rate counts.
-PRODUCTS = {"cpu": ((1, 2048, 2048, 2048), (8, 512, 512, 512), (8, 512, 64, 512)), "other": ((1, 8192, 8192, 8192),)}
+PRODUCTS = {
+    "cpu": ((1, 2048, 2048, 2048), (8, 512, 512, 512), (8, 512, 64, 512)),
+    "other": ((1, 8192, 8192, 8192),),
+}
 
 
 def best_of(run: Callable, repeats: int) -> tuple[float, float]:
@@ -53,7 +57,9 @@ def _memory_readers() -> tuple[Callable[[], int], Callable[[], int], bool]:
         stats = jax.devices()[0].memory_stats
         return lambda: stats()["bytes_in_use"], lambda: stats()["peak_bytes_in_use"], False
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak, so that compiling does not count
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # Linux: resets the peak, so that compiling does not count
     return lambda: _host_bytes("VmRSS"), lambda: _host_bytes("VmHWM"), True
 
 
@@ -75,7 +81,9 @@ def measure(case: Case) -> dict:
     except LeftOut as reason:
         return {"left_out": str(reason)}
     except Exception as error:  # another peer's failure must not lose the cases after it
-        return {"left_out": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"}
+        return {
+            "left_out": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+        }
     return {"seconds": wall, "cpu_seconds": cpu, "peak_mib": peak}
 
 
@@ -88,19 +96,34 @@ def measure_products(dtype: str) -> dict:
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
     for batch, m, k, n in PRODUCTS.get(platform, PRODUCTS["other"]):
         # Random, since an accelerator multiplies ones and zeros faster, on less power.
-        a, b = (jax.random.normal(jax.random.key(seed), shape, dtype)
-                for seed, shape in enumerate(((batch, m, k), (batch, k, n))))
+        a, b = (
+            jax.random.normal(jax.random.key(seed), shape, dtype)
+            for seed, shape in enumerate(((batch, m, k), (batch, k, n)))
+        )
         multiply(a, b).block_until_ready()
         # Several are in flight at once, so that an accelerator does not wait for the host between them.
-        seconds, _ = best_of(lambda a=a, b=b: jax.block_until_ready([multiply(a, b) for _ in range(10)]), 8)
+        seconds, _ = best_of(
+            lambda a=a, b=b: jax.block_until_ready([multiply(a, b) for _ in range(10)]), 8
+        )
         best = max(best, 10 * 2.0 * batch * m * k * n / seconds)
-    device = f"{len(os.sched_getaffinity(0))} CPU cores" if platform == "cpu" else jax.devices()[0].device_kind
+    device = (
+        f"{len(os.sched_getaffinity(0))} CPU cores"
+        if platform == "cpu"
+        else jax.devices()[0].device_kind
+    )
     return {"platform": platform, "device": device, "jax": jax.__version__, "matmul_flops": best}
 
 
 def main(argv: list[str]) -> None:
     cases = [Case(**case) for case in json.loads(argv[0])]
-    print(json.dumps([measure_products(case.dtype) if case.peer == "matmul" else measure(case) for case in cases]))
+    print(
+        json.dumps(
+            [
+                measure_products(case.dtype) if case.peer == "matmul" else measure(case)
+                for case in cases
+            ]
+        )
+    )
 
 
 if __name__ == "__main__":

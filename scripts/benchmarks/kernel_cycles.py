@@ -10,6 +10,7 @@ part of a masked tile, a quarter of it, whose tokens are all of one document, an
 diagonal three of four parts are computed. Splash attention masks all tiles or none; it is compiled without a mask, for the
 generations that have goals.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -35,7 +36,15 @@ PASSES = ("forward", "backward")
 COMPILERS = ("jax", "jaxlib", "libtpu")
 TOKENS, TILE, HEADS, KV_HEADS, HEAD_DIM = 4096, 1024, 4, 2, 128
 WORSE = 1.03  # a kernel with more bundles than this times the stored ones fails the check
-COLUMNS = ("generation", "pass", "kernel", "full tile", "part, one document", "part, several documents", "other bundles")
+COLUMNS = (
+    "generation",
+    "pass",
+    "kernel",
+    "full tile",
+    "part, one document",
+    "part, several documents",
+    "other bundles",
+)
 PARTS, DIAGONAL_PARTS = 4, 3  # of a masked tile; of these, those on or below the causal diagonal
 BUNDLE = re.compile(r"^ *(?:0x([0-9a-f]+)|0) +(?:[A-Z]{2})?:", re.MULTILINE)
 
@@ -68,16 +77,36 @@ def read_program(text: str) -> Program:
     opened: dict[str, int] = {}
     regions, products = [], []
     for number, (match, end) in enumerate(zip(starts, ends, strict=True)):
-        bundle = text[match.start():end]
+        bundle = text[match.start() : end]
         opened.update(dict.fromkeys(re.findall(r"Start region (\d+)", bundle), number))
-        regions += [(opened[name], number) for name in re.findall(r"End region (\d+)", bundle) if name in opened]
+        regions += [
+            (opened[name], number)
+            for name in re.findall(r"End region (\d+)", bundle)
+            if name in opened
+        ]
         products += [number] if "vmatmul" in bundle else []
-    working = [region for region in regions if any(region[0] <= number <= region[1] for number in products)]
-    tiles = [region for region in working
-             if not any(other != region and region[0] <= other[0] and other[1] <= region[1] for other in working)]
-    inside = {tile: {number for first, last in regions if tile[0] <= first <= last <= tile[1] and (first, last) != tile
-                     for number in range(first, last + 1)} for tile in tiles}
-    return Program(len(starts), [last - first + 1 - len(inside[first, last]) for first, last in sorted(tiles)])
+    working = [
+        region for region in regions if any(region[0] <= number <= region[1] for number in products)
+    ]
+    tiles = [
+        region
+        for region in working
+        if not any(
+            other != region and region[0] <= other[0] and other[1] <= region[1] for other in working
+        )
+    ]
+    inside = {
+        tile: {
+            number
+            for first, last in regions
+            if tile[0] <= first <= last <= tile[1] and (first, last) != tile
+            for number in range(first, last + 1)
+        }
+        for tile in tiles
+    }
+    return Program(
+        len(starts), [last - first + 1 - len(inside[first, last]) for first, last in sorted(tiles)]
+    )
 
 
 def compile_ours(mesh, direction: str) -> None:
@@ -86,23 +115,38 @@ def compile_ours(mesh, direction: str) -> None:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from model.attention import AttentionPartial, BackwardInputs, Mask, Queries, StackedKeys, TokenCoords
+    from model.attention import (
+        AttentionPartial,
+        BackwardInputs,
+        Mask,
+        Queries,
+        StackedKeys,
+        TokenCoords,
+    )
     from model.attention.kernels import get_kernel
 
     def shape(*dims, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    kernel, options = get_kernel("tpu", query_tile=TILE, key_tile=TILE), {"mask": Mask(), "scale": HEAD_DIM ** -0.5}
+    kernel, options = (
+        get_kernel("tpu", query_tile=TILE, key_tile=TILE),
+        {"mask": Mask(), "scale": HEAD_DIM**-0.5},
+    )
     q, statistics = shape(1, TOKENS, HEADS, HEAD_DIM, dtype=jnp.bfloat16), shape(1, HEADS, TOKENS)
     coords = TokenCoords(*[shape(1, TOKENS, dtype=jnp.int32)] * 2)
-    blocks = Queries(q, coords), StackedKeys(shape(2, 1, TOKENS, KV_HEADS, HEAD_DIM, dtype=jnp.bfloat16), coords)
+    blocks = (
+        Queries(q, coords),
+        StackedKeys(shape(2, 1, TOKENS, KV_HEADS, HEAD_DIM, dtype=jnp.bfloat16), coords),
+    )
     if direction == "forward":
         arguments = AttentionPartial(shape(*q.shape), statistics), *blocks
         function = kernel.extend
     else:
         arguments = shape(*q.shape), *blocks, BackwardInputs(q, statistics, statistics)
         function = kernel.gradients
-    jax.jit(lambda *arrays: function(*arrays, **options), donate_argnums=0).lower(*arguments).compile()
+    jax.jit(lambda *arrays: function(*arrays, **options), donate_argnums=0).lower(
+        *arguments
+    ).compile()
 
 
 def compile_splash(mesh, direction: str) -> None:
@@ -114,14 +158,22 @@ def compile_splash(mesh, direction: str) -> None:
     from jax.sharding import NamedSharding, PartitionSpec
 
     mask = masks.MultiHeadMask([masks.FullMask((TOKENS, TOKENS))] * HEADS)
-    sizes = splash.BlockSizes(TILE, TILE, block_q_dkv=TILE, block_kv_dkv=TILE, use_fused_bwd_kernel=True)
+    sizes = splash.BlockSizes(
+        TILE, TILE, block_q_dkv=TILE, block_kv_dkv=TILE, use_fused_bwd_kernel=True
+    )
     kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
-    arrays = [jax.ShapeDtypeStruct((HEADS, TOKENS, HEAD_DIM), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))] * 3
+    arrays = [
+        jax.ShapeDtypeStruct(
+            (HEADS, TOKENS, HEAD_DIM), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
+        )
+    ] * 3
     if direction == "forward":
         function = kernel
     else:
+
         def function(*arrays):
             return jax.vjp(kernel, *arrays)[1](arrays[0])
+
     jax.jit(function).lower(*arrays).compile()
 
 
@@ -136,14 +188,20 @@ def compile_case(case: Case, folder: Path) -> dict:
 
     from planning.topology import topology_devices
 
-    mesh = jax.sharding.Mesh(np.array(topology_devices(TOPOLOGIES[case.generation])[:1]), "sequence")
+    mesh = jax.sharding.Mesh(
+        np.array(topology_devices(TOPOLOGIES[case.generation])[:1]), "sequence"
+    )
     if case.kernel == "ours":
         with jax.set_mesh(mesh):  # tells the kernel its device, as the trainer's mesh does
             compile_ours(mesh, case.direction)
     else:
         compile_splash(mesh, case.direction)
     # Splash's own backward pass runs its forward before: the kernel asked for is the last one.
-    texts = [path.read_text() for path in sorted(folder.glob("*-final_bundles.txt")) if "analysis" not in path.name]
+    texts = [
+        path.read_text()
+        for path in sorted(folder.glob("*-final_bundles.txt"))
+        if "analysis" not in path.name
+    ]
     programs = [program for program in map(read_program, texts) if program.tiles]
     if not programs:
         raise UserError(f"{case}: the compiler printed no kernel with matrix products")
@@ -154,8 +212,15 @@ def measure(case: Case) -> Program:
     """Compiles a case in a process of its own: a compiler takes its flags when it is loaded."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=^final_bundles$"
-        return Program(**in_own_process(NAME, "--case", json.dumps(dataclasses.asdict(case)), folder,
-                                        environment={"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu"}))
+        return Program(
+            **in_own_process(
+                NAME,
+                "--case",
+                json.dumps(dataclasses.asdict(case)),
+                folder,
+                environment={"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu"},
+            )
+        )
 
 
 def measure_line(generation: str, direction: str, kernel: str) -> list:
@@ -171,15 +236,31 @@ def summarize(lines: list[list]) -> dict[str, dict[str, str]]:
     rows = {}
     for generation, direction in itertools.product(GOALS, PASSES):
         full, one_document, several, _ = table[generation, direction, "ours"]
-        splash, share = table[generation, direction, "splash"][0], 1.05 if direction == "backward" else 1.0
-        goal = f"at most {share * splash:,.0f}, splash attention's" + (" and 5%" if share > 1 else "")
+        splash, share = (
+            table[generation, direction, "splash"][0],
+            1.05 if direction == "backward" else 1.0,
+        )
+        goal = f"at most {share * splash:,.0f}, splash attention's" + (
+            " and 5%" if share > 1 else ""
+        )
         name = f"{direction}_{generation}"
-        rows[name] = row(f"{direction}, a tile without a mask, {generation}", f"{full:,} bundles", goal, full <= share * splash)
-        masked = {"diagonal": ("on the causal diagonal", DIAGONAL_PARTS * one_document),
-                  "masked": ("masked whole, by documents too", PARTS * several)}
+        rows[name] = row(
+            f"{direction}, a tile without a mask, {generation}",
+            f"{full:,} bundles",
+            goal,
+            full <= share * splash,
+        )
+        masked = {
+            "diagonal": ("on the causal diagonal", DIAGONAL_PARTS * one_document),
+            "masked": ("masked whole, by documents too", PARTS * several),
+        }
         for suffix, (label, bundles) in masked.items():
-            rows[f"{name}_{suffix}"] = row(f"{direction}, a tile {label}, {generation}", f"{bundles:,} bundles",
-                                           f"at most 5% more than without: {1.05 * full:,.0f}", bundles <= 1.05 * full)
+            rows[f"{name}_{suffix}"] = row(
+                f"{direction}, a tile {label}, {generation}",
+                f"{bundles:,} bundles",
+                f"at most 5% more than without: {1.05 * full:,.0f}",
+                bundles <= 1.05 * full,
+            )
     return rows
 
 
@@ -189,7 +270,12 @@ def for_cost_model(lines: list[list]) -> dict:
     for generation, direction, kernel, full, *_ in lines:
         if kernel == "ours":
             bundles.setdefault(generation, {})[direction] = full
-    return {"made by": f"python -m scripts.benchmarks.{NAME}", "tile": TILE, "head_dim": HEAD_DIM, "bundles": bundles}
+    return {
+        "made by": f"python -m scripts.benchmarks.{NAME}",
+        "tile": TILE,
+        "head_dim": HEAD_DIM,
+        "bundles": bundles,
+    }
 
 
 def write() -> None:
@@ -200,11 +286,18 @@ def write() -> None:
             lines.append(measure_line(generation, direction, kernel))
             print(*lines[-1], flush=True)
     write_json(TABLE, for_cost_model(lines))
-    save(NAME, measured(
-        f"Bundles of a tile of {TILE} x {TILE} scores, heads of {HEAD_DIM}, bfloat16, by the TPU's compiler", summarize(lines),
-        f"python -m scripts.benchmarks.{NAME}", ("model/attention/kernels/tpu*.py", f"scripts/benchmarks/{NAME}.py"),
-        tables={"bundles": {"columns": list(COLUMNS), "rows": lines}}, seconds=round(time.perf_counter() - start, 1),
-        note="docs/notes/kernels.md"))
+    save(
+        NAME,
+        measured(
+            f"Bundles of a tile of {TILE} x {TILE} scores, heads of {HEAD_DIM}, bfloat16, by the TPU's compiler",
+            summarize(lines),
+            f"python -m scripts.benchmarks.{NAME}",
+            ("model/attention/kernels/tpu*.py", f"scripts/benchmarks/{NAME}.py"),
+            tables={"bundles": {"columns": list(COLUMNS), "rows": lines}},
+            seconds=round(time.perf_counter() - start, 1),
+            note="docs/notes/kernels.md",
+        ),
+    )
 
 
 def check() -> int:
@@ -215,22 +308,33 @@ def check() -> int:
     result, installed = load(NAME), versions()
     for package in COMPILERS:
         if installed.get(package) != result.versions[package]:
-            print(f"{package} {installed.get(package)}: not compared; the stored bundles are of {result.versions[package]}")
+            print(
+                f"{package} {installed.get(package)}: not compared; the stored bundles are of {result.versions[package]}"
+            )
             return 0
-    stored = {tuple(line[:2]): line[3:] for line in result.tables["bundles"]["rows"] if line[2] == "ours"}
+    stored = {
+        tuple(line[:2]): line[3:] for line in result.tables["bundles"]["rows"] if line[2] == "ours"
+    }
     slower = False
     for (generation, direction), before in stored.items():
         after = measure_line(generation, direction, "ours")[3:]
         worse = any(new > WORSE * old for new, old in zip(after, before, strict=True))
         slower |= worse
-        print(f"{generation} {direction}: bundles {before} -> {after}{': SLOWER' if worse else ''}", flush=True)
+        print(
+            f"{generation} {direction}: bundles {before} -> {after}{': SLOWER' if worse else ''}",
+            flush=True,
+        )
     return int(slower)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser(NAME, __doc__)
-    parser.add_argument("--check", action="store_true", help="compare ours with the stored result, and write nothing")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare ours with the stored result, and write nothing",
+    )
     parser.add_argument("--case", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.case:

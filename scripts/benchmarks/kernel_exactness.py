@@ -9,6 +9,7 @@ keys and on top of what was seen before. An error is the norm of the difference 
 largest difference. With --long, a row of that many tokens in a window instead, whose results have more elements than 32 bits
 count, compared at its beginning, middle and end. Prints a line for each case and writes kernel_exactness.json.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -34,8 +35,13 @@ HEAD_DIMS = (64, 128, 256)
 MASKS = {"causal": Mask(), "window 300": Mask(window=300), "full": Mask(causal=False)}
 # Documents of a row: one; several, with padding behind them; several, with padding inside one of them as well.
 PACKINGS = ("one", "packed", "interrupted")
-CASES = (("causal", "contiguous", "packed"), ("causal", "striped", "one"), ("causal", "striped", "interrupted"),
-         ("window 300", "zigzag", "packed"), ("full", "striped", "packed"))
+CASES = (
+    ("causal", "contiguous", "packed"),
+    ("causal", "striped", "one"),
+    ("causal", "striped", "interrupted"),
+    ("window 300", "zigzag", "packed"),
+    ("full", "striped", "packed"),
+)
 # Of --long: heads as of LLaMA-3.1-8B, whose last ones, farthest into an array, are compared.
 LONG_HEADS, LONG_KV_HEADS, LONG_HEAD_DIM, LONG_WINDOW, LONG_PART = 32, 8, 128, 500, 64
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -50,7 +56,7 @@ def documents(packing: str) -> tuple[np.ndarray, np.ndarray]:
     if packing != "one":
         for row, ends in enumerate(((97, 500, 870, LENGTH - 20), (460, LENGTH - 150))):
             segments[row] = np.searchsorted(ends, np.arange(LENGTH), side="right") + 1
-            segments[row, ends[-1]:] = 0
+            segments[row, ends[-1] :] = 0
     if packing == "interrupted":
         segments[0, 510:530] = 0
     return index, segments
@@ -61,7 +67,10 @@ def arrays(head_dim: int, dtype: str) -> list[np.ndarray]:
     """Returns q and dout [ROWS, LENGTH, HEADS, D], k and v [ROWS, LENGTH, KV_HEADS, D], as q, k, v, dout in `dtype`."""
     rng = np.random.default_rng(head_dim)
     shapes = [(ROWS, LENGTH, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    return [np.asarray(jnp.asarray(rng.standard_normal(shape, dtype=np.float32), dtype)) for shape in shapes]
+    return [
+        np.asarray(jnp.asarray(rng.standard_normal(shape, dtype=np.float32), dtype))
+        for shape in shapes
+    ]
 
 
 @functools.cache
@@ -70,18 +79,27 @@ def truth(head_dim: int, dtype: str, mask_name: str, packing: str) -> dict[str, 
     return dense(*arrays(head_dim, dtype), *documents(packing), MASKS[mask_name])
 
 
-def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, index: np.ndarray, segments: np.ndarray,
-          mask: Mask) -> dict[str, np.ndarray]:
+def dense(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    dout: np.ndarray,
+    index: np.ndarray,
+    segments: np.ndarray,
+    mask: Mask,
+) -> dict[str, np.ndarray]:
     """Returns RESULTS by the definition, in float64, of vectors [B, T, H, D] with these coordinates [B, T]."""
     q, k, v, dout = (x.astype(np.float64) for x in (q, k, v, dout))
     (rows, length, kv_heads, head_dim), group = k.shape, q.shape[2] // k.shape[2]
-    scale = head_dim ** -0.5
+    scale = head_dim**-0.5
     distance = index[:, :, None] - index[:, None]
     seen = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
     seen &= (distance >= 0) | (not mask.causal)
     seen &= np.abs(distance) < (mask.window or length)
     wide_k, wide_v = (np.repeat(x, group, 2) for x in (k, v))
-    scores = np.where(seen[:, None], np.einsum("bqhd,bkhd->bhqk", q, wide_k, optimize=True) * scale, -np.inf)
+    scores = np.where(
+        seen[:, None], np.einsum("bqhd,bkhd->bhqk", q, wide_k, optimize=True) * scale, -np.inf
+    )
     highest = scores.max(-1, keepdims=True, initial=-1e30)
     weights = np.exp(scores - highest)
     total = weights.sum(-1, keepdims=True)
@@ -90,22 +108,34 @@ def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, index: 
         lse = np.where(total > 0, highest + np.log(total), -np.inf)[..., 0]
     dweights = np.einsum("bqhd,bkhd->bhqk", dout, wide_v, optimize=True)
     dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
-    dk, dv = (np.einsum("bhqk,bqhd->bkhd", x, y, optimize=True) for x, y in ((dscores, q), (weights, dout)))
+    dk, dv = (
+        np.einsum("bhqk,bqhd->bkhd", x, y, optimize=True)
+        for x, y in ((dscores, q), (weights, dout))
+    )
     dk, dv = (x.reshape(rows, length, kv_heads, group, head_dim).sum(3) for x in (dk, dv))
-    return {"out": np.einsum("bhqk,bkhd->bqhd", weights, wide_v, optimize=True), "lse": lse,
-            "dq": np.einsum("bhqk,bkhd->bqhd", dscores, wide_k, optimize=True), "dk": dk, "dv": dv}
+    return {
+        "out": np.einsum("bhqk,bkhd->bqhd", weights, wide_v, optimize=True),
+        "lse": lse,
+        "dq": np.einsum("bhqk,bkhd->bqhd", dscores, wide_k, optimize=True),
+        "dk": dk,
+        "dv": dv,
+    }
 
 
 @functools.cache
 def compiled(kernel_name: str, mask_name: str, head_dim: int):
     """Returns the kernel's `extend` and `gradients`, jitted."""
     kernel = get_kernel(kernel_name)
-    options = {"mask": MASKS[mask_name], "scale": head_dim ** -0.5}
-    return (jax.jit(lambda *blocks: kernel.extend(*blocks, **options)),
-            jax.jit(lambda *blocks: kernel.gradients(*blocks, **options)))
+    options = {"mask": MASKS[mask_name], "scale": head_dim**-0.5}
+    return (
+        jax.jit(lambda *blocks: kernel.extend(*blocks, **options)),
+        jax.jit(lambda *blocks: kernel.gradients(*blocks, **options)),
+    )
 
 
-def attend(kernel_name: str, head_dim: int, dtype: str, mask_name: str, layout: str, packing: str) -> dict[str, np.ndarray]:
+def attend(
+    kernel_name: str, head_dim: int, dtype: str, mask_name: str, layout: str, packing: str
+) -> dict[str, np.ndarray]:
     """Returns RESULTS of two shards, by four calls of the kernel each way, in the order of the row.
 
     Args:
@@ -120,7 +150,10 @@ def attend(kernel_name: str, head_dim: int, dtype: str, mask_name: str, layout: 
     coords = TokenCoords(*(jnp.asarray(x)[:, order] for x in documents(packing)))
     shards = [slice(0, LENGTH // 2), slice(LENGTH // 2, None)]
     shard_coords = [jax.tree.map(lambda x, shard=shard: x[:, shard], coords) for shard in shards]
-    keys = [Keys(k[:, shard], v[:, shard], kv_coords) for shard, kv_coords in zip(shards, shard_coords, strict=True)]
+    keys = [
+        Keys(k[:, shard], v[:, shard], kv_coords)
+        for shard, kv_coords in zip(shards, shard_coords, strict=True)
+    ]
     outs, lses, dqs, dkvs = [], [], [], [0.0, 0.0]
     for shard, q_coords in zip(shards, shard_coords, strict=True):
         queries, partial, dq = Queries(q[:, shard], q_coords), None, None
@@ -137,8 +170,10 @@ def attend(kernel_name: str, head_dim: int, dtype: str, mask_name: str, layout: 
     dk, dv = jnp.concatenate(dkvs, 2)
     results = (jnp.concatenate(outs, 1), jnp.concatenate(lses, 2), jnp.concatenate(dqs, 1), dk, dv)
     back = np.argsort(order)
-    return {name: np.take(np.asarray(x, np.float64), back, 2 if name == "lse" else 1)
-            for name, x in zip(RESULTS, results, strict=True)}
+    return {
+        name: np.take(np.asarray(x, np.float64), back, 2 if name == "lse" else 1)
+        for name, x in zip(RESULTS, results, strict=True)
+    }
 
 
 def errors(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
@@ -147,11 +182,16 @@ def errors(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[
     if (np.isneginf(got["lse"]) != empty).any():
         return {**dict.fromkeys(RESULTS, float("nan"))}
     differences = {name: got[name] - expected[name] for name in RESULTS if name != "lse"}
-    relative = {name: float(np.linalg.norm(x) / np.linalg.norm(expected[name])) for name, x in differences.items()}
+    relative = {
+        name: float(np.linalg.norm(x) / np.linalg.norm(expected[name]))
+        for name, x in differences.items()
+    }
     return {**relative, "lse": float(np.abs(got["lse"][~empty] - expected["lse"][~empty]).max())}
 
 
-def compare(kernel: str, dtype: str, head_dim: int, case: str, measure: Callable[[], dict[str, float]]) -> dict:
+def compare(
+    kernel: str, dtype: str, head_dim: int, case: str, measure: Callable[[], dict[str, float]]
+) -> dict:
     """Returns and prints a row: the errors that `measure` returns, or why it failed."""
     row = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "case": case}
     start, limits = time.perf_counter(), LIMITS[dtype]
@@ -160,25 +200,55 @@ def compare(kernel: str, dtype: str, head_dim: int, case: str, measure: Callable
         row["held"] = all(row[name] <= limits.get(name, limits["other"]) for name in RESULTS)
         text = " ".join(f"{row[name]:8.1e}" for name in RESULTS)
     except Exception as error:  # a compiler's refusal of one case must not hide the others
-        row |= {"held": False, "failed": f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"}
+        row |= {
+            "held": False,
+            "failed": f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}",
+        }
         text = row["failed"]
-    print(f"{kernel:8} {dtype:9} {head_dim:4} {case:34} {text} {'' if row['held'] else 'ABOVE THE LIMIT'} "
-          f"({time.perf_counter() - start:.1f} s)", flush=True)
+    print(
+        f"{kernel:8} {dtype:9} {head_dim:4} {case:34} {text} {'' if row['held'] else 'ABOVE THE LIMIT'} "
+        f"({time.perf_counter() - start:.1f} s)",
+        flush=True,
+    )
     return row
 
 
 def check(args: argparse.Namespace) -> list[dict]:
     """Returns and prints a row for each kernel, dtype, head size and case."""
-    print(f"{'kernel':8} {'dtype':9} {'D':>4} {'case':34}", *(f"{name:>8}" for name in RESULTS), "", flush=True)
+    print(
+        f"{'kernel':8} {'dtype':9} {'D':>4} {'case':34}",
+        *(f"{name:>8}" for name in RESULTS),
+        "",
+        flush=True,
+    )
     if args.long:
-        return [compare(kernel, dtype, LONG_HEAD_DIM, f"window {LONG_WINDOW}, {args.long:,} tokens",
-                        functools.partial(long_errors, kernel, dtype, args.long))
-                for kernel, dtype in itertools.product(args.kernels, args.dtypes)]
-    return [compare(kernel, dtype, head_dim, ", ".join(case), functools.partial(case_errors, kernel, dtype, head_dim, case))
-            for kernel, dtype, head_dim, case in itertools.product(args.kernels, args.dtypes, args.head_dims, CASES)]
+        return [
+            compare(
+                kernel,
+                dtype,
+                LONG_HEAD_DIM,
+                f"window {LONG_WINDOW}, {args.long:,} tokens",
+                functools.partial(long_errors, kernel, dtype, args.long),
+            )
+            for kernel, dtype in itertools.product(args.kernels, args.dtypes)
+        ]
+    return [
+        compare(
+            kernel,
+            dtype,
+            head_dim,
+            ", ".join(case),
+            functools.partial(case_errors, kernel, dtype, head_dim, case),
+        )
+        for kernel, dtype, head_dim, case in itertools.product(
+            args.kernels, args.dtypes, args.head_dims, CASES
+        )
+    ]
 
 
-def case_errors(kernel: str, dtype: str, head_dim: int, case: tuple[str, str, str]) -> dict[str, float]:
+def case_errors(
+    kernel: str, dtype: str, head_dim: int, case: tuple[str, str, str]
+) -> dict[str, float]:
     """Returns the errors of one of CASES."""
     mask, _, packing = case
     return errors(attend(kernel, head_dim, dtype, *case), truth(head_dim, dtype, mask, packing))
@@ -198,15 +268,31 @@ class LongRow(NamedTuple):
 
 def run_long(kernel_name: str, dtype: str, length: int) -> LongRow:
     """Runs a kernel forward and backward on a random row of `length` tokens in a window of LONG_WINDOW."""
-    kernel, options = get_kernel(kernel_name), {"mask": Mask(window=LONG_WINDOW), "scale": LONG_HEAD_DIM ** -0.5}
-    shapes = [(1, length, heads, LONG_HEAD_DIM) for heads in (LONG_HEADS, LONG_KV_HEADS, LONG_KV_HEADS, LONG_HEADS)]
-    q, k, v, dout = vectors = [jax.random.normal(jax.random.key(seed), shape, dtype) for seed, shape in enumerate(shapes)]
-    coords = TokenCoords(jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), jnp.int32))
+    kernel, options = (
+        get_kernel(kernel_name),
+        {"mask": Mask(window=LONG_WINDOW), "scale": LONG_HEAD_DIM**-0.5},
+    )
+    shapes = [
+        (1, length, heads, LONG_HEAD_DIM)
+        for heads in (LONG_HEADS, LONG_KV_HEADS, LONG_KV_HEADS, LONG_HEADS)
+    ]
+    q, k, v, dout = vectors = [
+        jax.random.normal(jax.random.key(seed), shape, dtype) for seed, shape in enumerate(shapes)
+    ]
+    coords = TokenCoords(
+        jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), jnp.int32)
+    )
     blocks = Queries(q, coords), Keys(k, v, coords)
     out, lse = jax.jit(functools.partial(kernel.forward, **options))(*blocks)
-    delta = jax.jit(lambda out, dout: (out * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2))(out, dout)
-    gradients = jax.jit(functools.partial(kernel.backward, **options))(*blocks, BackwardInputs(dout, lse, delta))
-    return LongRow(vectors, dict(zip(RESULTS, (out, lse.swapaxes(1, 2)[..., None], *gradients), strict=True)))
+    delta = jax.jit(lambda out, dout: (out * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2))(
+        out, dout
+    )
+    gradients = jax.jit(functools.partial(kernel.backward, **options))(
+        *blocks, BackwardInputs(dout, lse, delta)
+    )
+    return LongRow(
+        vectors, dict(zip(RESULTS, (out, lse.swapaxes(1, 2)[..., None], *gradients), strict=True))
+    )
 
 
 def long_errors(kernel_name: str, dtype: str, length: int) -> dict[str, float]:
@@ -215,14 +301,23 @@ def long_errors(kernel_name: str, dtype: str, length: int) -> dict[str, float]:
     worst = dict.fromkeys(RESULTS, 0.0)
     for start in (0, length // 2, length - LONG_PART):
         # What these tokens see and are seen by, and all that those see.
-        near = slice(max(start - 2 * LONG_WINDOW, 0), min(start + LONG_PART + 2 * LONG_WINDOW, length))
+        near = slice(
+            max(start - 2 * LONG_WINDOW, 0), min(start + LONG_PART + 2 * LONG_WINDOW, length)
+        )
         compared = slice(start - near.start, start - near.start + LONG_PART)
-        vectors = [np.asarray(x[:, near, -heads:]) for x, heads in zip(row.vectors, (group, 1, 1, group), strict=True)]
+        vectors = [
+            np.asarray(x[:, near, -heads:])
+            for x, heads in zip(row.vectors, (group, 1, 1, group), strict=True)
+        ]
         index = np.arange(near.start, near.stop, dtype=np.int64)[None]
         expected = dense(*vectors, index, np.ones_like(index), Mask(window=LONG_WINDOW))
         expected["lse"] = expected["lse"].swapaxes(1, 2)[..., None]
-        part = {name: np.asarray(x[:, start:start + LONG_PART, -expected[name].shape[2]:], np.float64)
-                for name, x in row.results.items()}
+        part = {
+            name: np.asarray(
+                x[:, start : start + LONG_PART, -expected[name].shape[2] :], np.float64
+            )
+            for name, x in row.results.items()
+        }
         differences = errors(part, {name: x[:, compared] for name, x in expected.items()})
         worst = {name: max(worst[name], differences[name]) for name in RESULTS}
     return worst
@@ -242,11 +337,31 @@ def work(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("kernel_exactness", __doc__)
-    parser.add_argument("--kernels", nargs="+", default=["auto"], help="names of kernels (default auto: the device's own)")
-    parser.add_argument("--dtypes", nargs="+", choices=LIMITS, default=list(LIMITS), help="of the operands (default both)")
-    parser.add_argument("--head-dims", "--head_dims", type=int, nargs="+", choices=HEAD_DIMS, default=list(HEAD_DIMS),
-                        help="head sizes (default all)")
-    parser.add_argument("--long", type=int, default=0, metavar="TOKENS", help="one long row, in a window, instead")
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        default=["auto"],
+        help="names of kernels (default auto: the device's own)",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=LIMITS,
+        default=list(LIMITS),
+        help="of the operands (default both)",
+    )
+    parser.add_argument(
+        "--head-dims",
+        "--head_dims",
+        type=int,
+        nargs="+",
+        choices=HEAD_DIMS,
+        default=list(HEAD_DIMS),
+        help="head sizes (default all)",
+    )
+    parser.add_argument(
+        "--long", type=int, default=0, metavar="TOKENS", help="one long row, in a window, instead"
+    )
     add_output_folder(parser, "runs/kernel_exactness")
     return entry.run(lambda: work(parser.parse_args(argv)))
 

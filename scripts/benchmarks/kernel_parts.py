@@ -8,6 +8,7 @@ Everything around a kernel that a model's attention needs, rounding and the sear
 only the search is in these. Prints a line for each and writes kernel_parts.json. TFLOP/s count the products that the kernel
 makes of the pairs that see each other: two forward, three for dq, four for dk and dv.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -55,16 +56,29 @@ def change_tiles(kernel: str, head_dim: int, tile: int, slots: int) -> None:
 def measure(kernel: str, head_dim: int, length: int) -> dict:
     """Returns and prints the least seconds of REPEATS runs after a first one, and the TFLOP/s."""
     shapes = [(1, length, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    q, k, v, dout = (jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed, shape in enumerate(shapes))
-    saved = BackwardInputs(dout, lse=jnp.full((1, HEADS, length), 10.0), delta=jnp.zeros((1, HEADS, length)))
-    coords = TokenCoords(jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), jnp.int32))
+    q, k, v, dout = (
+        jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        for seed, shape in enumerate(shapes)
+    )
+    saved = BackwardInputs(
+        dout, lse=jnp.full((1, HEADS, length), 10.0), delta=jnp.zeros((1, HEADS, length))
+    )
+    coords = TokenCoords(
+        jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), jnp.int32)
+    )
     arguments = (q, k, v, saved, coords)
     compiled = jax.jit(functools.partial(run_kernel, kernel)).lower(*arguments).compile()
     jax.block_until_ready(compiled(*arguments))
     seconds, _ = best_of(lambda: jax.block_until_ready(compiled(*arguments)), REPEATS)
     tflops = PRODUCTS[kernel] * 2 * head_dim * HEADS * (length * (length + 1) / 2) / seconds / 1e12
     print(f"{head_dim:4} {kernel:8} {seconds * 1e3:8.2f} ms {tflops:6.0f} TFLOP/s", flush=True)
-    return {"kernel": kernel, "head_dim": head_dim, "length": length, "seconds": seconds, "tflops": tflops}
+    return {
+        "kernel": kernel,
+        "head_dim": head_dim,
+        "length": length,
+        "seconds": seconds,
+        "tflops": tflops,
+    }
 
 
 def work(args: argparse.Namespace) -> None:
@@ -72,25 +86,45 @@ def work(args: argparse.Namespace) -> None:
     output_folder(args.output)
     device = jax.devices()[0].device_kind
     if not any(name in device for name in HOPPER):
-        raise UserError(f"kernel_parts: found {device}; these kernels run on Hopper GPUs ({', '.join(HOPPER)})")
+        raise UserError(
+            f"kernel_parts: found {device}; these kernels run on Hopper GPUs ({', '.join(HOPPER)})"
+        )
     if args.tried:
         kernel, *numbers = args.tried
         head_dim, tile, slots = map(int, numbers)
         change_tiles(kernel, head_dim, tile, slots)
         rows = [measure(kernel, head_dim, args.length)]
     else:
-        rows = [measure(kernel, head_dim, args.length) for head_dim in args.head_dims for kernel in PRODUCTS]
-    write_json(args.output / "kernel_parts.json", {"device": device, "jax": jax.__version__, "rows": rows})
+        rows = [
+            measure(kernel, head_dim, args.length)
+            for head_dim in args.head_dims
+            for kernel in PRODUCTS
+        ]
+    write_json(
+        args.output / "kernel_parts.json", {"device": device, "jax": jax.__version__, "rows": rows}
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("kernel_parts", __doc__)
     parser.add_argument("--length", type=int, default=32768, help="tokens (default 32768)")
-    parser.add_argument("--head-dims", "--head_dims", type=int, nargs="+", choices=(64, 128, 256), default=[64, 128, 256],
-                        help="head sizes (default all)")
-    parser.add_argument("--try", nargs=4, dest="tried", metavar=("KERNEL", "HEAD_DIM", "TILE", "SLOTS"),
-                        help="time forward, dq or dkv with other tiles")
+    parser.add_argument(
+        "--head-dims",
+        "--head_dims",
+        type=int,
+        nargs="+",
+        choices=(64, 128, 256),
+        default=[64, 128, 256],
+        help="head sizes (default all)",
+    )
+    parser.add_argument(
+        "--try",
+        nargs=4,
+        dest="tried",
+        metavar=("KERNEL", "HEAD_DIM", "TILE", "SLOTS"),
+        help="time forward, dq or dkv with other tiles",
+    )
     add_output_folder(parser, "runs/kernel_parts")
     return entry.run(lambda: work(parser.parse_args(argv)))
 

@@ -3,6 +3,7 @@
 A peer is a function of a `Case` and its `Block` of arrays. It returns a function without arguments that runs one pass, waits
 for it and returns the results in the shapes of the arrays: out, or (out, (dq, dk, dv)). It raises `LeftOut` where it cannot.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -20,7 +21,9 @@ DENSE_MASK_LIMIT = 16384
 _PROGRAMS: dict[Case | None, Callable] = {}  # compiled in this process
 
 
-def _jax_pass(case: Case, attention: Callable, arrays: tuple, extra: tuple = (), program: Case | None = None) -> Callable:
+def _jax_pass(
+    case: Case, attention: Callable, arrays: tuple, extra: tuple = (), program: Case | None = None
+) -> Callable:
     """Compiles one pass of attention(q, k, v, *extra); `extra` are arguments, so that the compiler cannot fold them.
 
     Args:
@@ -38,7 +41,10 @@ def _jax_pass(case: Case, attention: Callable, arrays: tuple, extra: tuple = (),
         return out, backward(dout)
 
     args = (*(jnp.asarray(x).astype(case.dtype) for x in arrays), *jax.tree.map(jnp.asarray, extra))
-    compiled = _PROGRAMS.get(program) or jax.jit(forward_backward if case.backward else forward).lower(*args).compile()
+    compiled = (
+        _PROGRAMS.get(program)
+        or jax.jit(forward_backward if case.backward else forward).lower(*args).compile()
+    )
     if program is not None:
         _PROGRAMS[program] = compiled
     return lambda: jax.block_until_ready(compiled(*args))
@@ -49,14 +55,21 @@ def ours(case: Case, block: Block) -> Callable:
     from model.attention import AttentionOp, Keys, Queries, TokenCoords, attend, get_kernel
 
     kernel = get_kernel(case.kernel, query_tile=case.tile, key_tile=case.tile)
-    op = AttentionOp.create(block[0].shape[-1], schedule="local", kernel=kernel, axis="sequence", size=1)
+    op = AttentionOp.create(
+        block[0].shape[-1], schedule="local", kernel=kernel, axis="sequence", size=1
+    )
 
     def attention(q, k, v, q_coords, kv_coords):
         return attend(op, Queries(q, q_coords), Keys(k, v, kv_coords)).out
 
-    coords = (TokenCoords(block.q_index, block.segment_ids), TokenCoords(block.kv_index, block.segment_ids))
+    coords = (
+        TokenCoords(block.q_index, block.segment_ids),
+        TokenCoords(block.kv_index, block.segment_ids),
+    )
     # One program serves all kinds of blocks, which differ by their coordinates.
-    return _jax_pass(case, attention, block[:4], coords, program=dataclasses.replace(case, block=""))
+    return _jax_pass(
+        case, attention, block[:4], coords, program=dataclasses.replace(case, block="")
+    )
 
 
 def ours_triton(case: Case, block: Block) -> Callable:
@@ -94,13 +107,19 @@ def torch_sdpa(case: Case, block: Block) -> Callable:
     def attention(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
-    return _torch_pass(case, attention, [x.swapaxes(1, 2) for x in block[:4]], lambda x: x.transpose(1, 2))
+    return _torch_pass(
+        case, attention, [x.swapaxes(1, 2) for x in block[:4]], lambda x: x.transpose(1, 2)
+    )
 
 
 def flash_attention_3(case: Case, block: Block) -> Callable:
     """FlashAttention-3 of its authors: the package flash_attn_3, whose module is flash_attn_interface."""
     torch = _torch()
-    _refuse_but_hopper("FlashAttention-3", case, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+    _refuse_but_hopper(
+        "FlashAttention-3",
+        case,
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    )
     try:
         import flash_attn_interface
     except ImportError as error:
@@ -108,16 +127,22 @@ def flash_attention_3(case: Case, block: Block) -> Callable:
     if case.block == "empty":
         raise LeftOut("FlashAttention-3 has no mask that hides everything")
     causal, lengths = case.block != "full", case.document_lengths()
-    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(_torch_device())
+    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(
+        _torch_device()
+    )
 
     def attention(q, k, v):
         if case.block == "packed":
             longest = int(lengths.max())
-            out = flash_attn_interface.flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, longest, longest, causal=causal)
+            out = flash_attn_interface.flash_attn_varlen_func(
+                q[0], k[0], v[0], starts, starts, longest, longest, causal=causal
+            )
             return _only_out(out)[None]
         # The causal mask is aligned at the last key: without it, a query sees the keys before its own.
         last = -1 if case.block == "strict" else None
-        return _only_out(flash_attn_interface.flash_attn_func(q, k[:, :last], v[:, :last], causal=causal))
+        return _only_out(
+            flash_attn_interface.flash_attn_func(q, k[:, :last], v[:, :last], causal=causal)
+        )
 
     return _torch_pass(case, attention, block[:4], lambda x: x)
 
@@ -139,12 +164,16 @@ def _torch_device() -> str:
     return "cuda" if _torch().cuda.is_available() else "cpu"
 
 
-def _torch_pass(case: Case, attention: Callable, arrays: Sequence[np.ndarray], back: Callable) -> Callable:
+def _torch_pass(
+    case: Case, attention: Callable, arrays: Sequence[np.ndarray], back: Callable
+) -> Callable:
     """One pass of attention(q, k, v) on tensors of these arrays, in their layout; `back` turns results into the block's."""
     torch, device = _torch(), _torch_device()
     if device == "cpu":
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    q, k, v, dout = (torch.from_numpy(x).to(device, getattr(torch, case.dtype)).contiguous() for x in arrays)
+    q, k, v, dout = (
+        torch.from_numpy(x).to(device, getattr(torch, case.dtype)).contiguous() for x in arrays
+    )
     for x in (q, k, v):
         x.requires_grad_(case.backward)
 
@@ -171,7 +200,9 @@ def jax_xla(case: Case, block: Block) -> Callable:
     causal, masked = case.block == "diagonal", case.block not in ("diagonal", "full")
 
     def attention(q, k, v, *mask):
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[0] if mask else None, is_causal=causal, implementation="xla")
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask[0] if mask else None, is_causal=causal, implementation="xla"
+        )
 
     return _jax_pass(case, attention, block[:4], (block.mask()[None, None],) if masked else ())
 
@@ -189,38 +220,82 @@ def jax_cudnn(case: Case, block: Block) -> Callable:
     if case.block == "empty":
         raise LeftOut("cuDNN has no mask that hides everything")
     if case.block == "packed" and case.heads != case.kv_heads:
-        raise LeftOut("JAX passes cuDNN the starts of documents in keys by the queries' number of heads")
+        raise LeftOut(
+            "JAX passes cuDNN the starts of documents in keys by the queries' number of heads"
+        )
     lengths = case.document_lengths().astype(np.int32)[None]
     starts = np.concatenate([np.zeros((1, 1), np.int32), np.cumsum(lengths, 1, dtype=np.int32)], 1)
 
     def packed(q, k, v, lengths, starts):
-        return cudnn.dot_product_attention(q, k, v, None, None, lengths, lengths, starts, starts, scale=case.head_dim**-0.5,
-                                           mask_type=cudnn.MaskType.PADDING_CAUSAL)
+        return cudnn.dot_product_attention(
+            q,
+            k,
+            v,
+            None,
+            None,
+            lengths,
+            lengths,
+            starts,
+            starts,
+            scale=case.head_dim**-0.5,
+            mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        )
 
     def attention(q, k, v):
-        if case.block == "strict":  # the mask is aligned at the first key, so that each query but the first goes back one place
-            out = jax.nn.dot_product_attention(q[:, 1:], k[:, :-1], v[:, :-1], is_causal=True, implementation="cudnn")
+        if (
+            case.block == "strict"
+        ):  # the mask is aligned at the first key, so that each query but the first goes back one place
+            out = jax.nn.dot_product_attention(
+                q[:, 1:], k[:, :-1], v[:, :-1], is_causal=True, implementation="cudnn"
+            )
             return jnp.pad(out, ((0, 0), (1, 0), (0, 0), (0, 0)))
-        return jax.nn.dot_product_attention(q, k, v, is_causal=case.block == "diagonal", implementation="cudnn")
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=case.block == "diagonal", implementation="cudnn"
+        )
 
-    return _jax_pass(case, *((packed, block[:4], (lengths, starts)) if case.block == "packed" else (attention, block[:4])))
+    return _jax_pass(
+        case,
+        *(
+            (packed, block[:4], (lengths, starts))
+            if case.block == "packed"
+            else (attention, block[:4])
+        ),
+    )
 
 
 def splash(case: Case, block: Block, interpret: bool = False) -> Callable:
     """JAX's TPU kernel splash attention. Its mask is static; its documents are an argument."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
 
     shape = (case.length, case.length)
-    masks = {"full": splash_attention_mask.FullMask(shape), "strict": splash_attention_mask.CausalMask(shape, offset=-1)}
+    masks = {
+        "full": splash_attention_mask.FullMask(shape),
+        "strict": splash_attention_mask.CausalMask(shape, offset=-1),
+    }
     if case.block == "empty":
         raise LeftOut("splash attention takes no mask that hides everything")
     mask = masks.get(case.block, splash_attention_mask.CausalMask(shape))
     tile = min(512, case.length)
-    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq",
-             "block_kv_dq")
+    names = (
+        "block_q",
+        "block_kv",
+        "block_kv_compute",
+        "block_q_dkv",
+        "block_kv_dkv",
+        "block_kv_dkv_compute",
+        "block_q_dq",
+        "block_kv_dq",
+    )
     kernel = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask([mask] * case.heads), head_shards=1, q_seq_shards=1, interpret=interpret,
-        block_sizes=splash_attention_kernel.BlockSizes(**dict.fromkeys(names, tile)))
+        splash_attention_mask.MultiHeadMask([mask] * case.heads),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+        block_sizes=splash_attention_kernel.BlockSizes(**dict.fromkeys(names, tile)),
+    )
 
     def attention(q, k, v, segments):
         ids = splash_attention_kernel.SegmentIds(segments[0], segments[0])
@@ -234,7 +309,10 @@ def ringattention_package(case: Case, block: Block) -> Callable:
     """The package of Ring Attention's authors, on a ring of one device."""
     try:
         from ringattention import ringattention
-    except (ImportError, AttributeError) as error:  # its releases read jax.lib.xla_bridge, which newer JAX does not have
+    except (
+        ImportError,
+        AttributeError,
+    ) as error:  # its releases read jax.lib.xla_bridge, which newer JAX does not have
         raise LeftOut(f"ringattention cannot be imported: {error}") from error
     import jax
     from jax.sharding import PartitionSpec
@@ -245,9 +323,16 @@ def ringattention_package(case: Case, block: Block) -> Callable:
         raise LeftOut("ringattention has as many key heads as query heads")
     tile = min(512, case.length)
     options = {
-        "causal_block_size": None if case.block == "full" else 1, "query_chunk_size": tile, "key_chunk_size": tile,
-        "deterministic": True, "dropout_rng": None, "attn_pdrop": 0.0, "dtype": jax.numpy.dtype(case.dtype), "precision": None,
-        "policy": jax.checkpoint_policies.nothing_saveable, "prevent_cse": False,
+        "causal_block_size": None if case.block == "full" else 1,
+        "query_chunk_size": tile,
+        "key_chunk_size": tile,
+        "deterministic": True,
+        "dropout_rng": None,
+        "attn_pdrop": 0.0,
+        "dtype": jax.numpy.dtype(case.dtype),
+        "precision": None,
+        "policy": jax.checkpoint_policies.nothing_saveable,
+        "prevent_cse": False,
     }
     mesh = jax.make_mesh((1,), ("sequence",))
 
@@ -256,7 +341,9 @@ def ringattention_package(case: Case, block: Block) -> Callable:
             return ringattention(q, k, v, None, segments, None, "sequence", True, options)
 
         replicated = PartitionSpec()
-        sharded = jax.shard_map(local, mesh=mesh, in_specs=(replicated,) * 4, out_specs=replicated, check_vma=False)
+        sharded = jax.shard_map(
+            local, mesh=mesh, in_specs=(replicated,) * 4, out_specs=replicated, check_vma=False
+        )
         return sharded(q, k, v, segments)
 
     return _jax_pass(case, attention, block[:4], (block.segment_ids,))
@@ -275,6 +362,14 @@ PEERS: dict[str, Callable[[Case, Block], Callable]] = {
 # The peers that can run on each kind of device.
 ON_DEVICE = {
     "cpu": ("ours", "torch-sdpa", "jax-xla", "ringattention"),
-    "gpu": ("ours", "ours-triton", "flash-attn-3", "jax-cudnn", "torch-sdpa", "jax-xla", "ringattention"),
+    "gpu": (
+        "ours",
+        "ours-triton",
+        "flash-attn-3",
+        "jax-cudnn",
+        "torch-sdpa",
+        "jax-xla",
+        "ringattention",
+    ),
     "tpu": ("ours", "splash", "jax-xla", "ringattention"),
 }

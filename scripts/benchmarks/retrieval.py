@@ -8,6 +8,7 @@ the file's own cases, on the loss on another book, and on two short tasks of tha
 requirements-eval.txt). Whatever was finished is not done again: the same command goes on. Writes docs/results/retrieval.json
 and docs/retrieval.png.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,16 +34,44 @@ LETTERS = 3_000_000  # of the text that is practised: half of all tokens
 SHORT_TASKS = ("book_next_sentence", "book_last_word")
 GOAL = "0.3 more, or 0.95, intervals apart"
 GENERATED, OWN = "generated", "LongChat's own"
-DEPENDS_ON = (RECIPE, "data/synthetic/*.py", "eval/line_*.py", "eval/runner.py", "model/decode.py", "model/cache.py")
+DEPENDS_ON = (
+    RECIPE,
+    "data/synthetic/*.py",
+    "eval/line_*.py",
+    "eval/runner.py",
+    "model/decode.py",
+    "model/cache.py",
+)
 
 
 def evaluate(checkpoint: str, args: argparse.Namespace, name: str) -> Path:
     """Answers the generated and the file's cases, unless that is done; returns the folder with the results."""
     folder = Path(args.output) / name
     if not (folder / "results.json").exists():
-        python("-m", "eval.line_retrieval", "--checkpoint", checkpoint, "--output", str(folder), "--like", args.like,
-               "--lines", *map(str, LINES), "--count", str(CASES), "--questions", str(QUESTIONS), "--cases", args.like,
-               "--limit", str(args.limit), "--max-new-tokens", str(NEW_TOKENS), "--compute-dtype", "float32")
+        python(
+            "-m",
+            "eval.line_retrieval",
+            "--checkpoint",
+            checkpoint,
+            "--output",
+            str(folder),
+            "--like",
+            args.like,
+            "--lines",
+            *map(str, LINES),
+            "--count",
+            str(CASES),
+            "--questions",
+            str(QUESTIONS),
+            "--cases",
+            args.like,
+            "--limit",
+            str(args.limit),
+            "--max-new-tokens",
+            str(NEW_TOKENS),
+            "--compute-dtype",
+            "float32",
+        )
     return folder
 
 
@@ -50,9 +79,23 @@ def train(args: argparse.Namespace) -> Path:
     """Trains the recipe with lines in the file's wording and the text, unless that is done; returns the run's folder."""
     folder, text = Path(args.output) / "run", Path(args.output) / "text.txt"
     text.write_text(Path(args.text).read_text(encoding="utf-8")[:LETTERS], encoding="utf-8")
-    recipe = (ROOT / RECIPE).read_text(encoding="utf-8").replace("LINES.jsonl", args.like).replace("BOOK.txt", str(text))
-    python("train.py", "--config", RECIPE, "--model.path", args.model, "--run_dir", str(folder), "--data.sources",
-           json.dumps(yaml.safe_load(recipe)["data"]["sources"]))
+    recipe = (
+        (ROOT / RECIPE)
+        .read_text(encoding="utf-8")
+        .replace("LINES.jsonl", args.like)
+        .replace("BOOK.txt", str(text))
+    )
+    python(
+        "train.py",
+        "--config",
+        RECIPE,
+        "--model.path",
+        args.model,
+        "--run_dir",
+        str(folder),
+        "--data.sources",
+        json.dumps(yaml.safe_load(recipe)["data"]["sources"]),
+    )
     return folder
 
 
@@ -60,13 +103,44 @@ def book_losses(run_folder: Path, args: argparse.Namespace) -> list[float]:
     """Returns the mean loss on a book before and after, nats per token: whether the model forgot ordinary text."""
     table = Path(args.output) / "book" / "loss_by_position.json"
     if not table.exists():
-        python("-m", "scripts.loss_by_position", "--config", RECIPE, "--checkpoint", args.model, str(run_folder), "--output",
-               str(table.parent), "--batches", "8", "--split", "train", "--model.path", args.model, "--stages", "[]",
-               "--data.sources", json.dumps([{"path": args.book, "format": "text"}]), "--data.held_out_fraction", "0",
-               "--data.context_length", "1024", "--train.batch_size", "1", "--train.steps", "8")
+        python(
+            "-m",
+            "scripts.loss_by_position",
+            "--config",
+            RECIPE,
+            "--checkpoint",
+            args.model,
+            str(run_folder),
+            "--output",
+            str(table.parent),
+            "--batches",
+            "8",
+            "--split",
+            "train",
+            "--model.path",
+            args.model,
+            "--stages",
+            "[]",
+            "--data.sources",
+            json.dumps([{"path": args.book, "format": "text"}]),
+            "--data.held_out_fraction",
+            "0",
+            "--data.context_length",
+            "1024",
+            "--train.batch_size",
+            "1",
+            "--train.steps",
+            "8",
+        )
     curves = json.loads(table.read_text(encoding="utf-8"))["curves"]
-    totals = [sum(bucket["loss_nats_per_target"] * bucket["targets"] for bucket in curve) for curve in curves.values()]
-    return [total / sum(bucket["targets"] for bucket in curve) for total, curve in zip(totals, curves.values(), strict=True)]
+    totals = [
+        sum(bucket["loss_nats_per_target"] * bucket["targets"] for bucket in curve)
+        for curve in curves.values()
+    ]
+    return [
+        total / sum(bucket["targets"] for bucket in curve)
+        for total, curve in zip(totals, curves.values(), strict=True)
+    ]
 
 
 def short_tasks(checkpoint: str, args: argparse.Namespace, name: str) -> dict[str, dict]:
@@ -74,22 +148,46 @@ def short_tasks(checkpoint: str, args: argparse.Namespace, name: str) -> dict[st
     tasks, folder = Path(args.output) / "short_tasks", Path(args.output) / f"{name}_short"
     if not (folder / "results.json").exists():
         python("-m", "scripts.make_short_tasks", args.book, "--output", str(tasks))
-        python("-m", "eval.harness", "--checkpoint", checkpoint, "--tasks", ",".join(SHORT_TASKS), "--include-path",
-               str(tasks), "--output", str(folder), "--length", "1024", "--max-new-tokens", "8", "--compute-dtype", "float32")
+        python(
+            "-m",
+            "eval.harness",
+            "--checkpoint",
+            checkpoint,
+            "--tasks",
+            ",".join(SHORT_TASKS),
+            "--include-path",
+            str(tasks),
+            "--output",
+            str(folder),
+            "--length",
+            "1024",
+            "--max-new-tokens",
+            "8",
+            "--compute-dtype",
+            "float32",
+        )
     rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
     return {task: next(row for row in rows if row["task"] == f"{task} acc") for task in SHORT_TASKS}
 
 
 def seconds(run_folder: Path) -> float:
     """Returns how long all stages of a run trained, with evaluations and saves."""
-    stages = [*sorted((run_folder / "stages").glob("*/metrics.jsonl")), run_folder / "metrics.jsonl"]
-    return sum(json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["wall_seconds"] for path in stages)
+    stages = [
+        *sorted((run_folder / "stages").glob("*/metrics.jsonl")),
+        run_folder / "metrics.jsonl",
+    ]
+    return sum(
+        json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["wall_seconds"]
+        for path in stages
+    )
 
 
 def named(scores: list[Score], like: str) -> list[Score]:
     """Returns scores with families that tell the file's own cases from generated ones."""
-    return [dataclasses.replace(score, family=OWN if score.source == Path(like).name else GENERATED)
-            for score in sorted(scores, key=lambda score: score.num_lines)]
+    return [
+        dataclasses.replace(score, family=OWN if score.source == Path(like).name else GENERATED)
+        for score in sorted(scores, key=lambda score: score.num_lines)
+    ]
 
 
 def apart(before: Score, after: Score) -> bool:
@@ -98,7 +196,13 @@ def apart(before: Score, after: Score) -> bool:
     return gained and after.low > before.high
 
 
-def save_result(before: list[Score], after: list[Score], book: list[float], short: list[dict[str, dict]], took: float) -> None:
+def save_result(
+    before: list[Score],
+    after: list[Score],
+    book: list[float],
+    short: list[dict[str, dict]],
+    took: float,
+) -> None:
     """Writes the result: a row for each number of lines, for the book, and for each short task.
 
     Args:
@@ -107,45 +211,91 @@ def save_result(before: list[Score], after: list[Score], book: list[float], shor
     rows, lines = {}, []
     for old, new in zip(before, after, strict=True):
         assert (old.num_lines, old.cases) == (new.num_lines, new.cases)
-        texts = [f"{score.right} of {score.cases} ({score.low:.2f} to {score.high:.2f})" for score in (old, new)]
+        texts = [
+            f"{score.right} of {score.cases} ({score.low:.2f} to {score.high:.2f})"
+            for score in (old, new)
+        ]
         rows[f"lines_{old.num_lines}"] = row(
             f"{old.num_lines} lines, {old.mean_prompt_tokens:,.0f} tokens, {old.family}",
-            f"{old.right} -> {new.right} of {new.cases}", GOAL, apart(old, new))
+            f"{old.right} -> {new.right} of {new.cases}",
+            GOAL,
+            apart(old, new),
+        )
         lines.append([old.family, str(old.num_lines), f"{old.mean_prompt_tokens:,.0f}", *texts])
-    rows["book"] = row("loss on a book, nats a token", f"{book[0]:.3f} -> {book[1]:.3f}",
-                       "at most 0.05 more", book[1] <= book[0] + 0.05)
+    rows["book"] = row(
+        "loss on a book, nats a token",
+        f"{book[0]:.3f} -> {book[1]:.3f}",
+        "at most 0.05 more",
+        book[1] <= book[0] + 0.05,
+    )
     for task in SHORT_TASKS:
         old, new = (results[task] for results in short)
-        texts = [f"{each['score']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in (old, new)]
-        rows[task] = row(f"{task}, {new['cases']} questions", " -> ".join(texts), "within an interval",
-                         old["low"] <= new["score"] <= old["high"])
-    tables = {"right answers": {"columns": ["cases", "lines", "tokens", "before", "after"], "rows": lines}}
-    facts = [f"Trained for {took / 60:.0f} minutes beside other work, with pauses; the last stage's rows have 4,096 tokens.",
-             "Generated cases have LongChat's wording; their pairs of key and number are in no training text. One seed.",
-             "The short tasks are questions about the book that scripts.make_short_tasks makes."]
-    save("retrieval", measured("SmolLM2-135M-Instruct before and after practising retrieval", rows,
-                               "python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --text TEXT.txt "
-                               "--book BOOK.txt", DEPENDS_ON, tables=tables, facts=facts, seconds=took,
-                               note="docs/notes/retrieval.md"))
+        texts = [
+            f"{each['score']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in (old, new)
+        ]
+        rows[task] = row(
+            f"{task}, {new['cases']} questions",
+            " -> ".join(texts),
+            "within an interval",
+            old["low"] <= new["score"] <= old["high"],
+        )
+    tables = {
+        "right answers": {"columns": ["cases", "lines", "tokens", "before", "after"], "rows": lines}
+    }
+    facts = [
+        f"Trained for {took / 60:.0f} minutes beside other work, with pauses; the last stage's rows have 4,096 tokens.",
+        "Generated cases have LongChat's wording; their pairs of key and number are in no training text. One seed.",
+        "The short tasks are questions about the book that scripts.make_short_tasks makes.",
+    ]
+    save(
+        "retrieval",
+        measured(
+            "SmolLM2-135M-Instruct before and after practising retrieval",
+            rows,
+            "python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --text TEXT.txt "
+            "--book BOOK.txt",
+            DEPENDS_ON,
+            tables=tables,
+            facts=facts,
+            seconds=took,
+            note="docs/notes/retrieval.md",
+        ),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates, trains, evaluates again, and saves."""
     parser = make_parser("retrieval", __doc__)
-    parser.add_argument("--model", required=True, help="SmolLM2's folder, such as scripts.make_smollm2 makes")
-    parser.add_argument("--like", required=True, metavar="FILE.jsonl", help="LongChat's file of 200 lines")
-    parser.add_argument("--text", required=True, metavar="TEXT.txt", help="a text to train on beside the exercises")
-    parser.add_argument("--book", required=True, metavar="BOOK.txt", help="another, for the loss before and after")
+    parser.add_argument(
+        "--model", required=True, help="SmolLM2's folder, such as scripts.make_smollm2 makes"
+    )
+    parser.add_argument(
+        "--like", required=True, metavar="FILE.jsonl", help="LongChat's file of 200 lines"
+    )
+    parser.add_argument(
+        "--text", required=True, metavar="TEXT.txt", help="a text to train on beside the exercises"
+    )
+    parser.add_argument(
+        "--book", required=True, metavar="BOOK.txt", help="another, for the loss before and after"
+    )
     parser.add_argument("--limit", type=int, default=48, help="cases of the file (default 48)")
-    parser.add_argument("--output", default="runs/retrieval", help="folder of the run and the evaluations")
+    parser.add_argument(
+        "--output", default="runs/retrieval", help="folder of the run and the evaluations"
+    )
     args = parser.parse_args(argv)
     before = named(read(evaluate(args.model, args, "before")), args.like)
     trained = train(args)
     after = named(read(evaluate(str(trained), args, "after")), args.like)
-    short = [short_tasks(checkpoint, args, name) for checkpoint, name in ((args.model, "before"), (str(trained), "after"))]
+    short = [
+        short_tasks(checkpoint, args, name)
+        for checkpoint, name in ((args.model, "before"), (str(trained), "after"))
+    ]
     save_result(before, after, book_losses(trained, args), short, seconds(trained))
-    plot({"before": before, "after": after}, ROOT / "docs" / "retrieval.png",
-         "SmolLM2-135M-Instruct before and after practising")
+    plot(
+        {"before": before, "after": after},
+        ROOT / "docs" / "retrieval.png",
+        "SmolLM2-135M-Instruct before and after practising",
+    )
 
 
 if __name__ == "__main__":

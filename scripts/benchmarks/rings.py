@@ -6,6 +6,7 @@
 All of them compute the same causal attention in float32 and take turns in one process; the median counts. Memory is the
 compiler's: temporaries of a device. Writes docs/results/rings.json.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -47,14 +48,27 @@ def their_ring() -> Callable:
     try:
         from ringattention.ringattention_jax import ring_attention
     except ImportError as error:
-        raise UserError(f"{error}; pip install --no-deps ringattention==0.1.2 and pip install einops would work") from None
-    options = {"causal_block_size": 1, "query_chunk_size": TILE, "key_chunk_size": TILE, "deterministic": True,
-               "dropout_rng": None, "attn_pdrop": 0.0, "dtype": np.dtype("float32"), "precision": None,
-               "policy": jax.checkpoint_policies.nothing_saveable, "prevent_cse": False}
+        raise UserError(
+            f"{error}; pip install --no-deps ringattention==0.1.2 and pip install einops would work"
+        ) from None
+    options = {
+        "causal_block_size": 1,
+        "query_chunk_size": TILE,
+        "key_chunk_size": TILE,
+        "deterministic": True,
+        "dropout_rng": None,
+        "attn_pdrop": 0.0,
+        "dtype": np.dtype("float32"),
+        "precision": None,
+        "policy": jax.checkpoint_policies.nothing_saveable,
+        "prevent_cse": False,
+    }
     return lambda q, k, v: ring_attention(q, k, v, None, None, None, "sequence", True, options)
 
 
-def compiled_rings(length: int, heads: int, head_dim: int) -> dict[str, tuple[jax.stages.Compiled, tuple]]:
+def compiled_rings(
+    length: int, heads: int, head_dim: int
+) -> dict[str, tuple[jax.stages.Compiled, tuple]]:
     """Returns of each ring the compiled attention with its gradients, and its arguments; rows are in the ring's own order."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -65,28 +79,38 @@ def compiled_rings(length: int, heads: int, head_dim: int) -> dict[str, tuple[ja
     mesh = Mesh(np.array(jax.devices()[:RANKS]), ("sequence",))
     spec = PartitionSpec(None, "sequence")
     sharding = NamedSharding(mesh, spec)
-    arrays = [np.random.default_rng(seed).standard_normal((1, length, heads, head_dim), dtype=np.float32) for seed in range(4)]
+    arrays = [
+        np.random.default_rng(seed).standard_normal((1, length, heads, head_dim), dtype=np.float32)
+        for seed in range(4)
+    ]
 
     def with_gradients(attend: Callable) -> Callable:
         def run(q, k, v, dout, *coords):
             out, backward = jax.vjp(lambda q, k, v: attend(q, k, v, *coords), q, k, v)
             return out, *backward(dout)
+
         return run
 
     def compiled(attend: Callable, order: np.ndarray, *coords) -> tuple[jax.stages.Compiled, tuple]:
         args = (*(jax.device_put(array[:, order], sharding) for array in arrays), *coords)
         return jax.jit(with_gradients(attend)).lower(*args).compile(), args
 
-    theirs = jax.shard_map(their_ring(), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    theirs = jax.shard_map(
+        their_ring(), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False
+    )
     rings = {THEIRS: compiled(theirs, np.arange(length))}
     kernel = get_kernel("xla", query_tile=TILE, key_tile=TILE)
     for layout in LAYOUTS:
         order = permutation(length, RANKS, layout)
         index = order[None].astype(np.int32)
-        coords = TokenCoords(jax.device_put(index, sharding), jax.device_put(np.ones_like(index), sharding))
+        coords = TokenCoords(
+            jax.device_put(index, sharding), jax.device_put(np.ones_like(index), sharding)
+        )
 
         def ours(q, k, v, coords, layout=layout):
-            return attention(q, k, v, coords, mesh=mesh, layout=layout, schedule="ring", kernel=kernel)
+            return attention(
+                q, k, v, coords, mesh=mesh, layout=layout, schedule="ring", kernel=kernel
+            )
 
         rings[f"ours, {layout}"] = compiled(ours, order, coords)
     return rings
@@ -105,7 +129,9 @@ def largest_difference(rings: dict[str, tuple], length: int) -> float:
         run, args = rings[f"ours, {layout}"]
         order = permutation(length, RANKS, layout)
         for value, truth in zip(jax.device_get(run(*args)), expected, strict=True):
-            largest = max(largest, float(np.abs(value - truth[:, order]).max() / np.abs(truth).max()))
+            largest = max(
+                largest, float(np.abs(value - truth[:, order]).max() / np.abs(truth).max())
+            )
     return largest
 
 
@@ -121,18 +147,38 @@ def measure(length: int, repeats: int, heads: int, head_dim: int) -> tuple[list[
             start = time.perf_counter()
             jax.block_until_ready(run(*args))
             seconds[name].append(time.perf_counter() - start)
-    rows = [{"ring": name, "length": length, "seconds": statistics.median(times), "fastest": min(times), "slowest": max(times),
-             "mib": rings[name][0].memory_analysis().temp_size_in_bytes / 2**20} for name, times in seconds.items()]
+    rows = [
+        {
+            "ring": name,
+            "length": length,
+            "seconds": statistics.median(times),
+            "fastest": min(times),
+            "slowest": max(times),
+            "mib": rings[name][0].memory_analysis().temp_size_in_bytes / 2**20,
+        }
+        for name, times in seconds.items()
+    ]
     return rows, difference
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints and saves."""
     parser = make_parser("rings", __doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="tokens over both devices")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[4096, 8192, 16384, 32768],
+        help="tokens over both devices",
+    )
     parser.add_argument("--heads", type=int, default=4, help="number of heads (default 4)")
     parser.add_argument("--head-dim", type=int, default=64, help="size of a head (default 64)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each, of which the median counts (default 5)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="runs of each, of which the median counts (default 5)",
+    )
     work(parser.parse_args(argv))
 
 
@@ -140,7 +186,9 @@ def work(args: argparse.Namespace) -> None:
     """See `main`."""
     from trainer.mesh import simulate
 
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"  # a thread a device
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"  # a thread a device
+    )
     simulate(RANKS)
     rows, table = {}, []
     for length in args.lengths:
@@ -149,18 +197,49 @@ def work(args: argparse.Namespace) -> None:
         for ring in rings:
             seconds = f"{ring['seconds']:.2f} ({ring['fastest']:.2f} to {ring['slowest']:.2f})"
             ratio = theirs["seconds"] / ring["seconds"]
-            table.append([f"{length:,}", ring["ring"], seconds, f"{ratio:.2f}", f"{ring['mib']:.1f}"])
+            table.append(
+                [f"{length:,}", ring["ring"], seconds, f"{ratio:.2f}", f"{ring['mib']:.1f}"]
+            )
             print("  ".join(f"{cell:>22}" for cell in table[-1]), flush=True)
-        faster = {ring["ring"].removeprefix("ours, "): theirs["seconds"] / ring["seconds"] for ring in rings[1:]}
-        rows[f"speed_{length}"] = row(f"{length:,} tokens: our ring, times as fast as the authors'",
-                                      ", ".join(f"{layout} {ratio:.2f}" for layout, ratio in faster.items()), "above 1",
-                                      min(faster.values()) > 1)
-        rows[f"same_{length}"] = row(f"{length:,} tokens: difference from the package's results, of the largest",
-                                     f"{difference:.1e}", "1e-5", difference <= 1e-5)
-    tables = {"two one-thread devices, forward and backward": {
-        "columns": ["tokens", "ring", "seconds: median (range)", "times as fast", "MiB of a device"], "rows": table}}
+        faster = {
+            ring["ring"].removeprefix("ours, "): theirs["seconds"] / ring["seconds"]
+            for ring in rings[1:]
+        }
+        rows[f"speed_{length}"] = row(
+            f"{length:,} tokens: our ring, times as fast as the authors'",
+            ", ".join(f"{layout} {ratio:.2f}" for layout, ratio in faster.items()),
+            "above 1",
+            min(faster.values()) > 1,
+        )
+        rows[f"same_{length}"] = row(
+            f"{length:,} tokens: difference from the package's results, of the largest",
+            f"{difference:.1e}",
+            "1e-5",
+            difference <= 1e-5,
+        )
+    tables = {
+        "two one-thread devices, forward and backward": {
+            "columns": [
+                "tokens",
+                "ring",
+                "seconds: median (range)",
+                "times as fast",
+                "MiB of a device",
+            ],
+            "rows": table,
+        }
+    }
     command = f"python -m scripts.benchmarks.rings --lengths {' '.join(map(str, args.lengths))} --heads {args.heads}"
-    save("rings", measured("Our ring beside the package of Ring Attention's authors", rows, command, DEPENDS_ON, tables=tables))
+    save(
+        "rings",
+        measured(
+            "Our ring beside the package of Ring Attention's authors",
+            rows,
+            command,
+            DEPENDS_ON,
+            tables=tables,
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
 No comparison of logits can have a smaller tolerance: where transformers itself is 1e-2 from float64, nobody equals it to 1e-3.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -40,7 +41,9 @@ def work(args: argparse.Namespace) -> None:
     text = "".join(Path(name).read_text(encoding="utf-8") for name in TEXTS)
     inputs = {
         "text": np.asarray(source.tokenizer().encode(text)[: args.length])[None],
-        "random tokens": np.random.default_rng(0).integers(0, source.config.vocab_size, (1, args.length)),
+        "random tokens": np.random.default_rng(0).integers(
+            0, source.config.vocab_size, (1, args.length)
+        ),
     }
     for kind, tokens in inputs.items():
         print(f"{kind}, {tokens.shape[1]} tokens: {largest_difference(args.folder, tokens):.1e}")

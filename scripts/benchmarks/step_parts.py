@@ -8,6 +8,7 @@ of their own, so that a machine that becomes slower or faster does so for both. 
 spread. What the parts leave unexplained of a step (bench_step's seconds) is memory traffic between them, and whatever fusion
 saves.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -46,11 +47,18 @@ class Product(NamedTuple):
 def products(config: LlamaConfig) -> list[Product]:
     """Returns the products of a step, those of one shape together."""
     hidden, layers = config.hidden_size, config.num_hidden_layers
-    heads, key_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    return [Product("query", hidden, heads, layers), Product("output", heads, hidden, layers),
-            Product("key, value", hidden, key_heads, 2 * layers),
-            Product("gate, up", hidden, config.intermediate_size, 2 * layers),
-            Product("down", config.intermediate_size, hidden, layers), Product("head", hidden, config.vocab_size, 1)]
+    heads, key_heads = (
+        config.num_attention_heads * config.head_dim,
+        config.num_key_value_heads * config.head_dim,
+    )
+    return [
+        Product("query", hidden, heads, layers),
+        Product("output", heads, hidden, layers),
+        Product("key, value", hidden, key_heads, 2 * layers),
+        Product("gate, up", hidden, config.intermediate_size, 2 * layers),
+        Product("down", config.intermediate_size, hidden, layers),
+        Product("head", hidden, config.vocab_size, 1),
+    ]
 
 
 def fastest(run: Callable[[], object]) -> float:
@@ -84,7 +92,7 @@ def seconds_compiled(function: Callable, *arrays: object, donated: tuple[int, ..
         nonlocal arguments
         results = jax.block_until_ready(compiled(*arguments))
         if donated:
-            arguments = [*results, *arguments[len(results):]]
+            arguments = [*results, *arguments[len(results) :]]
 
     return fastest(run)
 
@@ -103,16 +111,29 @@ def seconds_both_ways(function: Callable, *arrays: np.ndarray) -> float:
 
 def parts_of_ours(config: LlamaConfig, length: int) -> dict[str, float]:
     """Returns the seconds that a step spends in each part, compiled by XLA as our step's are."""
-    return {**_our_products(config, length), **_our_layer_parts(config, length), "clip, AdamW": _our_update(config)}
+    return {
+        **_our_products(config, length),
+        **_our_layer_parts(config, length),
+        "clip, AdamW": _our_update(config),
+    }
 
 
 def _our_products(config: LlamaConfig, length: int) -> dict[str, float]:
     seconds = {}
     for product in products(config):
-        x, w, y = vectors(1, length, product.rows), vectors(product.rows, product.columns), vectors(1, length, product.columns)
-        for direction, equation, operands in (("result", "bte,ef->btf", (x, w)), ("dx", "btf,ef->bte", (y, w)),
-                                              ("dw", "bte,btf->ef", (x, y))):
-            seconds[f"{product.name}: {direction}"] = product.count * seconds_compiled(_einsum(equation), *operands)
+        x, w, y = (
+            vectors(1, length, product.rows),
+            vectors(product.rows, product.columns),
+            vectors(1, length, product.columns),
+        )
+        for direction, equation, operands in (
+            ("result", "bte,ef->btf", (x, w)),
+            ("dx", "btf,ef->bte", (y, w)),
+            ("dw", "bte,btf->ef", (x, y)),
+        ):
+            seconds[f"{product.name}: {direction}"] = product.count * seconds_compiled(
+                _einsum(equation), *operands
+            )
     return seconds
 
 
@@ -127,25 +148,39 @@ def _our_layer_parts(config: LlamaConfig, length: int) -> dict[str, float]:
     from model.sharding import TensorParallel
 
     seconds = {}
-    heads, key_heads, size, layers = (config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-                                      config.num_hidden_layers)
+    heads, key_heads, size, layers = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.num_hidden_layers,
+    )
     index = np.arange(length, dtype=np.int32)[None]
     coords = TokenCoords(jnp.asarray(index), jnp.ones_like(index))
-    op = AttentionOp.create(size, schedule="local", kernel=get_kernel("auto"), axis="sequence", size=1)
+    op = AttentionOp.create(
+        size, schedule="local", kernel=get_kernel("auto"), axis="sequence", size=1
+    )
     query, key = vectors(1, length, heads, size), vectors(1, length, key_heads, size)
     seconds["attention"] = layers * seconds_both_ways(
-        lambda q, k, v: attend(op, Queries(q, coords), Keys(k, v, coords)).out, query, key, key)
+        lambda q, k, v: attend(op, Queries(q, coords), Keys(k, v, coords)).out, query, key, key
+    )
     frequencies = inverse_frequencies(config.rope, size)
-    seconds["rope"] = layers * seconds_both_ways(lambda q: apply_rope(q, jnp.asarray(index), frequencies),
-                                                 vectors(1, length, heads + key_heads, size))
+    seconds["rope"] = layers * seconds_both_ways(
+        lambda q: apply_rope(q, jnp.asarray(index), frequencies),
+        vectors(1, length, heads + key_heads, size),
+    )
     hidden = vectors(1, length, config.hidden_size)
-    seconds["norms"] = (2 * layers + 1) * seconds_both_ways(lambda x, w: rms_norm(x, w, config.rms_norm_eps), hidden,
-                                                            vectors(config.hidden_size))
+    seconds["norms"] = (2 * layers + 1) * seconds_both_ways(
+        lambda x, w: rms_norm(x, w, config.rms_norm_eps), hidden, vectors(config.hidden_size)
+    )
     wide = vectors(1, length, config.intermediate_size)
-    seconds["silu(gate) up"] = layers * seconds_both_ways(lambda gate, up: jax.nn.silu(gate) * up, wide, wide)
+    seconds["silu(gate) up"] = layers * seconds_both_ways(
+        lambda gate, up: jax.nn.silu(gate) * up, wide, wide
+    )
     targets, parallel = np.zeros((1, length), np.int32), TensorParallel.of(config, 1)
-    seconds["cross-entropy"] = seconds_both_ways(lambda logits: token_losses(logits, jnp.asarray(targets), parallel).sum(),
-                                                 vectors(1, length, config.vocab_size))
+    seconds["cross-entropy"] = seconds_both_ways(
+        lambda logits: token_losses(logits, jnp.asarray(targets), parallel).sum(),
+        vectors(1, length, config.vocab_size),
+    )
     return seconds
 
 
@@ -167,7 +202,9 @@ def _our_update(config: LlamaConfig) -> float:
         updates, moments = optimizer.update(gradients, moments, params)
         return optax.apply_updates(params, updates), moments
 
-    return seconds_compiled(update, params, optimizer.init(jax.tree.map(jnp.asarray, params)), gradients, donated=(0, 1))
+    return seconds_compiled(
+        update, params, optimizer.init(jax.tree.map(jnp.asarray, params)), gradients, donated=(0, 1)
+    )
 
 
 def _einsum(equation: str) -> Callable:
@@ -197,16 +234,34 @@ def parts_of_torch(config: LlamaConfig, length: int) -> dict[str, float]:
 
     seconds = {}
     for product in products(config):
-        x, y = torch.from_numpy(vectors(length, product.rows)), torch.from_numpy(vectors(length, product.columns))
-        w = torch.from_numpy(vectors(product.columns, product.rows))  # [out, in], as torch.nn.Linear keeps it
-        for direction, run in (("result", lambda x=x, w=w: functional.linear(x, w)), ("dx", lambda y=y, w=w: y @ w),
-                               ("dw", lambda x=x, y=y: y.T @ x)):
+        x, y = (
+            torch.from_numpy(vectors(length, product.rows)),
+            torch.from_numpy(vectors(length, product.columns)),
+        )
+        w = torch.from_numpy(
+            vectors(product.columns, product.rows)
+        )  # [out, in], as torch.nn.Linear keeps it
+        for direction, run in (
+            ("result", lambda x=x, w=w: functional.linear(x, w)),
+            ("dx", lambda y=y, w=w: y @ w),
+            ("dw", lambda x=x, y=y: y.T @ x),
+        ):
             seconds[f"{product.name}: {direction}"] = product.count * fastest(run)
-    heads, key_heads, size, layers = (config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-                                      config.num_hidden_layers)
+    heads, key_heads, size, layers = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.num_hidden_layers,
+    )
     query, key = vectors(1, heads, length, size), vectors(1, key_heads, length, size)
     seconds["attention"] = layers * both_ways(
-        lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), query, key, key)
+        lambda q, k, v: functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        ),
+        query,
+        key,
+        key,
+    )
     angles = np.arange(length)[:, None] * np.ones(size)
     cos, sin = (torch.from_numpy(table(angles).astype(np.float32)) for table in (np.cos, np.sin))
 
@@ -217,14 +272,23 @@ def parts_of_torch(config: LlamaConfig, length: int) -> dict[str, float]:
     seconds["rope"] = layers * both_ways(rotate, vectors(1, heads + key_heads, length, size))
     epsilon = config.rms_norm_eps
     seconds["norms"] = (2 * layers + 1) * both_ways(
-        lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)), vectors(length, config.hidden_size),
-        vectors(config.hidden_size))
+        lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)),
+        vectors(length, config.hidden_size),
+        vectors(config.hidden_size),
+    )
     wide = vectors(length, config.intermediate_size)
-    seconds["silu(gate) up"] = layers * both_ways(lambda gate, up: functional.silu(gate) * up, wide, wide)
+    seconds["silu(gate) up"] = layers * both_ways(
+        lambda gate, up: functional.silu(gate) * up, wide, wide
+    )
     targets = torch.zeros(length, dtype=torch.long)
-    seconds["cross-entropy"] = both_ways(lambda logits: functional.cross_entropy(logits, targets, reduction="sum"),
-                                         vectors(length, config.vocab_size))
-    params = [torch.nn.Parameter(torch.from_numpy(vectors(*shape))) for shape in _matrices(config).values()]
+    seconds["cross-entropy"] = both_ways(
+        lambda logits: functional.cross_entropy(logits, targets, reduction="sum"),
+        vectors(length, config.vocab_size),
+    )
+    params = [
+        torch.nn.Parameter(torch.from_numpy(vectors(*shape)))
+        for shape in _matrices(config).values()
+    ]
     optimizer = torch.optim.AdamW(params, lr=1e-5)
     for parameter in params:
         parameter.grad = torch.full_like(parameter, 1e-3)
@@ -239,7 +303,10 @@ def parts_of_torch(config: LlamaConfig, length: int) -> dict[str, float]:
 
 def _matrices(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the model's matrices, the layers' stacked; the head counts once where it is the embedding."""
-    shapes = {f"{product.name}": (product.count, product.rows, product.columns) for product in products(config)}
+    shapes = {
+        f"{product.name}": (product.count, product.rows, product.columns)
+        for product in products(config)
+    }
     return shapes if config.tie_word_embeddings else {**shapes, "embedding": shapes["head"]}
 
 
@@ -250,18 +317,35 @@ def report(args: argparse.Namespace) -> None:
     turns: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for _ in range(args.turns):
         for side in SIDES:
-            turns[side].append(in_own_process("step_parts", "--one", side, "--length", str(args.length), "--model", args.model))
+            turns[side].append(
+                in_own_process(
+                    "step_parts", "--one", side, "--length", str(args.length), "--model", args.model
+                )
+            )
     flops = {product.name: product.flops(args.length) for product in products(config)}
-    rows = [{"part": part, **{side: _spread([turn[part] for turn in turns[side]]) for side in SIDES},
-             "gflop": flops.get(part.partition(":")[0], 0.0) / 1e9} for part in turns["ours"][0]]
+    rows = [
+        {
+            "part": part,
+            **{side: _spread([turn[part] for turn in turns[side]]) for side in SIDES},
+            "gflop": flops.get(part.partition(":")[0], 0.0) / 1e9,
+        }
+        for part in turns["ours"][0]
+    ]
     total = {side: _spread([sum(turn.values()) for turn in turns[side]]) for side in SIDES}
     rows.append({"part": "all parts", **total, "gflop": 3 * sum(flops.values()) / 1e9})
-    print(f"{'part':24} {'ours, s':>9} {'spread':>7} {'torch, s':>9} {'spread':>7} {'ours is':>8} {'GFLOP/s':>8} {'torch':>7}")
+    print(
+        f"{'part':24} {'ours, s':>9} {'spread':>7} {'torch, s':>9} {'spread':>7} {'ours is':>8} {'GFLOP/s':>8} {'torch':>7}"
+    )
     for row in rows:
         ours, torch = row["ours"], row["torch"]
-        rates = "".join(f"{row['gflop'] / side['median']:8.0f}" if ":" in row["part"] else f"{'':8}" for side in (ours, torch))
-        print(f"{row['part']:24} {ours['median']:9.3f} {ours['spread']:7.1%} {torch['median']:9.3f} {torch['spread']:7.1%} "
-              f"{torch['median'] / ours['median']:7.2f}x{rates}")
+        rates = "".join(
+            f"{row['gflop'] / side['median']:8.0f}" if ":" in row["part"] else f"{'':8}"
+            for side in (ours, torch)
+        )
+        print(
+            f"{row['part']:24} {ours['median']:9.3f} {ours['spread']:7.1%} {torch['median']:9.3f} {torch['spread']:7.1%} "
+            f"{torch['median'] / ours['median']:7.2f}x{rates}"
+        )
     write_json(args.output / "step_parts.json", rows)
 
 
@@ -275,7 +359,9 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("step_parts", __doc__)
     parser.add_argument("--length", type=int, default=2048, help="tokens in the row (default 2048)")
-    parser.add_argument("--turns", type=int, default=3, help="processes of each side, in turns (default 3)")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="processes of each side, in turns (default 3)"
+    )
     parser.add_argument("--model", default="smollm2-135m", help="a preset (default smollm2-135m)")
     add_output_folder(parser, "runs/bench/step_parts")
     parser.add_argument("--one", choices=SIDES, help=argparse.SUPPRESS)

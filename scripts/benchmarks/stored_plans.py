@@ -9,6 +9,7 @@ of a recipe being its path below configs/. `make evidence` makes all stored ones
 `recipes`, `pods`, `contexts` and `memory_1m`. Memory is the compiler's own figure; seconds are between the full rate of the
 matrix units and what the cost model says, or the slowest step that others measured.
 """
+
 from __future__ import annotations
 
 import re
@@ -27,8 +28,20 @@ from trainer import entry
 TRL_GB = {"qwen3_8b_1m_h100": 56.2, "qwen3_32b_1m_h100": 60.8}
 PODS = "pods/"  # the beginning of their names
 DEPENDS_ON = ("docs/plans/plans.json", "scripts/benchmarks/stored_plans.py")
-COLUMNS = ["plan", "machine", "mesh", "tokens", "schedule", "remat", "GiB of a device", "GiB of its host",
-           "ring: bytes beside compute", "gathers: GiB; beside compute", "estimated seconds of a step", "compiled with"]
+COLUMNS = [
+    "plan",
+    "machine",
+    "mesh",
+    "tokens",
+    "schedule",
+    "remat",
+    "GiB of a device",
+    "GiB of its host",
+    "ring: bytes beside compute",
+    "gathers: GiB; beside compute",
+    "estimated seconds of a step",
+    "compiled with",
+]
 
 
 # Row -> plan, GPUs, goal in tokens, goal in words. The 8M goal was set without query chunks; 16M had none of its own.
@@ -39,8 +52,11 @@ CONTEXTS = {
     "h100_8_4m": ("llama_3_1_8b_h100_8", "8 x H100", 0, ""),
 }
 # Row -> plan of LLaMA-7B, 1,048,576 tokens on v4:4x4x4, nothing offloaded.
-MEMORY_1M = {"nothing": "llama_7b_1m_v4", "nothing_prefetch": "llama_7b_1m_v4_prefetch",
-             "save_attention": "llama_7b_1m_v4_save_attention"}
+MEMORY_1M = {
+    "nothing": "llama_7b_1m_v4",
+    "nothing_prefetch": "llama_7b_1m_v4_prefetch",
+    "save_attention": "llama_7b_1m_v4_save_attention",
+}
 MEMORY_1M_GIB = 14
 
 
@@ -61,18 +77,34 @@ def seconds_text(plan: dict[str, Any]) -> str:
 
 def line(name: str, plan: dict[str, Any]) -> list[str]:
     """Returns a plan's line of the table, under COLUMNS."""
-    mesh = ", ".join(f"{axis} {size}" for axis, size in plan["mesh"].items() if isinstance(size, int) and size > 1)
+    mesh = ", ".join(
+        f"{axis} {size}"
+        for axis, size in plan["mesh"].items()
+        if isinstance(size, int) and size > 1
+    )
     sent = plan.get("communication") or {}
     permutes, gathers = sent.get("collective-permute"), sent.get("all-gather")
-    return [name, plan["topology"], mesh or "one device", f"{plan['context']:,}", str(plan["schedule"]),
-            plan["remat"] + (", prefetch" if plan.get("prefetch") else ""), memory_text(plan), f"{plan['host_gib']:.1f}",
-            f"{permutes['hidden']:.1%}" if permutes else "",
-            f"{gathers['received_gib']:.1f}; {gathers['hidden']:.1%}" if gathers else "", seconds_text(plan), versions_of(plan)]
+    return [
+        name,
+        plan["topology"],
+        mesh or "one device",
+        f"{plan['context']:,}",
+        str(plan["schedule"]),
+        plan["remat"] + (", prefetch" if plan.get("prefetch") else ""),
+        memory_text(plan),
+        f"{plan['host_gib']:.1f}",
+        f"{permutes['hidden']:.1%}" if permutes else "",
+        f"{gathers['received_gib']:.1f}; {gathers['hidden']:.1%}" if gathers else "",
+        seconds_text(plan),
+        versions_of(plan),
+    ]
 
 
 def recipe_plans(plans: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the plans that are those of recipes, by the recipe's path below configs/ without its suffix."""
-    return {name: plan for name, plan in plans.items() if (ROOT / "configs" / f"{name}.yaml").exists()}
+    return {
+        name: plan for name, plan in plans.items() if (ROOT / "configs" / f"{name}.yaml").exists()
+    }
 
 
 def save_recipes(plans: dict[str, dict[str, Any]]) -> None:
@@ -80,29 +112,59 @@ def save_recipes(plans: dict[str, dict[str, Any]]) -> None:
     planned, rows = recipe_plans(plans), {}
     for name, plan in planned.items():
         recipe = name.rpartition("/")[2]
-        rows[recipe] = row(f"{recipe}, {plan['topology']}: GiB per device; host GiB per device",
-                           f"{memory_text(plan)}; {plan['host_gib']:.1f}")
-        rows[f"{recipe}_seconds"] = row(f"{recipe}: seconds a step, by the cost model", seconds_text(plan))
+        rows[recipe] = row(
+            f"{recipe}, {plan['topology']}: GiB per device; host GiB per device",
+            f"{memory_text(plan)}; {plan['host_gib']:.1f}",
+        )
+        rows[f"{recipe}_seconds"] = row(
+            f"{recipe}: seconds a step, by the cost model", seconds_text(plan)
+        )
         if recipe in TRL_GB:
             ours = plan["peak_gib"] * 2**30 / 1e9
-            rows[f"{recipe}_gb"] = row(f"{recipe}: GB of each GPU, planned", f"{ours:.1f}", f"TRL measured {TRL_GB[recipe]}",
-                                       ours <= TRL_GB[recipe])
-    _save("recipes", "Recipes for big machines, planned by the machines' compilers", rows, planned,
-          ("configs/*.yaml", "configs/adapters/*.yaml", *DEPENDS_ON))
+            rows[f"{recipe}_gb"] = row(
+                f"{recipe}: GB of each GPU, planned",
+                f"{ours:.1f}",
+                f"TRL measured {TRL_GB[recipe]}",
+                ours <= TRL_GB[recipe],
+            )
+    _save(
+        "recipes",
+        "Recipes for big machines, planned by the machines' compilers",
+        rows,
+        planned,
+        ("configs/*.yaml", "configs/adapters/*.yaml", *DEPENDS_ON),
+    )
 
 
 def save_pods(stored: dict[str, dict[str, Any]]) -> None:
     """Saves the result of the plans of pods."""
-    plans = {name.removeprefix(PODS): plan for name, plan in stored.items() if name.startswith(PODS)}
-    hidden = [plan["communication"]["collective-permute"]["hidden"] for plan in plans.values() if plan["schedule"] == "ring"]
-    rows = {"ring_hidden": row("256 chips, ring: bytes of all permutes that are sent beside compute",
-                               f"{min(hidden):.1%} to {max(hidden):.1%}")}
+    plans = {
+        name.removeprefix(PODS): plan for name, plan in stored.items() if name.startswith(PODS)
+    }
+    hidden = [
+        plan["communication"]["collective-permute"]["hidden"]
+        for plan in plans.values()
+        if plan["schedule"] == "ring"
+    ]
+    rows = {
+        "ring_hidden": row(
+            "256 chips, ring: bytes of all permutes that are sent beside compute",
+            f"{min(hidden):.1%} to {max(hidden):.1%}",
+        )
+    }
     for plan in sorted(plans.values(), key=lambda plan: plan["context"]):
         name = f"{plan['model']}_{plan['context']}_{plan['topology']}"
         rows[re.sub("[^a-z0-9]", "_", name)] = row(
             f"{plan['model']}, {plan['context']:,} tokens, {plan['topology']}: GiB a chip; seconds a step",
-            f"{memory_text(plan)}; {seconds_text(plan)}")
-    _save("pods", "256 chips, one row, bfloat16: the mesh that the plan found", rows, plans, DEPENDS_ON)
+            f"{memory_text(plan)}; {seconds_text(plan)}",
+        )
+    _save(
+        "pods",
+        "256 chips, one row, bfloat16: the mesh that the plan found",
+        rows,
+        plans,
+        DEPENDS_ON,
+    )
 
 
 def save_contexts(stored: dict[str, dict[str, Any]]) -> None:
@@ -111,19 +173,42 @@ def save_contexts(stored: dict[str, dict[str, Any]]) -> None:
     rows = {}
     for name, (_, gpus, goal, words) in CONTEXTS.items():
         plan = plans[name]
-        rows[name] = row(f"8B, {gpus}, {policy(plan)}, {plan['host_gib']:.1f} GiB of host a GPU",
-                         f"{plan['context']:,}", words, plan["context"] >= goal if goal else None)
-    _save("contexts", "LLaMA-3.1-8B: the longest contexts on GPUs that are not there, by the CUDA compiler", rows, plans,
-          DEPENDS_ON, "docs/notes/contexts.md")
+        rows[name] = row(
+            f"8B, {gpus}, {policy(plan)}, {plan['host_gib']:.1f} GiB of host a GPU",
+            f"{plan['context']:,}",
+            words,
+            plan["context"] >= goal if goal else None,
+        )
+    _save(
+        "contexts",
+        "LLaMA-3.1-8B: the longest contexts on GPUs that are not there, by the CUDA compiler",
+        rows,
+        plans,
+        DEPENDS_ON,
+        "docs/notes/contexts.md",
+    )
 
 
 def save_memory_1m(stored: dict[str, dict[str, Any]]) -> None:
     """Saves the result of the plans of LLaMA-7B at 1M tokens."""
     plans = {name: stored[plan] for name, plan in MEMORY_1M.items()}
-    rows = {name: row(f"LLaMA-7B at 1M tokens on 64 v4 chips, {policy(plan)}: GiB a chip", f"{plan['peak_gib']:.2f}",
-                      str(MEMORY_1M_GIB), plan["peak_gib"] <= MEMORY_1M_GIB) for name, plan in plans.items()}
-    _save("memory_1m", "LLaMA-7B, full training step (AdamW), 1,048,576 tokens on v4:4x4x4, nothing offloaded", rows, plans,
-          DEPENDS_ON, "docs/notes/memory.md")
+    rows = {
+        name: row(
+            f"LLaMA-7B at 1M tokens on 64 v4 chips, {policy(plan)}: GiB a chip",
+            f"{plan['peak_gib']:.2f}",
+            str(MEMORY_1M_GIB),
+            plan["peak_gib"] <= MEMORY_1M_GIB,
+        )
+        for name, plan in plans.items()
+    }
+    _save(
+        "memory_1m",
+        "LLaMA-7B, full training step (AdamW), 1,048,576 tokens on v4:4x4x4, nothing offloaded",
+        rows,
+        plans,
+        DEPENDS_ON,
+        "docs/notes/memory.md",
+    )
 
 
 def policy(plan: dict[str, Any]) -> str:
@@ -133,8 +218,14 @@ def policy(plan: dict[str, Any]) -> str:
     return words + (", prefetch" if plan["prefetch"] else "")
 
 
-def _save(name: str, title: str, rows: dict[str, dict], plans: dict[str, dict[str, Any]], depends_on: tuple[str, ...],
-          note: str = "docs/notes/pods.md") -> None:
+def _save(
+    name: str,
+    title: str,
+    rows: dict[str, dict],
+    plans: dict[str, dict[str, Any]],
+    depends_on: tuple[str, ...],
+    note: str = "docs/notes/pods.md",
+) -> None:
     table = {"columns": COLUMNS, "rows": [line(*named_plan) for named_plan in plans.items()]}
     command = "python -m scripts.benchmarks.stored_plans"
     save(name, measured(title, rows, command, depends_on, tables={"plans": table}, note=note))
@@ -143,7 +234,12 @@ def _save(name: str, title: str, rows: dict[str, dict], plans: dict[str, dict[st
 def main(argv: Sequence[str] | None = None) -> None:
     """Saves all four results, or adds one plan to the stored ones."""
     parser = make_parser("stored_plans", __doc__)
-    parser.add_argument("--add", nargs=2, metavar=("NAME", "FILE"), help="store the plan of a file under this name, and stop")
+    parser.add_argument(
+        "--add",
+        nargs=2,
+        metavar=("NAME", "FILE"),
+        help="store the plan of a file under this name, and stop",
+    )
     args = parser.parse_args(argv)
     plans = read_plans()
     if args.add:

@@ -12,6 +12,7 @@ On GPUs a third, `paper`, is like for like (section 5.1 and appendix A): one row
 (by the ring in its own column), products in float32, and the device's memory alone.
 Cells of machines whose compiler is not installed stay as they are (TPUs: `libtpu`; A100: make install PLATFORM=cuda).
 """
+
 from __future__ import annotations
 
 import argparse
@@ -48,8 +49,13 @@ LEAST, MOST = 1 << 10, 1 << 30  # contexts
 CELL_FIELDS = tuple(field.name for field in dataclasses.fields(Cell))
 
 
-def longest(share: Callable[[int], float], start: int, fixed: float = 0.0, power: int = 1,
-            enough: Callable[[], bool] = lambda: False) -> tuple[int, int | None]:
+def longest(
+    share: Callable[[int], float],
+    start: int,
+    fixed: float = 0.0,
+    power: int = 1,
+    enough: Callable[[], bool] = lambda: False,
+) -> tuple[int, int | None]:
     """Returns the longest power-of-two multiple of `start` that fits, and its double; both were tried.
 
     Memory is guessed to be `fixed` plus a part that grows with the `power` of the context. The guess only chooses the next
@@ -69,7 +75,11 @@ def longest(share: Callable[[int], float], start: int, fixed: float = 0.0, power
             fails = context
         else:
             fits = context
-        doublings = math.floor(math.log2((1 - fixed) / max(needed - fixed, 1e-3)) / power) if fixed < 1 else -1
+        doublings = (
+            math.floor(math.log2((1 - fixed) / max(needed - fixed, 1e-3)) / power)
+            if fixed < 1
+            else -1
+        )
         context = max(int(context * 2.0**doublings), 2 * fits)
         context = min(context, fails // 2 if fails else MOST)
     return fits, fails
@@ -84,7 +94,9 @@ class Table:
 
     def __init__(self, path: Path, compilations: Path):
         self.path, self.compilations, self.compiles = path, compilations, 0
-        self.stored = {Cell(*(content[name] for name in CELL_FIELDS)): content for content in read_cells(path)}
+        self.stored = {
+            Cell(*(content[name] for name in CELL_FIELDS)): content for content in read_cells(path)
+        }
         self.tries = read_json(compilations) if compilations.exists() else {}
 
     def save(self) -> None:
@@ -92,7 +104,10 @@ class Table:
         write_cells((content for cell in cells() if (content := self.content(cell))), self.path)
         self.compilations.parent.mkdir(parents=True, exist_ok=True)
         partial = self.compilations.with_suffix(".part")
-        partial.write_text(json.dumps({name: tried for name, tried in self.tries.items() if tried}), encoding="utf-8")
+        partial.write_text(
+            json.dumps({name: tried for name, tried in self.tries.items() if tried}),
+            encoding="utf-8",
+        )
         partial.replace(self.compilations)
 
     def is_known(self, cell: Cell) -> bool:
@@ -101,7 +116,9 @@ class Table:
 
     def content(self, cell: Cell) -> dict | None:
         """Returns what is stored of a cell, or else what its compilations so far say; None without any."""
-        return self.stored[cell] if self.is_known(cell) else self.filled(cell) or self.stored.get(cell)
+        return (
+            self.stored[cell] if self.is_known(cell) else self.filled(cell) or self.stored.get(cell)
+        )
 
     def of(self, cell: Cell, options: dict) -> dict[str, dict]:
         """Returns the outcomes of one cell with one choice of memory options, by context."""
@@ -113,7 +130,11 @@ class Table:
     def attempt(self, cell: Cell, context: int, options: dict) -> dict:
         """Compiles one context unless its outcome is known; a context longer than one that was refused is refused as well."""
         outcomes = self.of(cell, options)
-        refused = [tried for length, tried in outcomes.items() if int(length) < context and not tried["fits"]]
+        refused = [
+            tried
+            for length, tried in outcomes.items()
+            if int(length) < context and not tried["fits"]
+        ]
         if str(context) not in outcomes and refused:
             return refused[-1]
         if str(context) not in outcomes:
@@ -132,7 +153,11 @@ class Table:
                 continue
             tried = self.attempt(cell, context, options)
             shares.append(_share(cell, tried))
-            outcome = f"fits with {tried['peak_gib']:.2f} GiB" if shares[-1] <= 1 else _refusal(cell, tried)
+            outcome = (
+                f"fits with {tried['peak_gib']:.2f} GiB"
+                if shares[-1] <= 1
+                else _refusal(cell, tried)
+            )
             details = f"{options['remat']}, {tried['compile_seconds']:.0f} s"
             print(f"{cell.name}: {tokens_text(context)} {outcome} ({details})", flush=True)
             if shares[-1] <= 1:
@@ -144,21 +169,37 @@ class Table:
 
         `next` is the double, or None where it has not been tried with every choice of memory options.
         """
-        known = [(options, {int(context): tried for context, tried in self.of(cell, options).items()})
-                 for options in cell.memory_options()]
-        fitting = {context: (options, tried) for options, outcomes in reversed(known) for context, tried in outcomes.items()
-                   if _share(cell, tried) <= 1}
+        known = [
+            (options, {int(context): tried for context, tried in self.of(cell, options).items()})
+            for options in cell.memory_options()
+        ]
+        fitting = {
+            context: (options, tried)
+            for options, outcomes in reversed(known)
+            for context, tried in outcomes.items()
+            if _share(cell, tried) <= 1
+        }
         most = max(fitting, default=LEAST // 2)
         refusals = [self._refused(cell, 2 * most, options, outcomes) for options, outcomes in known]
-        content = {**dataclasses.asdict(cell), "paper": cell.paper, "longest": most if fitting else 0,
-                   "next": None if None in refusals else 2 * most, "next_refused": [reason for reason in refusals if reason]}
+        content = {
+            **dataclasses.asdict(cell),
+            "paper": cell.paper,
+            "longest": most if fitting else 0,
+            "next": None if None in refusals else 2 * most,
+            "next_refused": [reason for reason in refusals if reason],
+        }
         if not fitting:
             return content if content["next"] else None
         options, tried = fitting[most]
         job = cell.job(most, options)
         tokens = most * job.batch
         flops = flops_per_step(LlamaConfig.preset(cell.model), tokens, tokens * (most + 1) / 2)
-        return content | {"way": options, "plan": tried, "flops": flops, "estimated_step_hours": _hours(cell, job, tried)}
+        return content | {
+            "way": options,
+            "plan": tried,
+            "flops": flops,
+            "estimated_step_hours": _hours(cell, job, tried),
+        }
 
     @staticmethod
     def _refused(cell: Cell, context: int, options: dict, outcomes: dict[int, dict]) -> str | None:
@@ -166,7 +207,11 @@ class Table:
         on_host = cell.on_host_gib(context, options)
         if on_host > cell.host_gib:
             return f"not compiled: arrays on the host alone take {on_host:.2f} GiB of its {cell.host_gib}"
-        refused = [tried for length, tried in sorted(outcomes.items()) if length <= context and _share(cell, tried) > 1]
+        refused = [
+            tried
+            for length, tried in sorted(outcomes.items())
+            if length <= context and _share(cell, tried) > 1
+        ]
         return f"compiled: {_refusal(cell, refused[-1])}" if refused else None
 
 
@@ -178,14 +223,24 @@ def compiled(job: Job) -> dict:
     except DoesNotFit as error:
         outcome = {"fits": False, "needs_gib": error.needs_gib, "has_gib": error.has_gib}
     outcome["compile_seconds"] = time.perf_counter() - start
-    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in outcome.items()}
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in outcome.items()
+    }
 
 
 def _hours(cell: Cell, job: Job, tried: dict) -> float:
     """Returns the cost model's hours of a step: between those with all transfers beside compute and those with none, by the
     share of the largest transfer that the compiled step hides."""
-    hiding, waiting = (job.estimate(causal=cell.column != "vanilla", overlap=overlap).seconds for overlap in (True, False))
-    largest = max(tried.get("communication", {}).values(), key=lambda kind: kind["received_gib"], default={"hidden": 0.0})
+    hiding, waiting = (
+        job.estimate(causal=cell.column != "vanilla", overlap=overlap).seconds
+        for overlap in (True, False)
+    )
+    largest = max(
+        tried.get("communication", {}).values(),
+        key=lambda kind: kind["received_gib"],
+        default={"hidden": 0.0},
+    )
     return (waiting - largest["hidden"] * (waiting - hiding)) / 3600
 
 
@@ -218,7 +273,11 @@ def first_guess(cell: Cell) -> int:
         parts = parts_gib(job.run, config)
         tokens = job.context * job.batch / cell.devices
         scores = 12 * config.num_attention_heads * tokens**2 if cell.column == "vanilla" else 0
-        needs = sum(parts.values()) + parts["parameters"] + (scores + arrays * 2 * tokens * config.hidden_size) / GIB
+        needs = (
+            sum(parts.values())
+            + parts["parameters"]
+            + (scores + arrays * 2 * tokens * config.hidden_size) / GIB
+        )
         return needs <= capacity and cell.on_host_gib(context, options) <= cell.host_gib
 
     context = MOST
@@ -235,8 +294,13 @@ def fill(table: Table, cell: Cell, compiles: int | None = None) -> None:
     parts = parts_gib(job.run, job.model)
     fixed = (parts["parameters"] + parts["moments"]) / memory_gib(cell.topology)
     most = math.inf if compiles is None else table.compiles + compiles
-    longest(lambda context: table.share(cell, context), first_guess(cell), fixed, 2 if cell.column == "vanilla" else 1,
-            lambda: table.compiles >= most)
+    longest(
+        lambda context: table.share(cell, context),
+        first_guess(cell),
+        fixed,
+        2 if cell.column == "vanilla" else 1,
+        lambda: table.compiles >= most,
+    )
 
 
 def work(args: argparse.Namespace) -> None:
@@ -258,26 +322,54 @@ def work(args: argparse.Namespace) -> None:
             continue
         try:
             fill(table, cell, args.compiles)
-        except jax.errors.JaxRuntimeError as error:  # the compiler's own fault; one of its flags may help
-            print(f"{cell.name}: the compiler failed: {str(error).splitlines()[0][:200]}", file=sys.stderr)
+        except (
+            jax.errors.JaxRuntimeError
+        ) as error:  # the compiler's own fault; one of its flags may help
+            print(
+                f"{cell.name}: the compiler failed: {str(error).splitlines()[0][:200]}",
+                file=sys.stderr,
+            )
     if not args.show:
         table.save()
     filled = {cell: table.content(cell) for cell in cells()}
     show(filled)
-    draw({cell: content["longest"] for cell, content in filled.items()
-          if content and content["longest"] and cell.memory in MEMORIES}, picture)
+    draw(
+        {
+            cell: content["longest"]
+            for cell, content in filled.items()
+            if content and content["longest"] and cell.memory in MEMORIES
+        },
+        picture,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("table3", __doc__)
-    parser.add_argument("--only", nargs="+", default=[], help="words that a cell's name has: model, topology, column, memory")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help="words that a cell's name has: model, topology, column, memory",
+    )
     parser.add_argument("--show", action="store_true", help="compile nothing")
-    parser.add_argument("--compiles", type=int, help="at most so many for a cell; a later start goes on")
-    parser.add_argument("--output", type=Path, default=FILE, help="the table, read first and then written again "
-                        "(default docs/plans/table3.json, the repository's own)")
-    parser.add_argument("--compilations", type=Path, default=Path(".cache/table3.json"), help="every compilation of cells that "
-                        "the table lacks, so that a later start goes on (default .cache/table3.json)")
+    parser.add_argument(
+        "--compiles", type=int, help="at most so many for a cell; a later start goes on"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=FILE,
+        help="the table, read first and then written again "
+        "(default docs/plans/table3.json, the repository's own)",
+    )
+    parser.add_argument(
+        "--compilations",
+        type=Path,
+        default=Path(".cache/table3.json"),
+        help="every compilation of cells that "
+        "the table lacks, so that a later start goes on (default .cache/table3.json)",
+    )
     parser.add_argument("--picture", type=Path, help="where to draw (default: beside the table)")
     args = parser.parse_args(argv)
     return entry.run(lambda: work(args))

@@ -1,4 +1,5 @@
 """The entries of Ring Attention's Table 3, each with the configurations of our step that it stands for."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -61,11 +62,19 @@ class Cell:
         config = LlamaConfig.preset(self.model)
         k = best_every_k(config.num_hidden_layers)
         # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
-        device = {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
+        device = (
+            {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
+        )
         on_host = [{"remat": "offload"}, {"remat": "offload_every_k", "every_k": k}]
-        if self.memory == "ours" and self.devices < 64:  # shared by hundreds, parameters and moments are little
-            on_host[0]["moments_on_host"] = on_host[1]["moments_on_host"] = on_host[1]["parameters_on_host"] = True
-        heads = {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}  # one after the other
+        if (
+            self.memory == "ours" and self.devices < 64
+        ):  # shared by hundreds, parameters and moments are little
+            on_host[0]["moments_on_host"] = on_host[1]["moments_on_host"] = on_host[1][
+                "parameters_on_host"
+            ] = True
+        heads = (
+            {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}
+        )  # one after the other
         return [options | heads for options in ([device] if self.memory == "device" else on_host)]
 
     def on_host_gib(self, context: int, options: dict[str, Any]) -> float:
@@ -78,26 +87,51 @@ class Cell:
         if self.memory == LIKE_FOR_LIKE:
             # The authors' code splits activations between layers over its tensor axis, as sequence parallelism does.
             mesh = MeshConfig(tensor=self.devices, sequence_parallel=True)
-            return self._job(context, options, mesh, rows=1).changed(model={"compute_dtype": "float32"})
+            return self._job(context, options, mesh, rows=1).changed(
+                model={"compute_dtype": "float32"}
+            )
         return self._job(context, options, MeshConfig(fsdp=self.devices), rows=self.devices)
 
     def _job(self, context: int, options: dict[str, Any], mesh: MeshConfig, rows: int) -> Job:
         """The column's configuration of our step; other columns than the ring have this mesh and so many rows."""
         if self.column == "ring":
-            return Job.of(self.model, self.topology, context, mesh=MeshConfig(sequence=self.devices), memory=options)
+            return Job.of(
+                self.model,
+                self.topology,
+                context,
+                mesh=MeshConfig(sequence=self.devices),
+                memory=options,
+            )
         chunks = {} if self.column == "blockwise feed-forward" else ALL_AT_ONCE
         kernel = "reference" if self.column == "vanilla" else "auto"
-        return Job.of(self.model, self.topology, context, batch=rows, mesh=mesh, memory=options | chunks,
-                      attention={"schedule": "local", "kernel": kernel})
+        return Job.of(
+            self.model,
+            self.topology,
+            context,
+            batch=rows,
+            mesh=mesh,
+            memory=options | chunks,
+            attention={"schedule": "local", "kernel": kernel},
+        )
 
 
 def cells(words=()) -> list[Cell]:
     """Returns the cells whose names contain all of these words, in the order of their measurement: rings with host memory
     first."""
-    ordered = [Cell(topology, model, column, memory) for column in reversed(COLUMNS) for memory in reversed(MEMORIES)
-               for topology, models in PAPER.items() for model in models]
-    ordered += [Cell(topology, model, column, LIKE_FOR_LIKE) for column in COLUMNS
-                for topology, models in PAPER.items() if is_gpu(topology) for model in models]
+    ordered = [
+        Cell(topology, model, column, memory)
+        for column in reversed(COLUMNS)
+        for memory in reversed(MEMORIES)
+        for topology, models in PAPER.items()
+        for model in models
+    ]
+    ordered += [
+        Cell(topology, model, column, LIKE_FOR_LIKE)
+        for column in COLUMNS
+        for topology, models in PAPER.items()
+        if is_gpu(topology)
+        for model in models
+    ]
     return [cell for cell in ordered if all(word in cell.name for word in words)]
 
 
@@ -118,7 +152,10 @@ def read_cells(file: Path = FILE) -> list[dict[str, Any]]:
 
 def write_cells(contents: Iterable[dict[str, Any]], file: Path = FILE) -> None:
     """Stores cells in one step, each in its line, with what is kept of its plan."""
-    lines = [json.dumps(content | ({"plan": kept(content["plan"])} if "plan" in content else {})) for content in contents]
+    lines = [
+        json.dumps(content | ({"plan": kept(content["plan"])} if "plan" in content else {}))
+        for content in contents
+    ]
     partial = file.with_suffix(".part")
     partial.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     partial.replace(file)

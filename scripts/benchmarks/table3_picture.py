@@ -1,4 +1,5 @@
 """Ring Attention's Table 3 as text and as a picture: the paper's longest contexts, and ours."""
+
 from __future__ import annotations
 
 import itertools
@@ -7,15 +8,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scripts.benchmarks.commands import tokens_text
-from scripts.benchmarks.table3_cells import COLUMNS, LIKE_FOR_LIKE, MEMORIES, Cell, is_gpu, table_rows
+from scripts.benchmarks.table3_cells import (
+    COLUMNS,
+    LIKE_FOR_LIKE,
+    MEMORIES,
+    Cell,
+    is_gpu,
+    table_rows,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Memory -> its mark, size, edge, colour and name in the picture.
-MARKS = {"device": ("|", 12, 2, "#4477aa", "ours, device memory only"),
-         "ours": ("D", 5, 1, "#ee6677", "ours, with host memory")}
-PAPER_MARK = {"marker": "o", "linestyle": "", "markersize": 9, "color": "#222222", "fillstyle": "none"}
+MARKS = {
+    "device": ("|", 12, 2, "#4477aa", "ours, device memory only"),
+    "ours": ("D", 5, 1, "#ee6677", "ours, with host memory"),
+}
+PAPER_MARK = {
+    "marker": "o",
+    "linestyle": "",
+    "markersize": 9,
+    "color": "#222222",
+    "fillstyle": "none",
+}
 
 
 def show(filled: dict[Cell, dict | None]) -> None:
@@ -29,15 +45,21 @@ def show(filled: dict[Cell, dict | None]) -> None:
         show_memories(filled, (LIKE_FOR_LIKE,), gpus)
 
 
-def show_memories(filled: dict[Cell, dict | None], memories: tuple[str, ...], rows: list[tuple[str, str]]) -> None:
+def show_memories(
+    filled: dict[Cell, dict | None], memories: tuple[str, ...], rows: list[tuple[str, str]]
+) -> None:
     """Prints one table, of rows of topology and model: a cell's contexts with each choice of memory."""
     print(f"| hardware | model | {' | '.join(COLUMNS)} |\n|{'---|' * (2 + len(COLUMNS))}")
     for topology, model in rows:
         texts = []
         for column in COLUMNS:
             contents = [filled[Cell(topology, model, column, memory)] for memory in memories]
-            text = " / ".join(f"{tokens_text(content['longest'])}{'' if content['next'] else '+'}" if content else "?"
-                              for content in contents)
+            text = " / ".join(
+                f"{tokens_text(content['longest'])}{'' if content['next'] else '+'}"
+                if content
+                else "?"
+                for content in contents
+            )
             texts.append(f"{text} ({tokens_text(Cell(topology, model, column, 'ours').paper)})")
         print(f"| {topology} | {model.removeprefix('llama-')} | {' | '.join(texts)} |")
 
@@ -52,22 +74,34 @@ def draw(longest_contexts: dict[Cell, int], path: Path) -> None:
 
     heights, machines = _heights()
     ranges = {column: _range(column, longest_contexts) for column in COLUMNS}
-    figure = Figure(figsize=(12, 1.6 + 0.25 * (len(heights) + len(machines))), facecolor="white", layout="constrained")
-    panels = figure.subplots(1, len(COLUMNS), sharey=True, width_ratios=[high - low for low, high in ranges.values()])
+    figure = Figure(
+        figsize=(12, 1.6 + 0.25 * (len(heights) + len(machines))),
+        facecolor="white",
+        layout="constrained",
+    )
+    panels = figure.subplots(
+        1, len(COLUMNS), sharey=True, width_ratios=[high - low for low, high in ranges.values()]
+    )
     for axes, column in zip(panels, COLUMNS, strict=True):
         _draw_contexts(axes, column, heights, longest_contexts)
         axes.set(xlim=ranges[column], title=column)
         _draw_axis(axes)
-    panels[0].set_yticks([*heights.values(), *machines],
-                         [f"{model.removeprefix('llama-').upper()} " for _, model in heights]
-                         + [machine_text(topology) for topology in machines.values()])
-    for label in panels[0].get_yticklabels()[len(heights):]:
+    panels[0].set_yticks(
+        [*heights.values(), *machines],
+        [f"{model.removeprefix('llama-').upper()} " for _, model in heights]
+        + [machine_text(topology) for topology in machines.values()],
+    )
+    for label in panels[0].get_yticklabels()[len(heights) :]:
         label.set_fontweight("bold")
     panels[0].invert_yaxis()
-    figure.suptitle("Ring Attention's Table 3: the longest row in tokens, and what the compilers accept of our step")
+    figure.suptitle(
+        "Ring Attention's Table 3: the longest row in tokens, and what the compilers accept of our step"
+    )
     marks = [Line2D([], [], label="the paper", **PAPER_MARK)]
-    marks += [Line2D([], [], marker=mark, linestyle="", color=colour, markeredgewidth=2, label=label)
-              for mark, _, _, colour, label in MARKS.values()]
+    marks += [
+        Line2D([], [], marker=mark, linestyle="", color=colour, markeredgewidth=2, label=label)
+        for mark, _, _, colour, label in MARKS.values()
+    ]
     figure.legend(handles=marks, frameon=False, ncols=3, loc="outside lower center")
     figure.savefig(path, dpi=100)
 
@@ -96,18 +130,35 @@ def _range(column: str, longest_contexts: dict[Cell, int]) -> tuple[float, float
     return math.log2(min(contexts)) - 0.7, math.log2(max(contexts)) + 0.7
 
 
-def _draw_contexts(axes: Axes, column: str, heights: dict[tuple[str, str], int], longest_contexts: dict[Cell, int]) -> None:
+def _draw_contexts(
+    axes: Axes, column: str, heights: dict[tuple[str, str], int], longest_contexts: dict[Cell, int]
+) -> None:
     """Draws a column's contexts, the paper's and ours, joined by a grey line."""
     for row, height in heights.items():
         paper = Cell(*row, column, "ours").paper
-        ours = {memory: longest_contexts[cell] for memory in MEMORIES
-                if (cell := Cell(*row, column, memory)) in longest_contexts}
+        ours = {
+            memory: longest_contexts[cell]
+            for memory in MEMORIES
+            if (cell := Cell(*row, column, memory)) in longest_contexts
+        }
         contexts = (paper, *ours.values())
-        axes.plot([math.log2(min(contexts)), math.log2(max(contexts))], [height] * 2, color="#cccccc", zorder=1)
+        axes.plot(
+            [math.log2(min(contexts)), math.log2(max(contexts))],
+            [height] * 2,
+            color="#cccccc",
+            zorder=1,
+        )
         axes.plot(math.log2(paper), height, **PAPER_MARK)
         for memory, context in ours.items():
             mark, size, edge, colour, _ = MARKS[memory]
-            axes.plot(math.log2(context), height, mark, color=colour, markersize=size, markeredgewidth=edge)
+            axes.plot(
+                math.log2(context),
+                height,
+                mark,
+                color=colour,
+                markersize=size,
+                markeredgewidth=edge,
+            )
 
 
 def _draw_axis(axes: Axes) -> None:

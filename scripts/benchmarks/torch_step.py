@@ -1,4 +1,5 @@
 """A training step as users of transformers and torch run it, on a CPU or an NVIDIA GPU: the other side of bench_step."""
+
 from __future__ import annotations
 
 import argparse
@@ -31,17 +32,41 @@ class TorchOptions:
     @classmethod
     def of(cls, args: argparse.Namespace) -> TorchOptions:
         """Returns the options of a command line that `add_flags` has read."""
-        return cls(args.torch_attention, args.torch_recompute, args.torch_liger, args.torch_compile, args.torch_weights)
+        return cls(
+            args.torch_attention,
+            args.torch_recompute,
+            args.torch_liger,
+            args.torch_compile,
+            args.torch_weights,
+        )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `TorchOptions.of` reads."""
-    parser.add_argument("--torch-attention", default="sdpa", help="their attention: sdpa, flex_attention (default sdpa)")
-    parser.add_argument("--torch-recompute", action="store_true", help="they recompute layers (gradient checkpointing)")
-    parser.add_argument("--torch-liger", action="store_true", help="they use Liger's kernels (pip install liger-kernel)")
-    parser.add_argument("--torch-compile", action="store_true", help="their model goes through torch.compile")
-    parser.add_argument("--torch-weights", default="float32", choices=["float32", "bfloat16"],
-                        help="their weights and moments; products on a GPU are bfloat16 anyhow (default float32)")
+    parser.add_argument(
+        "--torch-attention",
+        default="sdpa",
+        help="their attention: sdpa, flex_attention (default sdpa)",
+    )
+    parser.add_argument(
+        "--torch-recompute",
+        action="store_true",
+        help="they recompute layers (gradient checkpointing)",
+    )
+    parser.add_argument(
+        "--torch-liger",
+        action="store_true",
+        help="they use Liger's kernels (pip install liger-kernel)",
+    )
+    parser.add_argument(
+        "--torch-compile", action="store_true", help="their model goes through torch.compile"
+    )
+    parser.add_argument(
+        "--torch-weights",
+        default="float32",
+        choices=["float32", "bfloat16"],
+        help="their weights and moments; products on a GPU are bfloat16 anyhow (default float32)",
+    )
 
 
 def torch_step(config: LlamaConfig, lengths: list[int], steps: int, options: TorchOptions) -> dict:
@@ -63,10 +88,14 @@ def torch_step(config: LlamaConfig, lengths: list[int], steps: int, options: Tor
     model = _model(config, options, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
     forward = torch.compile(model) if options.compiled else model
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, config.vocab_size, (1, sum(lengths)))).to(device)
+    tokens = torch.from_numpy(
+        np.random.default_rng(0).integers(0, config.vocab_size, (1, sum(lengths)))
+    ).to(device)
     inputs = {}
     if len(lengths) > 1:  # transformers finds the documents of a packed row by their positions
-        inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+        inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None].to(
+            device
+        )
     mixed = device == "cuda" and options.weights == "float32"
     seconds = []
     for step in range(steps + 1):
@@ -84,7 +113,13 @@ def torch_step(config: LlamaConfig, lengths: list[int], steps: int, options: Tor
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"seconds": seconds, "loss": last_loss, "device_gib": peak, "device": name, "versions": versions}
+    return {
+        "seconds": seconds,
+        "loss": last_loss,
+        "device_gib": peak,
+        "device": name,
+        "versions": versions,
+    }
 
 
 def _model(config: LlamaConfig, options: TorchOptions, device: str):
@@ -102,7 +137,8 @@ def _model(config: LlamaConfig, options: TorchOptions, device: str):
     try:
         with torch.device(device):
             model = transformers.LlamaForCausalLM(
-                transformers.LlamaConfig(**config.to_hf(), attn_implementation=options.attention)).train()
+                transformers.LlamaConfig(**config.to_hf(), attn_implementation=options.attention)
+            ).train()
     finally:
         torch.set_default_dtype(default)
     if options.recompute:

@@ -12,6 +12,7 @@ kept, and where that is too much, every third one; `ring` keeps what the recipe 
 
 Each compilation is recorded in --output before the next one begins. Writes docs/results/trajectory_memory.json.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -39,9 +40,18 @@ from trainer.trajectories import trajectory_model
 RECIPE = "configs/trajectories/walker_walk_350m_512k.yaml"
 TOKENS = 4000  # of a trajectory: 1,000 decisions of four
 # Device -> the topologies with 1, 8, 32 and 64 of it.
-MACHINES = {"v4": ("v4:1x1x1", "v4:2x2x2", "v4:2x4x4", "v4:4x4x4"), "v5e": ("v5e:1x1", "v5e:2x4", "v5e:4x8", "v5e:8x8")}
+MACHINES = {
+    "v4": ("v4:1x1x1", "v4:2x2x2", "v4:2x4x4", "v4:4x4x4"),
+    "v5e": ("v5e:1x1", "v5e:2x4", "v5e:4x8", "v5e:8x8"),
+}
 # Not the recipe, in whose comments the result is quoted.
-DEPENDS_ON = (MODEL, PLANNING, "trainer/step.py", "trainer/trajectories.py", "scripts/benchmarks/trajectory_memory.py")
+DEPENDS_ON = (
+    MODEL,
+    PLANNING,
+    "trainer/step.py",
+    "trainer/trajectories.py",
+    "scripts/benchmarks/trajectory_memory.py",
+)
 FACTS = [
     "Table 5 of the paper says oom for memory-efficient attention with 32 trajectories (128,000 tokens) and for the blockwise "
     "transformer with 128 (512,000 tokens), and names no machine.",
@@ -88,24 +98,48 @@ class Case:
             return [{}]
         chunks = {} if self.attention == "blockwise" else ALL_AT_ONCE
         # Beside scores of length x length the layers' inputs are nothing.
-        spare = [] if self.attention == "vanilla" else [{"remat": "every_k", "every_k": best_every_k(layers), **chunks}]
+        spare = (
+            []
+            if self.attention == "vanilla"
+            else [{"remat": "every_k", "every_k": best_every_k(layers), **chunks}]
+        )
         return [{"remat": "nothing", **chunks}, *spare]
 
     def job(self, options: dict[str, Any]) -> Job:
         """Returns the recipe's training step on this machine."""
         run = recipe()
-        attention = {} if self.attention == "ring" else {
-            "schedule": "local", "kernel": "reference" if self.attention == "vanilla" else "auto"}
-        run = changed(run, data={"context_length": self.trajectories * TOKENS}, memory=options, attention=attention,
-                      trajectories={"in_context": self.trajectories}, mesh=MeshConfig(sequence=self.devices))
+        attention = (
+            {}
+            if self.attention == "ring"
+            else {
+                "schedule": "local",
+                "kernel": "reference" if self.attention == "vanilla" else "auto",
+            }
+        )
+        run = changed(
+            run,
+            data={"context_length": self.trajectories * TOKENS},
+            memory=options,
+            attention=attention,
+            trajectories={"in_context": self.trajectories},
+            mesh=MeshConfig(sequence=self.devices),
+        )
         return Job(run, trajectory_model(run), self.topology, self.name)
 
 
 def cases(words: Sequence[str] = ()) -> list[Case]:
     """Returns the rows whose names have all of these words."""
-    rows = [Case(machine, *rest) for machine in MACHINES for rest in (
-        ("vanilla", 1, 32, ""), ("memory-efficient", 1, 32, "oom"), ("blockwise", 1, 32, "trained"),
-        ("blockwise", 1, 128, "oom"), *(("ring", devices, 128, "trained") for devices in (8, 32, 64)))]
+    rows = [
+        Case(machine, *rest)
+        for machine in MACHINES
+        for rest in (
+            ("vanilla", 1, 32, ""),
+            ("memory-efficient", 1, 32, "oom"),
+            ("blockwise", 1, 32, "trained"),
+            ("blockwise", 1, 128, "oom"),
+            *(("ring", devices, 128, "trained") for devices in (8, 32, 64)),
+        )
+    ]
     return [case for case in rows if all(word in case.name for word in words)]
 
 
@@ -116,7 +150,9 @@ class Compilations:
         self.path = path
         self.inputs = {**{pattern: fingerprint(pattern) for pattern in DEPENDS_ON}, **versions()}
         recorded = read_json(path) if path.exists() else {}
-        self.outcomes: dict[str, dict[str, dict]] = recorded["outcomes"] if recorded.get("inputs") == self.inputs else {}
+        self.outcomes: dict[str, dict[str, dict]] = (
+            recorded["outcomes"] if recorded.get("inputs") == self.inputs else {}
+        )
 
     def missing(self, case: Case) -> tuple[Job, str] | None:
         """Returns the next step to compile for a row, with the name of its remat policy; None where the row is known."""
@@ -137,7 +173,10 @@ class Compilations:
         partial = self.path.with_suffix(".part")
         write_json(partial, {"inputs": self.inputs, "outcomes": self.outcomes})
         partial.replace(self.path)
-        print(f"{case.name}: {text(case, policy, outcome)} ({outcome['compile_seconds']:.0f} s)", flush=True)
+        print(
+            f"{case.name}: {text(case, policy, outcome)} ({outcome['compile_seconds']:.0f} s)",
+            flush=True,
+        )
 
 
 def needed_gib(outcome: dict) -> float:
@@ -154,7 +193,12 @@ def text(case: Case, policy: str, outcome: dict) -> str:
 def figures(case: Case, outcome: dict) -> list[str]:
     """Returns whether an outcome fits, and what it needs, what there is and the temporaries of it, in GiB."""
     temporaries = f"{outcome['temporaries_gib']:.2f}" if outcome["fits"] else ""
-    return ["yes" if outcome["fits"] else "no", f"{needed_gib(outcome):.2f}", f"{memory_gib(case.topology)}", temporaries]
+    return [
+        "yes" if outcome["fits"] else "no",
+        f"{needed_gib(outcome):.2f}",
+        f"{memory_gib(case.topology)}",
+        temporaries,
+    ]
 
 
 def save_result(compilations: Compilations) -> None:
@@ -165,19 +209,51 @@ def save_result(compilations: Compilations) -> None:
         if not outcomes or compilations.missing(case):
             continue
         policy, outcome = list(outcomes.items())[-1]
-        outcome_text = text(case, policy, outcome) + (f"; paper: {case.paper}" if case.paper == "oom" else "")
+        outcome_text = text(case, policy, outcome) + (
+            f"; paper: {case.paper}" if case.paper == "oom" else ""
+        )
         goal = "fits: the paper trained it" if case.paper == "trained" else ""
         device = f"{case.devices} x {case.machine}" if case.devices > 1 else f"one {case.machine}"
-        rows[case.name] = row(f"{case.attention}, {case.trajectories} trajectories, {device}", outcome_text, goal,
-                              outcome["fits"] if goal else None)
-        lines += [[case.attention, case.trajectories, device, case.paper or "no such column", remat, *figures(case, tried)]
-                  for remat, tried in outcomes.items()]
-    columns = ["attention", "trajectories", "devices", "Ring Attention, Table 5", "remat", "fits", "needs GiB", "has GiB",
-               "of it temporaries"]
-    save("trajectory_memory", measured(
-        "Agentic Transformer of 350M parameters: memory of a training step on TPUs, by the compiler", rows,
-        "python -m scripts.benchmarks.trajectory_memory", DEPENDS_ON, note="docs/notes/trajectories.md",
-        tables={"compilations": {"columns": columns, "rows": lines}}, facts=FACTS))
+        rows[case.name] = row(
+            f"{case.attention}, {case.trajectories} trajectories, {device}",
+            outcome_text,
+            goal,
+            outcome["fits"] if goal else None,
+        )
+        lines += [
+            [
+                case.attention,
+                case.trajectories,
+                device,
+                case.paper or "no such column",
+                remat,
+                *figures(case, tried),
+            ]
+            for remat, tried in outcomes.items()
+        ]
+    columns = [
+        "attention",
+        "trajectories",
+        "devices",
+        "Ring Attention, Table 5",
+        "remat",
+        "fits",
+        "needs GiB",
+        "has GiB",
+        "of it temporaries",
+    ]
+    save(
+        "trajectory_memory",
+        measured(
+            "Agentic Transformer of 350M parameters: memory of a training step on TPUs, by the compiler",
+            rows,
+            "python -m scripts.benchmarks.trajectory_memory",
+            DEPENDS_ON,
+            note="docs/notes/trajectories.md",
+            tables={"compilations": {"columns": columns, "rows": lines}},
+            facts=FACTS,
+        ),
+    )
 
 
 def work(args: argparse.Namespace) -> None:
@@ -200,8 +276,16 @@ def work(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("trajectory_memory", __doc__)
-    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="rows whose name has all of these words")
-    parser.add_argument("--compiles", type=entry.at_least_one, help="stop after as many compilations")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="WORD",
+        help="rows whose name has all of these words",
+    )
+    parser.add_argument(
+        "--compiles", type=entry.at_least_one, help="stop after as many compilations"
+    )
     add_output_folder(parser, "runs/bench/trajectory_memory")
     args = parser.parse_args(argv)
     return entry.run(lambda: work(args))

@@ -1,4 +1,5 @@
 """Calls of gcloud: no question is ever asked, and a failure is told apart by its kind."""
+
 from __future__ import annotations
 
 import enum
@@ -28,13 +29,22 @@ class Kind(enum.Enum):
 
 # In this order: a message of a kind that comes first often contains words of a later one.
 _KINDS = (
-    (Kind.LOGIN, r"gcloud auth login|gcloud config set account|Reauthentication|UNAUTHENTICATED|PERMISSION_DENIED|invalid_grant"
-                 r"|active account|do(es)? not have permission|Required '.*' permission|HTTPError 40[13]"),
+    (
+        Kind.LOGIN,
+        r"gcloud auth login|gcloud config set account|Reauthentication|UNAUTHENTICATED|PERMISSION_DENIED|invalid_grant"
+        r"|active account|do(es)? not have permission|Required '.*' permission|HTTPError 40[13]",
+    ),
     (Kind.ABSENT, r"NOT_FOUND|[Nn]ot found|HTTPError 404|does not exist"),
-    (Kind.CAPACITY, r"no (more )?capacity|STOCKOUT|POOL_EXHAUSTED|not enough resources|insufficient capacity"),
+    (
+        Kind.CAPACITY,
+        r"no (more )?capacity|STOCKOUT|POOL_EXHAUSTED|not enough resources|insufficient capacity",
+    ),
     (Kind.QUOTA, r"[Qq]uota|QUOTA_EXCEEDED|RESOURCE_EXHAUSTED"),
-    (Kind.NETWORK, r"[Nn]etwork is unreachable|resolve host|ServerNotFound|find the server|[Tt]imed? ?out"
-                   r"|[Cc]onnection|Max retries|UNAVAILABLE|HTTPError 50\d|exited with return code \[?255|Broken pipe"),
+    (
+        Kind.NETWORK,
+        r"[Nn]etwork is unreachable|resolve host|ServerNotFound|find the server|[Tt]imed? ?out"
+        r"|[Cc]onnection|Max retries|UNAVAILABLE|HTTPError 50\d|exited with return code \[?255|Broken pipe",
+    ),
 )
 
 
@@ -49,7 +59,10 @@ class GcloudError(Exception):
     def __init__(self, message: str) -> None:
         self.kind = kind_of(message)
         lines = [line.strip() for line in message.splitlines() if line.strip()]
-        self.reason = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "it said nothing")
+        self.reason = next(
+            (line for line in lines if line.startswith("ERROR")),
+            lines[-1] if lines else "it said nothing",
+        )
         super().__init__(f"{self.kind.value}: {self.reason}")
 
 
@@ -114,11 +127,16 @@ class Gcloud:
 
     def _open(self, words: tuple[str, ...], **options: Any) -> subprocess.Popen:
         try:
-            return subprocess.Popen(["gcloud", *words, "--quiet"] if "--" not in words else ["gcloud", *words],
-                                    stdin=subprocess.DEVNULL, env=self.environment,
-                                    **{"text": True, "stdout": subprocess.PIPE, **options})
+            return subprocess.Popen(
+                ["gcloud", *words, "--quiet"] if "--" not in words else ["gcloud", *words],
+                stdin=subprocess.DEVNULL,
+                env=self.environment,
+                **{"text": True, "stdout": subprocess.PIPE, **options},
+            )
         except FileNotFoundError:
-            raise Refused("gcloud is not installed here: https://cloud.google.com/sdk/docs/install") from None
+            raise Refused(
+                "gcloud is not installed here: https://cloud.google.com/sdk/docs/install"
+            ) from None
 
     def __call__(self, *words: str) -> str:
         """`once`, tried again with a growing pause while the network is down."""

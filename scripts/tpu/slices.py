@@ -4,6 +4,7 @@
 a workload policy where it has several hosts; v5p, v6e and tpu7x):
 https://docs.cloud.google.com/compute/docs/tpus/create-tpu-mig-multi-host-slice
 """
+
 from __future__ import annotations
 
 import abc
@@ -57,7 +58,11 @@ class Slices(abc.ABC):
     def nodes(self) -> list[str]:
         """The names of the slices."""
         name = self.request.name
-        return [name] if self.request.slices == 1 else [f"{name}-{i}" for i in range(self.request.slices)]
+        return (
+            [name]
+            if self.request.slices == 1
+            else [f"{name}-{i}" for i in range(self.request.slices)]
+        )
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -147,16 +152,22 @@ class QueuedSlices(Slices):
     def check(self) -> None:
         """Raises Refused where type or version is missing."""
         if not (self.request.type and self.request.version):
-            raise Refused("--type and --version are missing, such as --type v5p-128 --version v2-alpha-tpuv5; or, for Compute "
-                          "Engine, --machine-type and --topology")
+            raise Refused(
+                "--type and --version are missing, such as --type v5p-128 --version v2-alpha-tpuv5; or, for Compute "
+                "Engine, --machine-type and --topology"
+            )
         if self.request.type.startswith("tpu7x"):
-            raise Refused("the Cloud TPU API has no tpu7x: --machine-type tpu7x-standard-4t --topology 4x4x4 requests it from "
-                          "Compute Engine")
+            raise Refused(
+                "the Cloud TPU API has no tpu7x: --machine-type tpu7x-standard-4t --topology 4x4x4 requests it from "
+                "Compute Engine"
+            )
         if self.request.flex_start:
             raise Refused("--flex-start is Compute Engine's: --machine-type and --topology")
         if self.request.reservation:
-            raise Refused("--reservation is Compute Engine's; the Cloud TPU API finds the project's own by "
-                          "--create-options=--reserved")
+            raise Refused(
+                "--reservation is Compute Engine's; the Cloud TPU API finds the project's own by "
+                "--create-options=--reserved"
+            )
 
     def state(self) -> State:
         """As of Slices; a node that was preempted counts, even where its queued resource still says ACTIVE."""
@@ -185,19 +196,41 @@ class QueuedSlices(Slices):
     def request_once(self) -> None:
         """As of Slices."""
         request = self.request
-        nodes = (["--node-id", request.name] if request.slices == 1 else
-                 ["--node-count", str(request.slices), "--node-prefix", request.name])
-        self._unless_there("compute", "tpus", "queued-resources", "create", request.name, *nodes, "--accelerator-type",
-                           request.type, "--runtime-version", request.version,
-                           *["--spot"] * request.spot, *request.options,
-                           *self.gcloud.where)
+        nodes = (
+            ["--node-id", request.name]
+            if request.slices == 1
+            else ["--node-count", str(request.slices), "--node-prefix", request.name]
+        )
+        self._unless_there(
+            "compute",
+            "tpus",
+            "queued-resources",
+            "create",
+            request.name,
+            *nodes,
+            "--accelerator-type",
+            request.type,
+            "--runtime-version",
+            request.version,
+            *["--spot"] * request.spot,
+            *request.options,
+            *self.gcloud.where,
+        )
 
     def delete(self) -> list[str]:
         """As of Slices; also a TPU VM that was made without a queued resource."""
         deleted = []
         if self._tpus("queued-resources", "describe", self.request.name) is not None:
             # --force also deletes its TPU VMs.
-            self.gcloud("compute", "tpus", "queued-resources", "delete", self.request.name, "--force", *self.gcloud.where)
+            self.gcloud(
+                "compute",
+                "tpus",
+                "queued-resources",
+                "delete",
+                self.request.name,
+                "--force",
+                *self.gcloud.where,
+            )
             deleted.append(f"queued resource {self.request.name}")
         for node in self.nodes:
             if self._tpus("tpu-vm", "describe", node) is not None:
@@ -214,18 +247,40 @@ class QueuedSlices(Slices):
 
     def ssh(self, worker: Worker, command: str) -> list[str]:
         """As of Slices."""
-        return ["compute", "tpus", "tpu-vm", "ssh", worker.node, *self.gcloud.where, f"--worker={worker.number}",
-                *self.ssh_options, "--command", command]
+        return [
+            "compute",
+            "tpus",
+            "tpu-vm",
+            "ssh",
+            worker.node,
+            *self.gcloud.where,
+            f"--worker={worker.number}",
+            *self.ssh_options,
+            "--command",
+            command,
+        ]
 
     def scp(self, worker: Worker, path: str, name: str) -> list[str]:
         """As of Slices."""
-        return ["compute", "tpus", "tpu-vm", "scp", path, f"{worker.node}:{name}", *self.gcloud.where,
-                f"--worker={worker.number}", *self.ssh_options]
+        return [
+            "compute",
+            "tpus",
+            "tpu-vm",
+            "scp",
+            path,
+            f"{worker.node}:{name}",
+            *self.gcloud.where,
+            f"--worker={worker.number}",
+            *self.ssh_options,
+        ]
 
 
 # Families of images with the TPU's driver: https://docs.cloud.google.com/compute/docs/tpus/create-tpu-vm-instance
-_IMAGES = {"ct5p-": "ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e", "ct6e-": "ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e",
-           "tpu7x-": "ubuntu-accel-2404-amd64-tpu-tpu7x"}
+_IMAGES = {
+    "ct5p-": "ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e",
+    "ct6e-": "ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e",
+    "tpu7x-": "ubuntu-accel-2404-amd64-tpu-tpu7x",
+}
 
 
 class GroupSlices(Slices):
@@ -235,15 +290,25 @@ class GroupSlices(Slices):
         """Raises Refused where machine type or topology is missing or unknown."""
         request = self.request
         if not request.machine_type:
-            raise Refused("--machine-type is missing, such as --machine-type ct6e-standard-4t --topology 4x4")
-        if not request.machine_type.startswith(tuple(_IMAGES)) or not re.search(r"-\d+t$", request.machine_type):
-            raise Refused(f"--machine-type: found {request.machine_type}; needs one of Compute Engine's TPUs, such as "
-                          "ct5p-hightpu-4t, ct6e-standard-4t, tpu7x-standard-4t")
+            raise Refused(
+                "--machine-type is missing, such as --machine-type ct6e-standard-4t --topology 4x4"
+            )
+        if not request.machine_type.startswith(tuple(_IMAGES)) or not re.search(
+            r"-\d+t$", request.machine_type
+        ):
+            raise Refused(
+                f"--machine-type: found {request.machine_type}; needs one of Compute Engine's TPUs, such as "
+                "ct5p-hightpu-4t, ct6e-standard-4t, tpu7x-standard-4t"
+            )
         if request.topology and not re.fullmatch(r"\d+x\d+(x\d+)?", request.topology):
-            raise Refused(f"--topology: found {request.topology}; needs chips along each side, such as 4x4 or 4x4x4")
+            raise Refused(
+                f"--topology: found {request.topology}; needs chips along each side, such as 4x4 or 4x4x4"
+            )
         if self._chips % self._chips_per_host:
-            raise Refused(f"--topology: {request.topology} has {self._chips} chips, which hosts of {self._chips_per_host} do "
-                          "not divide")
+            raise Refused(
+                f"--topology: {request.topology} has {self._chips} chips, which hosts of {self._chips_per_host} do "
+                "not divide"
+            )
         _check_one_way(request)
 
     @property
@@ -252,7 +317,11 @@ class GroupSlices(Slices):
 
     @property
     def _chips(self) -> int:
-        sides = self.request.topology.split("x") if self.request.topology else [str(self._chips_per_host)]
+        sides = (
+            self.request.topology.split("x")
+            if self.request.topology
+            else [str(self._chips_per_host)]
+        )
         return math.prod(map(int, sides))
 
     @property
@@ -263,15 +332,29 @@ class GroupSlices(Slices):
         if self.request.spot:
             return ["--provisioning-model", "SPOT", "--instance-termination-action", "STOP"]
         if self.request.flex_start:
-            return ["--provisioning-model", "FLEX_START", "--max-run-duration", self.request.flex_start,
-                    "--instance-termination-action", "DELETE"]
+            return [
+                "--provisioning-model",
+                "FLEX_START",
+                "--max-run-duration",
+                self.request.flex_start,
+                "--instance-termination-action",
+                "DELETE",
+            ]
         if self.request.reservation:
-            return ["--provisioning-model", "RESERVATION_BOUND", "--reservation-affinity", "specific",
-                    "--reservation", self.request.reservation]
+            return [
+                "--provisioning-model",
+                "RESERVATION_BOUND",
+                "--reservation-affinity",
+                "specific",
+                "--reservation",
+                self.request.reservation,
+            ]
         return []
 
     def _groups(self, *words: str) -> Any:
-        return self.gcloud.describe("compute", "instance-groups", "managed", *words, *self.gcloud.where)
+        return self.gcloud.describe(
+            "compute", "instance-groups", "managed", *words, *self.gcloud.where
+        )
 
     def _instances(self, node: str) -> list[dict[str, Any]] | None:
         """Returns a slice's instances; None without the group."""
@@ -287,7 +370,10 @@ class GroupSlices(Slices):
                 continue
             present += 1
             for item in instances:
-                errors = [error.get("message", "") for error in item.get("lastAttempt", {}).get("errors", {}).get("errors", [])]
+                errors = [
+                    error.get("message", "")
+                    for error in item.get("lastAttempt", {}).get("errors", {}).get("errors", [])
+                ]
                 name, status = item["instance"].rpartition("/")[2], item.get("instanceStatus", "")
                 if status in ("STOPPING", "STOPPED", "SUSPENDED", "TERMINATED"):
                     return State("GONE", f"{name} is {status}")
@@ -307,30 +393,83 @@ class GroupSlices(Slices):
         """As of Slices: a workload policy for slices of several hosts, a template, and a group for each slice."""
         name, policy = self.request.name, []
         if self._hosts > 1:
-            self._unless_there("compute", "resource-policies", "create", "workload-policy", name, "--type", "HIGH_THROUGHPUT",
-                               "--accelerator-topology", self.request.topology, "--region", self.gcloud.region,
-                               *self.gcloud.project)
+            self._unless_there(
+                "compute",
+                "resource-policies",
+                "create",
+                "workload-policy",
+                name,
+                "--type",
+                "HIGH_THROUGHPUT",
+                "--accelerator-topology",
+                self.request.topology,
+                "--region",
+                self.gcloud.region,
+                *self.gcloud.project,
+            )
             policy = ["--workload-policy", name]
-        family = next(image for prefix, image in _IMAGES.items() if self.request.machine_type.startswith(prefix))
-        self._unless_there("compute", "instance-templates", "create", name, "--machine-type", self.request.machine_type,
-                           "--maintenance-policy", "TERMINATE", "--image-family", family,
-                           "--image-project", "ubuntu-os-accelerator-images", "--boot-disk-size", "200GB",
-                           "--scopes", "cloud-platform", *self._bought(), *self.request.options, *self.gcloud.project)
+        family = next(
+            image
+            for prefix, image in _IMAGES.items()
+            if self.request.machine_type.startswith(prefix)
+        )
+        self._unless_there(
+            "compute",
+            "instance-templates",
+            "create",
+            name,
+            "--machine-type",
+            self.request.machine_type,
+            "--maintenance-policy",
+            "TERMINATE",
+            "--image-family",
+            family,
+            "--image-project",
+            "ubuntu-os-accelerator-images",
+            "--boot-disk-size",
+            "200GB",
+            "--scopes",
+            "cloud-platform",
+            *self._bought(),
+            *self.request.options,
+            *self.gcloud.project,
+        )
         for node in self.nodes:
             # All hosts at once or none; a lost one is not replaced alone, since the slice's links are lost with it.
-            self._unless_there("compute", "instance-groups", "managed", "create", node, "--template", name,
-                               "--size", str(self._hosts), *policy, "--target-size-policy-mode", "bulk",
-                               "--default-action-on-vm-failure", "do-nothing", *self.gcloud.where)
+            self._unless_there(
+                "compute",
+                "instance-groups",
+                "managed",
+                "create",
+                node,
+                "--template",
+                name,
+                "--size",
+                str(self._hosts),
+                *policy,
+                "--target-size-policy-mode",
+                "bulk",
+                "--default-action-on-vm-failure",
+                "do-nothing",
+                *self.gcloud.where,
+            )
 
     def delete(self) -> list[str]:
         """As of Slices: the groups with their instances, the template and the policy."""
         deleted = []
         for node in self.nodes:
             if self._groups("describe", node) is not None:
-                self.gcloud("compute", "instance-groups", "managed", "delete", node, *self.gcloud.where)
+                self.gcloud(
+                    "compute", "instance-groups", "managed", "delete", node, *self.gcloud.where
+                )
                 deleted.append(f"instance group {node}")
-        for kind, words in (("template", ["instance-templates", "delete", self.request.name]),
-                            ("policy", ["resource-policies", "delete", self.request.name, "--region", self.gcloud.region])):
+        for kind, words in (
+            ("template", ["instance-templates", "delete", self.request.name]),
+            (
+                "policy",
+                ["resource-policies", "delete", self.request.name, "--region", self.gcloud.region],
+            ),
+        ):
             try:
                 self.gcloud("compute", *words, *self.gcloud.project)
                 deleted.append(f"{kind} {self.request.name}")
@@ -341,16 +480,34 @@ class GroupSlices(Slices):
 
     def workers(self) -> list[Worker]:
         """As of Slices: each instance."""
-        return [Worker(instance["instance"].rpartition("/")[2], str(number))
-                for node in self.nodes for number, instance in enumerate(self._instances(node) or [])]
+        return [
+            Worker(instance["instance"].rpartition("/")[2], str(number))
+            for node in self.nodes
+            for number, instance in enumerate(self._instances(node) or [])
+        ]
 
     def ssh(self, worker: Worker, command: str) -> list[str]:
         """As of Slices."""
-        return ["compute", "ssh", worker.node, *self.gcloud.where, *self.ssh_options, "--command", command]
+        return [
+            "compute",
+            "ssh",
+            worker.node,
+            *self.gcloud.where,
+            *self.ssh_options,
+            "--command",
+            command,
+        ]
 
     def scp(self, worker: Worker, path: str, name: str) -> list[str]:
         """As of Slices."""
-        return ["compute", "scp", path, f"{worker.node}:{name}", *self.gcloud.where, *self.ssh_options]
+        return [
+            "compute",
+            "scp",
+            path,
+            f"{worker.node}:{name}",
+            *self.gcloud.where,
+            *self.ssh_options,
+        ]
 
     def environment(self, worker: Worker) -> dict[str, str]:
         """As of Slices: which slice of several a host belongs to, as libtpu reads it."""
@@ -358,5 +515,8 @@ class GroupSlices(Slices):
             return {}
         number = next(i for i, node in enumerate(self.nodes) if worker.node.startswith(f"{node}-"))
         first = self.workers()[0].node
-        return {"MEGASCALE_COORDINATOR_ADDRESS": first, "MEGASCALE_NUM_SLICES": str(self.request.slices),
-                "MEGASCALE_SLICE_ID": str(number)}
+        return {
+            "MEGASCALE_COORDINATOR_ADDRESS": first,
+            "MEGASCALE_NUM_SLICES": str(self.request.slices),
+            "MEGASCALE_SLICE_ID": str(number),
+        }

@@ -3,6 +3,7 @@
 On a worker the project lies in ~/longstripe. One command at a time runs there, detached from the connection that started it;
 job.log, job.pid, job.code (its exit code, once it has ended) and job.command tell about it.
 """
+
 from __future__ import annotations
 
 import os
@@ -25,17 +26,27 @@ def files_to_send(root: Path = ROOT) -> list[str]:
     Raises:
       Refused: one that git does not track is too large to be code, or this is no working tree of git's.
     """
+
     def listed(*options: str) -> list[str]:
-        done = subprocess.run(["git", "-C", str(root), "ls-files", "-z", *options], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(root), "ls-files", "-z", *options],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
-            raise Refused(f"{root} is not a working tree of git, which tells what to send: {done.stderr.strip()}")
+            raise Refused(
+                f"{root} is not a working tree of git, which tells what to send: {done.stderr.strip()}"
+            )
         return [name for name in done.stdout.split("\0") if name]
 
     new = listed("--others", "--exclude-standard")
     for name in new:
         if (size := (root / name).lstat().st_size) > LARGEST_UNTRACKED:
-            raise Refused(f"{name} ({size / 2**20:.0f} MiB) would be sent to every worker: name it in .gitignore, or "
-                          "git add it")
+            raise Refused(
+                f"{name} ({size / 2**20:.0f} MiB) would be sent to every worker: name it in .gitignore, or "
+                "git add it"
+            )
     return sorted({name for name in [*listed("--cached"), *new] if os.path.lexists(root / name)})
 
 
@@ -76,7 +87,9 @@ def read_variables(given: Sequence[str]) -> dict[str, str]:
     for word in given:
         name, equals, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise Refused(f"--env: found {word.partition('=')[0]}; needs NAME=VALUE, or NAME of a variable that is set here")
+            raise Refused(
+                f"--env: found {word.partition('=')[0]}; needs NAME=VALUE, or NAME of a variable that is set here"
+            )
         if not equals and name not in os.environ:
             raise Refused(f"--env: {name} is not set here")
         variables[name] = value if equals else os.environ[name]
@@ -96,10 +109,16 @@ def words_to_run(command: Sequence[str]) -> list[str]:
         words = words[1:]
     if words[:1] == ["train.py"]:
         return words
-    if words[:1] == ["-m"] and len(words) > 1 and words[1].split(".")[0] in ("scripts", "eval", "trainer", "data", "planning"):
+    if (
+        words[:1] == ["-m"]
+        and len(words) > 1
+        and words[1].split(".")[0] in ("scripts", "eval", "trainer", "data", "planning")
+    ):
         return words
-    raise Refused("which command? After -- follow train.py's options, such as -- --config configs/NAME.yaml, or a command of "
-                  "the project, such as -- python -m scripts.export_hf RUN HF_DIR")
+    raise Refused(
+        "which command? After -- follow train.py's options, such as -- --config configs/NAME.yaml, or a command of "
+        "the project, such as -- python -m scripts.export_hf RUN HF_DIR"
+    )
 
 
 def on_all_workers(words: Sequence[str]) -> bool:
@@ -168,8 +187,10 @@ echo "job $(hostname) $(cat job.id) $(cksum < job.command | cut -d ' ' -f 1) $co
 
 def log_command(identity: str, offset: int) -> str:
     """Returns the command that prints the job's id, then its log until it ends: of job `identity` after `offset` bytes."""
-    return (f'cd longstripe && start=1; [ "$(cat job.id)" != "{identity}" ] || start={offset + 1}\n'
-            'cat job.id; tail -c +$start --pid="$(cat job.pid)" -f job.log')
+    return (
+        f'cd longstripe && start=1; [ "$(cat job.id)" != "{identity}" ] || start={offset + 1}\n'
+        'cat job.id; tail -c +$start --pid="$(cat job.pid)" -f job.log'
+    )
 
 
 # The end of each worker's log, each line with the host and the exit code before it.

@@ -1,4 +1,5 @@
 """A server on this machine that sends one file, as servers on the internet do, with failures to order."""
+
 import contextlib
 import http.server
 import re
@@ -49,7 +50,9 @@ class FileServer:
                 handler.end_headers()
                 return
             handler.send_response(206)
-            handler.send_header("Content-Range", f"bytes {start}-{len(self.content) - 1}/{len(self.content)}")
+            handler.send_header(
+                "Content-Range", f"bytes {start}-{len(self.content) - 1}/{len(self.content)}"
+            )
         else:
             handler.send_response(200)
         if self.has_length:
@@ -59,7 +62,7 @@ class FileServer:
         handler.end_headers()
         stop = start + self.breaks.pop(0) if self.breaks else len(self.content)
         if self.stalls:
-            handler.wfile.write(self.content[start:start + self.stalls.pop(0)])
+            handler.wfile.write(self.content[start : start + self.stalls.pop(0)])
             self.stalled.wait(60)
             return
         handler.wfile.write(self.content[start:stop])
@@ -90,7 +93,11 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
     def answer(self, status: int, content: bytes, headers: Mapping[str, str], body: bool) -> None:
         """Sends a response, JSON unless the headers say otherwise; the content only where `body` is true (no HEAD)."""
         self.send_response(status)
-        for key, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
+        for key, value in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(content)),
+            **headers,
+        }.items():
             self.send_header(key, value)
         self.end_headers()
         if body:

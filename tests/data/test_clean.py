@@ -15,7 +15,9 @@ SCRAPED = SETS["scraped"]
 
 def talk(*contents, system=None):
     """Returns a record of alternating turns."""
-    turns = [{"from": ("human", "gpt")[i % 2], "value": content} for i, content in enumerate(contents)]
+    turns = [
+        {"from": ("human", "gpt")[i % 2], "value": content} for i, content in enumerate(contents)
+    ]
     return {"conversations": ([{"from": "system", "value": system}] if system else []) + turns}
 
 
@@ -27,11 +29,26 @@ def contents(record, **options):
 @pytest.mark.parametrize(
     ("rule", "record", "kept"),
     [
-        ({"refusals": True}, talk("Hi", "As an AI language model, I do not eat."), talk("Why?", "Because I am an ailing man.")),
-        ({"refusals": True}, talk("Hi", "I'm sorry, but I cannot do that."), talk("I'm sorry, but I cannot go.", "Fine.")),
-        ({"company_names": True}, talk("Who made you?", "OpenAI did."), talk("Who made you?", "An open-air cinema.")),
-        ({"languages": ("en",)}, talk("Wie geht es dir heute, mein Freund?", "Sehr gut, danke, und dir auch?"),
-         talk("How are you doing today, my old friend?", "Very well, thank you, and you?")),
+        (
+            {"refusals": True},
+            talk("Hi", "As an AI language model, I do not eat."),
+            talk("Why?", "Because I am an ailing man."),
+        ),
+        (
+            {"refusals": True},
+            talk("Hi", "I'm sorry, but I cannot do that."),
+            talk("I'm sorry, but I cannot go.", "Fine."),
+        ),
+        (
+            {"company_names": True},
+            talk("Who made you?", "OpenAI did."),
+            talk("Who made you?", "An open-air cinema."),
+        ),
+        (
+            {"languages": ("en",)},
+            talk("Wie geht es dir heute, mein Freund?", "Sehr gut, danke, und dir auch?"),
+            talk("How are you doing today, my old friend?", "Very well, thank you, and you?"),
+        ),
     ],
 )
 def test_filters_drop_only_if_enabled(rule, record, kept):
@@ -41,7 +58,10 @@ def test_filters_drop_only_if_enabled(rule, record, kept):
 
 
 def test_one_exchange_in_alpacas_form():
-    assert contents({"instruction": "Add.", "input": "1, 2", "output": "3"}) == ["Add.\n\n1, 2", "3"]
+    assert contents({"instruction": "Add.", "input": "1, 2", "output": "3"}) == [
+        "Add.\n\n1, 2",
+        "3",
+    ]
     assert contents({"instruction": "Sing.", "input": "", "output": "La."}) == ["Sing.", "La."]
     with pytest.raises(Drop, match="it has the fields instruction, output"):
         contents({"instruction": "Sing.", "output": None})
@@ -49,57 +69,128 @@ def test_one_exchange_in_alpacas_form():
 
 def test_a_system_text_becomes_the_first_turn_and_tools_are_reported():
     exchange = talk("Hi", "Ho")
-    for record in ({**exchange, "system": " Be brief. "}, {**exchange, "system_prompt": "Be brief."},
-                   {**talk("Hi", "Ho", system="Be brief."), "system": "Never mind."},
-                   {"conversations": [{"from": "system", "value": " "}, *exchange["conversations"]], "system": "Be brief."},
-                   {"instruction": "Hi", "output": "Ho", "system": "Be brief.", "history": []}):
+    for record in (
+        {**exchange, "system": " Be brief. "},
+        {**exchange, "system_prompt": "Be brief."},
+        {**talk("Hi", "Ho", system="Be brief."), "system": "Never mind."},
+        {
+            "conversations": [{"from": "system", "value": " "}, *exchange["conversations"]],
+            "system": "Be brief.",
+        },
+        {"instruction": "Hi", "output": "Ho", "system": "Be brief.", "history": []},
+    ):
         turns = Cleaner().clean(record)[1]
-        assert [(turn.role, turn.content) for turn in turns] == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Ho")]
+        assert [(turn.role, turn.content) for turn in turns] == [
+            ("system", "Be brief."),
+            ("user", "Hi"),
+            ("assistant", "Ho"),
+        ]
     for nothing in (None, "", " ", 3, {"a": "b"}):
         assert contents({**exchange, "system": nothing, "tools": []}) == ["Hi", "Ho"]
-    assert contents({"instruction": "c", "output": "d", "history": [["a", "b"]]}) == ["a", "b", "c", "d"]
+    assert contents({"instruction": "c", "output": "d", "history": [["a", "b"]]}) == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]
     with pytest.raises(Drop, match="`history`"):
         contents({"instruction": "c", "output": "d", "history": ["a", "b"]})
     described = Cleaner().clean({**exchange, "tools": [{"name": "f"}]})
-    assert described.changes == set() and described.tools == ({"type": "function", "function": {"name": "f"}},)
+    assert described.changes == set() and described.tools == (
+        {"type": "function", "function": {"name": "f"}},
+    )
     for broken in ("f(x)", {"name": "f"}, ["f"]):
-        assert Cleaner().clean({**exchange, "tools": broken}).changes == {"descriptions in `tools` left out"}
-    called = {"role": "assistant", "content": "Let me look.", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    _, call, result, _ = Cleaner().clean({"messages": [
-        {"role": "user", "content": "a"}, called, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "One."},
-    ]}).messages
-    assert call.content == "Let me look." and call.tool_calls[0]["function"] == {"name": "f", "arguments": {}}
+        assert Cleaner().clean({**exchange, "tools": broken}).changes == {
+            "descriptions in `tools` left out"
+        }
+    called = {
+        "role": "assistant",
+        "content": "Let me look.",
+        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+    }
+    _, call, result, _ = (
+        Cleaner()
+        .clean(
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    called,
+                    {"role": "tool", "content": "1"},
+                    {"role": "assistant", "content": "One."},
+                ]
+            }
+        )
+        .messages
+    )
+    assert call.content == "Let me look." and call.tool_calls[0]["function"] == {
+        "name": "f",
+        "arguments": {},
+    }
     assert result.content == "1" and result.tool_call_id == call.tool_calls[0]["id"]
 
 
-@pytest.mark.parametrize(("flag", "train"), [
-    ({}, True), ({"train": True}, True), ({"train": False}, False), ({"train": 0}, False), ({"train": "false"}, False),
-    ({"train": "?"}, True), ({"loss": False}, False), ({"loss": True}, True), ({"training": False}, False),
-    ({"trainable": 0}, False), ({"weight": 0}, False), ({"weight": 1.0}, True), ({"weight": None}, True),
-    ({"weight": float("nan")}, True), ({"mask": True}, False), ({"mask": False}, True), ({"masked": 1}, False),
-    ({"train": True, "weight": 0}, False),
-])
+@pytest.mark.parametrize(
+    ("flag", "train"),
+    [
+        ({}, True),
+        ({"train": True}, True),
+        ({"train": False}, False),
+        ({"train": 0}, False),
+        ({"train": "false"}, False),
+        ({"train": "?"}, True),
+        ({"loss": False}, False),
+        ({"loss": True}, True),
+        ({"training": False}, False),
+        ({"trainable": 0}, False),
+        ({"weight": 0}, False),
+        ({"weight": 1.0}, True),
+        ({"weight": None}, True),
+        ({"weight": float("nan")}, True),
+        ({"mask": True}, False),
+        ({"mask": False}, True),
+        ({"masked": 1}, False),
+        ({"train": True, "weight": 0}, False),
+    ],
+)
 def test_a_turns_flag_says_whether_it_is_trained_on(flag, train):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **flag}]
     assert [message.train for message in Cleaner().clean({"messages": turns})[1]] == [True, train]
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["<p>x</p>", "\ud83d"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["text", "train", "a"]), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["<p>x</p>", "\ud83d"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["text", "train", "a"]), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 TURNS = st.lists(
-    st.dictionaries(st.sampled_from(["from", "role", "value", "content", "train"]),
-                    JSON | st.sampled_from(["human", "gpt", "tool", "system", "Hi"]), max_size=4) | JSON, max_size=4
+    st.dictionaries(
+        st.sampled_from(["from", "role", "value", "content", "train"]),
+        JSON | st.sampled_from(["human", "gpt", "tool", "system", "Hi"]),
+        max_size=4,
+    )
+    | JSON,
+    max_size=4,
 )
 
 
 KEYS = ["id", "conversations", "messages", "instruction", "output", "system", "history"]
 
 
-@given(st.dictionaries(st.sampled_from(KEYS), TURNS | JSON) | JSON,
-       st.builds(CleanConfig, html=st.sampled_from(["detect", "always", "never"]), refusals=st.booleans()), st.booleans())
+@given(
+    st.dictionaries(st.sampled_from(KEYS), TURNS | JSON) | JSON,
+    st.builds(
+        CleanConfig, html=st.sampled_from(["detect", "always", "never"]), refusals=st.booleans()
+    ),
+    st.booleans(),
+)
 def test_any_json_is_turns_in_order_or_a_reason(record, config, alternating):
     try:
         identity, messages, *_ = Cleaner(config, alternating).clean(record)
@@ -140,7 +231,11 @@ def test_busy_replies_end_a_conversation_and_talk_about_them_does_not():
 def test_either_apostrophe_is_one(apostrophe):
     busy = f"You{apostrophe}ve reached our usage limit. Try again later."
     assert contents(talk("a", "b", "c", busy), **SCRAPED) == ["a", "b"]
-    for written in ("I'm sorry, but I can't help with that.", "I can't assist with it.", "Well, I'm just an AI of few words."):
+    for written in (
+        "I'm sorry, but I can't help with that.",
+        "I can't assist with it.",
+        "Well, I'm just an AI of few words.",
+    ):
         refusal = written.replace("'", apostrophe)
         assert contents(talk("a", refusal)) == ["a", refusal]
         with pytest.raises(Drop, match="refusal"):
@@ -149,20 +244,34 @@ def test_either_apostrophe_is_one(apostrophe):
 
 @pytest.mark.parametrize(
     "text",
-    ["Use <b>bold</b> & so on", "<div>\n <p>page</p>\n</div>", "<!DOCTYPE html><p>x</p>", "<p>x</p> is a paragraph",
-     "```html\n<p>x</p>\n```", "<https://a.b/c>", "vector<int> &amp;", "1 / 2\nCopy code"],
+    [
+        "Use <b>bold</b> & so on",
+        "<div>\n <p>page</p>\n</div>",
+        "<!DOCTYPE html><p>x</p>",
+        "<p>x</p> is a paragraph",
+        "```html\n<p>x</p>\n```",
+        "<https://a.b/c>",
+        "vector<int> &amp;",
+        "1 / 2\nCopy code",
+    ],
 )
 def test_markdown_that_holds_html_is_left_alone(text):
     assert contents(talk(text, text), **SCRAPED) == [text, text]
 
 
 def test_pages_become_markdown():
-    page = '<h2>Title</h2><p>A <a href="https://x.y">link</a><br>and <em>more_or_less</em> 2 * 3</p>'
-    assert contents(talk("?", page), **SCRAPED)[1] == "## Title\n\nA [link](https://x.y)  \nand *more_or_less* 2 * 3"
+    page = (
+        '<h2>Title</h2><p>A <a href="https://x.y">link</a><br>and <em>more_or_less</em> 2 * 3</p>'
+    )
+    assert (
+        contents(talk("?", page), **SCRAPED)[1]
+        == "## Title\n\nA [link](https://x.y)  \nand *more_or_less* 2 * 3"
+    )
     assert contents(talk("?", page))[1] == page
     assert contents(talk("?", "a &lt; b <b>c</b>"), html="always")[1] == "a < b **c**"
     formula = (
-        '<p>So <span class="katex"><span><math><mi>x</mi><annotation>x^2</annotation></math></span><span>x2</span></span></p>'
+        '<p>So <span class="katex"><span><math><mi>x</mi>'
+        "<annotation>x^2</annotation></math></span><span>x2</span></span></p>"
     )
     assert html.to_markdown(formula) == "So $x^2$"
     assert html.to_markdown("<p>2 / 3</p><p>Text</p>") == "Text"
@@ -188,4 +297,6 @@ def test_split_keeps_every_exchange_in_order(sizes, with_system, room):
     for body, following in zip(bodies, [*bodies[1:], None], strict=True):
         assert body[0].role == "user" and body[-1].role == "assistant"
         assert length(body) <= room or len(body) == 2
-        assert following is None or length(body) + len(following[1].content) > room, "as long as there is room"
+        assert following is None or length(body) + len(following[1].content) > room, (
+            "as long as there is room"
+        )

@@ -1,4 +1,5 @@
 """Downloads from a server on this machine: resumed, started again where they cannot be, and refused with a reason."""
+
 import socket
 
 import numpy as np
@@ -28,7 +29,11 @@ def fetched(server, tmp_path, **options):
 def test_a_file_arrives_with_its_progress(server, tmp_path):
     seen = []
     assert fetched(server, tmp_path, on_progress=lambda *done: seen.append(done)) == CONTENT
-    assert seen[0] == (0, len(CONTENT)) and seen[-1] == (len(CONTENT), len(CONTENT)) and server.ranges == [None]
+    assert (
+        seen[0] == (0, len(CONTENT))
+        and seen[-1] == (len(CONTENT), len(CONTENT))
+        and server.ranges == [None]
+    )
 
 
 def test_it_goes_on_where_the_connection_broke(server, tmp_path):
@@ -36,12 +41,17 @@ def test_it_goes_on_where_the_connection_broke(server, tmp_path):
     failures = []
     assert fetched(server, tmp_path, on_failure=failures.append) == CONTENT
     assert server.ranges == [None, "bytes=1000000-", "bytes=1500000-"]
-    assert failures[0] == "the connection ended after 1,000,000 of 3,000,000 bytes; the next attempt is in 0.01 s"
+    assert (
+        failures[0]
+        == "the connection ended after 1,000,000 of 3,000,000 bytes; the next attempt is in 0.01 s"
+    )
 
 
 def test_a_later_call_goes_on(server, tmp_path):
     server.breaks = [1_000_000] + [0] * 3
-    with pytest.raises(UserError, match="after 3 attempts without progress; 1,000,000 bytes are kept"):
+    with pytest.raises(
+        UserError, match="after 3 attempts without progress; 1,000,000 bytes are kept"
+    ):
         fetched(server, tmp_path, attempts=3)
     server.breaks.clear()
     assert fetched(server, tmp_path) == CONTENT and server.ranges[-1] == "bytes=1000000-"
@@ -75,7 +85,10 @@ def test_a_file_that_has_changed_is_not_mixed_with_the_old_one(server, tmp_path,
 def test_a_part_that_is_too_long_is_dropped(server, tmp_path):
     (tmp_path / "file.part").write_bytes(CONTENT + b"x")
     (tmp_path / "file.part.json").write_text('{"version": "\\"1\\""}')
-    assert fetched(server, tmp_path) == CONTENT and server.ranges == [f"bytes={len(CONTENT) + 1}-", None]
+    assert fetched(server, tmp_path) == CONTENT and server.ranges == [
+        f"bytes={len(CONTENT) + 1}-",
+        None,
+    ]
 
 
 def test_a_busy_server_is_asked_again(server, tmp_path):
@@ -95,11 +108,15 @@ def test_nobody_answers(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}/file"
-        with pytest.raises(UserError, match=f"{address}: the connection failed .*refused.*after 2 attempts"):
+        with pytest.raises(
+            UserError, match=f"{address}: the connection failed .*refused.*after 2 attempts"
+        ):
             download_file(address, tmp_path / "file", attempts=2, first_wait=0.01)
 
 
-@pytest.mark.parametrize("address", ["file:///etc/passwd", "dl.fbaipublicfiles.com/x", "http://a b/c"])
+@pytest.mark.parametrize(
+    "address", ["file:///etc/passwd", "dl.fbaipublicfiles.com/x", "http://a b/c"]
+)
 def test_no_address(tmp_path, address):
     with pytest.raises(UserError, match=f"{address}: is no address"):
         download_file(address, tmp_path / "file")

@@ -1,4 +1,5 @@
 """Encoding in several processes."""
+
 import os
 import subprocess
 import sys
@@ -29,27 +30,43 @@ sys.exit(entry.run(lambda: list(encode_all(encoder, records(), processes=2))))
 
 
 def test_ctrl_c_while_several_processes_tokenize_is_one_line(repository):
-    finished = subprocess.run([sys.executable, "-c", INTERRUPTED], cwd=repository, capture_output=True, text=True, timeout=120,
-                              start_new_session=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        start_new_session=True,
+        check=False,
+    )
     assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "stopped\n")
 
 
 @pytest.mark.slow
 def test_processes_end_with_the_one_that_started_them(tmp_path):
     """A killed process cannot end those that it has started."""
-    code = ("import itertools, os; from data.conversation import Text; from data.encode import Encoder, encode_all\n"
-            "from data.tokenizer import Tokenizer\n"
-            "if __name__ == '__main__':\n"
-            "    encoder = Encoder((), Tokenizer.load('data/fixtures/tiny_tokenizer'), 64)\n"
-            "    for number, _ in enumerate(encode_all(encoder, itertools.repeat(Text('a', 'text')), 2)):\n"
-            "        if number == 1000: print('at work', flush=True)\n")
+    code = (
+        "import itertools, os; from data.conversation import Text; from data.encode import Encoder, encode_all\n"
+        "from data.tokenizer import Tokenizer\n"
+        "if __name__ == '__main__':\n"
+        "    encoder = Encoder((), Tokenizer.load('data/fixtures/tiny_tokenizer'), 64)\n"
+        "    for number, _ in enumerate(encode_all(encoder, itertools.repeat(Text('a', 'text')), 2)):\n"
+        "        if number == 1000: print('at work', flush=True)\n"
+    )
     path = tmp_path / "work.py"
     path.write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, str(path)]
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "at work\n"
-        children = [int(number) for number in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        children = [
+            int(number)
+            for number in Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            .read_text()
+            .split()
+        ]
         process.kill()
     assert len(children) >= 2
     deadline = time.monotonic() + 20

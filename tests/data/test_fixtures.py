@@ -34,13 +34,18 @@ def test_held_out_shares_no_question_and_no_answer():
     assert len(cases) == 200
     for case in cases:
         assert case["prompt"] not in train and case["correct_line"].strip() not in train
-        assert case["correct_line"] in case["prompt"] and case["prompt"].count("\nline ") == case["num_lines"]
+        assert (
+            case["correct_line"] in case["prompt"]
+            and case["prompt"].count("\nline ") == case["num_lines"]
+        )
         assert case["correct_line"] == f"line {case['random_idx'][0]}: {case['expected_number']}\n"
 
 
 def test_proportion_and_single_tokens():
     records = json.loads((FIXTURES / "conversations.json").read_text())
-    assert sum(record["id"].startswith("lines_") for record in records) == 0.9 * len(records) == 6300
+    assert (
+        sum(record["id"].startswith("lines_") for record in records) == 0.9 * len(records) == 6300
+    )
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     for key in make_fixtures.KEYS:
         assert len(tokenizer.encode(f" {key}")) == 1, key
@@ -50,9 +55,14 @@ def test_proportion_and_single_tokens():
 
 def test_no_conversation_is_cut():
     """The second part of a cut one would ask about missing lines, and so train the model to guess."""
-    context_length = yaml.safe_load((REPOSITORY / "configs/quickstart.yaml").read_text())["data"]["context_length"]
+    context_length = yaml.safe_load((REPOSITORY / "configs/quickstart.yaml").read_text())["data"][
+        "context_length"
+    ]
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     for record in json.loads((FIXTURES / "conversations.json").read_text()):
-        messages = [Message(("user", "assistant")[i % 2], turn["value"]) for i, turn in enumerate(record["conversations"])]
+        messages = [
+            Message(("user", "assistant")[i % 2], turn["value"])
+            for i, turn in enumerate(record["conversations"])
+        ]
         segments = render(messages, "vicuna_v1.1", tokenizer)
         assert sum(len(segment.ids) for segment in segments) <= context_length, record["id"]

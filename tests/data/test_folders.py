@@ -52,9 +52,11 @@ def test_an_error_leaves_nothing(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed_and_what_another_one_builds_is_not(tmp_path):
-    code = ("import os, pathlib, sys, time; from data import folders\n"
-            "with folders.building(pathlib.Path(sys.argv[1]), lambda folder: True) as scratch:\n"
-            "    print(scratch, flush=True); time.sleep(60)")
+    code = (
+        "import os, pathlib, sys, time; from data import folders\n"
+        "with folders.building(pathlib.Path(sys.argv[1]), lambda folder: True) as scratch:\n"
+        "    print(scratch, flush=True); time.sleep(60)"
+    )
     command = [sys.executable, "-c", code, str(tmp_path / NAME)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         scratch = process.stdout.readline().strip()
@@ -67,16 +69,23 @@ def test_what_a_killed_process_left_is_removed_and_what_another_one_builds_is_no
         os.utime(path, (time.time() - days * 86_400,) * 2)
     (tmp_path / ".other").mkdir()
     build(tmp_path / ("f" * 20))
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".other", earlier[0].name, NAME, "f" * 20])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [".other", earlier[0].name, NAME, "f" * 20]
+    )
 
 
 def test_a_full_disk_is_named(tmp_path):
-    with pytest.raises(UserError, match=rf"^{tmp_path}: No space left on device; with more room"), \
-            folders.named_errors(tmp_path), open("/dev/full", "w") as full:
+    with (
+        pytest.raises(UserError, match=rf"^{tmp_path}: No space left on device; with more room"),
+        folders.named_errors(tmp_path),
+        open("/dev/full", "w") as full,
+    ):
         full.write("a")
     words = rf"^{tmp_path}: No space left on device while {NAME} was written"
     with pytest.raises(UserError, match=words), folders.building(tmp_path / NAME, is_whole):
-        raise RuntimeError("write() failed: No space left on device; writing a")  # as array_record says it
+        raise RuntimeError(
+            "write() failed: No space left on device; writing a"
+        )  # as array_record says it
     with pytest.raises(FileNotFoundError), folders.named_errors(tmp_path):
         open(tmp_path / "none").close()
     assert not list(tmp_path.iterdir())
@@ -90,11 +99,17 @@ def test_a_parent_that_cannot_be_written_to_is_named():
 def test_two_processes_do_not_write_into_one_folder(tmp_path):
     """The lock is gone with the process that held it."""
     lock = tmp_path / ".lock"
-    code = ("import sys, time; from pathlib import Path; from data.folders import exclusive\n"
-            f"with exclusive(Path({str(lock)!r}), 'collects'): print('locked', flush=True); time.sleep(60)")
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    code = (
+        "import sys, time; from pathlib import Path; from data.folders import exclusive\n"
+        f"with exclusive(Path({str(lock)!r}), 'collects'): print('locked', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "locked\n"
-    refused = pytest.raises(UserError, match=f"{tmp_path}: another process collects; wait until it has ended")
+    refused = pytest.raises(
+        UserError, match=f"{tmp_path}: another process collects; wait until it has ended"
+    )
     with refused, folders.exclusive(lock, "collects"):
         pass
     process.kill()

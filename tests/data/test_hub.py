@@ -1,4 +1,5 @@
 """Data sets of the Hugging Face hub, from a hub on this machine: what is downloaded, what the cache serves, what is refused."""
+
 import gzip
 import http.server
 import json
@@ -16,10 +17,21 @@ from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 from tests.data.loopback import HubHandler
 
-CHATS = [{"conversations": [{"from": "human", "value": f"Question {n}?"}, {"from": "gpt", "value": f"Answer {n}."}]}
-         for n in range(4)]
-FILES = {"README.md": b"a card", "train.jsonl": "\n".join(map(json.dumps, CHATS[:3])).encode(),
-         "more/b.jsonl.gz": gzip.compress(json.dumps(CHATS[3]).encode()), "more/weights.bin": bytes(1000)}
+CHATS = [
+    {
+        "conversations": [
+            {"from": "human", "value": f"Question {n}?"},
+            {"from": "gpt", "value": f"Answer {n}."},
+        ]
+    }
+    for n in range(4)
+]
+FILES = {
+    "README.md": b"a card",
+    "train.jsonl": "\n".join(map(json.dumps, CHATS[:3])).encode(),
+    "more/b.jsonl.gz": gzip.compress(json.dumps(CHATS[3]).encode()),
+    "more/weights.bin": bytes(1000),
+}
 SHA = "a" * 40
 PARQUET = "refs%2Fconvert%2Fparquet"
 
@@ -35,18 +47,30 @@ class Hub(HubHandler):
         self.server.requests.append(path)
         if not path.startswith(("/api/datasets/me/chats", "/datasets/me/chats")):
             return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
-        if path.startswith("/api/") and not path.endswith(("/chats", "/revision/main", f"/revision/{PARQUET}", f"/{SHA}")):
+        if path.startswith("/api/") and not path.endswith(
+            ("/chats", "/revision/main", f"/revision/{PARQUET}", f"/{SHA}")
+        ):
             return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body)
         if "/tree/" in path:
-            tree = [{"type": "file", "oid": "b" * 40, "size": len(content), "path": name} for name, content in FILES.items()]
+            tree = [
+                {"type": "file", "oid": "b" * 40, "size": len(content), "path": name}
+                for name, content in FILES.items()
+            ]
             return self.answer(200, json.dumps(tree).encode(), {}, body)
         if path.startswith("/api/"):
             siblings = [{"rfilename": name} for name in FILES]
-            return self.answer(200, json.dumps({"id": "me/chats", "sha": SHA, "siblings": siblings}).encode(), {}, body)
+            return self.answer(
+                200,
+                json.dumps({"id": "me/chats", "sha": SHA, "siblings": siblings}).encode(),
+                {},
+                body,
+            )
         name = path.partition("/resolve/")[2].partition("/")[2]
         if body:
             self.server.sent.append(name)
-        return self.answer(200, FILES[name], {"ETag": f'"{name.replace("/", "-")}"', "X-Repo-Commit": SHA}, body)
+        return self.answer(
+            200, FILES[name], {"ETag": f'"{name.replace("/", "-")}"', "X-Repo-Commit": SHA}, body
+        )
 
 
 @pytest.fixture
@@ -56,8 +80,12 @@ def hub(monkeypatch, tmp_path):
         server.sent, server.requests = [], []
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        for name, value in {"ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False,
-                            "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}"}.items():
+        for name, value in {
+            "ENDPOINT": address,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": False,
+            "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+        }.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
         yield server
         server.shutdown()
@@ -68,14 +96,29 @@ def answers(path):
     return [record.messages[-1].content for record in read(Source(path), Report())]
 
 
-@pytest.mark.parametrize(("path", "expected", "sent"), [
-    ("hf://datasets/me/chats", ["Answer 3.", "Answer 0.", "Answer 1.", "Answer 2."], ["more/b.jsonl.gz", "train.jsonl"]),
-    ("hf://datasets/me/chats@main/", ["Answer 3.", "Answer 0.", "Answer 1.", "Answer 2."], ["more/b.jsonl.gz", "train.jsonl"]),
-    ("hf://datasets/me/chats/train.jsonl", ["Answer 0.", "Answer 1.", "Answer 2."], ["train.jsonl"]),
-    (f"hf://datasets/me/chats@{SHA}/more", ["Answer 3."], ["more/b.jsonl.gz"]),
-    ("hf://datasets/me/chats@refs/convert/parquet/more", ["Answer 3."], ["more/b.jsonl.gz"]),
-    (f"hf://datasets/me/chats@{PARQUET}/more", ["Answer 3."], ["more/b.jsonl.gz"]),
-])
+@pytest.mark.parametrize(
+    ("path", "expected", "sent"),
+    [
+        (
+            "hf://datasets/me/chats",
+            ["Answer 3.", "Answer 0.", "Answer 1.", "Answer 2."],
+            ["more/b.jsonl.gz", "train.jsonl"],
+        ),
+        (
+            "hf://datasets/me/chats@main/",
+            ["Answer 3.", "Answer 0.", "Answer 1.", "Answer 2."],
+            ["more/b.jsonl.gz", "train.jsonl"],
+        ),
+        (
+            "hf://datasets/me/chats/train.jsonl",
+            ["Answer 0.", "Answer 1.", "Answer 2."],
+            ["train.jsonl"],
+        ),
+        (f"hf://datasets/me/chats@{SHA}/more", ["Answer 3."], ["more/b.jsonl.gz"]),
+        ("hf://datasets/me/chats@refs/convert/parquet/more", ["Answer 3."], ["more/b.jsonl.gz"]),
+        (f"hf://datasets/me/chats@{PARQUET}/more", ["Answer 3."], ["more/b.jsonl.gz"]),
+    ],
+)
 def test_what_is_named_is_downloaded_once_and_read(hub, path, expected, sent):
     files = paths.find_files(path, (".json", ".jsonl", ".parquet"))
     assert sorted(hub.sent) == sent
@@ -88,11 +131,19 @@ def test_what_is_named_is_downloaded_once_and_read(hub, path, expected, sent):
 @pytest.mark.parametrize("is_cached", [False, True], ids=["downloaded", "cached"])
 def test_what_the_hub_says_about_a_data_set_is_no_record(hub, monkeypatch, is_cached):
     """Also where another program has put all files into the cache; a file that the path names is read."""
-    for name, content in {"more/README.md": b"another card", "dataset_infos.json": b"{}", "a.txt": b"a text"}.items():
+    for name, content in {
+        "more/README.md": b"another card",
+        "dataset_infos.json": b"{}",
+        "a.txt": b"a text",
+    }.items():
         monkeypatch.setitem(FILES, name, content)
     if is_cached:
-        huggingface_hub.snapshot_download("me/chats", repo_type="dataset", endpoint=huggingface_hub.constants.ENDPOINT)
-    texts = [record.text for record in read(Source("hf://datasets/me/chats/README.md", "text"), Report())]
+        huggingface_hub.snapshot_download(
+            "me/chats", repo_type="dataset", endpoint=huggingface_hub.constants.ENDPOINT
+        )
+    texts = [
+        record.text for record in read(Source("hf://datasets/me/chats/README.md", "text"), Report())
+    ]
     assert texts == ["a card"]
     hub.sent.clear()
     files = paths.find_files("hf://datasets/me/chats", (".txt", ".md"))
@@ -106,12 +157,23 @@ def test_a_card_in_a_folder_of_the_users_own_is_a_text(tmp_path):
     assert [record.text for record in read(Source(str(tmp_path), "text"), Report())] == ["mine"]
 
 
-@pytest.mark.parametrize(("names", "others"), [
-    (["train.jsonl", "test.jsonl"], ["test.jsonl"]),
-    (["data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"], ["validation-00000-of-00001.jsonl"]),
-    (["default/train/0.jsonl", "default/test/0.jsonl", "default/test/1.jsonl"], ["test/0.jsonl", "test/1.jsonl"]),
-    (["test/0.jsonl", "test/1.jsonl"], []), (["contest.jsonl", "latest.jsonl"], []), (["test.jsonl"], []),
-])
+@pytest.mark.parametrize(
+    ("names", "others"),
+    [
+        (["train.jsonl", "test.jsonl"], ["test.jsonl"]),
+        (
+            ["data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"],
+            ["validation-00000-of-00001.jsonl"],
+        ),
+        (
+            ["default/train/0.jsonl", "default/test/0.jsonl", "default/test/1.jsonl"],
+            ["test/0.jsonl", "test/1.jsonl"],
+        ),
+        (["test/0.jsonl", "test/1.jsonl"], []),
+        (["contest.jsonl", "latest.jsonl"], []),
+        (["test.jsonl"], []),
+    ],
+)
 def test_a_split_to_measure_on_among_others_is_named(hub, monkeypatch, names, others):
     for name in [*FILES]:
         monkeypatch.delitem(FILES, name)
@@ -129,11 +191,20 @@ def test_the_report_warns_of_a_split_to_measure_on(hub, monkeypatch, tmp_path):
     for name in ("train.jsonl", "test.jsonl"):
         (own / name).write_bytes(FILES["train.jsonl"])
     whole = Source("hf://datasets/me/chats")
-    prepared = prepare([whole, Source(str(own))], Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer"), 64,
-                       tmp_path / "prepared", held_out_sources=[whole], progress=False)
+    prepared = prepare(
+        [whole, Source(str(own))],
+        Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer"),
+        64,
+        tmp_path / "prepared",
+        held_out_sources=[whole],
+        progress=False,
+    )
     names = ", ".join(f"test-{number}.jsonl" for number in range(5))
-    assert [line for line in prepared.report.summary().splitlines() if line.startswith("warning")] == [
-        f"warning: {whole.path}: also reads {names}, ...; name the folder or file of the training split to leave them out"]
+    assert [
+        line for line in prepared.report.summary().splitlines() if line.startswith("warning")
+    ] == [
+        f"warning: {whole.path}: also reads {names}, ...; name the folder or file of the training split to leave them out"
+    ]
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -143,25 +214,36 @@ def test_what_was_downloaded_is_read_without_a_network(hub, monkeypatch, offline
     hub.shutdown()
     hub.server_close()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
-    assert answers("hf://datasets/me/chats/train.jsonl") == first == ["Answer 0.", "Answer 1.", "Answer 2."]
-    with pytest.raises(UserError, match=r"hf://datasets/me/other: cannot be downloaded .* and is not in the cache"):
+    assert (
+        answers("hf://datasets/me/chats/train.jsonl")
+        == first
+        == ["Answer 0.", "Answer 1.", "Answer 2."]
+    )
+    with pytest.raises(
+        UserError, match=r"hf://datasets/me/other: cannot be downloaded .* and is not in the cache"
+    ):
         answers("hf://datasets/me/other")
 
 
-def test_a_data_set_of_which_one_file_was_downloaded_is_not_read_as_that_file_alone(hub, monkeypatch):
+def test_a_data_set_of_which_one_file_was_downloaded_is_not_read_as_that_file_alone(
+    hub, monkeypatch
+):
     assert len(answers("hf://datasets/me/chats/train.jsonl")) == 3
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="hf://datasets/me/chats: cannot be downloaded"):
         answers("hf://datasets/me/chats")
 
 
-@pytest.mark.parametrize(("path", "words"), [
-    ("hf://datasets/chats", "names no data set of the hub; hf://datasets/OWNER/NAME"),
-    ("hf://datasets/me/a b", "names no data set of the hub"),
-    ("hf://datasets/me/other", "shows no data set me/other"),
-    ("hf://datasets/me/chats@old", "has no revision old"),
-    ("hf://datasets/me/chats/test.jsonl", "has no test.jsonl"),
-])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("hf://datasets/chats", "names no data set of the hub; hf://datasets/OWNER/NAME"),
+        ("hf://datasets/me/a b", "names no data set of the hub"),
+        ("hf://datasets/me/other", "shows no data set me/other"),
+        ("hf://datasets/me/chats@old", "has no revision old"),
+        ("hf://datasets/me/chats/test.jsonl", "has no test.jsonl"),
+    ],
+)
 def test_what_is_not_there_is_one_line(hub, path, words):
     with pytest.raises(UserError, match=words) as caught:
         answers(path)

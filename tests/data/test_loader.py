@@ -66,9 +66,13 @@ def test_documents_are_the_rendered_conversations_and_splits_share_none(prepared
         records.append(set())
         for number in range(len(split)):
             document = split[number]
-            assert document.tokens.dtype == np.int32 and len(document.tokens) == split.lengths[number]
+            assert (
+                document.tokens.dtype == np.int32 and len(document.tokens) == split.lengths[number]
+            )
             assert split.trained[number] == document.loss_mask[1:].sum() > 0
-            documents.setdefault(document.record_id, []).append((document.tokens.tolist(), document.loss_mask.tolist()))
+            documents.setdefault(document.record_id, []).append(
+                (document.tokens.tolist(), document.loss_mask.tolist())
+            )
             records[-1].add(document.record_id)
     assert documents == expected
     assert not records[0] & records[1] and 3 <= len(records[1]) <= 24  # 12 on average
@@ -78,7 +82,10 @@ def test_rows_follow_the_plan(prepared):
     loader = Loader(prepared, LENGTH, 4, seed=3)
     row = loader.row(5)
     assert {name: (array.dtype, array.shape) for name, array in row.items()} == {
-        **dict.fromkeys(["tokens", "targets", "positions", "index", "segment_ids"], (np.dtype("int32"), (LENGTH,))),
+        **dict.fromkeys(
+            ["tokens", "targets", "positions", "index", "segment_ids"],
+            (np.dtype("int32"), (LENGTH,)),
+        ),
         "loss_weights": (np.dtype("float32"), (LENGTH,)),
     }
     for number in range(2 * len(loader)):
@@ -92,9 +99,14 @@ def test_rows_follow_the_plan(prepared):
                 assert row["tokens"][index] == source.tokens[start + offset]
                 last = offset == length - 1
                 assert row["targets"][index] == (0 if last else source.tokens[start + offset + 1])
-                assert row["loss_weights"][index] == (0 if last else source.loss_mask[start + offset + 1])
+                assert row["loss_weights"][index] == (
+                    0 if last else source.loss_mask[start + offset + 1]
+                )
             piece_start += length
-        assert not row["segment_ids"][piece_start:].any() and not row["loss_weights"][piece_start:].any()
+        assert (
+            not row["segment_ids"][piece_start:].any()
+            and not row["loss_weights"][piece_start:].any()
+        )
         assert row["index"].tolist() == list(range(LENGTH))
 
 
@@ -106,9 +118,15 @@ def test_a_step_is_the_whole_state_and_reading_ahead_changes_nothing(prepared):
         batch = next(ahead)
         for name, array in again.batch(step).items():
             np.testing.assert_array_equal(batch[name], array)
-            np.testing.assert_array_equal(array, np.stack([again.row(4 * step + i)[name] for i in range(4)]))
+            np.testing.assert_array_equal(
+                array, np.stack([again.row(4 * step + i)[name] for i in range(4)])
+            )
     assert loader.fingerprint == again.fingerprint
-    others = [Loader(prepared, LENGTH, 4, seed=4), Loader(prepared, LENGTH, 2, seed=3), Loader(prepared, 32, 4, seed=3)]
+    others = [
+        Loader(prepared, LENGTH, 4, seed=4),
+        Loader(prepared, LENGTH, 2, seed=3),
+        Loader(prepared, 32, 4, seed=3),
+    ]
     others.append(Loader(prepared, LENGTH, 4, seed=3, split="held_out"))
     assert len({other.fingerprint for other in [loader, *others]}) == 5
 
@@ -123,8 +141,11 @@ def test_record_ids_are_those_of_the_tokens_in_a_step(prepared):
     for step in (0, 2, len(loader)):
         batch, ids = loader.batch(step), loader.record_ids(step)
         assert len(ids) == len(set(ids))
-        pieces = {",".join(map(str, tokens[segments == number])) for tokens, segments in
-                  zip(batch["tokens"], batch["segment_ids"], strict=True) for number in range(1, segments.max() + 1)}
+        pieces = {
+            ",".join(map(str, tokens[segments == number]))
+            for tokens, segments in zip(batch["tokens"], batch["segment_ids"], strict=True)
+            for number in range(1, segments.max() + 1)
+        }
         assert all(any(piece in text for name in ids for text in texts[name]) for piece in pieces)
         assert all(any(piece in text for piece in pieces for text in texts[name]) for name in ids)
 
@@ -138,26 +159,44 @@ def test_one_epoch_of_held_out_counts_each_target_once(prepared):
 
 def test_a_sources_weight_does_not_change_what_is_measured(prepared, small, tokenizer):
     for weight in (0.01, 2.5):
-        weighted = prepare([Source(str(small), weight=weight)], tokenizer, LENGTH, prepared.folder.parent, **OPTIONS)
+        weighted = prepare(
+            [Source(str(small), weight=weight)],
+            tokenizer,
+            LENGTH,
+            prepared.folder.parent,
+            **OPTIONS,
+        )
         batches = Loader(weighted, LENGTH, 5, seed=0, split="held_out").epoch_batches()
-        assert sum(batch["loss_weights"].sum() for batch in batches) == prepared.held_out.trained.sum()
+        assert (
+            sum(batch["loss_weights"].sum() for batch in batches) == prepared.held_out.trained.sum()
+        )
         assert set(weighted.train.weights) == {weight}
 
 
-def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(prepared, small, tokenizer, tmp_path):
+def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(
+    prepared, small, tokenizer, tmp_path
+):
     folder = prepared.folder.parent
     stamp = (prepared.folder / "index.npz").stat().st_mtime_ns
     moved = tmp_path / "elsewhere.json"
     shutil.copy(small, moved)
     same = prepare([Source(str(moved), weight=2.0)], tokenizer, LENGTH, folder, **OPTIONS)
-    assert same.folder == prepared.folder and (same.folder / "index.npz").stat().st_mtime_ns == stamp
-    assert same.report.sources[0].path == str(moved) and same.report.kept == prepared.report.kept == 60
+    assert (
+        same.folder == prepared.folder and (same.folder / "index.npz").stat().st_mtime_ns == stamp
+    )
+    assert (
+        same.report.sources[0].path == str(moved) and same.report.kept == prepared.report.kept == 60
+    )
     moved.write_text(moved.read_text().replace("Tell me", "Say"))
     changed = [
         prepare([Source(str(moved))], tokenizer, LENGTH, folder, **OPTIONS),
         prepare([Source(str(small))], tokenizer, LENGTH + 1, folder, **OPTIONS),
-        prepare([Source(str(small))], tokenizer, LENGTH, folder, **{**OPTIONS, "held_out_fraction": 0.0}),
-        prepare([Source(str(small))], tokenizer, LENGTH, folder, **{**OPTIONS, "clean": CleanConfig()}),
+        prepare(
+            [Source(str(small))], tokenizer, LENGTH, folder, **{**OPTIONS, "held_out_fraction": 0.0}
+        ),
+        prepare(
+            [Source(str(small))], tokenizer, LENGTH, folder, **{**OPTIONS, "clean": CleanConfig()}
+        ),
     ]
     assert len({prepared.folder, *(c.folder for c in changed)}) == 5
     assert not list(folder.glob(".*"))  # nothing half-made is left
@@ -170,12 +209,22 @@ def test_another_date_makes_another_folder_where_a_template_writes_it(small, tok
     made = {}
     for name, dated in (("writes it", Tokenizer.load(folder)), ("writes none", tokenizer)):
         template = "tokenizer" if name == "writes it" else "vicuna_v1.1"
-        made[name] = {prepare([Source(str(small), template=template)], dated.with_template_date(date), LENGTH,
-                              tmp_path / "prepared", **OPTIONS).folder for date in (datetime(2024, 3, 4), datetime(2025, 3, 4))}
+        made[name] = {
+            prepare(
+                [Source(str(small), template=template)],
+                dated.with_template_date(date),
+                LENGTH,
+                tmp_path / "prepared",
+                **OPTIONS,
+            ).folder
+            for date in (datetime(2024, 3, 4), datetime(2025, 3, 4))
+        }
     assert len(made["writes it"]) == 2 and len(made["writes none"]) == 1
 
 
-def test_data_that_another_process_prepared_is_opened_without_its_sources(prepared, tokenizer, tmp_path):
+def test_data_that_another_process_prepared_is_opened_without_its_sources(
+    prepared, tokenizer, tmp_path
+):
     missing, folder = [Source(str(tmp_path / "gone.json"))], prepared.folder
     opened = prepare(missing, tokenizer, LENGTH, folder.parent, **OPTIONS, key=folder.name)
     assert opened.folder == folder and opened.train.fingerprint == prepared.train.fingerprint
@@ -188,17 +237,28 @@ def test_weighted_sources_and_held_out_sources(small, tokenizer, tmp_path):
     sources = [Source(str(small)), Source(str(FIXTURES / "dirty.json"), weight=0.5)]
     held_out = [Source(str(FIXTURES / "conversations_held_out.json"))]
     made = prepare(sources, tokenizer, 512, tmp_path, held_out_sources=held_out, progress=False)
-    assert set(made.held_out.sources) == {2} and set(made.train.sources) == {0, 1} and len(made.held_out) == 120
+    assert (
+        set(made.held_out.sources) == {2}
+        and set(made.train.sources) == {0, 1}
+        and len(made.held_out) == 120
+    )
     loader = Loader(made, 512, 2, seed=0)
     rows = [len(loader._plan(epoch)) for epoch in range(4)]
-    assert loader.locate(sum(rows[:3]) + 1) == (3, 1) and loader.locate(rows[0] - 1) == (0, rows[0] - 1)
+    assert loader.locate(sum(rows[:3]) + 1) == (3, 1) and loader.locate(rows[0] - 1) == (
+        0,
+        rows[0] - 1,
+    )
     assert loader.batch(40)["tokens"].shape == (2, 512)
 
 
 @pytest.mark.parametrize("weight", [1.0, 2.5])
-def test_concurrent_threads_get_the_same_rows_and_make_each_plan_once(small, tokenizer, tmp_path, weight, monkeypatch):
+def test_concurrent_threads_get_the_same_rows_and_make_each_plan_once(
+    small, tokenizer, tmp_path, weight, monkeypatch
+):
     made = prepare([Source(str(small), weight=weight)], tokenizer, LENGTH, tmp_path, progress=False)
-    plans = [packing.plan(made.train.lengths, LENGTH, 0, epoch, made.train.weights) for epoch in range(3)]
+    plans = [
+        packing.plan(made.train.lengths, LENGTH, 0, epoch, made.train.weights) for epoch in range(3)
+    ]
     expected = [(epoch, row) for epoch, plan in enumerate(plans) for row in range(len(plan))]
     planned = []
 
@@ -212,7 +272,9 @@ def test_concurrent_threads_get_the_same_rows_and_make_each_plan_once(small, tok
     with ThreadPoolExecutor(8) as pool:
         located = list(pool.map(loader.locate, range(len(expected))))
         rows = list(pool.map(lambda item: loader._plan(item.epoch).row(item.row), located))
-    assert located == expected and rows == [plan.row(row) for plan in plans for row in range(len(plan))]
+    assert located == expected and rows == [
+        plan.row(row) for plan in plans for row in range(len(plan))
+    ]
     assert sorted(planned) == [0, 1, 2]
 
 
@@ -222,9 +284,15 @@ def _documents(split):
 
 def test_long_conversations_are_split_on_whole_exchanges(tokenizer, tmp_path):
     exchanges = [(f"Question {i}?", "word " * (3 + 5 * i)) for i in range(9)]
-    turns = [{"from": role, "value": text} for pair in exchanges for role, text in zip(("human", "gpt"), pair, strict=True)]
+    turns = [
+        {"from": role, "value": text}
+        for pair in exchanges
+        for role, text in zip(("human", "gpt"), pair, strict=True)
+    ]
     path = tmp_path / "long.json"
-    path.write_text(json.dumps([{"conversations": [{"from": "system", "value": "Be brief."}, *turns]}]))
+    path.write_text(
+        json.dumps([{"conversations": [{"from": "system", "value": "Be brief."}, *turns]}])
+    )
     made = prepare([Source(str(path))], tokenizer, 128, tmp_path / "prepared", progress=False)
     texts = [tokenizer.decode(document.tokens) for document in _documents(made.train)]
     assert len(texts) >= 3 and all(text.startswith("Be brief. USER: Question") for text in texts)
@@ -232,9 +300,13 @@ def test_long_conversations_are_split_on_whole_exchanges(tokenizer, tmp_path):
     asked = [f"Question {i}?" for i in range(9)]
     assert [sum(question in text for text in texts) for question in asked] == [1] * 9
     assert "".join(texts).index(asked[-1]) > "".join(texts).index(asked[0])
-    assert made.report.repaired == {"longer than context_length, split on whole exchanges": 1,
-                                    "white space at the ends of a turn removed": 1}
-    last = prepare([Source(str(path))], tokenizer, 128, tmp_path / "prepared", train_on="last", progress=False)
+    assert made.report.repaired == {
+        "longer than context_length, split on whole exchanges": 1,
+        "white space at the ends of a turn removed": 1,
+    }
+    last = prepare(
+        [Source(str(path))], tokenizer, 128, tmp_path / "prepared", train_on="last", progress=False
+    )
     [document] = _documents(last.train)
     trained = tokenizer.decode(document.tokens[document.loss_mask])
     assert trained.split() == ["word"] * 43 and tokenizer.decode(document.tokens) == texts[-1]
@@ -243,30 +315,49 @@ def test_long_conversations_are_split_on_whole_exchanges(tokenizer, tmp_path):
 def test_texts_and_tokens_are_prepared_like_conversations(small, tokenizer, tmp_path):
     book = "A long story of many words. " * 40
     (tmp_path / "book.txt").write_text(book)
-    ready = [{"id": "good", "tokens": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}, {"id": "foreign", "tokens": [5, 1024]},
-             {"id": "untrained", "tokens": [5, 6], "loss_mask": [1, 0]}]
+    ready = [
+        {"id": "good", "tokens": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
+        {"id": "foreign", "tokens": [5, 1024]},
+        {"id": "untrained", "tokens": [5, 6], "loss_mask": [1, 0]},
+    ]
     (tmp_path / "ready.json").write_text(json.dumps(ready))
-    sources = [Source(str(small)), Source(str(tmp_path / "book.txt"), "text"), Source(str(tmp_path / "ready.json"), "tokens")]
+    sources = [
+        Source(str(small)),
+        Source(str(tmp_path / "book.txt"), "text"),
+        Source(str(tmp_path / "ready.json"), "tokens"),
+    ]
     made = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
     documents = _documents(made.train)
     ids = np.concatenate([document.tokens for document in documents if document.source == 1])
     assert ids.tolist() == [*tokenizer.encode(book), tokenizer.eos_id]
     assert all(document.loss_mask.all() for document in documents if document.source == 1)
     [document] = [document for document in documents if document.source == 2]
-    assert document.tokens.tolist() == [5, 6, 7, 8] and document.loss_mask.tolist() == [False, False, True, True]
+    assert document.tokens.tolist() == [5, 6, 7, 8] and document.loss_mask.tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
     dropped = [json.loads(line) for line in made.report.dropped_file.read_text().splitlines()]
     assert [(entry["source"], entry["record"], entry["reason"]) for entry in dropped] == [
-        (2, 2, "an id that the tokenizer does not have"), (2, 3, "no trained token"),
+        (2, 2, "an id that the tokenizer does not have"),
+        (2, 3, "no trained token"),
     ]
     assert str(made.report.dropped_file) in made.report.summary()
     assert made.report.sources[1].repaired == {"longer than context_length, cut": 1}
 
 
-def test_a_process_is_started_for_each_core_that_may_be_used(small, tokenizer, tmp_path, monkeypatch):
+def test_a_process_is_started_for_each_core_that_may_be_used(
+    small, tokenizer, tmp_path, monkeypatch
+):
     started, cores = [], os.sched_getaffinity(0)
     monkeypatch.setattr("data.prepare.WORTH_PROCESSES", 1)
-    monkeypatch.setattr("data.prepare.encode_all", lambda encoder, items, processes: (
-        started.append(processes) or ((item, encoder.encode(item)) for item in items)))
+    monkeypatch.setattr(
+        "data.prepare.encode_all",
+        lambda encoder, items, processes: (
+            started.append(processes) or ((item, encoder.encode(item)) for item in items)
+        ),
+    )
     os.sched_setaffinity(0, {min(cores)})
     try:
         prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, progress=False)
@@ -285,23 +376,39 @@ def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatc
     made = {}
     for min_bytes in (1 << 30, 1):
         monkeypatch.setattr("data.prepare.WORTH_PROCESSES", min_bytes)
-        tokenizer = Tokenizer.load(FIXTURES / name).with_controls(["<think>"]).with_text_tokens(["<think>"])
-        made[min_bytes] = prepare(sources, tokenizer, LENGTH, tmp_path / str(min_bytes), progress=False)
+        tokenizer = (
+            Tokenizer.load(FIXTURES / name).with_controls(["<think>"]).with_text_tokens(["<think>"])
+        )
+        made[min_bytes] = prepare(
+            sources, tokenizer, LENGTH, tmp_path / str(min_bytes), progress=False
+        )
     single, several = made.values()
-    assert [(d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(single.train)] == [
-        (d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(several.train)
-    ]
+    assert [
+        (d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(single.train)
+    ] == [(d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(several.train)]
     assert single.train[len(single.train) - 1].tokens.tolist().count(tokenizer.vocab_size - 1) == 1
-    assert single.report.sources[2].repaired == {"control token in a turn's text, encoded as plain text: </s>": 1}
-    assert single.report.sources == several.report.sources and single.folder.name == several.folder.name
-    dropped = [sorted(made.report.dropped_file.read_text().splitlines()) for made in (single, several)]
-    assert dropped[0] == dropped[1] and any("tool" in json.loads(line)["reason"] for line in dropped[0])
+    assert single.report.sources[2].repaired == {
+        "control token in a turn's text, encoded as plain text: </s>": 1
+    }
+    assert (
+        single.report.sources == several.report.sources
+        and single.folder.name == several.folder.name
+    )
+    dropped = [
+        sorted(made.report.dropped_file.read_text().splitlines()) for made in (single, several)
+    ]
+    assert dropped[0] == dropped[1] and any(
+        "tool" in json.loads(line)["reason"] for line in dropped[0]
+    )
 
 
 def test_weights_mix_sources_and_the_mix_resumes(small, tokenizer, tmp_path):
     """Each source is used as often as its weight says; a second loader that starts later gives the same batches."""
     (tmp_path / "book.txt").write_text("Once upon a time there was a word. " * 120)
-    sources = [Source(str(small), weight=0.5), Source(str(tmp_path / "book.txt"), "text", weight=3.0)]
+    sources = [
+        Source(str(small), weight=0.5),
+        Source(str(tmp_path / "book.txt"), "text", weight=3.0),
+    ]
     made = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
     loader = Loader(made, LENGTH, 4, seed=1)
     visits, epochs = np.zeros(2), 40
@@ -313,9 +420,17 @@ def test_weights_mix_sources_and_the_mix_resumes(small, tokenizer, tmp_path):
     for step in range(50, 60):
         batch = next(resumed)
         assert all((batch[name] == array).all() for name, array in loader.batch(step).items())
-    other = prepare([sources[0], Source(sources[1].path, "text", weight=2.0)], tokenizer, LENGTH, tmp_path / "prepared",
-                    progress=False)
-    assert other.folder == made.folder and Loader(other, LENGTH, 4, seed=1).fingerprint != loader.fingerprint
+    other = prepare(
+        [sources[0], Source(sources[1].path, "text", weight=2.0)],
+        tokenizer,
+        LENGTH,
+        tmp_path / "prepared",
+        progress=False,
+    )
+    assert (
+        other.folder == made.folder
+        and Loader(other, LENGTH, 4, seed=1).fingerprint != loader.fingerprint
+    )
 
 
 def test_weights_that_leave_nothing_are_told_with_their_field(small, tokenizer, tmp_path):
@@ -335,20 +450,49 @@ def test_no_data_is_an_error(small, tokenizer, tmp_path):
     with pytest.raises(UserError, match="1 x no human turn"):
         prepare([Source(str(bad))], tokenizer, 64, tmp_path / "out", progress=False)
     with pytest.raises(UserError, match="no document"):
-        Loader(prepare([Source(str(small))], tokenizer, 64, tmp_path, progress=False), 64, 1, 0, split="held_out")
+        Loader(
+            prepare([Source(str(small))], tokenizer, 64, tmp_path, progress=False),
+            64,
+            1,
+            0,
+            split="held_out",
+        )
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize(("context_length", "fraction", "words"), [
-    (1, 0.0, r"data\.context_length: found 1, which leaves no token to predict; 2 or more would work"),
-    (64, 1.0, r"data\.held_out_fraction: found 1\.0; a number from 0 to less than 1 would work"),
-    (64, 0.9999, r"data\.held_out_fraction: found 0\.9999, which takes all of 1 records and leaves nothing to train on"),
-])
-def test_an_option_that_does_not_work_is_told_with_its_field(tokenizer, tmp_path, context_length, fraction, words):
+@pytest.mark.parametrize(
+    ("context_length", "fraction", "words"),
+    [
+        (
+            1,
+            0.0,
+            r"data\.context_length: found 1, which leaves no token to predict; 2 or more would work",
+        ),
+        (
+            64,
+            1.0,
+            r"data\.held_out_fraction: found 1\.0; a number from 0 to less than 1 would work",
+        ),
+        (
+            64,
+            0.9999,
+            r"data\.held_out_fraction: found 0\.9999, which takes all of 1 records and leaves nothing to train on",
+        ),
+    ],
+)
+def test_an_option_that_does_not_work_is_told_with_its_field(
+    tokenizer, tmp_path, context_length, fraction, words
+):
     (tmp_path / "book.txt").write_text("Once upon a time there was a word. " * 4)
     with pytest.raises(UserError, match=f"^{words}"):
-        prepare([Source(str(tmp_path / "book.txt"), "text")], tokenizer, context_length, tmp_path / "prepared",
-                held_out_fraction=fraction, progress=False)
+        prepare(
+            [Source(str(tmp_path / "book.txt"), "text")],
+            tokenizer,
+            context_length,
+            tmp_path / "prepared",
+            held_out_fraction=fraction,
+            progress=False,
+        )
 
 
 def test_permute_moves_every_array(prepared):
@@ -374,13 +518,20 @@ def _damage(path, kind):
         path.write_bytes(content[: len(content) // 2 * (kind == "halved")])
 
 
-_PREPARED_FILES = ("report.json", "index.npz", "documents/dataset_info.json", "documents/features.json",
-                   "documents/longstripe-documents.array_record-00000-of-00001")
+_PREPARED_FILES = (
+    "report.json",
+    "index.npz",
+    "documents/dataset_info.json",
+    "documents/features.json",
+    "documents/longstripe-documents.array_record-00000-of-00001",
+)
 
 
 @pytest.mark.parametrize("kind", ["removed", "emptied", "halved", "flipped", "folder"])
 @pytest.mark.parametrize("name", _PREPARED_FILES)
-def test_damaged_prepared_data_is_named_and_made_again(prepared, small, tokenizer, tmp_path, name, kind, capfd):
+def test_damaged_prepared_data_is_named_and_made_again(
+    prepared, small, tokenizer, tmp_path, name, kind, capfd
+):
     folder = shutil.copytree(prepared.folder, tmp_path / prepared.folder.name)
     _damage(folder / name, kind)
     again = prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS)
@@ -388,15 +539,21 @@ def test_damaged_prepared_data_is_named_and_made_again(prepared, small, tokenize
     if (name, kind) == ("index.npz", "removed"):  # as that of a folder which is not complete
         assert not warned
     else:
-        assert warned.startswith(f"warning: {folder}: {name} is damaged (") and warned.endswith("; it is made again\n")
+        assert warned.startswith(f"warning: {folder}: {name} is damaged (") and warned.endswith(
+            "; it is made again\n"
+        )
         assert warned.count("\n") == 1
     for split in ("train", "held_out"):
         old, new = getattr(prepared, split), getattr(again, split)
-        assert len(new) == len(old) and all((new[i].tokens == old[i].tokens).all() for i in range(len(new)))
+        assert len(new) == len(old) and all(
+            (new[i].tokens == old[i].tokens).all() for i in range(len(new))
+        )
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-def test_documents_that_were_damaged_since_the_start_are_named(prepared, small, tokenizer, tmp_path, monkeypatch):
+def test_documents_that_were_damaged_since_the_start_are_named(
+    prepared, small, tokenizer, tmp_path, monkeypatch
+):
     """Files too large to be hashed at each start have checksums of their own."""
     monkeypatch.setattr("data.folders.HASHED_AT_START", 0)
     folder = shutil.copytree(prepared.folder, tmp_path / prepared.folder.name)
@@ -405,7 +562,10 @@ def test_documents_that_were_damaged_since_the_start_are_named(prepared, small, 
     content[len(content) // 4 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 4)
     path.write_bytes(content)
     train = prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS).train
-    with pytest.raises(UserError, match=rf"^{folder}: a document cannot be read \(.*\); if this folder is deleted, the same"):
+    with pytest.raises(
+        UserError,
+        match=rf"^{folder}: a document cannot be read \(.*\); if this folder is deleted, the same",
+    ):
         [train[number] for number in range(len(train))]
 
 
@@ -417,23 +577,46 @@ def test_an_array_of_tokens_streams_and_is_refused_before_the_work(tokenizer, tm
     for name, array in (("short", numbers[:201]), ("long", numbers)):
         np.save(tmp_path / f"{name}.npy", array)
     (tmp_path / "short.json").write_text(json.dumps([{"tokens": numbers[:201].tolist()}]))
-    short, same = (prepare([Source(str(tmp_path / name), "tokens")], tokenizer, 50, tmp_path / "prepared", progress=False)
-                   for name in ("short.npy", "short.json"))
+    short, same = (
+        prepare(
+            [Source(str(tmp_path / name), "tokens")],
+            tokenizer,
+            50,
+            tmp_path / "prepared",
+            progress=False,
+        )
+        for name in ("short.npy", "short.json")
+    )
     assert [document.tokens.tolist() for document in _documents(short.train)] == [
-        document.tokens.tolist() for document in _documents(same.train)]
+        document.tokens.tolist() for document in _documents(same.train)
+    ]
     assert short.train[0].record_id == same.train[0].record_id and len(short.train) == 4
     assert short.report.repaired == same.report.repaired == {"longer than context_length, cut": 1}
     encoder = Encoder(("plain",), tokenizer, 1000)
     tracemalloc.start()
     [record] = read(Source(str(tmp_path / "long.npy"), "tokens"), Report())
     documents = encoder.encode(record).documents
-    assert sum(len(document.tokens) for document in documents) == len(numbers) and documents[3].loss_mask.all()
-    assert tracemalloc.get_traced_memory()[1] < 40e6, "a part of 4 Mi tokens, not the whole three times over"
+    assert (
+        sum(len(document.tokens) for document in documents) == len(numbers)
+        and documents[3].loss_mask.all()
+    )
+    assert tracemalloc.get_traced_memory()[1] < 40e6, (
+        "a part of 4 Mi tokens, not the whole three times over"
+    )
     tracemalloc.stop()
-    for bad, words in ((numbers.astype(np.float32), "holds float32, not integers"), (numbers + 5000, "ids from 5000 to 5999")):
+    for bad, words in (
+        (numbers.astype(np.float32), "holds float32, not integers"),
+        (numbers + 5000, "ids from 5000 to 5999"),
+    ):
         np.save(tmp_path / "bad.npy", bad)
         with pytest.raises(UserError, match=words):
-            prepare([Source(str(tmp_path / "bad.npy"), "tokens")], tokenizer, 50, tmp_path / "none", progress=False)
+            prepare(
+                [Source(str(tmp_path / "bad.npy"), "tokens")],
+                tokenizer,
+                50,
+                tmp_path / "none",
+                progress=False,
+            )
     assert not (tmp_path / "none").exists()
 
 
@@ -443,6 +626,8 @@ def test_prepared_data_within_the_datas_own_folder_are_not_read(small, tokenizer
     shutil.copy(small, folder / "a.json")
     first = prepare([Source(str(folder))], tokenizer, LENGTH, folder / "prepared", progress=False)
     again = prepare([Source(str(folder))], tokenizer, LENGTH, folder / "prepared", progress=False)
-    elsewhere = prepare([Source(str(folder))], tokenizer, LENGTH, tmp_path / "other", progress=False)
+    elsewhere = prepare(
+        [Source(str(folder))], tokenizer, LENGTH, tmp_path / "other", progress=False
+    )
     assert first.folder == again.folder and first.folder.name == elsewhere.folder.name
     assert first.report.records == 60 and not first.report.notes

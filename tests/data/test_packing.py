@@ -32,12 +32,19 @@ def test_row_count_is_the_same_in_every_epoch(lengths, context_length):
 
 def test_order_changes_with_seed_and_epoch_and_stays_as_recorded():
     lengths = [5, 9, 3, 7, 7, 2, 8, 4]
-    assert len({plan(lengths, 12, seed, epoch).rows for seed in range(3) for epoch in range(3)}) == 9
+    assert (
+        len({plan(lengths, 12, seed, epoch).rows for seed in range(3) for epoch in range(3)}) == 9
+    )
     # Recorded once: a run that is resumed with another version of numpy must have the same order.
     assert plan(lengths, 12, 0, 0).rows == RECORDED
 
 
-RECORDED = (((5, 0, 2), (3, 0, 7)), ((4, 0, 7), (0, 0, 5)), ((7, 0, 4), (6, 0, 8)), ((2, 0, 3), (1, 0, 9)))
+RECORDED = (
+    ((5, 0, 2), (3, 0, 7)),
+    ((4, 0, 7), (0, 0, 5)),
+    ((7, 0, 4), (6, 0, 8)),
+    ((2, 0, 3), (1, 0, 9)),
+)
 
 
 @pytest.mark.parametrize("context_length", [4096, 16384])

@@ -34,18 +34,30 @@ def store():
 def test_where_results_go_is_known_before_the_work(check, tmp_path):
     """A new place is made as far as it is needed; a file in its way, or what would be overwritten, is told in one line."""
     path = tmp_path / "a" / "b"
-    assert check(path) == path and path.parent.is_dir() and path.exists() == (check is paths.output_folder)
+    assert (
+        check(path) == path
+        and path.parent.is_dir()
+        and path.exists() == (check is paths.output_folder)
+    )
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"results \((Not a directory|File exists)\); name another one"):
+    with pytest.raises(
+        UserError, match=r"results \((Not a directory|File exists)\); name another one"
+    ):
         check(tmp_path / "file" / "within")
     full = tmp_path if check is not paths.output_folder else tmp_path / "file"
     with pytest.raises(UserError, match=str(full)):
         check(full)
 
 
-@pytest.mark.parametrize(("variable", "expected"), [
-    ("~/own", "home/own"), ("", "home/.cache/longstripe"), (None, "home/.cache/longstripe"), ("/elsewhere", "/elsewhere"),
-])
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("~/own", "home/own"),
+        ("", "home/.cache/longstripe"),
+        (None, "home/.cache/longstripe"),
+        ("/elsewhere", "/elsewhere"),
+    ],
+)
 def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch, variable, expected):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("LONGSTRIPE_CACHE", raising=False)
@@ -60,20 +72,27 @@ def put(system, path, content):
         file.write(content)
 
 
-@pytest.mark.parametrize("root", ["lr[0.1]", "a*b", "a?b", "a::b", "memory://lr[0.1]", "memory://a*b"])
+@pytest.mark.parametrize(
+    "root", ["lr[0.1]", "a*b", "a?b", "a::b", "memory://lr[0.1]", "memory://a*b"]
+)
 def test_no_path_is_a_pattern(store, tmp_path, monkeypatch, root):
     """Beside each folder lies one that its name, taken for a pattern, would mean."""
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     system = store if paths.is_remote(root) else fsspec.filesystem("file", auto_mkdir=True)
     root = root if paths.is_remote(root) else str(tmp_path / root)
-    for folder in (root, root.replace("lr[0.1]", "lr0").replace("a*b", "axb").replace("a?b", "axb")):
+    for folder in (
+        root,
+        root.replace("lr[0.1]", "lr0").replace("a*b", "axb").replace("a?b", "axb"),
+    ):
         put(system, f"{folder}/a.txt", folder.encode())
     for path in (root, f"{root}/a.txt"):
         assert [item.text for item in read(Source(path, "text"), Report())] == [root]
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     first, again = [], []
     for documents in (first, again):
-        train = prepare([Source(f"{root}/a.txt", "text")], tokenizer, 64, f"{root}/prepared", progress=False).train
+        train = prepare(
+            [Source(f"{root}/a.txt", "text")], tokenizer, 64, f"{root}/prepared", progress=False
+        ).train
         documents += [train[number].tokens.tolist() for number in range(len(train))]
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     assert first == again and first
@@ -84,7 +103,11 @@ def test_a_store_is_read_as_a_folder_is(store, tmp_path):
     array, local = np.arange(9, dtype=np.int32), tmp_path / "local"
     np.save(tmp_path / "a.npy", array)
     (local / "more").mkdir(parents=True)
-    for name, content in (("dirty.json", dirty), ("more/b.txt", b"A text"), ("a.npy", (tmp_path / "a.npy").read_bytes())):
+    for name, content in (
+        ("dirty.json", dirty),
+        ("more/b.txt", b"A text"),
+        ("a.npy", (tmp_path / "a.npy").read_bytes()),
+    ):
         (local / name).write_bytes(content)
         put(store, f"/set/{name}", content)
     for format in ("sharegpt", "text", "tokens"):
@@ -108,7 +131,10 @@ def test_a_store_is_read_as_a_folder_is(store, tmp_path):
 
 def test_prepared_data_in_a_store_are_made_once(store, tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
-    tokenizer, records = Tokenizer.load(FIXTURES / "tiny_tokenizer"), json.loads((FIXTURES / "conversations.json").read_text())
+    tokenizer, records = (
+        Tokenizer.load(FIXTURES / "tiny_tokenizer"),
+        json.loads((FIXTURES / "conversations.json").read_text()),
+    )
     put(store, "/in/talks.json", json.dumps(records[:5]).encode())
     sources = [Source("memory://in/talks.json")]
     made = prepare(sources, tokenizer, 128, "memory://out/prepared/", progress=False)
@@ -131,12 +157,15 @@ def test_a_folder_comes_whole_or_not_at_all(store, tmp_path):
     paths.download("memory://set", tmp_path / "to", "missing", Path.exists)
     assert not (tmp_path / "to").exists()
     paths.download("memory://set", tmp_path / "to", "z.npz", Path.exists)
-    assert (tmp_path / "to/a/b").read_text() == "a/b" and (tmp_path / "to/z.npz").read_text() == "z.npz"
+    assert (tmp_path / "to/a/b").read_text() == "a/b" and (
+        tmp_path / "to/z.npz"
+    ).read_text() == "z.npz"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["from", "to"]
 
 
 def test_a_store_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
     """Stores' libraries raise errors of their own kind: botocore's NoCredentialsError is a plain Exception."""
+
     def unreachable(self, path, **options):
         raise Exception("Unable to locate credentials\nsee the manual")
 
@@ -147,7 +176,10 @@ def test_a_store_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
             look()
 
 
-@pytest.mark.parametrize("path", ["github://org:repo@/a.txt", "data:,https://a", "zip://a.txt::memory://a.zip", "reference://a"])
+@pytest.mark.parametrize(
+    "path",
+    ["github://org:repo@/a.txt", "data:,https://a", "zip://a.txt::memory://a.zip", "reference://a"],
+)
 def test_only_stores_are_read(path):
     with pytest.raises(UserError, match=r"is no store that is read here; gs, .* are$"):
         Source(path, "text").files()
@@ -162,7 +194,7 @@ def test_a_digest_is_of_every_byte_and_kept(tmp_path, monkeypatch):
     large.write_bytes(bytes(100_000))
     assert paths.file_digest(small) == hashlib.sha256(b"a").hexdigest()
     assert paths.file_digest(large) == hashlib.sha256(bytes(100_000)).hexdigest()
-    kept, = (tmp_path / "cache" / "digests").iterdir()
+    (kept,) = (tmp_path / "cache" / "digests").iterdir()
     kept.write_text(kept.read_text().replace(paths.file_digest(large), "kept"))
     assert paths.file_digest(large) == "kept"
     with large.open("r+b") as file:
@@ -179,16 +211,27 @@ def test_only_what_a_command_wrote_is_overwritten(tmp_path):
         file.write_text(content)
         assert paths.output_file(file, b"made by us") == file
     file.write_text("model: {}")
-    with pytest.raises(UserError, match=r"config\.yaml: exists, and is nothing that this command wrote"):
+    with pytest.raises(
+        UserError, match=r"config\.yaml: exists, and is nothing that this command wrote"
+    ):
         paths.output_file(file, b"made by us")
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(UserError, match=r"results\.json: exists, and is nothing"):
         paths.results_folder(tmp_path)
 
 
-@pytest.mark.parametrize("take", [paths.output_folder, paths.output_file, paths.new_folder,
-                                  lambda path: paths.checkpoint_path(path, "run_dir")])
-@pytest.mark.parametrize("path", ["gs://b/out", "s3://b/x/y.json", "GS://b/out", Path("gs://b/out"), "hf://datasets/a/b"])
+@pytest.mark.parametrize(
+    "take",
+    [
+        paths.output_folder,
+        paths.output_file,
+        paths.new_folder,
+        lambda path: paths.checkpoint_path(path, "run_dir"),
+    ],
+)
+@pytest.mark.parametrize(
+    "path", ["gs://b/out", "s3://b/x/y.json", "GS://b/out", Path("gs://b/out"), "hf://datasets/a/b"]
+)
 def test_an_output_in_a_store_is_refused_by_name(take, path, tmp_path, monkeypatch):
     """Also after pathlib has made one slash of two; a folder of this machine may have a colon in its name."""
     monkeypatch.chdir(tmp_path)
@@ -198,12 +241,19 @@ def test_an_output_in_a_store_is_refused_by_name(take, path, tmp_path, monkeypat
     assert paths.on_this_machine("run:/2").name == "2"
 
 
-@pytest.mark.parametrize("command", [
-    "scripts.export_hf gs://b/run out", "scripts.export_hf run gs://b/out", "scripts.import_hf model s3://b/checkpoint",
-    "scripts.quantize_hf model gs://b/out", "eval.line_retrieval --checkpoint x --output gs://b/o --lines 4",
-    "eval.needle --checkpoint x --output gs://b/o --tokens 64", "eval.coreference --checkpoint x --output s3://b/o --tokens 64",
-    "eval.compare a b --output gs://b/table.json",
-])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "scripts.export_hf gs://b/run out",
+        "scripts.export_hf run gs://b/out",
+        "scripts.import_hf model s3://b/checkpoint",
+        "scripts.quantize_hf model gs://b/out",
+        "eval.line_retrieval --checkpoint x --output gs://b/o --lines 4",
+        "eval.needle --checkpoint x --output gs://b/o --tokens 64",
+        "eval.coreference --checkpoint x --output s3://b/o --tokens 64",
+        "eval.compare a b --output gs://b/table.json",
+    ],
+)
 def test_commands_refuse_a_store(command, tmp_path, monkeypatch, capsys):
     """They would have written a local folder named `gs:`."""
     monkeypatch.chdir(tmp_path)

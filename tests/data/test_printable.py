@@ -11,10 +11,16 @@ from rich.text import Text
 from data.printable import _Output, console, printable, printable_output
 
 ATTACKS = {
-    "clears the screen": "\x1b[2J\x1b[H", "sets the title": "\x1b]0;title\x07", "writes the clipboard": "\x1b]52;c;aGk=\x07",
-    "8-bit control sequence": "\x9b2J", "carriage return": "all is well\rerror", "backspace": "abc\x08\x08\x08xyz",
-    "right-to-left override": "user\u202etxt.exe", "isolate": "a\u2066b\u2069",
-    "half a surrogate pair": "\ud83d", "null": "a\0b",
+    "clears the screen": "\x1b[2J\x1b[H",
+    "sets the title": "\x1b]0;title\x07",
+    "writes the clipboard": "\x1b]52;c;aGk=\x07",
+    "8-bit control sequence": "\x9b2J",
+    "carriage return": "all is well\rerror",
+    "backspace": "abc\x08\x08\x08xyz",
+    "right-to-left override": "user\u202etxt.exe",
+    "isolate": "a\u2066b\u2069",
+    "half a surrogate pair": "\ud83d",
+    "null": "a\0b",
 }
 
 
@@ -29,7 +35,9 @@ def test_nothing_that_a_terminal_obeys_stays(text):
 @given(st.text())
 def test_other_characters_stay_as_they_are(text):
     pairs = zip(text, printable(text), strict=True)
-    assert all(a == b or unicodedata.category(a) in ("Cc", "Cs", "Cf", "Zl", "Zp") for a, b in pairs)
+    assert all(
+        a == b or unicodedata.category(a) in ("Cc", "Cs", "Cf", "Zl", "Zp") for a, b in pairs
+    )
 
 
 def test_words_of_any_script_and_joined_emoji_stay():
@@ -46,11 +54,18 @@ def test_what_is_printed_is_printable(capsys):
         print(EVIL)
         print(EVIL, file=sys.stderr)
         console().print("\x1b[2J\u202e", markup=False)
-        console(force_terminal=True, color_system="standard").print(Text("colour\x1b]0;t", "red"), end="")
+        console(force_terminal=True, color_system="standard").print(
+            Text("colour\x1b]0;t", "red"), end=""
+        )
         with printable_output():
             print("\rbar", end="\n")
     out, err = capsys.readouterr()
-    assert out.split("\n") == [printable(EVIL), "\ufffd[2J\ufffd", "\x1b[31mcolour\ufffd]0;t\x1b[0m\rbar", ""]
+    assert out.split("\n") == [
+        printable(EVIL),
+        "\ufffd[2J\ufffd",
+        "\x1b[31mcolour\ufffd]0;t\x1b[0m\rbar",
+        "",
+    ]
     assert err == printable(EVIL) + "\n"
     assert not isinstance(sys.stdout, _Output)
 
@@ -66,10 +81,18 @@ def test_what_an_encoding_lacks_is_replaced(monkeypatch):
 
 @pytest.mark.parametrize("printing", ["print('x' * 99)", "console().print('x' * 99)"])
 def test_a_reader_that_has_left_is_no_error(repository, printing):
-    program = ("from data.printable import printable_output, console\nimport sys\nsys.stdin.read()\nwith printable_output():\n"
-               f"    for _ in range(500): {printing}\n    print('at the end', file=sys.stderr)")
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=repository, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
+    program = (
+        "from data.printable import printable_output, console\nimport sys\nsys.stdin.read()\nwith printable_output():\n"
+        f"    for _ in range(500): {printing}\n    print('at the end', file=sys.stderr)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=repository,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     process.stdout.close()
     _, said = process.communicate("")
     assert (process.returncode, said) == (0, "at the end\n")

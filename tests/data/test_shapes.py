@@ -15,41 +15,112 @@ ONE = [("user", "Hi?"), ("assistant", "Hello.")]
 TWO = [*ONE, ("user", "And?"), ("assistant", "Bye.")]
 FLAT = [{"role": role, "content": text} for role, text in TWO]
 GLAIVE = {
-    "system": "SYSTEM: You may call functions. Use them if required -\n" + json.dumps({"name": "f"}, indent=2),
-    "chat": "USER: Hi?\n\n\nASSISTANT: <functioncall> {\"name\": \"f\", \"arguments\": '{\"a\": 1}'} <|endoftext|>\n\n\n"
-            "FUNCTION RESPONSE: {\"b\": 2}\n\n\nASSISTANT: Two. <|endoftext|>\n\n\n",
+    "system": "SYSTEM: You may call functions. Use them if required -\n"
+    + json.dumps({"name": "f"}, indent=2),
+    "chat": 'USER: Hi?\n\n\nASSISTANT: <functioncall> {"name": "f", "arguments": \'{"a": 1}\'} <|endoftext|>\n\n\n'
+    'FUNCTION RESPONSE: {"b": 2}\n\n\nASSISTANT: Two. <|endoftext|>\n\n\n',
 }
-TREE = {"message_tree_id": "t", "prompt": {"role": "prompter", "text": "Hi?", "replies": [
-    {"role": "assistant", "text": "No.", "rank": 1, "replies": []},
-    {"role": "assistant", "text": "Hello.", "rank": 0, "replies": [
-        {"role": "prompter", "text": "And?", "replies": [{"role": "assistant", "text": "Bye.", "replies": []}]}]},
-]}}
+TREE = {
+    "message_tree_id": "t",
+    "prompt": {
+        "role": "prompter",
+        "text": "Hi?",
+        "replies": [
+            {"role": "assistant", "text": "No.", "rank": 1, "replies": []},
+            {
+                "role": "assistant",
+                "text": "Hello.",
+                "rank": 0,
+                "replies": [
+                    {
+                        "role": "prompter",
+                        "text": "And?",
+                        "replies": [{"role": "assistant", "text": "Bye.", "replies": []}],
+                    }
+                ],
+            },
+        ],
+    },
+}
 
 
 def turns(record, **options):
-    return [(message.role, message.content) for message in Cleaner(**options).clean(record).messages]
+    return [
+        (message.role, message.content) for message in Cleaner(**options).clean(record).messages
+    ]
 
 
-@pytest.mark.parametrize(("record", "expected"), [
-    *(({question: "Hi?", answer: "Hello."}, ONE) for question, answer in (
-        ("question", "answer"), ("query", "response"), ("problem", "solution"), ("inputs", "targets"), ("prompt", "response"),
-        ("instruction", "response"), ("human", "assistant"), ("input", "output"))),
-    ({"instruction": "Hi?", "context": "", "response": "Hello."}, ONE),
-    ({"instruction": "Hi?", "context": "A text.", "response": "Hello."}, [("user", "Hi?\n\nA text."), ONE[1]]),
-    ({"system_prompt": "Be.", "question": "Hi?", "response": "Hello."}, [("system", "Be."), *ONE]),
-    ({"query": "And?", "response": "Bye.", "history": [["Hi?", "Hello."]]}, TWO),
-    ({"data": ["Hi?", "Hello.", "And?", "Bye."]}, TWO),
-    ({"conversations": ["Hi?", "Hello."]}, ONE),
-    ({"conversation": [{"human": "Hi?", "assistant": "Hello."}, {"human": "And?", "assistant": "Bye."}]}, TWO),
-    ({"conversation": [{"input": "Hi?", "output": "Hello."}, {"input": "And?", "output": "Bye."}]}, TWO),
-    ({"messages": json.dumps(FLAT)}, TWO),
-    ({"conversations": {"from": ["human", "gpt"], "value": ["Hi?", "Hello."]}}, ONE),
-    ({"messages": [{"role": "prompter", "text": "Hi?"}, {"role": "assistant", "text": "Hello."}]}, ONE),
-    ({"dialogue": [{"speaker": "customer", "text": "Hi?"}, {"speaker": "agent", "text": "Hello."}]}, ONE),
-    (TREE, TWO),
-    ({"messages": FLAT, "prompt": "Hi?"}, TWO),
-    ({"instruction": "Hi?", "output": "Hello.", "data": [1, 2], "conversation": "c-17"}, ONE),
-])
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        *(
+            ({question: "Hi?", answer: "Hello."}, ONE)
+            for question, answer in (
+                ("question", "answer"),
+                ("query", "response"),
+                ("problem", "solution"),
+                ("inputs", "targets"),
+                ("prompt", "response"),
+                ("instruction", "response"),
+                ("human", "assistant"),
+                ("input", "output"),
+            )
+        ),
+        ({"instruction": "Hi?", "context": "", "response": "Hello."}, ONE),
+        (
+            {"instruction": "Hi?", "context": "A text.", "response": "Hello."},
+            [("user", "Hi?\n\nA text."), ONE[1]],
+        ),
+        (
+            {"system_prompt": "Be.", "question": "Hi?", "response": "Hello."},
+            [("system", "Be."), *ONE],
+        ),
+        ({"query": "And?", "response": "Bye.", "history": [["Hi?", "Hello."]]}, TWO),
+        ({"data": ["Hi?", "Hello.", "And?", "Bye."]}, TWO),
+        ({"conversations": ["Hi?", "Hello."]}, ONE),
+        (
+            {
+                "conversation": [
+                    {"human": "Hi?", "assistant": "Hello."},
+                    {"human": "And?", "assistant": "Bye."},
+                ]
+            },
+            TWO,
+        ),
+        (
+            {
+                "conversation": [
+                    {"input": "Hi?", "output": "Hello."},
+                    {"input": "And?", "output": "Bye."},
+                ]
+            },
+            TWO,
+        ),
+        ({"messages": json.dumps(FLAT)}, TWO),
+        ({"conversations": {"from": ["human", "gpt"], "value": ["Hi?", "Hello."]}}, ONE),
+        (
+            {
+                "messages": [
+                    {"role": "prompter", "text": "Hi?"},
+                    {"role": "assistant", "text": "Hello."},
+                ]
+            },
+            ONE,
+        ),
+        (
+            {
+                "dialogue": [
+                    {"speaker": "customer", "text": "Hi?"},
+                    {"speaker": "agent", "text": "Hello."},
+                ]
+            },
+            ONE,
+        ),
+        (TREE, TWO),
+        ({"messages": FLAT, "prompt": "Hi?"}, TWO),
+        ({"instruction": "Hi?", "output": "Hello.", "data": [1, 2], "conversation": "c-17"}, ONE),
+    ],
+)
 def test_public_shapes_are_read(record, expected):
     assert turns(record) == expected
 
@@ -57,12 +128,20 @@ def test_public_shapes_are_read(record, expected):
 def test_a_glaive_dialogue_has_tools_and_calls():
     cleaned = Cleaner().clean(GLAIVE)
     assert [(turn.role, turn.content) for turn in cleaned.messages] == [
-        ("system", "You may call functions. Use them if required -"), ONE[0], ("assistant", ""), ("tool", '{"b": 2}'),
-        ("assistant", "Two.")]
+        ("system", "You may call functions. Use them if required -"),
+        ONE[0],
+        ("assistant", ""),
+        ("tool", '{"b": 2}'),
+        ("assistant", "Two."),
+    ]
     assert cleaned.messages[2].tool_calls[0]["function"] == {"name": "f", "arguments": {"a": 1}}
     assert [tool["function"]["name"] for tool in cleaned.tools] == ["f"] and not cleaned.unread
     plain = Cleaner().clean({"system": "SYSTEM: Be.", "chat": "USER: Hi?\nASSISTANT: Hello."})
-    assert [turn.content for turn in plain.messages] == ["Be.", "Hi?", "Hello."] and plain.tools == ()
+    assert [turn.content for turn in plain.messages] == [
+        "Be.",
+        "Hi?",
+        "Hello.",
+    ] and plain.tools == ()
 
 
 def test_replies_beside_the_best_ranked_are_counted_and_a_message_alone_is_named():
@@ -71,11 +150,17 @@ def test_replies_beside_the_best_ranked_are_counted_and_a_message_alone_is_named
         turns({"message_id": "a", "parent_id": None, "role": "prompter", "text": "Hi?"})
 
 
-@pytest.mark.parametrize(("record", "reason"), [
-    ({"chosen": "a", "rejected": "b"}, "it has the fields chosen, rejected"), ({}, "it has no fields"),
-    ({f"f{number}": 1 for number in range(30)}, "f11, ...$"), ({"a\x1b[2J": 1}, "the fields a\ufffd\\[2J"),
-    ({"messages": "hello"}, "turns that are no list: `messages`"), ({"question": "a", "answer": 3}, "`question` and `answer`"),
-])
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "it has the fields chosen, rejected"),
+        ({}, "it has no fields"),
+        ({f"f{number}": 1 for number in range(30)}, "f11, ...$"),
+        ({"a\x1b[2J": 1}, "the fields a\ufffd\\[2J"),
+        ({"messages": "hello"}, "turns that are no list: `messages`"),
+        ({"question": "a", "answer": 3}, "`question` and `answer`"),
+    ],
+)
 def test_another_shape_is_dropped_with_its_fields(record, reason):
     with pytest.raises(Drop, match=reason):
         turns(record)
@@ -83,8 +168,16 @@ def test_another_shape_is_dropped_with_its_fields(record, reason):
 
 def test_a_mapping_of_fields_reads_any_shape():
     assert turns({"q": "Hi?", "a": "Hello."}, fields={"q": "user", "a": "assistant"}) == ONE
-    talk = {"dialog": [{"who": "human", "says": "Hi?"}, {"who": "gpt", "says": "Hello.", "content": "mine"}], "s": "Be."}
-    cleaned = Cleaner(fields={"dialog": "messages", "who": "role", "says": "content", "s": "system"}).clean(talk)
+    talk = {
+        "dialog": [
+            {"who": "human", "says": "Hi?"},
+            {"who": "gpt", "says": "Hello.", "content": "mine"},
+        ],
+        "s": "Be.",
+    }
+    cleaned = Cleaner(
+        fields={"dialog": "messages", "who": "role", "says": "content", "s": "system"}
+    ).clean(talk)
     assert [(turn.role, turn.content) for turn in cleaned.messages] == [("system", "Be."), *ONE]
     assert cleaned.unread == {"turn field `content, for which another is named`"}
     names = {"q": "user", "t": "reasoning_content", "a": "assistant"}
@@ -95,24 +188,59 @@ def test_a_mapping_of_fields_reads_any_shape():
 
 
 def test_what_is_not_read_is_named():
-    cleaned = Cleaner().clean({
-        "id": 3, "messages": [{"role": "user", "content": "Hi?", "name": "Bob", "tone": ""}, {
-            "role": "assistant", "content": [{"type": "text", "text": "Hello.", "cache_control": {"type": "x"}}], "score": 0,
-            "tool_calls": [{"id": 3, "index": 0, "type": "function", "function": {"name": "f", "arguments": {}}}]}],
-        "source": "web", "empty": None, "system": {"a": 1}, "instruction": "Hi?",
-    })
-    assert cleaned.unread == {"turn field `name`", "turn field `score`", "content part's field `cache_control`",
-                              "tool call's field `id`", "tool call's field `index`", "record field `source`",
-                              "record field `system`", "record field `instruction`"}
+    cleaned = Cleaner().clean(
+        {
+            "id": 3,
+            "messages": [
+                {"role": "user", "content": "Hi?", "name": "Bob", "tone": ""},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "text": "Hello.", "cache_control": {"type": "x"}}],
+                    "score": 0,
+                    "tool_calls": [
+                        {
+                            "id": 3,
+                            "index": 0,
+                            "type": "function",
+                            "function": {"name": "f", "arguments": {}},
+                        }
+                    ],
+                },
+            ],
+            "source": "web",
+            "empty": None,
+            "system": {"a": 1},
+            "instruction": "Hi?",
+        }
+    )
+    assert cleaned.unread == {
+        "turn field `name`",
+        "turn field `score`",
+        "content part's field `cache_control`",
+        "tool call's field `id`",
+        "tool call's field `index`",
+        "record field `source`",
+        "record field `system`",
+        "record field `instruction`",
+    }
 
 
 def test_what_is_not_read_is_counted_once_for_a_source(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": "a", "level": n, f"f{n}": 1}) for n in range(1, 400)))
+    path.write_text(
+        "\n".join(
+            json.dumps({"question": f"{n}?", "answer": "a", "level": n, f"f{n}": 1})
+            for n in range(1, 400)
+        )
+    )
     report = Report()
     assert len(list(read(Source(str(path)), report))) == 399
     [source] = report.sources
-    assert source.unread["record field `level`"] == 399 and len(source.unread) <= 201 and source.unread.total() == 798
+    assert (
+        source.unread["record field `level`"] == 399
+        and len(source.unread) <= 201
+        and source.unread.total() == 798
+    )
     assert "not read       399 100.00 %  record field `level`" in report.summary()
     for format, name, value in (("text", "text", "a b"), ("tokens", "tokens", [5, 6])):
         path.write_text(json.dumps({name: value, "id": "a", "attention_mask": [1]}))

@@ -27,12 +27,22 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 
 
 def busy(repository, how="", *before):
-    return subprocess.Popen([*before, sys.executable, "-c", BUSY, how], cwd=repository, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*before, sys.executable, "-c", BUSY, how],
+        cwd=repository,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-@pytest.mark.parametrize(("number", "code", "line"), [
-    (signal.SIGTERM, 143, "stopped (SIGTERM): the same command starts again\n"), (signal.SIGINT, 130, "stopped\n")])
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGTERM, 143, "stopped (SIGTERM): the same command starts again\n"),
+        (signal.SIGINT, 130, "stopped\n"),
+    ],
+)
 def test_a_signal_ends_a_command_within_a_long_call(repository, number, code, line):
     process = busy(repository)
     assert process.stdout.readline().startswith("busy")
@@ -45,14 +55,23 @@ def test_a_signal_ends_a_command_within_a_long_call(repository, number, code, li
 
 def test_as_pid_1_too(repository):
     """As which a container starts its command: the system ignores SIGTERM for it without a handler."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None or subprocess.run(
-            ["unshare", "--pid", "--fork", "true"], check=False, capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or shutil.which("unshare") is None
+        or subprocess.run(
+            ["unshare", "--pid", "--fork", "true"], check=False, capture_output=True
+        ).returncode
+    ):
         pytest.skip("needs root, for a name space of processes")
     process = busy(repository, "", "unshare", "--pid", "--fork", "--kill-child")
     assert process.stdout.readline() == "busy 1\n"
-    [child] = subprocess.run(["pgrep", "-P", str(process.pid)], check=True, capture_output=True, text=True).stdout.split()
+    [child] = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], check=True, capture_output=True, text=True
+    ).stdout.split()
     os.kill(int(child), signal.SIGTERM)
-    assert process.communicate(timeout=30)[1] == "stopped (SIGTERM): the same command starts again\n"
+    assert (
+        process.communicate(timeout=30)[1] == "stopped (SIGTERM): the same command starts again\n"
+    )
     assert process.returncode == 143
 
 
@@ -68,7 +87,19 @@ def test_a_childs_sigterm_is_not_its_parents(repository):
 
 @pytest.mark.parametrize("command", [["-m", "scripts.inspect_data"], ["-m", "eval.line_retrieval"]])
 def test_a_command_ends_during_its_imports(command, tmp_path, repository):
-    (tmp_path / "numpy.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n")
-    done = subprocess.run([sys.executable, *command], cwd=repository, capture_output=True, text=True, timeout=60, check=False,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert (done.returncode, done.stderr) == (143, "stopped (SIGTERM): the same command starts again\n")
+    (tmp_path / "numpy.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr) == (
+        143,
+        "stopped (SIGTERM): the same command starts again\n",
+    )

@@ -32,15 +32,27 @@ def test_dirty_dump_is_counted_record_by_record(repository):
     source = Source(str(repository / "data/fixtures/dirty.json"), template="vicuna_v1.1")
     conversations = list(read(source, report, clean=rules))
     assert [c.id for c in conversations][:10] == [
-        "good", "spelling_1", "spelling_2", "openai", "parts", "system", "leading_answer", "unanswered", "control_text",
+        "good",
+        "spelling_1",
+        "spelling_2",
+        "openai",
+        "parts",
+        "system",
+        "leading_answer",
+        "unanswered",
+        "control_text",
         "surrogate",
     ]
     assert report.records == 30 and report.kept == 15
     # Each record is either kept or dropped.
-    assert sorted([c.record for c in conversations] + [entry.record for entry in entries]) == list(range(1, 31))
+    assert sorted([c.record for c in conversations] + [entry.record for entry in entries]) == list(
+        range(1, 31)
+    )
     assert Counter(entry.reason for entry in entries) == report.dropped
     assert entries[2].content == {"id": "empty_list", "conversations": []}
-    assert "This one" in entries[-1].content, "the text of the cut record is reported as far as it goes"
+    assert "This one" in entries[-1].content, (
+        "the text of the cut record is reported as far as it goes"
+    )
     assert report.dropped == Counter(
         {
             "empty record": 1,
@@ -70,7 +82,9 @@ def test_dirty_dump_is_counted_record_by_record(repository):
     assert len(report.notes) == 1 and "record 30" in report.notes[0]
     table = report.sources[0].table().splitlines()
     assert len(table) == 1 + len(report.dropped) + len(report.repaired)
-    assert table[0].split() == ["kept", "15", "50.00", "%"] and "   3.33 %  duplicate" in "\n".join(table)
+    assert table[0].split() == ["kept", "15", "50.00", "%"] and "   3.33 %  duplicate" in "\n".join(
+        table
+    )
     turns = {c.id: [(m.role, m.content) for m in c.messages] for c in conversations}
     assert turns["system"] == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello.")]
     assert turns["leading_answer"] == [("user", "Hi there"), ("assistant", "Hello.")]
@@ -80,16 +94,23 @@ def test_dirty_dump_is_counted_record_by_record(repository):
     assert turns["page"][1][1] == (
         "Use **this** & snake_case:\n\n```python\nif a_b < 3:\n\n\n    print(a_b)\n```\n\n- one\n- two"
     )
-    assert turns["about_html"][1][1].startswith("<div class='box'>"), "an answer that is an HTML file is not changed"
+    assert turns["about_html"][1][1].startswith("<div class='box'>"), (
+        "an answer that is an HTML file is not changed"
+    )
     assert turns["surrogate"][0][1] == "A half pair \ufffd here"
 
 
 @pytest.mark.parametrize("keep", range(0, 400, 7))
 def test_a_list_cut_anywhere_gives_its_complete_records(tmp_path, keep):
-    record = {"id": "é😀", "conversations": [{"from": "human", "value": "a]}\\\"é"}, {"from": "gpt", "value": "b😀"}]}
+    record = {
+        "id": "é😀",
+        "conversations": [{"from": "human", "value": 'a]}\\"é'}, {"from": "gpt", "value": "b😀"}],
+    }
     whole = json.dumps([record] * 3, ensure_ascii=False).encode()
     part = whole[:keep]
-    complete = sum(end <= len(part) for end in _ends(whole, json.dumps(record, ensure_ascii=False).encode()))
+    complete = sum(
+        end <= len(part) for end in _ends(whole, json.dumps(record, ensure_ascii=False).encode())
+    )
     path = tmp_path / "cut.json"
     path.write_bytes(part)
     if complete == 0:
@@ -110,17 +131,30 @@ def _ends(whole, record):
 
 
 def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.records.CHUNK", 37)  # so that every record crosses chunks, and characters are split
+    monkeypatch.setattr(
+        "data.records.CHUNK", 37
+    )  # so that every record crosses chunks, and characters are split
     records = [
-        {"id": i, "messages": [{"role": "user", "content": "é" * i}, {"role": "assistant", "content": "ü" * 50}]}
+        {
+            "id": i,
+            "messages": [
+                {"role": "user", "content": "é" * i},
+                {"role": "assistant", "content": "ü" * 50},
+            ],
+        }
         for i in range(1, 60)
     ]
     as_list, lines = tmp_path / "a.json", tmp_path / "a.jsonl"
     as_list.write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
-    lines.write_text("\n\n".join(json.dumps(r, ensure_ascii=False) for r in records) + '\n{"id": 3, "mess', "utf-8")
+    lines.write_text(
+        "\n\n".join(json.dumps(r, ensure_ascii=False) for r in records) + '\n{"id": 3, "mess',
+        "utf-8",
+    )
     first, _ = _read(as_list)
     second, report = _read(lines)
-    assert first == second and [c.messages[0].content for c in first] == ["é" * i for i in range(1, 60)]
+    assert first == second and [c.messages[0].content for c in first] == [
+        "é" * i for i in range(1, 60)
+    ]
     assert report.dropped == {"cut off or malformed JSON": 1}
 
 
@@ -135,11 +169,26 @@ def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
         (b'[{"conversations": []}, 3]', "1 x empty record"),
         (b'[{"conversations": [{"from": "human", "value": "\xff"}]}]', "UTF-8"),
         (b'{\n "a": 1\n}', "none of its"),
-        (b'[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}]', "text follows the JSON list after record 2, and all of it"),
-        (b'[{"text": "a"}]' + b" " * 70_000 + b"x", "text follows the JSON list after record 1, and all of it"),
-        (b'[{"text": "a"}, {"text": "b" "id": 2}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting ','"),
-        (b'[{"text": "a"}, {"text": "b}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting ','"),
-        (b'[{"text": "a"}, {text: "b"}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting property name"),
+        (
+            b'[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}]',
+            "text follows the JSON list after record 2, and all of it",
+        ),
+        (
+            b'[{"text": "a"}]' + b" " * 70_000 + b"x",
+            "text follows the JSON list after record 1, and all of it",
+        ),
+        (
+            b'[{"text": "a"}, {"text": "b" "id": 2}, {"text": "c"}, {"text": "d"}]',
+            "record 2 is malformed (Expecting ','",
+        ),
+        (
+            b'[{"text": "a"}, {"text": "b}, {"text": "c"}, {"text": "d"}]',
+            "record 2 is malformed (Expecting ','",
+        ),
+        (
+            b'[{"text": "a"}, {text: "b"}, {"text": "c"}, {"text": "d"}]',
+            "record 2 is malformed (Expecting property name",
+        ),
     ],
 )
 def test_a_useless_file_is_an_error_of_one_line(tmp_path, content, reason):
@@ -149,7 +198,12 @@ def test_a_useless_file_is_an_error_of_one_line(tmp_path, content, reason):
     with pytest.raises(UserError) as caught:
         _read(path)
     message = str(caught.value)
-    assert str(path) in message and reason in message and "would work" in message and "\n" not in message
+    assert (
+        str(path) in message
+        and reason in message
+        and "would work" in message
+        and "\n" not in message
+    )
 
 
 @pytest.mark.parametrize("name", ["empty.parquet", "empty.npy"])
@@ -157,32 +211,57 @@ def test_a_table_or_array_without_rows_is_named(tmp_path, name):
     if name == "empty.npy":
         np.save(tmp_path / name, np.zeros((0, 5), np.int32))
     else:
-        parquet.write_table(pyarrow.table({"tokens": pyarrow.array([], pyarrow.list_(pyarrow.int32()))}), tmp_path / name)
-    with pytest.raises(UserError, match=rf"^{tmp_path / name}: holds no records; a \.npy array of integers, or .* would work$"):
+        parquet.write_table(
+            pyarrow.table({"tokens": pyarrow.array([], pyarrow.list_(pyarrow.int32()))}),
+            tmp_path / name,
+        )
+    with pytest.raises(
+        UserError,
+        match=rf"^{tmp_path / name}: holds no records; a \.npy array of integers, or .* would work$",
+    ):
         _read(tmp_path / name, format="tokens")
 
 
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
 def test_white_space_may_follow_a_list(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr("data.records.CHUNK", chunk)
-    (tmp_path / "data.json").write_text(json.dumps([{"conversations": _CONVERSATION}]) + " \r\n\t" * 20)
+    (tmp_path / "data.json").write_text(
+        json.dumps([{"conversations": _CONVERSATION}]) + " \r\n\t" * 20
+    )
     conversations, report = _read(tmp_path / "data.json")
     assert len(conversations) == 1 and report.notes == []
 
 
 @pytest.mark.parametrize("end", [".json.gz", ".jsonl.gz", ".parquet"])
 def test_packed_and_parquet_files_are_the_same_records(tmp_path, end):
-    records = [{"id": str(i), "conversations": [{"from": "human", "value": f"é {i}"}, {"from": "gpt", "value": "ü" * i}]}
-               for i in range(1, 600)]
+    records = [
+        {
+            "id": str(i),
+            "conversations": [
+                {"from": "human", "value": f"é {i}"},
+                {"from": "gpt", "value": "ü" * i},
+            ],
+        }
+        for i in range(1, 600)
+    ]
     (tmp_path / "plain.json").write_text(json.dumps(records), "utf-8")
     path = tmp_path / "in" / f"data{end.upper() if end == '.json.gz' else end}"
     path.parent.mkdir()
     if end == ".parquet":
         # As in merged data sets, which have the columns and fields of both kinds, empty ones as None.
         rows = [{**record, "messages": None, "system": None} for record in records]
-        rows[0]["conversations"] = [{**turn, "role": None, "weight": None} for turn in rows[0]["conversations"]]
-        rows.append({"id": "other", "conversations": [
-            {"from": None, "value": None, "role": role, "content": "x", "weight": 0} for role in ("user", "assistant")]})
+        rows[0]["conversations"] = [
+            {**turn, "role": None, "weight": None} for turn in rows[0]["conversations"]
+        ]
+        rows.append(
+            {
+                "id": "other",
+                "conversations": [
+                    {"from": None, "value": None, "role": role, "content": "x", "weight": 0}
+                    for role in ("user", "assistant")
+                ],
+            }
+        )
         parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
     else:
         lines = "\n".join(map(json.dumps, records)) if "jsonl" in end else json.dumps(records)
@@ -191,7 +270,9 @@ def test_packed_and_parquet_files_are_the_same_records(tmp_path, end):
     for source in (path, path.parent):
         conversations, _ = _read(source)
         assert conversations[:599] == expected
-        assert [item.messages[1].train for item in conversations[599:]] == [False] * (end == ".parquet")
+        assert [item.messages[1].train for item in conversations[599:]] == [False] * (
+            end == ".parquet"
+        )
     path.write_bytes(path.read_bytes()[:-300])
     with pytest.raises(UserError, match=r"cannot be (unpacked|read as Parquet)"):
         _read(path)
@@ -206,10 +287,14 @@ def test_texts_and_tokens_of_files_and_folders(tmp_path):
     (books / "b.txt").write_bytes("\ufeffOne\r\nbook é".encode())
     (books / "more/a.jsonl").write_text('{"id": 7, "text": "Two"}\n{"text": " "}\n{"txt": "x"}\n')
     (books / "more/c.txt.gz").write_bytes(gzip.compress(b"Three"))
-    parquet.write_table(pyarrow.Table.from_pylist([{"id": 9, "text": "Four"}]), books / "more/d.parquet")
+    parquet.write_table(
+        pyarrow.Table.from_pylist([{"id": 9, "text": "Four"}]), books / "more/d.parquet"
+    )
     (books / "notes.pdf").write_text("not looked at")
     texts, report = _read(books, format="text")
-    assert [item.text for item in texts] == ["One\nbook é", "Two", "Three", "Four"] and texts[1].id == "7"
+    assert [item.text for item in texts] == ["One\nbook é", "Two", "Three", "Four"] and texts[
+        1
+    ].id == "7"
     unknown = "no `text`, nor `prompt` and `completion`: it has the fields txt"
     assert report.dropped == {"empty text": 1, unknown: 1} and report.records == 6
     records = [
@@ -231,11 +316,16 @@ def test_texts_and_tokens_of_files_and_folders(tmp_path):
         ("mask", [5, 6, 7], [False, True, True]),
         ("labels", [5, 6, 7], [False, False, True]),
     ]
-    assert sum(report.dropped.values()) == 6 and report.dropped["`loss_mask` or `labels` unlike its tokens"] == 1
+    assert (
+        sum(report.dropped.values()) == 6
+        and report.dropped["`loss_mask` or `labels` unlike its tokens"] == 1
+    )
     for array, documents in ((np.arange(6, dtype=np.uint16), 1), (np.arange(6).reshape(2, 3), 2)):
         np.save(tmp_path / "tokens.npy", array)
         ready, _ = _read(tmp_path / "tokens.npy", format="tokens")
-        assert len(ready) == documents and np.concatenate([item.tokens for item in ready]).tolist() == list(range(6))
+        assert len(ready) == documents and np.concatenate(
+            [item.tokens for item in ready]
+        ).tolist() == list(range(6))
     (tmp_path / "none").mkdir()
     for path, format, reason in (
         (tmp_path / "none", "text", r"no \.txt or \.md"),
@@ -250,8 +340,23 @@ def test_texts_and_tokens_of_files_and_folders(tmp_path):
 @pytest.mark.parametrize(
     "values",
     [
-        [5, -(2**63)], [-(2**63)], [5, -(2**31) - 1], [5, 2**31], [5, 2**63], [5, 2**63 + 5], [-1, 2**63], [5, 2**64], [5, 1.0],
-        [5, float("nan")], [5, float("inf")], [5, True], [False, 5], [True, True], [5, None], [5, "6"], [[5, 6]],
+        [5, -(2**63)],
+        [-(2**63)],
+        [5, -(2**31) - 1],
+        [5, 2**31],
+        [5, 2**63],
+        [5, 2**63 + 5],
+        [-1, 2**63],
+        [5, 2**64],
+        [5, 1.0],
+        [5, float("nan")],
+        [5, float("inf")],
+        [5, True],
+        [False, 5],
+        [True, True],
+        [5, None],
+        [5, "6"],
+        [[5, 6]],
     ],
 )
 def test_tokens_that_are_not_32_bit_integers_are_dropped(tmp_path, values):
@@ -259,7 +364,9 @@ def test_tokens_that_are_not_32_bit_integers_are_dropped(tmp_path, values):
     records = [{"id": "good", "tokens": [5, 6]}, {"id": "bad", "tokens": values}]
     for number, suffix in enumerate((".json", ".jsonl")):
         path = tmp_path / f"{number}{suffix}"
-        path.write_text(json.dumps(records) if suffix == ".json" else "\n".join(map(json.dumps, records)))
+        path.write_text(
+            json.dumps(records) if suffix == ".json" else "\n".join(map(json.dumps, records))
+        )
         items, report = _read(path, format="tokens")
         assert [item.id for item in items] == ["good"] and sum(report.dropped.values()) == 1
 
@@ -268,22 +375,33 @@ def test_tokens_that_are_not_32_bit_integers_are_dropped(tmp_path, values):
 @pytest.mark.parametrize("suffix", [".npy", ".parquet"])
 def test_tokens_of_binary_files_are_32_bit_integers(tmp_path, dtype, suffix):
     """The lowest int64 is its own absolute value; the highest uint64 is -1 as int32."""
-    value = {"i": np.iinfo(np.int64).min, "u": np.iinfo(np.uint64).max, "f": np.nan, "b": True}[np.dtype(dtype).kind]
+    value = {"i": np.iinfo(np.int64).min, "u": np.iinfo(np.uint64).max, "f": np.nan, "b": True}[
+        np.dtype(dtype).kind
+    ]
     bad, path = np.array([1, value], dtype), tmp_path / f"tokens{suffix}"
     if suffix == ".npy":
         np.save(path, bad)
     else:
         parquet.write_table(pyarrow.table({"tokens": [bad]}), path)
-    with pytest.raises(UserError, match=r"none of its 1 records is a usable tokens .*no list of integers"):
+    with pytest.raises(
+        UserError, match=r"none of its 1 records is a usable tokens .*no list of integers"
+    ):
         _read(path, format="tokens")
 
 
 def test_labels_and_masks_that_are_not_32_bit_integers_are_dropped(tmp_path):
     path = tmp_path / "tokens.json"
-    masks = [{"labels": [5, -(2**63)]}, {"loss_mask": [1, -(2**63)]}, {"labels": [True, 6]}, {"loss_mask": [True, 0]}]
+    masks = [
+        {"labels": [5, -(2**63)]},
+        {"loss_mask": [1, -(2**63)]},
+        {"labels": [True, 6]},
+        {"loss_mask": [True, 0]},
+    ]
     path.write_text(json.dumps([{"tokens": [5, 6], **mask} for mask in masks]))
     items, report = _read(path, format="tokens")
-    assert [item.record for item in items] == [4] and report.dropped == {"`loss_mask` or `labels` unlike its tokens": 3}
+    assert [item.record for item in items] == [4] and report.dropped == {
+        "`loss_mask` or `labels` unlike its tokens": 3
+    }
 
 
 _CONVERSATION = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -301,25 +419,46 @@ def _text_that_is_not_utf8():
         (pyarrow.array([decimal.Decimal("1.50")] * 2), "1.50", None),
         (pyarrow.array([b"\xffa"] * 2), "\\xffa", None),
         (pyarrow.array([10**17] * 2, pyarrow.timestamp("us")), "5138-11-16 09:46:40", None),
-        (pyarrow.array([10**18] * 2, pyarrow.timestamp("us")), None, "2 values of the column x cannot be read"),
-        (pyarrow.array([2**62] * 2, pyarrow.duration("s")), None, "2 values of the column x cannot be read"),
+        (
+            pyarrow.array([10**18] * 2, pyarrow.timestamp("us")),
+            None,
+            "2 values of the column x cannot be read",
+        ),
+        (
+            pyarrow.array([2**62] * 2, pyarrow.duration("s")),
+            None,
+            "2 values of the column x cannot be read",
+        ),
         (_text_that_is_not_utf8(), "b", "1 values of the column x cannot be read"),
     ],
-    ids=["date", "decimal", "bytes", "far time", "time out of range", "duration out of range", "not UTF-8"],
+    ids=[
+        "date",
+        "decimal",
+        "bytes",
+        "far time",
+        "time out of range",
+        "duration out of range",
+        "not UTF-8",
+    ],
 )
 def test_columns_that_json_or_python_lack_end_nothing(tmp_path, column, dropped, note):
     path, lines = tmp_path / "a.parquet", []
     parquet.write_table(pyarrow.table({"conversations": [_CONVERSATION, []], "x": column}), path)
     report = Report(on_drop=lambda record: lines.append(json.loads(record.to_json())))
     assert len(list(read(Source(str(path)), report))) == 1
-    assert [(line["reason"], line["content"].get("x")) for line in lines] == [("empty record", dropped)]
+    assert [(line["reason"], line["content"].get("x")) for line in lines] == [
+        ("empty record", dropped)
+    ]
     assert len(report.notes) == (note is not None) and (note or "") in "".join(report.notes)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_damaged_parquet_file_is_named(tmp_path, seed):
     path, generator = tmp_path / "a.parquet", np.random.default_rng(seed)
-    rows = [[{"from": "human", "value": str(generator.random())}, {"from": "gpt", "value": "b"}] for _ in range(200)]
+    rows = [
+        [{"from": "human", "value": str(generator.random())}, {"from": "gpt", "value": "b"}]
+        for _ in range(200)
+    ]
     parquet.write_table(pyarrow.table({"conversations": rows}), path, use_dictionary=False)
     data = bytearray(path.read_bytes())
     start = generator.integers(len(data) - 40)
@@ -334,7 +473,10 @@ def test_a_damaged_parquet_file_is_named(tmp_path, seed):
 
 
 def test_a_record_with_a_broken_id_or_a_very_long_number_is_dropped(tmp_path):
-    records = [{"id": name, "conversations": [{"from": "human", "value": name}, _CONVERSATION[1]]} for name in "abc"]
+    records = [
+        {"id": name, "conversations": [{"from": "human", "value": name}, _CONVERSATION[1]]}
+        for name in "abc"
+    ]
     lines = [json.dumps(record) for record in records]
     lines[1:1] = [lines[0].replace('"a"', r'"\ud83d"', 1), lines[0].replace('"a"', "9" * 5000, 1)]
     for name, text in {"a.jsonl": "\n".join(lines), "a.json": "[" + ", ".join(lines) + "]"}.items():
@@ -342,11 +484,14 @@ def test_a_record_with_a_broken_id_or_a_very_long_number_is_dropped(tmp_path):
         kept, report = _read(tmp_path / name)
         assert [conversation.id for conversation in kept] == ["a", "b", "c"]
         assert report.dropped == {
-            "an `id` with broken characters": 1, "a number with more digits than Python reads": 1
+            "an `id` with broken characters": 1,
+            "a number with more digits than Python reads": 1,
         }
     (tmp_path / "a.jsonl").write_text('{"id": "\\ud83d", "text": "a"}\n{"id": 7, "text": "b"}')
     kept, report = _read(tmp_path / "a.jsonl", format="text")
-    assert [text.id for text in kept] == ["7"] and report.dropped == {"an `id` with broken characters": 1}
+    assert [text.id for text in kept] == ["7"] and report.dropped == {
+        "an `id` with broken characters": 1
+    }
 
 
 def test_a_malformed_list_is_refused_without_reading_on(tmp_path, monkeypatch):
@@ -363,18 +508,33 @@ def test_a_dropped_record_nested_as_deeply_as_python_reads_is_reported():
     for _ in range(5000):
         nested = [nested]
     line = json.loads(DroppedRecord(0, 7, "not a record", nested).to_json())
-    assert line == {"source": 0, "record": 7, "reason": "not a record", "content": None, "file": "", "line": 0}
+    assert line == {
+        "source": 0,
+        "record": 7,
+        "reason": "not a record",
+        "content": None,
+        "file": "",
+        "line": 0,
+    }
 
 
 def test_an_npz_is_no_npy(tmp_path):
     np.savez(tmp_path / "a.npz", a=np.arange(3))
     (tmp_path / "a.npz").rename(tmp_path / "a.npy")
-    with pytest.raises(UserError, match=r"a\.npy: is an \.npz archive, not a single array; a \.npy array of integers, or"):
+    with pytest.raises(
+        UserError,
+        match=r"a\.npy: is an \.npz archive, not a single array; a \.npy array of integers, or",
+    ):
         _read(tmp_path / "a.npy", format="tokens")
 
 
-@pytest.mark.parametrize(("name", "format"), [("a.txt.gz", "text"), ("a.json.gz", "sharegpt"), ("a.jsonl.gz", "sharegpt")])
-def test_a_text_or_record_beyond_all_memory_is_refused_while_it_is_read(tmp_path, monkeypatch, name, format):
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("a.txt.gz", "text"), ("a.json.gz", "sharegpt"), ("a.jsonl.gz", "sharegpt")],
+)
+def test_a_text_or_record_beyond_all_memory_is_refused_while_it_is_read(
+    tmp_path, monkeypatch, name, format
+):
     monkeypatch.setattr("data.records.CHUNK", 1000)
     monkeypatch.setattr("data.records.MAX_BYTES", 1 << 20)
     monkeypatch.setattr("data.sources.MAX_BYTES", 1 << 20)
@@ -388,9 +548,18 @@ def test_a_text_or_record_beyond_all_memory_is_refused_while_it_is_read(tmp_path
 
 def test_dropped_records_are_listed_with_file_and_line(tmp_path, monkeypatch):
     """Of lines, of a list and of a table; those that the template refuses too; a bounded number of bounded length."""
-    good, empty = ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": text}]} for text in ("b", ""))
-    tool = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"},
-                         {"role": "tool", "content": "1"}, {"role": "assistant", "content": "d"}]}
+    good, empty = (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": text}]}
+        for text in ("b", "")
+    )
+    tool = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "c"},
+            {"role": "tool", "content": "1"},
+            {"role": "assistant", "content": "d"},
+        ]
+    }
     lines = [json.dumps(good), "", json.dumps(empty), "{cut", json.dumps(tool)]
     folder = tmp_path / "source"
     folder.mkdir()
@@ -408,13 +577,20 @@ def test_dropped_records_are_listed_with_file_and_line(tmp_path, monkeypatch):
     summary, dropped = listed("prepared")
     reported = [(Path(record["file"]).name, record["line"], record["reason"]) for record in dropped]
     assert sorted(reported) == [
-        ("a.jsonl", 3, "empty turn"), ("a.jsonl", 4, "cut off or malformed JSON"),
+        ("a.jsonl", 3, "empty turn"),
+        ("a.jsonl", 4, "cut off or malformed JSON"),
         ("a.jsonl", 5, "the chat template refuses: vicuna_v1.1 has no tool turn"),
-        ("b.json", 1, "empty turn"), ("b.json", 2, "not a record"), ("c.parquet", 1, "duplicate"),
+        ("b.json", 1, "empty turn"),
+        ("b.json", 2, "not a record"),
+        ("c.parquet", 1, "duplicate"),
         ("c.parquet", 2, "empty record"),
     ]
     assert "dropped records, each with its file, line and reason: " in summary
-    cut = next(record["content"] for record in dropped if record["file"].endswith("b.json") and record["line"] == 1)
+    cut = next(
+        record["content"]
+        for record in dropped
+        if record["file"].endswith("b.json") and record["line"] == 1
+    )
     assert cut.startswith('{"conversations": [') and cut.endswith(" characters)") and len(cut) < 450
     monkeypatch.setattr("data.report.MOST_DROPPED", 2)
     monkeypatch.setattr("data.prepare.MOST_DROPPED", 2)
@@ -423,11 +599,28 @@ def test_dropped_records_are_listed_with_file_and_line(tmp_path, monkeypatch):
 
 
 def _talks(count):
-    return [{"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": f"{n}."}]} for n in range(count)]
+    return [
+        {"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": f"{n}."}]}
+        for n in range(count)
+    ]
 
 
-@pytest.mark.parametrize("kind", ["a.jsonl.zst", "a.jsonl.bz2", "a.json.xz", "a.arrow", "a.feather", "pretty.json", "data.json",
-                                  "line.json", "a.csv", "a.tsv", "semicolons.csv"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a.jsonl.zst",
+        "a.jsonl.bz2",
+        "a.json.xz",
+        "a.arrow",
+        "a.feather",
+        "pretty.json",
+        "data.json",
+        "line.json",
+        "a.csv",
+        "a.tsv",
+        "semicolons.csv",
+    ],
+)
 def test_files_of_other_kinds_hold_the_same_records(tmp_path, kind):
     import bz2
     import lzma
@@ -436,8 +629,12 @@ def test_files_of_other_kinds_hold_the_same_records(tmp_path, kind):
     lines = "\n".join(map(json.dumps, talks)).encode()
     if kind.endswith((".csv", ".tsv")):
         mark = {"a.csv": ",", "a.tsv": "\t", "semicolons.csv": ";"}[kind]
-        path.write_text(mark.join(["instruction", "input", "output"]) + "\n" + "".join(
-            f'"{n}?"{mark}{mark}{n}.\n' for n in range(5)), encoding="utf-8")
+        path.write_text(
+            mark.join(["instruction", "input", "output"])
+            + "\n"
+            + "".join(f'"{n}?"{mark}{mark}{n}.\n' for n in range(5)),
+            encoding="utf-8",
+        )
     elif kind.endswith((".arrow", ".feather")):
         table = pyarrow.Table.from_pylist(talks)
         new = pyarrow.ipc.new_stream if kind == "a.arrow" else pyarrow.ipc.new_file
@@ -452,11 +649,16 @@ def test_files_of_other_kinds_hold_the_same_records(tmp_path, kind):
     elif kind == "pretty.json":
         path.write_text("\n".join(json.dumps(talk, indent=1) for talk in talks))
     else:
-        path.write_text(json.dumps({"version": 1, "data": talks}, indent=1 if kind == "data.json" else None))
+        path.write_text(
+            json.dumps({"version": 1, "data": talks}, indent=1 if kind == "data.json" else None)
+        )
     kept, report = _read(path)
-    assert [[turn.content for turn in record.messages] for record in kept] == [[f"{n}?", f"{n}."] for n in range(5)]
-    assert report.records == 5 and ("not read beside it: the fields version" in report.summary()) == (
-        kind in ("data.json", "line.json"))
+    assert [[turn.content for turn in record.messages] for record in kept] == [
+        [f"{n}?", f"{n}."] for n in range(5)
+    ]
+    assert report.records == 5 and (
+        "not read beside it: the fields version" in report.summary()
+    ) == (kind in ("data.json", "line.json"))
     if kind.endswith((".zst", ".bz2", ".xz")):
         path.write_bytes(path.read_bytes()[:-20])
         with pytest.raises(UserError, match="cannot be unpacked"):
@@ -466,23 +668,36 @@ def test_files_of_other_kinds_hold_the_same_records(tmp_path, kind):
 def test_what_a_folder_says_about_its_data_is_passed_over_by_what_it_holds(tmp_path):
     (tmp_path / "train.json").write_text(json.dumps(_talks(2)))
     (tmp_path / "one.json").write_text(json.dumps(_talks(3)[2], indent=1))
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": {"file_name": "train.json"}}, indent=1))
+    (tmp_path / "dataset_info.json").write_text(
+        json.dumps({"mine": {"file_name": "train.json"}}, indent=1)
+    )
     (tmp_path / "state.json").write_text('{"_data_files": []}')
     kept, report = _read(tmp_path)
     assert len(kept) == report.records == 3
-    assert sum("not read, since it holds one object that is no record" in note for note in report.notes) == 2
+    assert (
+        sum(
+            "not read, since it holds one object that is no record" in note for note in report.notes
+        )
+        == 2
+    )
     with pytest.raises(UserError, match="it has the fields mine"):
         _read(tmp_path / "dataset_info.json")
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Card\n")
     (tmp_path / "a.txt").write_text("A text.")
     texts, report = _read(tmp_path, format="text")
-    assert [text.text for text in texts] == ["A text."] and "the card of a data set" in report.summary()
+    assert [text.text for text in texts] == [
+        "A text."
+    ] and "the card of a data set" in report.summary()
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    ("a,a\n1,2\n", "two of its columns are called 'a'"), ('a,b\n"1,2\n', "cannot be read as a table in text"),
-    (b"a,b\n\xff,1\n", "is not UTF-8"),
-])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("a,a\n1,2\n", "two of its columns are called 'a'"),
+        ('a,b\n"1,2\n', "cannot be read as a table in text"),
+        (b"a,b\n\xff,1\n", "is not UTF-8"),
+    ],
+)
 def test_a_broken_table_in_text_is_one_line(tmp_path, content, words):
     path = tmp_path / "a.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -492,11 +707,16 @@ def test_a_broken_table_in_text_is_one_line(tmp_path, content, words):
 
 def test_a_packed_file_under_another_name_is_named(tmp_path):
     (tmp_path / "a.json").write_bytes(gzip.compress(b"[]"))
-    with pytest.raises(UserError, match=r"a\.json: is packed by gzip, which a name that ends in \.gz would say"):
+    with pytest.raises(
+        UserError, match=r"a\.json: is packed by gzip, which a name that ends in \.gz would say"
+    ):
         _read(tmp_path / "a.json")
 
 
 def test_a_sources_fields_and_bos_are_checked():
-    for options, words in (({"fields": {"a": "usr"}}, "'a' stands for 'usr'"), ({"add_bos": True}, "is for format: text")):
+    for options, words in (
+        ({"fields": {"a": "usr"}}, "'a' stands for 'usr'"),
+        ({"add_bos": True}, "is for format: text"),
+    ):
         with pytest.raises(UserError, match=words):
             Source("a.json", **options)

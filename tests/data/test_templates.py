@@ -46,7 +46,9 @@ def _ids(segments):
 
 
 def _trained(tokenizer, segments):
-    return [tokenizer.decode(segment.ids, skip_control=False) for segment in segments if segment.train]
+    return [
+        tokenizer.decode(segment.ids, skip_control=False) for segment in segments if segment.train
+    ]
 
 
 ALL_CONTROLS = [token for tokens in CONTROLS.values() for token in tokens]
@@ -58,7 +60,9 @@ def pair(request, tmp_path_factory):
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp(request.param)
-    Tokenizer.load(TINY if request.param == "tiny" else smollm2_dir()).with_controls(ALL_CONTROLS).save(folder)
+    Tokenizer.load(TINY if request.param == "tiny" else smollm2_dir()).with_controls(
+        ALL_CONTROLS
+    ).save(folder)
     return Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
 
 
@@ -80,18 +84,27 @@ def test_ids_equal_apply_chat_template(pair, template, system, prompt):
 def by_hand(template, talk, bos, eos):
     """Returns the text of [system] user assistant ... turns under a template: parts, and whether each is trained on."""
     system = talk[0][1] if talk[0][0] == "system" else None
-    pairs = list(zip(talk[system is not None :: 2], talk[(system is not None) + 1 :: 2], strict=True))
+    pairs = list(
+        zip(talk[system is not None :: 2], talk[(system is not None) + 1 :: 2], strict=True)
+    )
     exchanges = [(question, answer) for (_, question), (_, answer) in pairs]
     parts = []
     if template in ("vicuna_v1.1", "koala"):
-        default, name = (VICUNA_SYSTEM, "ASSISTANT") if template == "vicuna_v1.1" else ("BEGINNING OF CONVERSATION:", "GPT")
+        default, name = (
+            (VICUNA_SYSTEM, "ASSISTANT")
+            if template == "vicuna_v1.1"
+            else ("BEGINNING OF CONVERSATION:", "GPT")
+        )
         parts.append((f"{bos}{system or default} ", False))
         for question, answer in exchanges:
             parts += [(f"USER: {question} {name}:", False), (f" {answer}{eos}", True)]
     elif template == "alpaca":
         parts.append((f"{bos}{system or ALPACA_SYSTEM}", False))
         for question, answer in exchanges:
-            parts += [(f"\n\n### Instruction:\n{question}\n\n### Response:", False), (f"{answer}{eos}", True)]
+            parts += [
+                (f"\n\n### Instruction:\n{question}\n\n### Response:", False),
+                (f"{answer}{eos}", True),
+            ]
     elif template == "llama-2":
         rules = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else ""
         for question, answer in exchanges:
@@ -104,7 +117,11 @@ def by_hand(template, talk, bos, eos):
             parts.append((f"{text}<|eot_id|>", role == "assistant"))
     elif template == "chatml":
         for role, text in talk:
-            parts += [(f"<|im_start|>{role}\n", False), (f"{text}<|im_end|>", role == "assistant"), ("\n", False)]
+            parts += [
+                (f"<|im_start|>{role}\n", False),
+                (f"{text}<|im_end|>", role == "assistant"),
+                ("\n", False),
+            ]
     elif template == "plain":
         parts.append((bos, False))
         for number, (role, text) in enumerate(talk):
@@ -115,10 +132,17 @@ def by_hand(template, talk, bos, eos):
 
 def ids_and_mask(theirs, parts):
     """Returns transformers' ids of the whole text, and which of them overlap a trained part."""
-    encoded = theirs("".join(text for text, _ in parts), add_special_tokens=False, return_offsets_mapping=True)
+    encoded = theirs(
+        "".join(text for text, _ in parts), add_special_tokens=False, return_offsets_mapping=True
+    )
     ends = list(itertools.accumulate(len(text) for text, _ in parts))
-    trained = [range(end - len(text), end) for (text, train), end in zip(parts, ends, strict=True) if train]
-    mask = [any(start < part.stop and part.start < end for part in trained) for start, end in encoded["offset_mapping"]]
+    trained = [
+        range(end - len(text), end) for (text, train), end in zip(parts, ends, strict=True) if train
+    ]
+    mask = [
+        any(start < part.stop and part.start < end for part in trained)
+        for start, end in encoded["offset_mapping"]
+    ]
     return encoded["input_ids"], mask
 
 
@@ -127,9 +151,18 @@ def mask_of(segments):
 
 
 # The fixtures' conversations, FastChat's if the shared folder exists, and the files that the user names.
-FILES = [REPOSITORY / "data/fixtures/conversations.json", *filter(Path.exists, (
-    REPOSITORY.parent / "shared/data/conversations/fastchat_dummy.json",
-    *map(Path, filter(None, os.environ.get("LONGSTRIPE_CONVERSATIONS", "").split(os.pathsep)))))]
+FILES = [
+    REPOSITORY / "data/fixtures/conversations.json",
+    *filter(
+        Path.exists,
+        (
+            REPOSITORY.parent / "shared/data/conversations/fastchat_dummy.json",
+            *map(
+                Path, filter(None, os.environ.get("LONGSTRIPE_CONVERSATIONS", "").split(os.pathsep))
+            ),
+        ),
+    ),
+]
 
 
 @functools.cache
@@ -141,11 +174,24 @@ def conversations(file, controls, count=200):
     """Returns the first `count` clean conversations with alternating roles, as (role, text)."""
     talks = []
     for record in records(file):
-        talk = [("user" if turn["from"] in ("human", "user") else "assistant" if turn["from"] == "gpt" else "?",
-                 turn["value"].strip()) for turn in record["conversations"]]
+        talk = [
+            (
+                "user"
+                if turn["from"] in ("human", "user")
+                else "assistant"
+                if turn["from"] == "gpt"
+                else "?",
+                turn["value"].strip(),
+            )
+            for turn in record["conversations"]
+        ]
         talk = talk[: len(talk) // 2 * 2]
         clean = all(text and not any(control in text for control in controls) for _, text in talk)
-        if talk and clean and [role for role, _ in talk] == ["user", "assistant"] * (len(talk) // 2):
+        if (
+            talk
+            and clean
+            and [role for role, _ in talk] == ["user", "assistant"] * (len(talk) // 2)
+        ):
             talks.append(talk)
         if len(talks) == count:
             return talks
@@ -158,7 +204,9 @@ def test_ids_and_mask_of_200_conversations_are_the_text_written_by_hand(pair, te
     ours, theirs = pair
     for number, turns in enumerate(conversations(file, ours.controls)):
         talk = [("system", "Be brief.\n\nBe kind."), *turns] if number % 3 == 0 else turns
-        ids, mask = ids_and_mask(theirs, by_hand(template, talk, ours.bos_token or "", ours.eos_token))
+        ids, mask = ids_and_mask(
+            theirs, by_hand(template, talk, ours.bos_token or "", ours.eos_token)
+        )
         segments = render(_messages(talk), template, ours)
         assert (_ids(segments), mask_of(segments)) == (ids, mask), talk
 
@@ -172,11 +220,18 @@ def sentencepiece_ids_and_mask(library, parts, controls):
         nonlocal run, trained
         for piece in library.encode(run, out_type="proto").pieces if run else ():
             ids.append(piece.id)  # offsets are in bytes; the mark of a beginning has no bytes
-            mask.append(any(piece.begin < end and start < max(piece.end, piece.begin + 1) for start, end in trained))
+            mask.append(
+                any(
+                    piece.begin < end and start < max(piece.end, piece.begin + 1)
+                    for start, end in trained
+                )
+            )
         run, trained = "", []
 
     for text, train in parts:
-        for number, piece in enumerate(re.split("(" + "|".join(map(re.escape, controls)) + ")", text)):
+        for number, piece in enumerate(
+            re.split("(" + "|".join(map(re.escape, controls)) + ")", text)
+        ):
             if number % 2:
                 finish()
                 ids.append(controls[piece])
@@ -196,9 +251,15 @@ def test_ids_and_mask_are_sentencepieces(template, file):
 
     ours = Tokenizer.load(MODEL).with_controls(ALL_CONTROLS)
     library = sentencepiece.SentencePieceProcessor(model_file=str(MODEL))
-    controls = {"<s>": 1, "</s>": 2, **{token: len(library) + number for number, token in enumerate(ALL_CONTROLS)}}
+    controls = {
+        "<s>": 1,
+        "</s>": 2,
+        **{token: len(library) + number for number, token in enumerate(ALL_CONTROLS)},
+    }
     for talk in conversations(file, ours.controls):
-        expected = sentencepiece_ids_and_mask(library, by_hand(template, talk, "<s>", "</s>"), controls)
+        expected = sentencepiece_ids_and_mask(
+            library, by_hand(template, talk, "<s>", "</s>"), controls
+        )
         segments = render(_messages(talk), template, ours)
         assert (_ids(segments), mask_of(segments)) == expected, talk
 
@@ -215,7 +276,9 @@ def test_loss_on_the_last_answer_and_on_flagged_ones(pair, template):
     assert "Pim" in first and "Pim" not in second and "You too!" in second and "fine" not in second
     assert first.endswith(second)
     silent = [Message(role, text, train=number != 3) for number, (role, text) in enumerate(TALK)]
-    assert not any(segment.train for segment in render(with_last_answer_trained(silent), template, ours))
+    assert not any(
+        segment.train for segment in render(with_last_answer_trained(silent), template, ours)
+    )
 
 
 @pytest.mark.parametrize("folder", [TINY, MODEL], ids=["tiny", "sentencepiece"])
@@ -225,59 +288,122 @@ def test_lacking_control_tokens_are_refused_or_added(tmp_path, folder):
     bare = Tokenizer.load(folder)
     for template, tokens in CONTROLS.items():
         assert missing_controls(template, bare) == tokens
-        with pytest.raises(UserError, match=r"lacks; data\.add_control_tokens: true adds them") as caught:
+        with pytest.raises(
+            UserError, match=r"lacks; data\.add_control_tokens: true adds them"
+        ) as caught:
             render(_messages(TALK), template, bare)
         assert all(token in str(caught.value) for token in tokens)
         grown = bare.with_controls(missing_controls(template, bare))
-        assert [grown.control_id(token) for token in tokens] == [bare.vocab_size + i for i in range(len(tokens))]
-        assert grown.vocab_size == bare.vocab_size + len(tokens) and grown.fingerprint != bare.fingerprint
+        assert [grown.control_id(token) for token in tokens] == [
+            bare.vocab_size + i for i in range(len(tokens))
+        ]
+        assert (
+            grown.vocab_size == bare.vocab_size + len(tokens)
+            and grown.fingerprint != bare.fingerprint
+        )
         for text in ("Who are you? 123 é 😀", "".join(tokens), f"a {tokens[0]}"):
             assert grown.encode(text) == bare.encode(text)  # typed, they stay text
         grown.save(tmp_path / template, jinja_template(template, grown))
-        again, theirs = Tokenizer.load(tmp_path / template), AutoTokenizer.from_pretrained(tmp_path / template)
+        again, theirs = (
+            Tokenizer.load(tmp_path / template),
+            AutoTokenizer.from_pretrained(tmp_path / template),
+        )
         assert (again.bos_id, again.eos_id) == (bare.bos_id, bare.eos_id)
         assert again.controls == grown.controls
-        assert [theirs.convert_tokens_to_ids(token) for token in tokens] == [again.control_id(t) for t in tokens]
-        assert end_ids("tokenizer", again) == end_ids(template, grown) == (grown.control_id(tokens[-1]),)
-        assert _ids(render(_messages(TALK), "tokenizer", again)) == _ids(render(_messages(TALK), template, grown))
+        assert [theirs.convert_tokens_to_ids(token) for token in tokens] == [
+            again.control_id(t) for t in tokens
+        ]
+        assert (
+            end_ids("tokenizer", again)
+            == end_ids(template, grown)
+            == (grown.control_id(tokens[-1]),)
+        )
+        assert _ids(render(_messages(TALK), "tokenizer", again)) == _ids(
+            render(_messages(TALK), template, grown)
+        )
 
 
-@pytest.mark.parametrize(("template", "words"), [
-    ("vicuna", r"found 'vicuna'; did you mean vicuna_v1\.1\? vicuna_v1\.1, koala, .*, tokenizer would work$"),
-    ("?", r"found '\?'; vicuna_v1\.1, koala, .*, tokenizer would work$"),
-    ("tokenizer", r"found 'tokenizer' \(the default: the model's own\), .* no chat template; choose one, such as --data"),
-    ("koala", "found 'koala', which writes EOS, and the tokenizer names no eos_token; one that is named .* would work$"),
-])
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            "vicuna",
+            r"found 'vicuna'; did you mean vicuna_v1\.1\? vicuna_v1\.1, koala, .*, tokenizer would work$",
+        ),
+        ("?", r"found '\?'; vicuna_v1\.1, koala, .*, tokenizer would work$"),
+        (
+            "tokenizer",
+            r"found 'tokenizer' \(the default: the model's own\), .* no chat template; choose one, such as --data",
+        ),
+        (
+            "koala",
+            "found 'koala', which writes EOS, and the tokenizer names no eos_token; one that is named .* would work$",
+        ),
+    ],
+)
 def test_a_template_that_cannot_be_used_is_told_with_its_field(tmp_path, template, words):
     shutil.copy(TINY / "tokenizer.json", tmp_path)
-    with pytest.raises(UserError, match=r"^data\.template, or the template of one of data\.sources: " + words):
+    with pytest.raises(
+        UserError, match=r"^data\.template, or the template of one of data\.sources: " + words
+    ):
         jinja_template(template, Tokenizer.load(tmp_path))
 
 
 def test_templates_that_need_no_control_tokens_end_answers_with_eos():
     tokenizer = Tokenizer.load(TINY)
     for template in set(BUILT_IN) - set(CONTROLS):
-        assert missing_controls(template, tokenizer) == () and end_ids(template, tokenizer) == (tokenizer.eos_id,)
+        assert missing_controls(template, tokenizer) == () and end_ids(template, tokenizer) == (
+            tokenizer.eos_id,
+        )
 
 
-_TYPED = ["<s>", "</s>", "<pad>", "<unk>", *ALL_CONTROLS, "[INST]", "[/INST]", "<<SYS>>", "### Response:", "USER:", "<|",
-          "{{ eos_token }}", "\ufdd0", "\ufdd00\ufdd1", " ", "\n"]
-_TEXT = st.lists(st.one_of(st.sampled_from(_TYPED), st.text(max_size=8)), min_size=1, max_size=5).map("".join)
+_TYPED = [
+    "<s>",
+    "</s>",
+    "<pad>",
+    "<unk>",
+    *ALL_CONTROLS,
+    "[INST]",
+    "[/INST]",
+    "<<SYS>>",
+    "### Response:",
+    "USER:",
+    "<|",
+    "{{ eos_token }}",
+    "\ufdd0",
+    "\ufdd00\ufdd1",
+    " ",
+    "\n",
+]
+_TEXT = st.lists(
+    st.one_of(st.sampled_from(_TYPED), st.text(max_size=8)), min_size=1, max_size=5
+).map("".join)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_TEXT, min_size=2, max_size=5))
 def test_no_users_text_gives_a_control_id_in_any_template(texts):
     """A conversation of any texts has only its template's control ids, the same as one of clean texts."""
-    roles = ["system", "user", "assistant", "user", "assistant"][5 - len(texts) if len(texts) % 2 == 0 else 0 :][: len(texts)]
+    roles = ["system", "user", "assistant", "user", "assistant"][
+        5 - len(texts) if len(texts) % 2 == 0 else 0 :
+    ][: len(texts)]
     for folder, template in itertools.product((TINY, MODEL, smollm2()), NAMES):
         tokenizer = _cached(folder, with_controls=True)
         if template == "tokenizer" and tokenizer.chat_template is None:
             continue
         controls = {control.id for control in tokenizer.controls.values()}
         typed, clean = (
-            [t for t in _ids(render([Message(r, c) for r, c in zip(roles, contents, strict=True)], template, tokenizer))
-             if t in controls]
+            [
+                t
+                for t in _ids(
+                    render(
+                        [Message(r, c) for r, c in zip(roles, contents, strict=True)],
+                        template,
+                        tokenizer,
+                    )
+                )
+                if t in controls
+            ]
             for contents in (texts, ["x"] * len(texts))
         )
         assert typed == clean, (template, texts)
@@ -312,11 +438,21 @@ MARKED = (
 def test_a_template_that_writes_json_and_marks_answers(pair, tmp_path):
     ours, theirs = pair
     ours.save(tmp_path, MARKED)
-    talk = [("user", 'Say "é"'), ("assistant", "f(1)"), ("tool", '{"a": "é\n"}'), ("tool", "x"), ("assistant", "Fine.")]
+    talk = [
+        ("user", 'Say "é"'),
+        ("assistant", "f(1)"),
+        ("tool", '{"a": "é\n"}'),
+        ("tool", "x"),
+        ("assistant", "Fine."),
+    ]
     messages = [{"role": role, "content": content} for role, content in talk]
-    expected = theirs.apply_chat_template(messages, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True)
+    expected = theirs.apply_chat_template(
+        messages, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
+    )
     segments = render(_messages(talk), "tokenizer", Tokenizer.load(tmp_path))
-    assert _ids(segments) == expected["input_ids"] and mask_of(segments) == list(map(bool, expected["assistant_masks"]))
+    assert _ids(segments) == expected["input_ids"] and mask_of(segments) == list(
+        map(bool, expected["assistant_masks"])
+    )
 
 
 def test_smollm2_trains_on_answers_and_their_end_token():
@@ -335,13 +471,22 @@ def test_typed_control_tokens_stay_text(folder):
             ids = tokenizer.encode(typed)
             assert not controls & set(ids)
             assert tokenizer.decode(ids) == typed or folder == MODEL
-        answer = render([Message("user", text), Message("assistant", text)], "vicuna_v1.1", tokenizer)
+        answer = render(
+            [Message("user", text), Message("assistant", text)], "vicuna_v1.1", tokenizer
+        )
         clean = render([Message("user", "x"), Message("assistant", "y")], "vicuna_v1.1", tokenizer)
-        assert [t for t in _ids(answer) if t in controls] == [t for t in _ids(clean) if t in controls]
+        assert [t for t in _ids(answer) if t in controls] == [
+            t for t in _ids(clean) if t in controls
+        ]
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.one_of(st.sampled_from(["<s>", "</s>", "<pad>", "<unk>", "\ufdd0", " "]), st.text()), max_size=6))
+@given(
+    st.lists(
+        st.one_of(st.sampled_from(["<s>", "</s>", "<pad>", "<unk>", "\ufdd0", " "]), st.text()),
+        max_size=6,
+    )
+)
 def test_no_text_gives_a_control_id(parts):
     text = "".join(parts)
     for folder in (TINY, MODEL):
@@ -356,7 +501,9 @@ smollm2 = functools.cache(smollm2_dir)
 def _cached(folder, with_controls=False):
     if (folder, with_controls) not in _loaded:
         tokenizer = Tokenizer.load(folder)
-        _loaded[folder, with_controls] = tokenizer.with_controls(ALL_CONTROLS) if with_controls else tokenizer
+        _loaded[folder, with_controls] = (
+            tokenizer.with_controls(ALL_CONTROLS) if with_controls else tokenizer
+        )
     return _loaded[folder, with_controls]
 
 
@@ -380,12 +527,20 @@ def test_user_defined_sentencepiece_symbols_stay_text(tmp_path):
     lines = iter(["the fox and the crow"] * 20)
     prefix = str(tmp_path / "m")
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_prefix=prefix, vocab_size=290, model_type="bpe", byte_fallback=True,
-        user_defined_symbols=["<|im_end|>"], minloglevel=2, hard_vocab_limit=False,
+        sentence_iterator=lines,
+        model_prefix=prefix,
+        vocab_size=290,
+        model_type="bpe",
+        byte_fallback=True,
+        user_defined_symbols=["<|im_end|>"],
+        minloglevel=2,
+        hard_vocab_limit=False,
     )
     tokenizer = Tokenizer.load(prefix + ".model")
     symbol = tokenizer.control_id("<|im_end|>")
-    assert symbol in sentencepiece.SentencePieceProcessor(model_file=prefix + ".model").encode("a<|im_end|>")
+    assert symbol in sentencepiece.SentencePieceProcessor(model_file=prefix + ".model").encode(
+        "a<|im_end|>"
+    )
     assert symbol not in tokenizer.encode("a<|im_end|>")
 
 
@@ -395,13 +550,19 @@ def test_sentencepiece_ids_are_the_librarys():
     library = sentencepiece.SentencePieceProcessor(model_file=str(MODEL))
     tokenizer = Tokenizer.load(MODEL)
     for text in ("line fox: 37", "  two  spaces", "é 😀\n\nx", "The tower of Tarn."):
-        assert tokenizer.encode(text) == library.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text
+        assert (
+            tokenizer.encode(text) == library.encode(text)
+            and tokenizer.decode(tokenizer.encode(text)) == text
+        )
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, 1000)
     segments = render(_messages(TALK), "vicuna_v1.1", tokenizer)
     text = VICUNA_SYSTEM + " USER: Who are you? 123 ASSISTANT: I'm Pim, é 😀 fine."
     rest = "USER: a\n\n  b ASSISTANT: You too!"
     assert _ids(segments) == [1, *library.encode(text), 2, *library.encode(rest), 2]
-    assert [t.strip() for t in _trained(tokenizer, segments)] == ["I'm Pim, é 😀 fine.</s>", "You too!</s>"]
+    assert [t.strip() for t in _trained(tokenizer, segments)] == [
+        "I'm Pim, é 😀 fine.</s>",
+        "You too!</s>",
+    ]
 
 
 @pytest.mark.parametrize("folder", [TINY, MODEL], ids=["tiny", "sentencepiece"])
@@ -410,7 +571,10 @@ def test_saved_folder_is_loaded_by_transformers_with_the_template_trained_with(t
 
     tokenizer = Tokenizer.load(folder)
     tokenizer.save(tmp_path / "out", chat_template=jinja_template("vicuna_v1.1", tokenizer))
-    theirs, again = AutoTokenizer.from_pretrained(tmp_path / "out"), Tokenizer.load(tmp_path / "out")
+    theirs, again = (
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+        Tokenizer.load(tmp_path / "out"),
+    )
     assert again.chat_template == jinja_template("vicuna_v1.1", tokenizer)
     talk = [{"role": role, "content": content} for role, content in TALK]
     segments = render(_messages(TALK), "tokenizer", again)
@@ -437,7 +601,9 @@ def test_errors_are_one_line(tmp_path):
         render([Message("user", "a"), Message("tool", "b")], "vicuna_v1.1", tokenizer)
     config = json.loads((TINY / "tokenizer_config.json").read_text())
     tokenizer.save(tmp_path / "bare")
-    (tmp_path / "bare/tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
+    (tmp_path / "bare/tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": None})
+    )
     with pytest.raises(UserError, match="no chat template"):
         render(_messages(TALK), "tokenizer", Tokenizer.load(tmp_path / "bare"))
 

@@ -18,16 +18,27 @@ def test_tokens_that_a_folder_adds_to_a_sentencepiece_model_keep_their_ids(tmp_p
     from transformers import AutoTokenizer
 
     added = {"<|im_end|>": 1000, "<|im_start|>": 1001, "[PAD]": 1002}  # not in our order
-    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "[PAD]"}
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "[PAD]",
+    }
     if written == "tokenizer_config.json":
-        config["added_tokens_decoder"] = {str(number): {"content": token, "special": True} for token, number in added.items()}
+        config["added_tokens_decoder"] = {
+            str(number): {"content": token, "special": True} for token, number in added.items()
+        }
     else:
         (tmp_path / written).write_text(json.dumps(added))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.model").write_bytes(MODEL.read_bytes())
     tokenizer, bare = Tokenizer.load(tmp_path), Tokenizer.load(MODEL)
-    assert {token: tokenizer.control_id(token) for token in added} == added and tokenizer.vocab_size == 1003
-    assert (tokenizer.eos_id, tokenizer.pad_id) == (1000, 1002) and missing_controls("chatml", tokenizer) == ()
+    assert {
+        token: tokenizer.control_id(token) for token in added
+    } == added and tokenizer.vocab_size == 1003
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (1000, 1002) and missing_controls(
+        "chatml", tokenizer
+    ) == ()
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.convert_tokens_to_ids(list(added)) == list(added.values())
     for text in ("Who are you?", "".join(added)):
@@ -35,17 +46,30 @@ def test_tokens_that_a_folder_adds_to_a_sentencepiece_model_keep_their_ids(tmp_p
     grown = tokenizer.with_controls(["<|eot_id|>"])
     grown.save(tmp_path / "saved")
     for again in (grown, Tokenizer.load(tmp_path / "saved")):
-        assert {**added, "<|eot_id|>": 1003}.items() <= {text: token.id for text, token in again.controls.items()}.items()
+        assert {**added, "<|eot_id|>": 1003}.items() <= {
+            text: token.id for text, token in again.controls.items()
+        }.items()
     (tmp_path / "added_tokens.json").write_text(json.dumps({"[SEP]": 1005}))
-    with pytest.raises(UserError, match=rf"^{tmp_path}: the added token '\[SEP\]' has id 1005, the one before it"):
+    with pytest.raises(
+        UserError, match=rf"^{tmp_path}: the added token '\[SEP\]' has id 1005, the one before it"
+    ):
         Tokenizer.load(tmp_path)
 
 
 def with_added(folder, tokens, **options):
     """Makes a folder of the tiny tokenizer with further added tokens that are not special."""
     spec = json.loads((TINY / "tokenizer.json").read_text())
-    option = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False, **options}
-    spec["added_tokens"] += [{"id": 1024 + number, "content": token, **option} for number, token in enumerate(tokens)]
+    option = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+        **options,
+    }
+    spec["added_tokens"] += [
+        {"id": 1024 + number, "content": token, **option} for number, token in enumerate(tokens)
+    ]
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     (folder / "tokenizer_config.json").write_bytes((TINY / "tokenizer_config.json").read_bytes())
@@ -63,8 +87,15 @@ def test_runs_of_white_space_and_letters_that_are_added_tokens_are_text(tmp_path
     for text in ("a   b", "     def f():\n        return 1 語x 2", "   ", "語 x", "a     "):
         assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
         assert ours.decode(ours.encode(text)) == text
-    assert [(start, end) for _, start, end in ours.encode_spans("a   b")] == [(0, 1), (1, 4), (4, 5)]
-    assert 1024 + 3 not in ours.encode("<think>") and ours.typed("a <think> b</s>") == {"<think>", "</s>"}
+    assert [(start, end) for _, start, end in ours.encode_spans("a   b")] == [
+        (0, 1),
+        (1, 4),
+        (4, 5),
+    ]
+    assert 1024 + 3 not in ours.encode("<think>") and ours.typed("a <think> b</s>") == {
+        "<think>",
+        "</s>",
+    }
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "sentencepiece"])
@@ -81,15 +112,22 @@ def test_text_tokens_are_tokens_where_they_are_typed(tmp_path, kind):
     assert tokenizer.fingerprint != bare.fingerprint and tokenizer.with_text_tokens([]) is tokenizer
     *_, answer = render(talk, "vicuna_v1.1", tokenizer)
     assert answer.train and [token for token in answer.ids if token in marks] == marks
-    assert tokenizer.decode(answer.ids, skip_control=False).strip() == "<think> a </think>You too!</s>"
+    assert (
+        tokenizer.decode(answer.ids, skip_control=False).strip() == "<think> a </think>You too!</s>"
+    )
     controls = {control.id for control in tokenizer.controls.values()}
-    assert _ids(render(talk, "vicuna_v1.1", tokenizer)).count(tokenizer.eos_id) == 1 and not controls & set(marks)
+    assert _ids(render(talk, "vicuna_v1.1", tokenizer)).count(
+        tokenizer.eos_id
+    ) == 1 and not controls & set(marks)
     assert tokenizer.typed("<think></s>") == {"</s>"}
     tokenizer.save(tmp_path / "saved")
     again = Tokenizer.load(tmp_path / "saved").with_text_tokens(tokenizer.text_tokens)
     assert _ids(render(talk, "vicuna_v1.1", again)) == _ids(render(talk, "vicuna_v1.1", tokenizer))
     for wrong in ("<thin>", "</s>"):
-        with pytest.raises(UserError, match=f"text_tokens: '{wrong}' is no added token.*</think>, <think> would work"):
+        with pytest.raises(
+            UserError,
+            match=f"text_tokens: '{wrong}' is no added token.*</think>, <think> would work",
+        ):
             bare.with_text_tokens([wrong])
 
 
@@ -97,15 +135,39 @@ def test_text_tokens_are_tokens_where_they_are_typed(tmp_path, kind):
     ("name", "content", "reason"),
     [
         ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object, but list"),
-        ("tokenizer_config.json", "null", "tokenizer_config.json is not a JSON object, but NoneType"),
+        (
+            "tokenizer_config.json",
+            "null",
+            "tokenizer_config.json is not a JSON object, but NoneType",
+        ),
         ("special_tokens_map.json", "3", "special_tokens_map.json is not a JSON object, but int"),
         ("special_tokens_map.json", "[" * 100_000, "special_tokens_map.json is not JSON"),
-        ("tokenizer_config.json", '{"a": ' * 100_000 + "1" + "}" * 100_000, "tokenizer_config.json is not JSON"),
+        (
+            "tokenizer_config.json",
+            '{"a": ' * 100_000 + "1" + "}" * 100_000,
+            "tokenizer_config.json is not JSON",
+        ),
         ("tokenizer_config.json", '{"bos_token": 3}', "its bos_token is 3, which is no text"),
-        ("tokenizer_config.json", '{"eos_token": {"content": []}}', "its eos_token is [], which is no text"),
-        ("tokenizer_config.json", '{"pad_token": "\\ud83d"}', "its pad_token is '\\ud83d', which is no text"),
-        ("tokenizer_config.json", '{"chat_template": {"a": 1}}', "the chat_template in tokenizer_config.json is no text"),
-        ("tokenizer_config.json", '{"chat_template": [1, {"name": "default", "template": 3}]}', "is no text"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": {"content": []}}',
+            "its eos_token is [], which is no text",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"pad_token": "\\ud83d"}',
+            "its pad_token is '\\ud83d', which is no text",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": {"a": 1}}',
+            "the chat_template in tokenizer_config.json is no text",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [1, {"name": "default", "template": 3}]}',
+            "is no text",
+        ),
         ("chat_template.jinja", b"\xff", "byte 0 of chat_template.jinja is not UTF-8 text"),
     ],
 )
@@ -117,7 +179,9 @@ def test_a_file_with_values_of_other_types_is_named(tmp_path, library, name, con
         Tokenizer.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}: ") and "\n" not in str(caught.value)
     # The sentencepiece engine reads this file before anything else does.
-    assert reason in str(caught.value) or (library == "tiny.model" and name == "tokenizer_config.json")
+    assert reason in str(caught.value) or (
+        library == "tiny.model" and name == "tokenizer_config.json"
+    )
 
 
 def test_bos_is_what_transformers_tokenizer_adds(tmp_path):
@@ -132,9 +196,14 @@ def test_bos_is_what_transformers_tokenizer_adds(tmp_path):
 
         library = Library.from_str(json.dumps(spec))
         if added:
-            library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+            library.post_processor = processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", 1)]
+            )
         library.save(str(tmp_path / name / "tokenizer.json"))
-        ours, theirs = Tokenizer.load(tmp_path / name), AutoTokenizer.from_pretrained(tmp_path / name)
+        ours, theirs = (
+            Tokenizer.load(tmp_path / name),
+            AutoTokenizer.from_pretrained(tmp_path / name),
+        )
         assert ours.adds_bos == (theirs("a")["input_ids"][0] == theirs.bos_token_id)
         assert ours.adds_bos == added
     assert Tokenizer.load(MODEL).adds_bos
@@ -143,8 +212,13 @@ def test_bos_is_what_transformers_tokenizer_adds(tmp_path):
 def test_empty_names_of_special_tokens_are_none(tmp_path):
     """As in LLaMA's first conversions; the model file names them itself."""
     shutil.copy(MODEL, tmp_path / "tokenizer.model")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "", "eos_token": "", "unk_token": ""}))
-    assert (Tokenizer.load(tmp_path).bos_token, Tokenizer.load(tmp_path).eos_token) == ("<s>", "</s>")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "", "eos_token": "", "unk_token": ""})
+    )
+    assert (Tokenizer.load(tmp_path).bos_token, Tokenizer.load(tmp_path).eos_token) == (
+        "<s>",
+        "</s>",
+    )
 
 
 @pytest.mark.parametrize("described", [False, True])
@@ -153,8 +227,12 @@ def test_a_vocabulary_with_merges_is_what_transformers_makes_of_it(tmp_path, des
     from transformers import AutoTokenizer, GPT2Tokenizer
 
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(["the cat and the hat, then the mat"] * 9, vocab_size=290, special_tokens=["<|endoftext|>"],
-                                show_progress=False)
+    trained.train_from_iterator(
+        ["the cat and the hat, then the mat"] * 9,
+        vocab_size=290,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+    )
     trained.save_model(str(tmp_path))
     if described:
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')

@@ -54,7 +54,7 @@ QWEN = (
     "{%- if message.content %}{{- message.content + '\n' }}{%- endif %}"
     "{%- for tool_call in message.tool_calls %}"
     "{%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}"
-    "{{- '<tool_call>\n{\"name\": \"' }}{{- tool_call.name }}{{- '\", \"arguments\": ' }}"
+    '{{- \'<tool_call>\n{"name": "\' }}{{- tool_call.name }}{{- \'", "arguments": \' }}'
     "{{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}{%- if not loop.last %}{{- '\n' }}{%- endif %}{%- endfor %}"
     "{{- '<|im_end|>' }}{% endgeneration %}{{- '\n' }}"
     "{%- elif message.role == 'tool' %}"
@@ -69,7 +69,7 @@ MISTRAL = (
     "{%- for message in messages %}"
     "{%- if message.role == 'user' %}"
     "{%- if tools is not none and message == users[-1] %}{{- '[AVAILABLE_TOOLS] [' }}"
-    "{%- for tool in tools %}{{- '{\"type\": \"function\", \"function\": ' + tool.function | tojson + '}' }}"
+    '{%- for tool in tools %}{{- \'{"type": "function", "function": \' + tool.function | tojson + \'}\' }}'
     "{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ']' + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
     "{{- '[INST] ' + message.content + '[/INST]' }}"
     "{%- elif message.tool_calls is defined and message.tool_calls is not none %}{% generation %}{{- '[TOOL_CALLS] [' }}"
@@ -87,14 +87,34 @@ MISTRAL = (
 CONTROLS = {
     "llama": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "qwen": ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
-    "mistral": ["[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
-                "[/TOOL_RESULTS]"],
+    "mistral": [
+        "[INST]",
+        "[/INST]",
+        "[TOOL_CALLS]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+    ],
 }
 TEMPLATES = {"llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL}
 TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "Weather “now”.", "parameters": {
-        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}},
-    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Weather “now”.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+    },
 ]
 
 
@@ -104,12 +124,21 @@ def _call(name, call_id, **arguments):
 
 def _talk(several, text):
     """Two exchanges with calls and one without, in OpenAI's form; perhaps with two calls at once, and text beside a call."""
-    first = [_call("weather", "abcdef123", city='Ulm "é"')] + [_call("add", "abcdef124", a=[1, 2.5], b=None)] * several
+    first = [_call("weather", "abcdef123", city='Ulm "é"')] + [
+        _call("add", "abcdef124", a=[1, 2.5], b=None)
+    ] * several
     return [
         {"role": "user", "content": "How is Ulm?"},
         {"role": "assistant", "content": "Let me look." if text else "", "tool_calls": first},
-        *[{"role": "tool", "content": f"{number} sunny", "tool_call_id": call["id"], "name": call["function"]["name"]}
-          for number, call in enumerate(first)],
+        *[
+            {
+                "role": "tool",
+                "content": f"{number} sunny",
+                "tool_call_id": call["id"],
+                "name": call["function"]["name"],
+            }
+            for number, call in enumerate(first)
+        ],
         {"role": "assistant", "content": "It is sunny."},
         {"role": "user", "content": "Thanks. 1 + 2?"},
         {"role": "assistant", "content": "", "tool_calls": [_call("add", "abcdef125", a=1, b=2)]},
@@ -124,13 +153,17 @@ def family(request, tmp_path_factory):
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp(request.param)
-    Tokenizer.load(TINY).with_controls(CONTROLS[request.param]).save(folder, TEMPLATES[request.param])
+    Tokenizer.load(TINY).with_controls(CONTROLS[request.param]).save(
+        folder, TEMPLATES[request.param]
+    )
     return request.param, Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
 
 
 def _ids_and_mask(segments):
-    return ([token for segment in segments for token in segment.ids],
-            [int(segment.train) for segment in segments for _ in segment.ids])
+    return (
+        [token for segment in segments for token in segment.ids],
+        [int(segment.train) for segment in segments for _ in segment.ids],
+    )
 
 
 def _as_json(talk):
@@ -147,17 +180,27 @@ def _as_json(talk):
 def test_ids_and_masks_are_those_of_apply_chat_template(family, tools, several, text):
     name, ours, theirs = family
     talk = _talk(several, text)
-    cleaned = Cleaner().clean({"messages": _as_json(talk), "tools": json.dumps(tools) if text else tools})
+    cleaned = Cleaner().clean(
+        {"messages": _as_json(talk), "tools": json.dumps(tools) if text else tools}
+    )
     if name == "llama" and several:
         with pytest.raises(TemplateError, match="single tool-calls"):
             render(cleaned.messages, "tokenizer", ours, tools=cleaned.tools)
         return
-    expected = theirs.apply_chat_template(talk, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+    expected = theirs.apply_chat_template(
+        talk, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    )
     ids, mask = _ids_and_mask(render(cleaned.messages, "tokenizer", ours, tools=cleaned.tools))
     assert ids == expected["input_ids"]
     assert mask == expected["assistant_masks"]
-    trained = ours.decode([token for token, train in zip(ids, mask, strict=True) if train], skip_control=False)
-    assert trained.count("weather") == 1 and "sunny" not in trained.replace("It is sunny.", "") and "Three." in trained
+    trained = ours.decode(
+        [token for token, train in zip(ids, mask, strict=True) if train], skip_control=False
+    )
+    assert (
+        trained.count("weather") == 1
+        and "sunny" not in trained.replace("It is sunny.", "")
+        and "Three." in trained
+    )
 
 
 def test_only_the_last_answer_or_marked_turns_are_trained_on(family):
@@ -166,26 +209,45 @@ def test_only_the_last_answer_or_marked_turns_are_trained_on(family):
     ids, all_turns = _ids_and_mask(render(messages, "tokenizer", ours))
     again, last = _ids_and_mask(render(with_last_answer_trained(messages), "tokenizer", ours))
     assert ids == again and sum(last) < sum(all_turns)
-    assert ours.decode([token for token, train in zip(ids, last, strict=True) if train]).strip() == "Three."
+    assert (
+        ours.decode([token for token, train in zip(ids, last, strict=True) if train]).strip()
+        == "Three."
+    )
 
 
 def test_control_tokens_typed_in_calls_and_tools_stay_letters(family):
     name, ours, _ = family
     control = CONTROLS[name][0]
     clean, typed = (
-        Cleaner().clean({"messages": [
-            {"role": "user", "content": "Go."},
-            {"role": "assistant", "tool_calls": [_call("f", "abcdef123", x=text)]},
-            {"role": "tool", "content": "1", "tool_call_id": "abcdef123"},
-            {"role": "assistant", "content": "Yes."},
-        ], "tools": [{"name": "f", "description": text}]})
+        Cleaner().clean(
+            {
+                "messages": [
+                    {"role": "user", "content": "Go."},
+                    {"role": "assistant", "tool_calls": [_call("f", "abcdef123", x=text)]},
+                    {"role": "tool", "content": "1", "tool_call_id": "abcdef123"},
+                    {"role": "assistant", "content": "Yes."},
+                ],
+                "tools": [{"name": "f", "description": text}],
+            }
+        )
         for text in ("a", f"{control}</s>\ufdd0")
     )
     controls = {token.id for token in ours.controls.values()}
-    kept = [[token for token in _ids_and_mask(render(record.messages, "tokenizer", ours, tools=record.tools))[0]
-              if token in controls] for record in (clean, typed)]
+    kept = [
+        [
+            token
+            for token in _ids_and_mask(
+                render(record.messages, "tokenizer", ours, tools=record.tools)
+            )[0]
+            if token in controls
+        ]
+        for record in (clean, typed)
+    ]
     assert kept[0] == kept[1]
-    text = ours.decode(_ids_and_mask(render(typed.messages, "tokenizer", ours, tools=typed.tools))[0], skip_control=False)
+    text = ours.decode(
+        _ids_and_mask(render(typed.messages, "tokenizer", ours, tools=typed.tools))[0],
+        skip_control=False,
+    )
     assert text.count(f"{control}</s>\ufffd") == 2
 
 
@@ -203,9 +265,15 @@ def test_sharegpts_calls_are_calls(family):
     }
     cleaned = Cleaner().clean(record)
     [call] = cleaned.messages[1].tool_calls
-    assert call["id"].isalnum() and len(call["id"]) == 9 and cleaned.messages[2].tool_call_id == call["id"]
+    assert (
+        call["id"].isalnum()
+        and len(call["id"]) == 9
+        and cleaned.messages[2].tool_call_id == call["id"]
+    )
     assert list(cleaned.tools) == TOOLS
-    encoded = Encoder(("tokenizer",), ours, 4096).encode(Conversation("a", cleaned.messages, tools=cleaned.tools))
+    encoded = Encoder(("tokenizer",), ours, 4096).encode(
+        Conversation("a", cleaned.messages, tools=cleaned.tools)
+    )
     [document] = encoded.documents
     trained = ours.decode(document.tokens[document.loss_mask.astype(bool)])
     assert '"city": "Ulm"' in trained and "sky" not in trained and trained.strip().endswith("Blue.")
@@ -216,17 +284,33 @@ def test_templates_that_write_no_calls_refuse_them_and_leave_tools_out():
     cleaned = Cleaner().clean({"messages": _talk(False, False), "tools": TOOLS})
     encoder = Encoder(("vicuna_v1.1", "plain"), tokenizer, 4096)
     assert "tool" in encoder.encode(Conversation("a", cleaned.messages)).drop_reason
-    assert "`tool_calls`" in encoder.encode(Conversation("a", cleaned.messages, source=1)).drop_reason
-    plain = Conversation("a", (Message("user", "a"), Message("assistant", "b")), tools=cleaned.tools)
+    assert (
+        "`tool_calls`" in encoder.encode(Conversation("a", cleaned.messages, source=1)).drop_reason
+    )
+    plain = Conversation(
+        "a", (Message("user", "a"), Message("assistant", "b")), tools=cleaned.tools
+    )
     assert encoder.encode(plain).changes == {"descriptions in `tools` left out"}
 
 
-@pytest.mark.parametrize(("turn", "reason"), [
-    ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "without a name"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "no JSON object"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, "no JSON object"),
-    ({"role": "user", "tool_calls": [{"function": {"name": "f"}}]}, "not the assistant's"),
-])
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
+            "without a name",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "no JSON object",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]},
+            "no JSON object",
+        ),
+        ({"role": "user", "tool_calls": [{"function": {"name": "f"}}]}, "not the assistant's"),
+    ],
+)
 def test_broken_calls_are_dropped_with_their_reason(turn, reason):
     with pytest.raises(Drop, match=reason):
         Cleaner().clean({"messages": [{"role": "user", "content": "a"}, turn]})
@@ -235,14 +319,24 @@ def test_broken_calls_are_dropped_with_their_reason(turn, reason):
 def test_a_prompts_completion_alone_is_trained_on(tmp_path):
     """As texts under a template, as lists of turns, and as a plain text."""
     tokenizer = Tokenizer.load(TINY)
-    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."},
-             {"role": "user", "content": "Three?"}]
+    turns = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "Three?"},
+    ]
     path = tmp_path / "pairs.jsonl"
-    path.write_text("\n".join(map(json.dumps, [
-        {"prompt": "Say hello to the ", "completion": "world, please"},
-        {"prompt": turns, "completion": [{"role": "assistant", "content": "Four."}]},
-        {"prompt": "a", "completion": ["b"]},
-    ])))
+    path.write_text(
+        "\n".join(
+            map(
+                json.dumps,
+                [
+                    {"prompt": "Say hello to the ", "completion": "world, please"},
+                    {"prompt": turns, "completion": [{"role": "assistant", "content": "Four."}]},
+                    {"prompt": "a", "completion": ["b"]},
+                ],
+            )
+        )
+    )
 
     def trained(format):
         report = Report()
@@ -259,7 +353,14 @@ def test_a_prompts_completion_alone_is_trained_on(tmp_path):
     assert texts[1] == ("One?\n\nTwo.\n\nThree?\n\nFour.", "Four.")
     assert list(dropped.values()) == [1] and "`prompt` and `completion`" in next(iter(dropped))
     texts, dropped = trained("text")
-    assert [text.strip() for text in texts[0]] == ["Say hello to the world, please", "world, please"]
+    assert [text.strip() for text in texts[0]] == [
+        "Say hello to the world, please",
+        "world, please",
+    ]
     assert sum(dropped.values()) == 2 and all(reason.startswith("no `text`") for reason in dropped)
-    whole = Encoder(("plain",), tokenizer, 512).encode(Text("a", "Say hello to the world, please")).documents[0]
+    whole = (
+        Encoder(("plain",), tokenizer, 512)
+        .encode(Text("a", "Say hello to the world, please"))
+        .documents[0]
+    )
     assert tokenizer.decode(whole.tokens) == texts[0][0] and whole.loss_mask.all()

@@ -18,19 +18,34 @@ def clean(*turns, **fields):
     return Cleaner().clean({"messages": list(turns), **fields})
 
 
-@pytest.mark.parametrize("more", [
-    {"reasoning_content": "so"}, {"reasoning": "so"}, {"thinking": "so"}, {"reasoning": "so", "reasoning_content": "so"},
-    {"content": [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "Hello."}]},
-])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"reasoning_content": "so"},
+        {"reasoning": "so"},
+        {"thinking": "so"},
+        {"reasoning": "so", "reasoning_content": "so"},
+        {"content": [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "Hello."}]},
+    ],
+)
 def test_reasoning_is_kept_apart(more):
     cleaned = clean(USER, {**ANSWER, **more})
-    assert cleaned.messages[1].reasoning == "so" and cleaned.messages[1].content == "Hello." and not cleaned.unread
+    assert (
+        cleaned.messages[1].reasoning == "so"
+        and cleaned.messages[1].content == "Hello."
+        and not cleaned.unread
+    )
 
 
 def test_a_turn_of_reasoning_belongs_to_the_answer_after_it():
     cleaned = clean(USER, {"role": "thinking", "content": "so"}, ANSWER)
-    assert [turn.role for turn in cleaned.messages] == ["user", "assistant"] and cleaned.messages[1].reasoning == "so"
-    for turns in ([USER, {"role": "thinking", "content": "so"}], [{"role": "thinking", "content": "so"}, USER, ANSWER]):
+    assert [turn.role for turn in cleaned.messages] == ["user", "assistant"] and cleaned.messages[
+        1
+    ].reasoning == "so"
+    for turns in (
+        [USER, {"role": "thinking", "content": "so"}],
+        [{"role": "thinking", "content": "so"}, USER, ANSWER],
+    ):
         with pytest.raises(Drop, match="reasoning without an answer"):
             clean(*turns)
 
@@ -38,16 +53,33 @@ def test_a_turn_of_reasoning_belongs_to_the_answer_after_it():
 def test_reasoning_that_has_no_place_is_named():
     cleaned = clean({**USER, "thinking": "hm"}, {**ANSWER, "reasoning": "a", "thinking": "b"})
     assert cleaned.messages[1].reasoning == "a" and cleaned.unread == {"turn field `thinking`"}
-    beside_call = clean(USER, {"role": "assistant", "reasoning_content": "so", "tool_calls": [{"function": {"name": "f"}}]})
+    beside_call = clean(
+        USER,
+        {
+            "role": "assistant",
+            "reasoning_content": "so",
+            "tool_calls": [{"function": {"name": "f"}}],
+        },
+    )
     assert beside_call.messages[1].reasoning == "so" and beside_call.messages[1].tool_calls
-    assert clean(USER, ANSWER).id != clean(USER, {**ANSWER, "reasoning": "a"}).id, "what is thought is said too"
+    assert clean(USER, ANSWER).id != clean(USER, {**ANSWER, "reasoning": "a"}).id, (
+        "what is thought is said too"
+    )
 
 
 def test_flags_and_masks_are_counted():
-    cleaned = clean({**USER, "loss": True}, {**ANSWER, "loss": False}, USER, {**ANSWER, "weight": 0.5, "train": "?"})
+    cleaned = clean(
+        {**USER, "loss": True},
+        {**ANSWER, "loss": False},
+        USER,
+        {**ANSWER, "weight": 0.5, "train": "?"},
+    )
     assert [turn.train for turn in cleaned.messages if turn.role == "assistant"] == [False, True]
-    assert cleaned.changes == {"turns left out of the loss by `loss`", "`weight` between 0 and 1, or above: counted as 1",
-                               "a flag puts a turn of another role than the assistant's into the loss, where none is"}
+    assert cleaned.changes == {
+        "turns left out of the loss by `loss`",
+        "`weight` between 0 and 1, or above: counted as 1",
+        "a flag puts a turn of another role than the assistant's into the loss, where none is",
+    }
     assert cleaned.unread == {"turn field `train`"}
     for mask in ([0, 0, 0, 1], [False, True]):
         masked = clean(USER, ANSWER, USER, ANSWER, loss_mask=mask)
@@ -58,11 +90,24 @@ def test_flags_and_masks_are_counted():
             clean(USER, ANSWER, USER, ANSWER, loss_mask=mask)
 
 
-@pytest.mark.parametrize(("name", "role"), [
-    ("gpt-4o", "assistant"), ("gpt4", "assistant"), ("GPT-4-turbo-2024-04-09", "assistant"), ("claude-3.5-sonnet", "assistant"),
-    ("llm", "assistant"), ("chat-gpt", "assistant"), ("function-call", "assistant"), ("function response", "tool"),
-    ("thinking", "thought"), (" Human ", "user"), ("narrator", None), ("gptuser", None), ("", None),
-])
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("gpt-4o", "assistant"),
+        ("gpt4", "assistant"),
+        ("GPT-4-turbo-2024-04-09", "assistant"),
+        ("claude-3.5-sonnet", "assistant"),
+        ("llm", "assistant"),
+        ("chat-gpt", "assistant"),
+        ("function-call", "assistant"),
+        ("function response", "tool"),
+        ("thinking", "thought"),
+        (" Human ", "user"),
+        ("narrator", None),
+        ("gptuser", None),
+        ("", None),
+    ],
+)
 def test_roles_of_real_dumps(name, role):
     assert role_of(name) == role
 
@@ -77,19 +122,29 @@ def test_an_unknown_role_and_part_are_named():
 SYSTEM = {"role": "system", "content": "Be."}
 
 
-@pytest.mark.parametrize(("turns", "roles"), [
-    ([USER, USER, ANSWER], ["user", "user", "assistant"]),
-    ([USER, ANSWER, ANSWER], ["user", "assistant", "assistant"]),
-    ([USER, ANSWER, SYSTEM, USER, ANSWER], ["user", "assistant", "system", "user", "assistant"]),
-    ([ANSWER, USER, ANSWER], ["assistant", "user", "assistant"]),
-])
+@pytest.mark.parametrize(
+    ("turns", "roles"),
+    [
+        ([USER, USER, ANSWER], ["user", "user", "assistant"]),
+        ([USER, ANSWER, ANSWER], ["user", "assistant", "assistant"]),
+        (
+            [USER, ANSWER, SYSTEM, USER, ANSWER],
+            ["user", "assistant", "system", "user", "assistant"],
+        ),
+        ([ANSWER, USER, ANSWER], ["assistant", "user", "assistant"]),
+    ],
+)
 def test_any_order_is_kept_where_the_template_can_write_it(turns, roles):
     cleaned = clean(*turns)
     assert [turn.role for turn in cleaned.messages] == roles
     opening = [turn.train for turn in cleaned.messages if turn.role == "assistant"]
     assert opening == ([False, True] if roles[0] == "assistant" else [True] * len(opening))
-    tokenizer = Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer").with_controls(["<|im_start|>", "<|im_end|>"])
-    [document] = Encoder(("chatml",), tokenizer, 512).encode(Conversation("a", cleaned.messages)).documents
+    tokenizer = Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer").with_controls(
+        ["<|im_start|>", "<|im_end|>"]
+    )
+    [document] = (
+        Encoder(("chatml",), tokenizer, 512).encode(Conversation("a", cleaned.messages)).documents
+    )
     assert tokenizer.decode(document.tokens, skip_control=False).count("<|im_start|>") == len(roles)
     alternating = Cleaner(alternating=True)
     if roles[0] == "assistant":
@@ -101,17 +156,26 @@ def test_any_order_is_kept_where_the_template_can_write_it(turns, roles):
 
 def test_templates_say_whether_they_need_alternation(tmp_path):
     tokenizer = Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer")
-    assert [needs_alternation(name) for name in ("vicuna_v1.1", "llama-2", "chatml", "llama-3")] == [True, True, False, False]
+    assert [
+        needs_alternation(name) for name in ("vicuna_v1.1", "llama-2", "chatml", "llama-3")
+    ] == [True, True, False, False]
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
     for template, needs in (("", False), (refusing, True)):
-        tokenizer.save(tmp_path, template + "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}")
+        tokenizer.save(
+            tmp_path,
+            template + "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}",
+        )
         assert needs_alternation("tokenizer", Tokenizer.load(tmp_path)) == needs
 
 
 def test_a_split_conversation_keeps_its_opening_and_late_system_turns():
     from data.splitting import split
 
-    cleaned = clean(SYSTEM, ANSWER, USER, USER, ANSWER, {**SYSTEM, "content": "Late."}, USER, ANSWER)
+    cleaned = clean(
+        SYSTEM, ANSWER, USER, USER, ANSWER, {**SYSTEM, "content": "Late."}, USER, ANSWER
+    )
     parts = list(split(cleaned.messages, list, len, 5))
     assert [[turn.role for turn in part] for part in parts] == [
-        ["system", "assistant", "user", "user", "assistant"], ["system", "system", "user", "assistant"]]
+        ["system", "assistant", "user", "user", "assistant"],
+        ["system", "system", "user", "assistant"],
+    ]

@@ -1,4 +1,5 @@
 """Files of a folder are read only where they lie inside it, whatever links say."""
+
 import os
 import random
 from pathlib import Path
@@ -72,9 +73,13 @@ def test_data_folders_too(tmp_path):
     assert len(find_files(tmp_path / "data", (".jsonl",))) == 1
     (tmp_path / "secret.jsonl").write_text("{}")
     (tmp_path / "data/b.jsonl").symlink_to(tmp_path / "secret.jsonl")
-    with pytest.raises(UserError, match=r"b\.jsonl: leads to .*secret\.jsonl, outside of its folder"):
+    with pytest.raises(
+        UserError, match=r"b\.jsonl: leads to .*secret\.jsonl, outside of its folder"
+    ):
         find_files(tmp_path / "data", (".jsonl",))
-    assert len(find_files(tmp_path / "data/b.jsonl", (".jsonl",))) == 1, "a link that the user names is the user's"
+    assert len(find_files(tmp_path / "data/b.jsonl", (".jsonl",))) == 1, (
+        "a link that the user names is the user's"
+    )
 
 
 def test_links_of_many_folders(tmp_path):
@@ -87,8 +92,16 @@ def test_links_of_many_folders(tmp_path):
         (folder / "sub").mkdir(parents=True)
         (folder / "real").write_text("ours")
         # The last link of a chain decides.
-        ends = {"real": True, "../outside/secret": False, f"../{number}/real": True, str(tmp_path / "outside/secret"): False,
-                "sub/../real": True, "sub/../../outside/secret": False, f"../{(number + 1) % 500}x": False, "nowhere": True}
+        ends = {
+            "real": True,
+            "../outside/secret": False,
+            f"../{number}/real": True,
+            str(tmp_path / "outside/secret"): False,
+            "sub/../real": True,
+            "sub/../../outside/secret": False,
+            f"../{(number + 1) % 500}x": False,
+            "nowhere": True,
+        }
         target, inside = draw.choice(list(ends.items()))
         for hop in range(draw.randrange(4)):
             (folder / f"hop{hop}").symlink_to(target)

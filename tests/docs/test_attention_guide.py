@@ -1,5 +1,6 @@
 """The program on docs/attention.md runs as it stands there with the installed package alone, outside the checkout, and agrees
 with dense attention in float64."""
+
 import os
 import re
 import shutil
@@ -35,11 +36,29 @@ def installed(tmp_path_factory) -> Path:
     """The folder that the wheel of the attention package is unpacked into, as `pip install .` does."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "model" / "attention", folder / "source" / "model" / "attention")
-    for name in ("pyproject.toml", "LICENSE", "docs/attention.md"):  # a build leaves its own files beside them
+    for name in (
+        "pyproject.toml",
+        "LICENSE",
+        "docs/attention.md",
+    ):  # a build leaves its own files beside them
         (folder / "source" / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / "source" / name)
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder),
-                    str(folder / "source")], check=True, capture_output=True, text=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--wheel-dir",
+            str(folder),
+            str(folder / "source"),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     (wheel,) = folder.glob("longstripe-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
@@ -47,28 +66,46 @@ def installed(tmp_path_factory) -> Path:
 
 
 def test_the_wheel_holds_the_attention_package_alone(installed):
-    modules = {path.relative_to(installed / "longstripe" / "attention") for path in installed.rglob("*.py")}
+    modules = {
+        path.relative_to(installed / "longstripe" / "attention") for path in installed.rglob("*.py")
+    }
     source = ROOT / "model" / "attention"
     assert modules == {path.relative_to(source) for path in source.rglob("*.py")}
     (metadata,) = installed.glob("*.dist-info/METADATA")
-    needs = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata.read_text(encoding="utf-8"), re.MULTILINE)
+    needs = re.findall(
+        r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert sorted(needs) == ["jax", "jaxtyping", "numpy"]
 
 
 def test_the_guides_program_agrees_with_dense_attention(tmp_path, installed):
     (tmp_path / "mine.py").write_text(program() + SAVE, encoding="utf-8")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
-    result = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, env=environment | {"PYTHONPATH": str(installed)},
-                            capture_output=True, text=True, check=False)
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))
+    }
+    result = subprocess.run(
+        [sys.executable, "mine.py"],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     arrays = np.load(tmp_path / "arrays.npz")
     q, k, v, dout, out, *gradients = (arrays[name] for name in NAMES)
     expected = dense_attention(q, k, v, arrays["index"], arrays["segment_ids"], dout)
-    for name, computed, wanted in zip(NAMES[4:], (out, *gradients), (expected[0], *expected[2:]), strict=True):
+    for name, computed, wanted in zip(
+        NAMES[4:], (out, *gradients), (expected[0], *expected[2:]), strict=True
+    ):
         error = np.abs(computed - wanted).max() / np.abs(wanted).max()
         assert error < TOLERANCE, f"{name}: off by {error:.2e} of its largest value"
 
 
 def test_the_program_is_short():
-    lines = [line for line in program().splitlines() if line.strip() and not line.startswith(("import", "from"))]
+    lines = [
+        line
+        for line in program().splitlines()
+        if line.strip() and not line.startswith(("import", "from"))
+    ]
     assert len(lines) <= 24

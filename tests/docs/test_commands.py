@@ -3,6 +3,7 @@
 A new command on README.md, ARCHITECTURE.md or a page of docs/ needs an entry in one of EXECUTED, EXECUTED_SLOWLY, TESTED and
 NOT_RUN; an entry whose command is on no page any more is an error too.
 """
+
 # ruff: noqa: E501 -- commands stand in one piece
 import importlib
 import re
@@ -14,9 +15,27 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("make ", "python ", "scripts/launch", "sbatch ", "kubectl ", "pip ", "git ", "mkdocs ", "docker ",
-            "gcloud ", "eval \"", "hf ", "uv ")
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+PROGRAMS = (
+    "make ",
+    "python ",
+    "scripts/launch",
+    "sbatch ",
+    "kubectl ",
+    "pip ",
+    "git ",
+    "mkdocs ",
+    "docker ",
+    "gcloud ",
+    'eval "',
+    "hf ",
+    "uv ",
+)
 
 # Command -> flags that are added so that it takes seconds. Executed as they stand, in an empty folder beside the code.
 EXECUTED = {
@@ -34,77 +53,118 @@ EXECUTED_SLOWLY = {
     "python -m scripts.inspect_data configs/quickstart.yaml": "",
     "python -m scripts.draw_schedule": "",
     "python -m scripts.benchmarks.papers": "",
-    "python -m scripts.launch_local --processes 4 --config configs/quickstart.yaml":
-        "--train.steps 2 --train.evaluate_every 2 --mesh.fsdp 1 --mesh.tensor 1 --mesh.sequence 4 --mesh.simulate 4",
+    "python -m scripts.launch_local --processes 4 --config configs/quickstart.yaml": "--train.steps 2 --train.evaluate_every 2 --mesh.fsdp 1 --mesh.tensor 1 --mesh.sequence 4 --mesh.simulate 4",
 }
 
 # Test file -> the commands that it runs with other arguments: placeholders, small models, stand-ins of a cloud's tools.
 TESTED = {
     "tests/test_quickstart.py": ["make quickstart"],
     "tests/soak/test_slow_store.py": ["python -m tests.soak.slow_store"],
-    "tests/soak/test_attacks.py": ["python -m tests.soak.attacks records --cases 1000 --seed 100000"],
+    "tests/soak/test_attacks.py": [
+        "python -m tests.soak.attacks records --cases 1000 --seed 100000"
+    ],
     "tests/docs/test_attention_guide.py": ["python mine.py", "pip install ."],
-    "tests/smollm2.py": ["python -m scripts.make_smollm2 smollm2", "python -m scripts.make_smollm2 DIR"],
+    "tests/smollm2.py": [
+        "python -m scripts.make_smollm2 smollm2",
+        "python -m scripts.make_smollm2 DIR",
+    ],
     "tests/trainer/test_pretrained.py": [
         "python train.py --config configs/sharegpt_smollm2.yaml --model.path smollm2 --data.path YOUR_SHAREGPT.json",
         "python train.py --config configs/qwen3_8b_128k_h100.yaml --model.path ~/models/Qwen3-8B --data.path YOUR_SHAREGPT.json",
-        "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json", "python train.py --config RECIPE.yaml"],
+        "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json",
+        "python train.py --config RECIPE.yaml",
+    ],
     "tests/trainer/huggingface/test_huggingface.py": [
-        "python -m scripts.export_hf runs/sharegpt_smollm2 my_model", "python -m scripts.export_hf runs/NAME my_model",
-        "python -m scripts.export_hf CHECKPOINT HF_DIR", "python -m scripts.import_hf HF_DIR CHECKPOINT"],
-    "tests/scripts/test_push_to_hub.py": ["python -m scripts.push_to_hub HF_DIR OWNER/NAME",
-                                          "python -m scripts.push_to_hub my_model OWNER/NAME"],
+        "python -m scripts.export_hf runs/sharegpt_smollm2 my_model",
+        "python -m scripts.export_hf runs/NAME my_model",
+        "python -m scripts.export_hf CHECKPOINT HF_DIR",
+        "python -m scripts.import_hf HF_DIR CHECKPOINT",
+    ],
+    "tests/scripts/test_push_to_hub.py": [
+        "python -m scripts.push_to_hub HF_DIR OWNER/NAME",
+        "python -m scripts.push_to_hub my_model OWNER/NAME",
+    ],
     "tests/scripts/test_inspect_data.py": [
         "python -m scripts.inspect_data configs/sharegpt_smollm2.yaml --model.path smollm2 --data.path YOUR_SHAREGPT.json",
-        "python -m scripts.inspect_data CONFIG.yaml"],
+        "python -m scripts.inspect_data CONFIG.yaml",
+    ],
     "tests/scripts/test_prepare.py": [
         "python -m scripts.prepare --config RECIPE.yaml",
-        "python -m scripts.prepare --config RECIPE.yaml --model.path HF_DIR --data.path FILE.json"],
+        "python -m scripts.prepare --config RECIPE.yaml --model.path HF_DIR --data.path FILE.json",
+    ],
     "tests/planning/test_dry_run.py": [
         "python train.py ... --dry-run 8xH100",
         "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json --dry-run 8xH100",
-        "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json --dry-run v5p-32"],
+        "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json --dry-run v5p-32",
+    ],
     "tests/eval/test_line_retrieval.py": [
         "python -m eval.line_retrieval --checkpoint ...",
-        "python -m eval.line_retrieval --checkpoint RUN_OR_HF --lines 200 400 680 --sequence 8 --output results"],
+        "python -m eval.line_retrieval --checkpoint RUN_OR_HF --lines 200 400 680 --sequence 8 --output results",
+    ],
     "tests/eval/test_suite.py": [
-        "python -m eval.needle", "python -m eval.needle --checkpoint RUN_OR_HF --tokens 4096 16384 --needles 1 4 --output needles",
+        "python -m eval.needle",
+        "python -m eval.needle --checkpoint RUN_OR_HF --tokens 4096 16384 --needles 1 4 --output needles",
         "python -m eval.ruler --checkpoint RUN_OR_HF --tokens 4096 16384 --text essays.txt --output ruler",
-        "python -m eval.coreference --checkpoint RUN_OR_HF --tokens 4096 16384 --output coreference"],
+        "python -m eval.coreference --checkpoint RUN_OR_HF --tokens 4096 16384 --output coreference",
+    ],
     "tests/eval/test_compare.py": ["python -m eval.compare BEFORE AFTER --output difference.json"],
     "tests/trainer/reporting/test_boards.py": [
-        "python train.py --config RECIPE.yaml --samples.prompts '[\"Who are you?\"]' --samples.every 100"],
+        "python train.py --config RECIPE.yaml --samples.prompts '[\"Who are you?\"]' --samples.every 100"
+    ],
     "tests/eval/test_harness.py": [
         "python -m eval.harness --checkpoint RUN_OR_HF --tasks arc_easy,hellaswag --output short_tasks",
         "python -m eval.harness --checkpoint RUN_OR_HF --tasks book_next_sentence,book_last_word --include-path short "
-        "--output short/out"],
-    "tests/scripts/test_make_short_tasks.py": ["python -m scripts.make_short_tasks BOOK.txt --output short"],
-    "tests/eval/test_report.py": ["python -m eval.report RUN [RUN]", "python -m eval.report runs/BEFORE runs/AFTER --output report.html",
-                                  "python -m eval.report runs/smollm2_32k --output report.html"],
-    "tests/scripts/test_chat.py": ["python -m scripts.chat CHECKPOINT --document FILE",
-                                   "python -m scripts.chat RUN_OR_HF --document book.txt --sequence 8"],
+        "--output short/out",
+    ],
+    "tests/scripts/test_make_short_tasks.py": [
+        "python -m scripts.make_short_tasks BOOK.txt --output short"
+    ],
+    "tests/eval/test_report.py": [
+        "python -m eval.report RUN [RUN]",
+        "python -m eval.report runs/BEFORE runs/AFTER --output report.html",
+        "python -m eval.report runs/smollm2_32k --output report.html",
+    ],
+    "tests/scripts/test_chat.py": [
+        "python -m scripts.chat CHECKPOINT --document FILE",
+        "python -m scripts.chat RUN_OR_HF --document book.txt --sequence 8",
+    ],
     "tests/scripts/test_loss_by_position.py": [
         "python -m scripts.loss_by_position --config ...",
-        "python -m scripts.loss_by_position --config RECIPE.yaml --checkpoint RUN_OR_HF --output curve"],
+        "python -m scripts.loss_by_position --config RECIPE.yaml --checkpoint RUN_OR_HF --output curve",
+    ],
     "tests/trainer/test_adapter_run.py": [
         "python train.py --config configs/adapters/smollm2_lora.yaml --model.path HF_DIR --data.path FILE.json",
-        "python -m scripts.export_hf RUN FOLDER", "python -m scripts.export_hf RUN FOLDER --merge",
-        "python -m scripts.export_hf RUN FOLDER --average"],
+        "python -m scripts.export_hf RUN FOLDER",
+        "python -m scripts.export_hf RUN FOLDER --merge",
+        "python -m scripts.export_hf RUN FOLDER --average",
+    ],
     "tests/trainer/test_quantized_run.py": [
         "python train.py --config configs/adapters/smollm2_qlora.yaml --model.path HF_DIR --data.path FILE.json",
-        "python -m scripts.export_hf RUN FOLDER --merge --dequantize"],
-    "tests/trainer/huggingface/test_quantized_folders.py": ["python -m scripts.quantize_hf MODEL HF_DIR"],
-    "tests/trainer/test_stages.py": ["python train.py --config configs/extension/smollm2_32k.yaml --model.path HF_DIR"],
-    "tests/trainer/test_trajectories.py": ["python train.py --config configs/trajectories/walker_walk.yaml"],
-    "tests/eval/test_in_context.py": ["python -m eval.in_context --checkpoint ...",
-                                      "python -m eval.in_context --checkpoint runs/walker_walk --output runs/walker_walk/in_context"],
+        "python -m scripts.export_hf RUN FOLDER --merge --dequantize",
+    ],
+    "tests/trainer/huggingface/test_quantized_folders.py": [
+        "python -m scripts.quantize_hf MODEL HF_DIR"
+    ],
+    "tests/trainer/test_stages.py": [
+        "python train.py --config configs/extension/smollm2_32k.yaml --model.path HF_DIR"
+    ],
+    "tests/trainer/test_trajectories.py": [
+        "python train.py --config configs/trajectories/walker_walk.yaml"
+    ],
+    "tests/eval/test_in_context.py": [
+        "python -m eval.in_context --checkpoint ...",
+        "python -m eval.in_context --checkpoint runs/walker_walk --output runs/walker_walk/in_context",
+    ],
     "tests/scripts/test_collect_trajectories.py": [
         "python -m scripts.collect_trajectories --task ...",
-        "python -m scripts.collect_trajectories --task walker_walk --output trajectories/collected"],
+        "python -m scripts.collect_trajectories --task walker_walk --output trajectories/collected",
+    ],
     "tests/data/trajectories/test_archives.py": [
-        "python -m scripts.download_trajectories --domain walker --algorithm proto rnd --output trajectories/exorl"],
+        "python -m scripts.download_trajectories --domain walker --algorithm proto rnd --output trajectories/exorl"
+    ],
     "tests/scripts/test_inspect_trajectories.py": [
-        "python -m scripts.inspect_trajectories trajectories/exorl --task walker_walk --plot returns.png --json returns.json"],
+        "python -m scripts.inspect_trajectories trajectories/exorl --task walker_walk --plot returns.png --json returns.json"
+    ],
     "tests/trainer/test_processes.py": ["python -m scripts.launch_local --processes 4 ..."],
     "tests/docs/test_google_cloud.py": [
         "scripts/launch_tpu.sh run first --zone us-east5-b --machine-type ct6e-standard-8t --spot --env HF_TOKEN "
@@ -114,16 +174,25 @@ TESTED = {
         "scripts/launch_tpu.sh status first --zone us-east5-b --api compute --price-per-hour 22 -- --config my_recipe.yaml "
         "--run_dir runs/first",
         "scripts/launch_tpu.sh follow first --zone us-east5-b --api compute",
-        "scripts/launch_tpu.sh delete first --zone us-east5-b --api compute"],
+        "scripts/launch_tpu.sh delete first --zone us-east5-b --api compute",
+    ],
     "tests/scripts/test_launchers.py": [
-        "eval \"$(python -m trainer.xla_flags tpu)\"", "eval \"$(python -m trainer.xla_flags gpu)\"",
+        'eval "$(python -m trainer.xla_flags tpu)"',
+        'eval "$(python -m trainer.xla_flags gpu)"',
         "scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V --spot -- --config ...",
         "scripts/launch_tpu.sh run NAME --zone ZONE --type v5p-32 --version v2-alpha-tpuv5 --spot -- --config my_recipe.yaml "
         "--model.path HF_DIR --data.path FILE.json --run_dir SHARED/run --data.prepared SHARED/prepared",
         "sbatch --nodes 4 --gpus-per-node 8 scripts/launch_slurm.sbatch --config ...",
-        "kubectl apply -f scripts/kubernetes/jobset.yaml", "scripts/launch_tpu.sh", "scripts/launch_slurm.sbatch"],
-    "tests/scripts/benchmarks/test_bench_kernels.py": ["python -m scripts.benchmarks.bench_kernels --lengths 8192 16384"],
-    "tests/scripts/benchmarks/test_bench_schedules.py": ["python -m scripts.benchmarks.bench_schedules"],
+        "kubectl apply -f scripts/kubernetes/jobset.yaml",
+        "scripts/launch_tpu.sh",
+        "scripts/launch_slurm.sbatch",
+    ],
+    "tests/scripts/benchmarks/test_bench_kernels.py": [
+        "python -m scripts.benchmarks.bench_kernels --lengths 8192 16384"
+    ],
+    "tests/scripts/benchmarks/test_bench_schedules.py": [
+        "python -m scripts.benchmarks.bench_schedules"
+    ],
     "tests/scripts/benchmarks/test_evidence.py": ["python -m scripts.benchmarks.evidence --times"],
     "tests/scripts/benchmarks/test_table3.py": ["python -m scripts.benchmarks.table3"],
     "tests/scripts/test_plan_answers.py": ["python -m scripts.plan"],
@@ -136,12 +205,21 @@ HOURS = "takes minutes to hours of a compiler; tests/planning compiles smaller s
 INSTALLS = "installs from PyPI, as CI and every `make test` do for the CPU"
 NOT_RUN = {
     "python -m tests.soak.hour": "trains for an hour",
-    "make test": "is what runs the tests", "make check": "runs a part of them", "make soak": "takes hours", "make mutants": "takes hours",
-    "make lint": "is run by CI", "make bench": "measures for hours",
-    "make evidence": HOURS, "make evidence ONLY='h100 1m'": HOURS,
-    "make install PLATFORM=cuda": INSTALLS, "make install PLATFORM=tpu": INSTALLS, "make install EXTRAS=eval": INSTALLS,
+    "make test": "is what runs the tests",
+    "make check": "runs a part of them",
+    "make soak": "takes hours",
+    "make mutants": "takes hours",
+    "make lint": "is run by CI",
+    "make bench": "measures for hours",
+    "make evidence": HOURS,
+    "make evidence ONLY='h100 1m'": HOURS,
+    "make install PLATFORM=cuda": INSTALLS,
+    "make install PLATFORM=tpu": INSTALLS,
+    "make install EXTRAS=eval": INSTALLS,
     "make install EXTRAS=rl": INSTALLS,
-    "scripts/launch_tpu.sh delete NAME --zone Z": CLOUD, "pip install wandb": INSTALLS, "pip install '.[cuda]'": INSTALLS,
+    "scripts/launch_tpu.sh delete NAME --zone Z": CLOUD,
+    "pip install wandb": INSTALLS,
+    "pip install '.[cuda]'": INSTALLS,
     "python -m scripts.plan --model llama-7b --machine v4:4x4x4 --context 1M --compile": HOURS,
     "python -m scripts.plan --config configs/llama31_8b_1m_h100.yaml --model llama-3.1-8b --machine 8xH100 --compile": HOURS,
     "python -m scripts.plan --model llama-7b --machine v5e-256 --context 1M --search --compile --output plan": HOURS,
@@ -150,14 +228,15 @@ NOT_RUN = {
     "python train.py --config configs/trajectories/walker_walk.yaml --trajectories.in_context 128 --trajectories.action_repeat 1 "
     "--data.context_length 512000 --mesh.sequence 64 --attention.layout striped": "needs 64 devices",
     "docker build -f scripts/kubernetes/Dockerfile --build-arg PLATFORM=cuda -t longstripe:0.1.0 .": DOCKER,
-    "docker run --rm --gpus all --ipc host -v \"$PWD/runs:/longstripe/runs\" -v \"$PWD/prepared:/longstripe/prepared\" "
-    "-v \"$HOME/.cache/longstripe:/home/longstripe/.cache/longstripe\" -v \"$HOME/models:/models\" longstripe:0.1.0 --config "
+    'docker run --rm --gpus all --ipc host -v "$PWD/runs:/longstripe/runs" -v "$PWD/prepared:/longstripe/prepared" '
+    '-v "$HOME/.cache/longstripe:/home/longstripe/.cache/longstripe" -v "$HOME/models:/models" longstripe:0.1.0 --config '
     "configs/qwen3_8b_128k_h100.yaml --model.path /models/Qwen3-8B --data.path /models/chats.json": DOCKER,
     "gcloud compute tpus tpu-vm create NAME --zone ZONE --accelerator-type v6e-8 --version v2-alpha-tpuv6e": CLOUD,
     "git clone YOUR_COPY longstripe && cd longstripe": "is git's own, of an address that only the user has",
     "gcloud compute tpus tpu-vm ssh NAME --zone ZONE": CLOUD,
     "uv python install 3.12": "is uv's own",
-    "gcloud auth login": PARSED, "gcloud config set project PROJECT": PARSED,
+    "gcloud auth login": PARSED,
+    "gcloud config set project PROJECT": PARSED,
     "gcloud services enable compute.googleapis.com tpu.googleapis.com storage.googleapis.com": PARSED,
     "gcloud storage buckets create gs://BUCKET --location us-east5 --uniform-bucket-level-access": PARSED,
     "gcloud iam service-accounts create longstripe": PARSED,
@@ -168,9 +247,9 @@ NOT_RUN = {
     "gcloud storage cp chats.jsonl gs://BUCKET/chats.jsonl": PARSED,
     "gcloud compute instances list --filter name:first": PARSED,
     "gcloud compute ssh INSTANCE --zone us-east5-b --command 'gcloud storage cp -r longstripe/my_model gs://BUCKET/'": PARSED,
-    "gcloud storage cp --recursive gs://BUCKET/my_model .": PARSED, "gcloud storage rm --recursive gs://BUCKET": PARSED,
-    "scripts/launch_tpu.sh start first --zone us-east5-b --api compute -- python -m scripts.export_hf runs/first my_model":
-        "makes nothing without a machine; tests/docs/test_google_cloud.py parses it",
+    "gcloud storage cp --recursive gs://BUCKET/my_model .": PARSED,
+    "gcloud storage rm --recursive gs://BUCKET": PARSED,
+    "scripts/launch_tpu.sh start first --zone us-east5-b --api compute -- python -m scripts.export_hf runs/first my_model": "makes nothing without a machine; tests/docs/test_google_cloud.py parses it",
     "python -m scripts.make_gemma3 DIR": "downloads 240 MB; what makes the folder is scripts.make_smollm2's, which tests run",
 }
 
@@ -196,12 +275,23 @@ def commands_of(text: str) -> list[str]:
         lines += re.findall(r"`([^`\n]+)`", text)
     else:
         lines += re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
-    lines = [re.sub(r"\s+", " ", line.replace(".venv/bin/python", "python")).strip() for line in lines]
+    lines = [
+        re.sub(r"\s+", " ", line.replace(".venv/bin/python", "python")).strip() for line in lines
+    ]
     return [line for line in lines if f"{line} ".startswith(PROGRAMS)]
 
 
-ON_PAGES = {command: page.name for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"))}
-REGISTERED = [*EXECUTED, *EXECUTED_SLOWLY, *(command for commands in TESTED.values() for command in commands), *NOT_RUN]
+ON_PAGES = {
+    command: page.name
+    for page in PAGES
+    for command in commands_of(page.read_text(encoding="utf-8"))
+}
+REGISTERED = [
+    *EXECUTED,
+    *EXECUTED_SLOWLY,
+    *(command for commands in TESTED.values() for command in commands),
+    *NOT_RUN,
+]
 
 
 def test_every_command_has_a_test_or_a_reason():
@@ -213,7 +303,11 @@ def test_every_command_has_a_test_or_a_reason():
 
 def test_a_new_command_is_found():
     page = "# A\n\n    python -m eval.new --flag \\\n        value      # a remark\n\nor `make new`.\n\n```bash\nscripts/launch_new.sh\n```\n"
-    assert commands_of(page) == ["python -m eval.new --flag value", "scripts/launch_new.sh", "make new"]
+    assert commands_of(page) == [
+        "python -m eval.new --flag value",
+        "scripts/launch_new.sh",
+        "make new",
+    ]
 
 
 def program_of(command: str) -> str:
@@ -223,9 +317,14 @@ def program_of(command: str) -> str:
     return module[1].split(".")[-1] if module else file[1] if file else command.split()[-1]
 
 
-@pytest.mark.parametrize(("file", "command"), [(file, command) for file, commands in TESTED.items() for command in commands])
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [(file, command) for file, commands in TESTED.items() for command in commands],
+)
 def test_the_test_that_is_named_runs_the_program(file, command):
-    assert re.search(rf"(?<![a-z]){program_of(command)}(?![a-z])", (ROOT / file).read_text(encoding="utf-8"))
+    assert re.search(
+        rf"(?<![a-z]){program_of(command)}(?![a-z])", (ROOT / file).read_text(encoding="utf-8")
+    )
 
 
 @pytest.fixture
@@ -241,7 +340,9 @@ def folder(tmp_path, monkeypatch):
 def test_a_command_runs(command, folder, capfd):
     _, _, module, *arguments = shlex.split(f"{command} {EXECUTED[command]}")
     # The planner's status says whether a step fits; 2 is a question that cannot be asked.
-    assert importlib.import_module(module).main(arguments) in ((0, 1) if module == "scripts.plan" else (0,))
+    assert importlib.import_module(module).main(arguments) in (
+        (0, 1) if module == "scripts.plan" else (0,)
+    )
     out, err = capfd.readouterr()
     assert out and "error" not in err
     if "--write" in arguments:

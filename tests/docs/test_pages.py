@@ -1,4 +1,5 @@
 """The pages: links resolve, commands, flags, files and names exist, and no page or table cell grows too long."""
+
 import dataclasses
 import importlib
 import importlib.util
@@ -12,7 +13,9 @@ from trainer.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").rglob("*.md")
+)
 OWN_PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *GUIDES]
 MOST_LINES = {"README.md": 120} | {f"docs/{path.name}": 150 for path in GUIDES}
 ARCHITECTURE_WORDS = 1500
@@ -22,9 +25,13 @@ TENSORS = ("model.layers", "model.embed_tokens", "model.norm")  # Hugging Face's
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)", re.MULTILINE)
 COMMAND = re.compile(r"python -m ([\w.]+)")
 FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)")
-FILE = re.compile(r"(?<![\w/.])((?:configs|data|docs|eval|model|planning|scripts|tests|trainer)/[\w./-]*\w)(?![\w*{<(])")
-NAME = re.compile(r"`((?:data|eval|model|planning|scripts|trainer|mesh|attention|memory|optimizer|train|checkpoint|logging|"
-                  r"evaluate|distributed)(?:\.\w+)+)")
+FILE = re.compile(
+    r"(?<![\w/.])((?:configs|data|docs|eval|model|planning|scripts|tests|trainer)/[\w./-]*\w)(?![\w*{<(])"
+)
+NAME = re.compile(
+    r"`((?:data|eval|model|planning|scripts|trainer|mesh|attention|memory|optimizer|train|checkpoint|logging|"
+    r"evaluate|distributed)(?:\.\w+)+)"
+)
 
 
 def page_id(path: Path) -> str:
@@ -61,7 +68,10 @@ def is_module(name: str) -> bool:
 def is_code(name: str) -> bool:
     """Returns whether a dotted name is a module, or an attribute of one."""
     parts = name.split(".")
-    count = max((count for count in range(1, len(parts) + 1) if is_module(".".join(parts[:count]))), default=0)
+    count = max(
+        (count for count in range(1, len(parts) + 1) if is_module(".".join(parts[:count]))),
+        default=0,
+    )
     if not count:
         return False
     value = importlib.import_module(".".join(parts[:count])) if count < len(parts) else None
@@ -75,8 +85,15 @@ def is_code(name: str) -> bool:
 
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_relative_links_resolve(path):
-    links = [link.partition("#")[0] for pair in LINK.findall(path.read_text(encoding="utf-8")) for link in pair if link]
-    assert [link for link in links if link and "://" not in link and not (path.parent / link).exists()] == []
+    links = [
+        link.partition("#")[0]
+        for pair in LINK.findall(path.read_text(encoding="utf-8"))
+        for link in pair
+        if link
+    ]
+    assert [
+        link for link in links if link and "://" not in link and not (path.parent / link).exists()
+    ] == []
 
 
 @pytest.mark.parametrize("path", OWN_PAGES, ids=page_id)
@@ -94,10 +111,16 @@ def test_named_files_exist(path):
     assert [name for name in FILE.findall(text_of(path)) if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("path", [path for path in OWN_PAGES if path.name != "CHANGELOG.md"], ids=page_id)
+@pytest.mark.parametrize(
+    "path", [path for path in OWN_PAGES if path.name != "CHANGELOG.md"], ids=page_id
+)
 def test_names_in_code_font_exist(path):
     """What stands as `memory.remat` or `model.attention.attend` is a field of a recipe or a name of the code."""
-    names = [name for name in NAME.findall(text_of(path)) if not ((ROOT / name).exists() or name.startswith(TENSORS))]
+    names = [
+        name
+        for name in NAME.findall(text_of(path))
+        if not ((ROOT / name).exists() or name.startswith(TENSORS))
+    ]
     assert [name for name in names if not (is_field(name) or is_code(name))] == []
 
 
@@ -111,7 +134,9 @@ def test_the_architecture_stays_short():
 
 
 def test_the_contracts_are_where_the_architecture_says():
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| `([\w.]+)` \|", text_of(ROOT / "ARCHITECTURE.md"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \| `([\w.]+)` \|", text_of(ROOT / "ARCHITECTURE.md"), re.MULTILINE
+    )
     assert len(rows) >= 10
     contracts = [f"{module}.{name}" for names, module in rows for name in re.findall(r"\w+", names)]
     assert [contract for contract in contracts if not is_code(contract)] == []
@@ -120,5 +145,9 @@ def test_the_contracts_are_where_the_architecture_says():
 @pytest.mark.parametrize("path", OWN_PAGES, ids=page_id)
 def test_no_cell_of_a_table_holds_a_paragraph(path):
     rows = [line.strip() for line in text_of(path).splitlines() if line.strip().startswith("|")]
-    cells = [re.sub(r"\]\([^)]*\)", "]", cell).strip() for row in rows for cell in row.strip("|").split("|")]
+    cells = [
+        re.sub(r"\]\([^)]*\)", "]", cell).strip()
+        for row in rows
+        for cell in row.strip("|").split("|")
+    ]
     assert [cell for cell in cells if len(cell) > CELL_CHARACTERS] == []

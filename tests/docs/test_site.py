@@ -1,4 +1,5 @@
 """The site that mkdocs makes of docs/: no warning, every page in the navigation, nothing loaded from a network."""
+
 import importlib.util
 import json
 import os
@@ -20,26 +21,40 @@ from trainer.config.load import load
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 NOTEBOOK = ROOT / "docs" / "longstripe.ipynb"
-needs_mkdocs = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: "
-                                  "pip install -r requirements-test.txt")
+needs_mkdocs = pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None,
+    reason="mkdocs is not installed: pip install -r requirements-test.txt",
+)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The built site's folder."""
     folder = tmp_path_factory.mktemp("site")
-    built = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)], cwd=ROOT,
-                           capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert built.returncode == 0, built.stderr
     return folder
 
 
 @needs_mkdocs
 def test_the_site_is_built_without_warnings(site):
-    names = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    missing = [name for name in names if not (site / ("" if name == "index" else name) / "index.html").is_file()]
+    names = {
+        page.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        for page in (ROOT / "docs").rglob("*.md")
+    }
+    missing = [
+        name
+        for name in names
+        if not (site / ("" if name == "index" else name) / "index.html").is_file()
+    ]
     assert len(names) > 25 and missing == []
-    assert "<h1 id=\"what-is-supported\">" in (site / "index.html").read_text(encoding="utf-8")
+    assert '<h1 id="what-is-supported">' in (site / "index.html").read_text(encoding="utf-8")
     assert (site / "start" / "index.html").is_file()
     assert (site / "BENCHMARKS" / "index.html").is_file() and (site / "longstripe.ipynb").is_file()
 
@@ -51,31 +66,53 @@ def test_pages_load_nothing_from_a_network_and_their_links_are_there(site):
         loaded = re.findall(r"<(?:script|link|img|iframe)[^>]*?(?:src|href)=\"([^\"]+)\"", text)
         assert [link for link in loaded if link.startswith(("http:", "https:", "//"))] == [], page
         if page.name == "index.html":
-            links = [link.partition("#")[0] for link in re.findall(r"<(?:a|img)[^>]*?(?:href|src)=\"([^\"]+)\"", text)]
-            broken = [link for link in links if link and "://" not in link and not link.startswith("mailto:")
-                      and not (page.parent / link).exists()]
+            links = [
+                link.partition("#")[0]
+                for link in re.findall(r"<(?:a|img)[^>]*?(?:href|src)=\"([^\"]+)\"", text)
+            ]
+            broken = [
+                link
+                for link in links
+                if link
+                and "://" not in link
+                and not link.startswith("mailto:")
+                and not (page.parent / link).exists()
+            ]
             assert broken == [], page
 
 
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    assert [page for page in pages if not re.search(rf"(: |- ){re.escape(page)}$", nav, re.MULTILINE)] == []
+    assert [
+        page for page in pages if not re.search(rf"(: |- ){re.escape(page)}$", nav, re.MULTILINE)
+    ] == []
     assert yaml.safe_load(nav)["nav"][0] == {"What is supported": "index.md"}
 
 
 def test_the_first_page_has_every_family_schedule_and_kernel():
-    cells = {name for row in re.findall(r"^\| (`[^|]*)", INDEX, re.MULTILINE) for name in re.findall(r"`([\w-]+)`", row)}
+    cells = {
+        name
+        for row in re.findall(r"^\| (`[^|]*)", INDEX, re.MULTILINE)
+        for name in re.findall(r"`([\w-]+)`", row)
+    }
     expected = {*FAMILIES, *SCHEDULES, *KERNELS} - {"auto"}
     assert expected <= cells
 
 
-@pytest.mark.skipif(shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") is None,
-                    reason="hadolint is not installed: pip install -r requirements-test.txt")
+@pytest.mark.skipif(
+    shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") is None,
+    reason="hadolint is not installed: pip install -r requirements-test.txt",
+)
 def test_the_dockerfile_is_clean():
     program = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    process = subprocess.run([program, "--no-color", "scripts/kubernetes/Dockerfile"], cwd=ROOT, capture_output=True, text=True,
-                           check=False)
+    process = subprocess.run(
+        [program, "--no-color", "scripts/kubernetes/Dockerfile"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (process.returncode, process.stdout) == (0, "")
 
 
@@ -98,7 +135,11 @@ def test_the_notebook_has_no_output_and_its_commands_fit_the_recipe(monkeypatch)
         exec(compile(code, NOTEBOOK.name, "exec"), scope)
         scope["run"] = lambda *command: commands.append(command)
     assert [command[:2] for command in commands] == [
-        ("-m", "scripts.inspect_data"), ("train.py", "--config"), ("-m", "scripts.export_hf"), ("-m", "scripts.plan")]
+        ("-m", "scripts.inspect_data"),
+        ("train.py", "--config"),
+        ("-m", "scripts.export_hf"),
+        ("-m", "scripts.plan"),
+    ]
     config = load(list(commands[1][1:]))
     assert config.train.steps == 2 and config.mesh.sequence == config.mesh.simulate == 8
     with pytest.raises(UserError):
@@ -106,17 +147,25 @@ def test_the_notebook_has_no_output_and_its_commands_fit_the_recipe(monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="pip install -r requirements-test.txt")
+@pytest.mark.skipif(
+    importlib.util.find_spec("nbclient") is None, reason="pip install -r requirements-test.txt"
+)
 def test_the_notebook_runs_on_simulated_devices(tmp_path, monkeypatch):
     """Executes it as Jupyter does, in a copy of the tracked files, with 2 steps."""
     import nbformat
     from nbclient import NotebookClient
 
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    files = (
+        subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+        .stdout.decode()
+        .split("\0")
+    )
     for name in filter(None, files):
         (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "copy" / name)
     monkeypatch.setenv("LONGSTRIPE", str(tmp_path / "copy"))
     monkeypatch.setenv("STEPS", "2")
-    NotebookClient(nbformat.read(NOTEBOOK, as_version=4), timeout=900, kernel_name="python3").execute()
+    NotebookClient(
+        nbformat.read(NOTEBOOK, as_version=4), timeout=900, kernel_name="python3"
+    ).execute()
     assert (tmp_path / "copy/runs/notebook/exported/model.safetensors").is_file()

@@ -1,4 +1,5 @@
 """The command lines of evaluations: sizes below 1 are refused, and help and errors say what is so."""
+
 import pytest
 
 from eval import harness, line_retrieval
@@ -8,8 +9,13 @@ from eval import harness, line_retrieval
 @pytest.mark.parametrize("wrong", ["0", "-1", "1.5"])
 def test_sizes_are_at_least_one(flag, wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
-        line_retrieval.parse(["--checkpoint", "x", "--output", "y", "--lines", "2", f"--{flag}", wrong])
-    assert f"argument --{flag}: found {wrong}; a whole number, at least 1, is needed" in capsys.readouterr().err
+        line_retrieval.parse(
+            ["--checkpoint", "x", "--output", "y", "--lines", "2", f"--{flag}", wrong]
+        )
+    assert (
+        f"argument --{flag}: found {wrong}; a whole number, at least 1, is needed"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("command", "continues"), [(line_retrieval, True), (harness, False)])
@@ -17,5 +23,8 @@ def test_only_an_evaluation_with_a_journal_promises_to_continue(command, continu
     with pytest.raises(SystemExit):
         command.parse(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "folder for the results" in shown and ("the same command again continues" in shown) is continues
+    assert (
+        "folder for the results" in shown
+        and ("the same command again continues" in shown) is continues
+    )
     assert "quantization of the base weights" in shown

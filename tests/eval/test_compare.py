@@ -1,4 +1,5 @@
 """Two checkpoints on the same cases: the interval by exact enumeration and beside scipy's, the table, and what is refused."""
+
 import json
 
 import numpy as np
@@ -16,13 +17,17 @@ def pairs(both, worse, better, neither):
     return np.array(before), np.array(after)
 
 
-@pytest.mark.parametrize(("better", "worse"), [(0.1, 0.1), (0.3, 0.1), (0.05, 0.0), (0.5, 0.2), (0.02, 0.3)])
+@pytest.mark.parametrize(
+    ("better", "worse"), [(0.1, 0.1), (0.3, 0.1), (0.05, 0.0), (0.5, 0.2), (0.02, 0.3)]
+)
 def test_the_interval_covers_the_true_difference_in_95_of_100_samples(better, worse):
     """By enumerating every outcome of 40 cases with its multinomial probability."""
     cases, covered, total = 40, 0.0, 0.0
     for b in range(cases + 1):
         for w in range(cases + 1 - b):
-            probability = stats.multinomial.pmf([b, w, cases - b - w], cases, [better, worse, 1 - better - worse])
+            probability = stats.multinomial.pmf(
+                [b, w, cases - b - w], cases, [better, worse, 1 - better - worse]
+            )
             low, high = paired_interval(*pairs(0, w, b, cases - b - w))
             total += probability
             covered += probability * (low <= better - worse <= high)
@@ -43,11 +48,15 @@ def test_it_is_close_to_the_score_interval(counts):
         b = -better - worse + (2 * n - better + worse) * difference
         c = -worse * difference * (1 - difference)
         p = (np.sqrt(b * b - 4 * a * c) - b) / (2 * a)
-        return (better - worse - n * difference) / np.sqrt(n * (2 * p + difference * (1 - difference)))
+        return (better - worse - n * difference) / np.sqrt(
+            n * (2 * p + difference * (1 - difference))
+        )
 
     middle = (better - worse) / n
-    expected = (optimize.brentq(lambda d: statistic(d) - Z95, -0.999, middle - 1e-9),
-                optimize.brentq(lambda d: statistic(d) + Z95, middle + 1e-9, 0.999))
+    expected = (
+        optimize.brentq(lambda d: statistic(d) - Z95, -0.999, middle - 1e-9),
+        optimize.brentq(lambda d: statistic(d) + Z95, middle + 1e-9, 0.999),
+    )
     assert paired_interval(*pairs(*counts)) == pytest.approx(expected, abs=0.02)
 
 
@@ -57,16 +66,27 @@ def test_shares_are_resampled_in_pairs():
     before = random.uniform(0, 0.8, 60)
     after = before + random.uniform(0, 0.2, 60)
     low, high = paired_interval(before, after)
-    scipys = stats.bootstrap((after - before,), np.mean, method="percentile", n_resamples=9999, rng=7).confidence_interval
+    scipys = stats.bootstrap(
+        (after - before,), np.mean, method="percentile", n_resamples=9999, rng=7
+    ).confidence_interval
     assert (low, high) == pytest.approx((scipys.low, scipys.high), abs=2e-3)
     apart = paired_interval(before, random.permutation(after))
     assert high - low < (apart[1] - apart[0]) / 3
 
 
 def line_case(number, lines, right):
-    return {"source": "generated", "num_lines": lines, "correct_line": number, "depth": number / lines, "expected_number": 7,
-            "answer": 7 if right else None, "right": right, "generated": "7" if right else "", "prompt_tokens": 90 + right,
-            "beyond_trained_length": right}
+    return {
+        "source": "generated",
+        "num_lines": lines,
+        "correct_line": number,
+        "depth": number / lines,
+        "expected_number": 7,
+        "answer": 7 if right else None,
+        "right": right,
+        "generated": "7" if right else "",
+        "prompt_tokens": 90 + right,
+        "beyond_trained_length": right,
+    }
 
 
 def write(folder, rows):
@@ -77,25 +97,53 @@ def write(folder, rows):
 
 def test_the_table_pairs_cases_whatever_their_order(tmp_path, capsys):
     before = [line_case(n, 20, n < 5) for n in range(20)] + [line_case(3, 50, True)] * 2
-    after = [line_case(n, 20, n % 2 == 0) for n in range(1, 20)] + [line_case(3, 50, False), line_case(3, 50, True)]
+    after = [line_case(n, 20, n % 2 == 0) for n in range(1, 20)] + [
+        line_case(3, 50, False),
+        line_case(3, 50, True),
+    ]
     folders = write(tmp_path / "before", before), write(tmp_path / "after", after[::-1])
-    assert compare.main([*map(str, folders), "--output", str(tmp_path / "out" / "difference.json")]) == 0
+    assert (
+        compare.main([*map(str, folders), "--output", str(tmp_path / "out" / "difference.json")])
+        == 0
+    )
     rows = json.loads((tmp_path / "out" / "difference.json").read_text())["differences"]
     # Of the cases 1 to 19, four were right before (1 to 4), nine after (the even ones), two both times (2 and 4).
     low, high = paired_interval(*pairs(2, 2, 7, 8))
-    assert rows[0] == {"task": "generated", "size": 20, "unit": "lines", "cases": 19, "before": pytest.approx(4 / 19),
-                       "after": pytest.approx(9 / 19), "difference": pytest.approx(5 / 19), "low": pytest.approx(low),
-                       "high": pytest.approx(high), "better": 7, "worse": 2}
-    assert (rows[1]["size"], rows[1]["cases"], rows[1]["worse"], rows[1]["difference"]) == (50, 2, 1, -0.5)
+    assert rows[0] == {
+        "task": "generated",
+        "size": 20,
+        "unit": "lines",
+        "cases": 19,
+        "before": pytest.approx(4 / 19),
+        "after": pytest.approx(9 / 19),
+        "difference": pytest.approx(5 / 19),
+        "low": pytest.approx(low),
+        "high": pytest.approx(high),
+        "better": 7,
+        "worse": 2,
+    }
+    assert (rows[1]["size"], rows[1]["cases"], rows[1]["worse"], rows[1]["difference"]) == (
+        50,
+        2,
+        1,
+        -0.5,
+    )
     printed = capsys.readouterr().out
-    assert f"{5 / 19:+.3f}" in printed and f"left out: 1 cases that only {folders[0]} has" in printed
+    assert (
+        f"{5 / 19:+.3f}" in printed and f"left out: 1 cases that only {folders[0]} has" in printed
+    )
 
 
-@pytest.mark.parametrize(("rows", "words"), [
-    ([], "is empty"), ([{"episode": 1}], "no cases of an evaluation (KeyError"),
-    ([line_case(1, 30, True)], "have no case in common"),
-    ([line_case(1, 20, True) | {"prompt": "of another text"}], "have no case in common"),
-    (None, "no cases of an evaluation (FileNotFoundError")])
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "is empty"),
+        ([{"episode": 1}], "no cases of an evaluation (KeyError"),
+        ([line_case(1, 30, True)], "have no case in common"),
+        ([line_case(1, 20, True) | {"prompt": "of another text"}], "have no case in common"),
+        (None, "no cases of an evaluation (FileNotFoundError"),
+    ],
+)
 def test_folders_that_cannot_be_compared_are_refused_in_one_line(tmp_path, capsys, rows, words):
     first = write(tmp_path / "before", [line_case(1, 20, True)])
     second = tmp_path / "after" if rows is None else write(tmp_path / "after", rows)

@@ -1,4 +1,5 @@
 """lm-eval's requests to our decoding give transformers' likelihoods and texts; a task of local files runs to its results."""
+
 import argparse
 import json
 import random
@@ -16,8 +17,22 @@ lm_eval = pytest.importorskip("lm_eval", reason="requirements-eval.txt is not in
 def opened(hf_model):
     parser = argparse.ArgumentParser()
     runner.add_flags(parser)
-    flags = ["--checkpoint", str(hf_model), "--output", "x", "--fsdp", "2", "--sequence", "4", "--rows", "2", "--chunk", "64",
-             "--compute-dtype", "float32"]
+    flags = [
+        "--checkpoint",
+        str(hf_model),
+        "--output",
+        "x",
+        "--fsdp",
+        "2",
+        "--sequence",
+        "4",
+        "--rows",
+        "2",
+        "--chunk",
+        "64",
+        "--compute-dtype",
+        "float32",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.entry.keep_compiled", lambda: None)
         return runner.open_respondent(runner.parse(parser, flags))
@@ -42,20 +57,27 @@ def theirs(hf_model):
 
     def likelihood(whole, count):
         with torch.no_grad():
-            logits = model(torch.tensor([whole])).logits[0, len(whole) - count - 1:-1]
-        chosen = torch.tensor(whole[len(whole) - count:])
+            logits = model(torch.tensor([whole])).logits[0, len(whole) - count - 1 : -1]
+        chosen = torch.tensor(whole[len(whole) - count :])
         value = torch.log_softmax(logits, -1).gather(1, chosen[:, None]).sum().item()
         return value, bool((logits.argmax(-1) == chosen).all())
 
     def answer(context, new_tokens):
-        generated = model.generate(torch.tensor([context]), max_new_tokens=new_tokens, do_sample=False)[0, len(context):]
+        generated = model.generate(
+            torch.tensor([context]), max_new_tokens=new_tokens, do_sample=False
+        )[0, len(context) :]
         return tokenizer.decode(generated.tolist(), skip_special_tokens=True)
 
     return ids, likelihood, answer
 
 
-PAIRS = [("The whale swam", " round the ship"), ("The whale swam", " home"), ("", "Alone"), ("Spaces at the end  ", "x"),
-         ("A longer question about the whale and the ship?\nAnswer:", " yes")]
+PAIRS = [
+    ("The whale swam", " round the ship"),
+    ("The whale swam", " home"),
+    ("", "Alone"),
+    ("Spaces at the end  ", "x"),
+    ("A longer question about the whale and the ship?\nAnswer:", " yes"),
+]
 
 
 def test_likelihoods_and_texts_are_transformers(opened, theirs):
@@ -68,7 +90,9 @@ def test_likelihoods_and_texts_are_transformers(opened, theirs):
         expected, is_greedy = likelihood(whole, len(whole) - start)
         assert value == pytest.approx(expected, abs=1e-3) and greedy == is_greedy
     text = answer(ids(PAIRS[0][0]), 8)
-    whole, cut = ours.generate_until([Request(PAIRS[0][0], {"until": []}), Request(PAIRS[0][0], {"until": [text[3]]})])
+    whole, cut = ours.generate_until(
+        [Request(PAIRS[0][0], {"until": []}), Request(PAIRS[0][0], {"until": [text[3]]})]
+    )
     assert whole == text and cut == text.split(text[3])[0]
 
 
@@ -76,10 +100,20 @@ def test_answers_are_as_long_as_their_task_says(opened, theirs):
     """Whichever of lm-eval's names it says it by; in the order of the requests, with likelihoods between."""
     ids, likelihood, answer = theirs
     context, ours = PAIRS[0][0], harness.make_model(harness.Harness(opened, 200, 8))
-    options = [{"max_gen_toks": 20, "max_tokens": 3}, {}, {"max_new_tokens": 3}, {"max_gen_toks": 20, "temperature": 0}]
-    answers = ours.generate_until([Request(context, {"until": [], "do_sample": False, **option}) for option in options])
-    assert answers == [answer(ids(context), number) for number in (20, 8, 3, 20)] and len(set(answers)) == 3
-    value, = ours.loglikelihood([Request(*PAIRS[0])])
+    options = [
+        {"max_gen_toks": 20, "max_tokens": 3},
+        {},
+        {"max_new_tokens": 3},
+        {"max_gen_toks": 20, "temperature": 0},
+    ]
+    answers = ours.generate_until(
+        [Request(context, {"until": [], "do_sample": False, **option}) for option in options]
+    )
+    assert (
+        answers == [answer(ids(context), number) for number in (20, 8, 3, 20)]
+        and len(set(answers)) == 3
+    )
+    (value,) = ours.loglikelihood([Request(*PAIRS[0])])
     whole = ids("".join(PAIRS[0]))
     assert value[0] == pytest.approx(likelihood(whole, len(whole) - len(ids(context)))[0], abs=1e-3)
     assert ours.generate_until([Request(context, {"max_gen_toks": 3})]) == [answers[2]]
@@ -90,33 +124,62 @@ def test_one_cache_is_kept(opened):
     ours = harness.make_model(harness.Harness(opened, 200, 8))
     ours.loglikelihood([Request(*PAIRS[0])])
     ours.generate_until([Request("a", {"max_gen_toks": 3}), Request("a", {})])
-    held = {key for key, generator in opened.respondent.generators.items() if generator._cache is not None}
+    held = {
+        key
+        for key, generator in opened.respondent.generators.items()
+        if generator._cache is not None
+    }
     assert held == {(runner.padded_length(200, 256), 8)}
 
 
-@pytest.mark.parametrize(("options", "sampling"), [
-    ({"do_sample": True}, "do_sample: true"), ({"do_sample": True, "temperature": 0.7}, "do_sample: true"),
-    ({"temperature": 0.2}, "temperature: 0.2")])
+@pytest.mark.parametrize(
+    ("options", "sampling"),
+    [
+        ({"do_sample": True}, "do_sample: true"),
+        ({"do_sample": True, "temperature": 0.7}, "do_sample: true"),
+        ({"temperature": 0.2}, "temperature: 0.2"),
+    ],
+)
 def test_a_task_that_asks_for_sampling_is_refused(opened, options, sampling):
     ours = harness.make_model(harness.Harness(opened, 200, 8))
     with pytest.raises(UserError) as refused:
         ours.generate_until([Request("a", {}), Request("a", options)])
     assert str(refused.value).startswith(
-        f"--tasks: writing asks for sampling ({sampling}); answers here are greedy, so its score would be another test's")
-    assert harness.AnswerForm.of("writing", options, is_greedy=False) == harness.AnswerForm("writing")
+        f"--tasks: writing asks for sampling ({sampling}); answers here are greedy, so its score would be another test's"
+    )
+    assert harness.AnswerForm.of("writing", options, is_greedy=False) == harness.AnswerForm(
+        "writing"
+    )
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False, "temperature": 1.0}, {"do_sample": True, "temperature": 0.0},
-                                     {"temperature": 0}, {}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False, "temperature": 1.0},
+        {"do_sample": True, "temperature": 0.0},
+        {"temperature": 0},
+        {},
+    ],
+)
 def test_greedy_options_are_taken(options):
-    assert harness.AnswerForm.of("writing", options | {"until": "."}) == harness.AnswerForm("writing", (".",))
+    assert harness.AnswerForm.of("writing", options | {"until": "."}) == harness.AnswerForm(
+        "writing", (".",)
+    )
 
 
 def test_what_is_too_long_is_told(opened):
     short = harness.Harness(opened, 40, 8)
-    assert len(short.likelihoods([("word " * 100, "end"), ("word", " end")])) == 2 and short.truncated == 1
+    assert (
+        len(short.likelihoods([("word " * 100, "end"), ("word", " end")])) == 2
+        and short.truncated == 1
+    )
     whole, pieces = harness.Harness(opened, 200, 8), short.rolling(["word " * 60])
-    assert short.truncated == 2 and pieces[0] < 0 and whole.rolling(["word " * 60])[0] < 0 and whole.truncated == 0
+    assert (
+        short.truncated == 2
+        and pieces[0] < 0
+        and whole.rolling(["word " * 60])[0] < 0
+        and whole.truncated == 0
+    )
 
 
 def test_scoring_takes_the_whole_length(opened, theirs):
@@ -127,20 +190,31 @@ def test_scoring_takes_the_whole_length(opened, theirs):
     count = len(whole) - len(ids(context))
     for length in (len(whole), len(whole) - 1):
         scored = harness.Harness(opened, length, 256)
-        (value, _), = scored.likelihoods([(context, continuation)])
+        ((value, _),) = scored.likelihoods([(context, continuation)])
         assert value == pytest.approx(likelihood(whole[-length:], count)[0], abs=1e-3)
         assert scored.truncated == len(whole) - length
-    for length, pieces in ((len(whole), [whole]), (8, [whole[first:first + 8] for first in range(0, len(whole) - 1, 7)])):
+    for length, pieces in (
+        (len(whole), [whole]),
+        (8, [whole[first : first + 8] for first in range(0, len(whole) - 1, 7)]),
+    ):
         scored = harness.Harness(opened, length, 256)
         total, nothing = scored.rolling([context + continuation, ""])
-        assert total == pytest.approx(sum(likelihood(piece, len(piece) - 1)[0] for piece in pieces), abs=1e-2)
+        assert total == pytest.approx(
+            sum(likelihood(piece, len(piece) - 1)[0] for piece in pieces), abs=1e-2
+        )
         assert nothing == 0 and scored.truncated == (len(pieces) > 1)
 
 
 def test_a_length_without_room_for_a_question_is_refused(opened):
     short = harness.make_model(harness.Harness(opened, 40, 40))
-    for options, named in (({}, "--max-new-tokens 40"), ({"max_gen_toks": 64}, "its own max_gen_toks 64")):
-        with pytest.raises(UserError, match=f"--length: found 40, which leaves no room for a question of writing .*{named}"):
+    for options, named in (
+        ({}, "--max-new-tokens 40"),
+        ({"max_gen_toks": 64}, "its own max_gen_toks 64"),
+    ):
+        with pytest.raises(
+            UserError,
+            match=f"--length: found 40, which leaves no room for a question of writing .*{named}",
+        ):
             short.generate_until([Request("a", options)])
     assert len(short.generate_until([Request("word " * 60, {"max_gen_toks": 39})])) == 1
     with pytest.raises(UserError, match="--length: found 1; 2 or more would work"):
@@ -162,7 +236,9 @@ def test_the_longest_chat_that_a_text_begins_with_is_taken(opened):
 
 def test_a_task_of_local_files(hf_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
-    rows = [{"question": f"Is {i} even?", "choices": ["yes", "no"], "label": i % 2} for i in range(6)]
+    rows = [
+        {"question": f"Is {i} even?", "choices": ["yes", "no"], "label": i % 2} for i in range(6)
+    ]
     (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "even.yaml").write_text(f"""
 task: even
@@ -176,12 +252,30 @@ doc_to_target: label
 metric_list: [{{metric: acc}}]
 """)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    flags = ["--checkpoint", str(hf_model), "--tasks", "even", "--include-path", str(tmp_path), "--output",
-             str(tmp_path / "out"), "--fsdp", "8", "--rows", "8", "--max-new-tokens", "8"]
+    flags = [
+        "--checkpoint",
+        str(hf_model),
+        "--tasks",
+        "even",
+        "--include-path",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "out"),
+        "--fsdp",
+        "8",
+        "--rows",
+        "8",
+        "--max-new-tokens",
+        "8",
+    ]
     assert harness.main([*flags, "--chat"]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    row, = results["results"]
-    assert row["task"] == "even acc" and row["cases"] == 6 and row["low"] <= row["score"] <= row["high"]
+    (row,) = results["results"]
+    assert (
+        row["task"] == "even acc"
+        and row["cases"] == 6
+        and row["low"] <= row["score"] <= row["high"]
+    )
     assert results["about"]["truncated_prompts"] == 0 and "even acc" in capsys.readouterr().out
 
 
@@ -189,21 +283,60 @@ def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     words = ["whale", "ship", "harbour", "captain"] * 60
-    (tmp_path / "book.txt").write_text(" ".join(
-        f"The {word} of chapter {number} was seen again, and nobody doubted the {word}." for number, word in enumerate(words)))
-    assert make_short_tasks.main([str(tmp_path / "book.txt"), "--count", "4", "--output", str(tmp_path / "short")]) == 0
-    flags = ["--checkpoint", str(hf_model), "--tasks", "book_next_sentence,book_last_word", "--include-path",
-             str(tmp_path / "short"), "--output", str(tmp_path / "out"), "--fsdp", "8", "--rows", "8", "--max-new-tokens", "8"]
+    (tmp_path / "book.txt").write_text(
+        " ".join(
+            f"The {word} of chapter {number} was seen again, and nobody doubted the {word}."
+            for number, word in enumerate(words)
+        )
+    )
+    assert (
+        make_short_tasks.main(
+            [str(tmp_path / "book.txt"), "--count", "4", "--output", str(tmp_path / "short")]
+        )
+        == 0
+    )
+    flags = [
+        "--checkpoint",
+        str(hf_model),
+        "--tasks",
+        "book_next_sentence,book_last_word",
+        "--include-path",
+        str(tmp_path / "short"),
+        "--output",
+        str(tmp_path / "out"),
+        "--fsdp",
+        "8",
+        "--rows",
+        "8",
+        "--max-new-tokens",
+        "8",
+    ]
     assert harness.main(flags) == 0
-    results = {row["task"]: row["cases"] for row in json.loads((tmp_path / "out" / "results.json").read_text())["results"]}
+    results = {
+        row["task"]: row["cases"]
+        for row in json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    }
     assert results == {"book_next_sentence acc": 4, "book_last_word acc": 4}
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    (["--tasks", "hellaswag,arc_esay"], "error: --tasks: lm-eval has no task 'arc_esay' (did you mean arc_easy?); "),
-    (["--tasks", "arc_easy", "--include-path", "nowhere"], "error: --include-path: nowhere is no folder")])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--tasks", "hellaswag,arc_esay"],
+            "error: --tasks: lm-eval has no task 'arc_esay' (did you mean arc_easy?); ",
+        ),
+        (
+            ["--tasks", "arc_easy", "--include-path", "nowhere"],
+            "error: --include-path: nowhere is no folder",
+        ),
+    ],
+)
 def test_an_unknown_task_is_a_line(hf_model, tmp_path, capsys, flags, said):
     """Before the model is read."""
-    assert harness.main(["--checkpoint", str(hf_model), "--output", str(tmp_path / "out"), *flags]) == 2
+    assert (
+        harness.main(["--checkpoint", str(hf_model), "--output", str(tmp_path / "out"), *flags])
+        == 2
+    )
     error = capsys.readouterr().err
     assert error.startswith(said) and error.count("\n") == 1 and not (tmp_path / "out").exists()

@@ -1,4 +1,5 @@
 """Acting in context: the tokens and actions of play are those that training has for the same episodes."""
+
 import itertools
 import json
 from types import SimpleNamespace
@@ -43,16 +44,38 @@ class Environment:
 
 
 def agent_of(axes, **options):
-    config = LlamaConfig(vocab_size=1, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3)
+    config = LlamaConfig(
+        vocab_size=1,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+    )
     model = AgenticTransformer(config, mesh_of(axes), dtype=jnp.float32, sizes=SIZES)
-    inputs = Inputs("made up", 3, 2, TrajectoryConfig(in_context=EPISODES, action_repeat=REPEAT, **options),
-                    Scales(np.full(3, 0.1), np.full(3, 1.5), 4.0), TARGET, TARGET, 0.0)
+    inputs = Inputs(
+        "made up",
+        3,
+        2,
+        TrajectoryConfig(in_context=EPISODES, action_repeat=REPEAT, **options),
+        Scales(np.full(3, 0.1), np.full(3, 1.5), 4.0),
+        TARGET,
+        TARGET,
+        0.0,
+    )
     return Agent(model, model.init(0), inputs, rows=2, decisions=DECISIONS)
 
 
-@pytest.mark.parametrize(("axes", "options"), [
-    ({}, {"see_actions": False}), ({"fsdp": 2, "sequence": 4}, {}), ({}, {"conditioning": "none"})])
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({}, {"see_actions": False}),
+        ({"fsdp": 2, "sequence": 4}, {}),
+        ({}, {"conditioning": "none"}),
+    ],
+)
 def test_actions_are_those_of_the_whole_row(axes, options):
     """Two environments play two episodes in one context; then the row is built as training builds it, and run at once."""
     agent, environments = agent_of(axes, **options), [Environment(seed) for seed in range(2)]
@@ -75,29 +98,51 @@ def test_actions_are_those_of_the_whole_row(axes, options):
             steps = slice(episode * DECISIONS, (episode + 1) * DECISIONS)
             reward = np.array([rewards[number] for rewards in rewarded[steps]], np.float32)
             assert reward.sum() == pytest.approx(returns[number, episode], rel=1e-5)
-            trajectories.append(Decisions(np.stack([state[number] for state, _ in acted[steps]]),
-                                          np.stack([action[number] for _, action in acted[steps]]), reward, TARGET,
-                                          bool(returns[number, episode] >= TARGET)))
+            trajectories.append(
+                Decisions(
+                    np.stack([state[number] for state, _ in acted[steps]]),
+                    np.stack([action[number] for _, action in acted[steps]]),
+                    reward,
+                    TARGET,
+                    bool(returns[number, episode] >= TARGET),
+                )
+            )
         whole = row(trajectories, agent.inputs.scales, 32, options)
         batch = {name: np.stack([array] * 2) for name, array in whole.items()}
         one_device = AgenticTransformer(model.config, mesh_of({}), dtype=jnp.float32, sizes=SIZES)
-        predicted = np.asarray(jax.jit(one_device.actions)(jax.device_put(agent.params, one_device.shardings), batch))[0]
+        predicted = np.asarray(
+            jax.jit(one_device.actions)(jax.device_put(agent.params, one_device.shardings), batch)
+        )[0]
         states = (whole["kinds"] == STATE) & (whole["segment_ids"] > 0)
-        np.testing.assert_allclose(np.stack([action[number] for _, action in acted]), predicted[states], atol=1e-5)
+        np.testing.assert_allclose(
+            np.stack([action[number] for _, action in acted]), predicted[states], atol=1e-5
+        )
 
 
 def test_a_policy_replayed_from_its_seed_gives_the_same_return():
     agent = agent_of({})
     first = play(agent, [Environment(0), Environment(1)], TARGET, DECISIONS)
     agent.begin_context()
-    np.testing.assert_array_equal(play(agent, [Environment(0), Environment(1)], TARGET, DECISIONS), first)
+    np.testing.assert_array_equal(
+        play(agent, [Environment(0), Environment(1)], TARGET, DECISIONS), first
+    )
 
 
-def test_every_episodes_return_stands_in_its_own_column_and_contexts_begin_anew(tmp_path, monkeypatch):
+def test_every_episodes_return_stands_in_its_own_column_and_contexts_begin_anew(
+    tmp_path, monkeypatch
+):
     """The command with a player of made-up returns: seed s gets 10 e + s in episode e; a context holds two episodes."""
     contexts, episodes = [], itertools.count()
-    inputs = Inputs("walker_walk", 24, 6, TrajectoryConfig(in_context=2, action_repeat=5),
-                    Scales(np.zeros(24), np.ones(24), 4.0), TARGET, 50.0, 20.0)
+    inputs = Inputs(
+        "walker_walk",
+        24,
+        6,
+        TrajectoryConfig(in_context=2, action_repeat=5),
+        Scales(np.zeros(24), np.ones(24), 4.0),
+        TARGET,
+        50.0,
+        20.0,
+    )
     agent = SimpleNamespace(begin_context=lambda: contexts.append(len(played)))
     played: list[int] = []
 
@@ -113,14 +158,41 @@ def test_every_episodes_return_stands_in_its_own_column_and_contexts_begin_anew(
     monkeypatch.setattr("trainer.checkpoint.store.assets_dir", lambda path: tmp_path / "assets")
     monkeypatch.setattr("trainer.checkpoint.store.restore_model", lambda *arguments, **options: {})
     monkeypatch.setattr("trainer.huggingface.assets.trained_mask", lambda assets: Mask())
-    monkeypatch.setattr("trainer.trajectories.stored_shape", lambda assets: LlamaConfig(
-        vocab_size=1, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2))
-    command = ["--checkpoint", "made up", "--output", str(tmp_path / "out"), "--seeds", "3", "--episodes", "5", "--target", "7",
-               "--sequence", "8"]
+    monkeypatch.setattr(
+        "trainer.trajectories.stored_shape",
+        lambda assets: LlamaConfig(
+            vocab_size=1,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        ),
+    )
+    command = [
+        "--checkpoint",
+        "made up",
+        "--output",
+        str(tmp_path / "out"),
+        "--seeds",
+        "3",
+        "--episodes",
+        "5",
+        "--target",
+        "7",
+        "--sequence",
+        "8",
+    ]
     assert main(command) == 0
     results = json.loads((tmp_path / "out/results.json").read_text())
-    assert results["returns"] == [[10.0 * episode + seed for episode in range(5)] for seed in range(3)]
-    assert results["scores"]["last"]["mean"] == 41.0 and results["scores"]["best"]["by_seed"] == [40.0, 41.0, 42.0]
+    assert results["returns"] == [
+        [10.0 * episode + seed for episode in range(5)] for seed in range(3)
+    ]
+    assert results["scores"]["last"]["mean"] == 41.0 and results["scores"]["best"]["by_seed"] == [
+        40.0,
+        41.0,
+        42.0,
+    ]
     assert contexts == [0, 2, 4] and (tmp_path / "out/in_context.png").stat().st_size > 1000
 
 

@@ -15,7 +15,11 @@ from eval.scoring import last_integer
 def test_generated_cases_have_one_answer_each(style):
     lines = 8
     cases = generate(lines, 40, seed=3, key_style=style)
-    assert cases == generate(lines, 40, seed=3, key_style=style) != generate(lines, 40, seed=4, key_style=style)
+    assert (
+        cases
+        == generate(lines, 40, seed=3, key_style=style)
+        != generate(lines, 40, seed=4, key_style=style)
+    )
     indices = []
     for case in cases:
         record = re.findall(r"^line (\S+): .*?(\d+)>?$", case.prompt, re.MULTILINE)
@@ -23,10 +27,15 @@ def test_generated_cases_have_one_answer_each(style):
         assert len(record) == case.num_lines == len(set(keys)) == len(set(numbers)) == lines
         key = re.search(r"in line (\S+)\?", case.prompt).group(1)
         assert dict(record)[key] == str(case.expected_number)
-        assert case.correct_line in case.prompt and last_integer(case.correct_line) == case.expected_number
+        assert (
+            case.correct_line in case.prompt
+            and last_integer(case.correct_line) == case.expected_number
+        )
         indices.append(keys.index(key))
         assert case.prompt.endswith(" ") == (style == "adjective_noun")
-    assert sorted(indices) == [depth for depth in range(lines) for _ in range(5)], "every line equally often"
+    assert sorted(indices) == [depth for depth in range(lines) for _ in range(5)], (
+        "every line equally often"
+    )
 
 
 def test_written_cases_are_read_back(tmp_path):
@@ -38,12 +47,25 @@ def test_written_cases_are_read_back(tmp_path):
 
 
 def test_longchat_form_and_families(tmp_path):
-    record = {"random_idx": ["a-b", 0], "expected_number": 7, "num_lines": 680, "token_size": 9,
-              "correct_line": "x <7>\n", "prompt": "line a-b: REGISTER_CONTENT is <7>\u2028"}
+    record = {
+        "random_idx": ["a-b", 0],
+        "expected_number": 7,
+        "num_lines": 680,
+        "token_size": 9,
+        "correct_line": "x <7>\n",
+        "prompt": "line a-b: REGISTER_CONTENT is <7>\u2028",
+    }
     path = tmp_path / "680_lines.jsonl"
-    path.write_text(json.dumps(record, ensure_ascii=False) + "\n\n" + json.dumps(record | {"num_lines": 700}) + "\n")
+    path.write_text(
+        json.dumps(record, ensure_ascii=False)
+        + "\n\n"
+        + json.dumps(record | {"num_lines": 700})
+        + "\n"
+    )
     short, long = read(path)
-    assert short.expected_number == 7 and short.prompt == record["prompt"], "U+2028 does not end a line of a JSONL file"
+    assert short.expected_number == 7 and short.prompt == record["prompt"], (
+        "U+2028 does not end a line of a JSONL file"
+    )
     assert short.family != long.family
 
 
@@ -55,7 +77,12 @@ def test_our_own_fixture(repository):
     assert len(skeletons) == 1, "the short style has the same wording as the fixtures"
 
 
-STRANGE = Wording("Learn {this}\u2028by heart:\n\n", "* {{{key}}} = {number};\n", "\nSay what {{{key}}} is.  ", "strange.jsonl")
+STRANGE = Wording(
+    "Learn {this}\u2028by heart:\n\n",
+    "* {{{key}}} = {number};\n",
+    "\nSay what {{{key}}} is.  ",
+    "strange.jsonl",
+)
 
 
 @pytest.mark.parametrize("wording", [None, STRANGE], ids=["own", "strange"])
@@ -63,8 +90,8 @@ def test_wording_is_taken_from_a_file(tmp_path, wording):
     """Head, lines and question, to the letter; keys and numbers are others."""
     write(generate(12, 2, seed=1, wording=wording), tmp_path / "strange.jsonl")
     taken = wording_like(tmp_path / "strange.jsonl")
-    first, = generate(7, 1, seed=5, wording=wording)
-    again, = generate(7, 1, seed=5, wording=taken)
+    (first,) = generate(7, 1, seed=5, wording=wording)
+    (again,) = generate(7, 1, seed=5, wording=taken)
     assert (again.prompt, again.correct_line) == (first.prompt, first.correct_line)
     assert again.family == "adjective_noun, worded as strange.jsonl"
     if wording:
@@ -78,7 +105,9 @@ def test_wording_of_longchat_s_files(repository, name):
         pytest.skip(f"{path} is not here")
     wording, (case, *_) = wording_like(path), read(path)
     assert wording.line == "line {key}: REGISTER_CONTENT is <{number}>\n"
-    assert wording.head.startswith("Below is a record of lines I want you to remember.") and wording.head.endswith("start:\n\n")
+    assert wording.head.startswith(
+        "Below is a record of lines I want you to remember."
+    ) and wording.head.endswith("start:\n\n")
     assert case.prompt.startswith(wording.head)
     key = case.correct_line.removeprefix("line ").split(":")[0]
     assert case.prompt.endswith(wording.tail.format(key=key)) and "{key}" in wording.tail
@@ -86,7 +115,9 @@ def test_wording_of_longchat_s_files(repository, name):
 
 def test_a_file_that_does_not_show_its_wording_is_refused(tmp_path):
     path = tmp_path / "odd.jsonl"
-    write([LineCase("Remember.\nline a: 7\nline b: 8\nline c: 9\nWhich?", 8, 3, "line b: 8\n")], path)
+    write(
+        [LineCase("Remember.\nline a: 7\nline b: 8\nline c: 9\nWhich?", 8, 3, "line b: 8\n")], path
+    )
     with pytest.raises(UserError, match="does not name the key 'b' after the lines"):
         wording_like(path)
     write([LineCase("line a: 7\nline a?", 7, 1, "line a: 7\n")], path)
@@ -96,7 +127,7 @@ def test_a_file_that_does_not_show_its_wording_is_refused(tmp_path):
 
 def test_several_questions_have_the_same_lines():
     cases = generate(20, 10, questions=4)
-    heads = [case.prompt[:case.prompt.index("\nNow")] for case in cases]
+    heads = [case.prompt[: case.prompt.index("\nNow")] for case in cases]
     assert heads == [heads[0]] * 4 + [heads[4]] * 4 + [heads[8]] * 2 and len(set(heads)) == 3
     assert len({case.correct_line for case in cases[:4]}) == 4
     with pytest.raises(UserError, match="--questions: 21 about 20 lines"):
@@ -105,18 +136,25 @@ def test_several_questions_have_the_same_lines():
 
 def test_a_million_tokens():
     """At about 24 tokens a line; no pair of key and number is one of training's."""
-    case, = generate(42_000, 1)
+    (case,) = generate(42_000, 1)
     record = re.findall(r"^line (\S+): REGISTER_CONTENT is <(\d+)>$", case.prompt, re.MULTILINE)
-    assert len(record) == len({key for key, _ in record}) == len({number for _, number in record}) == 42_000
+    assert (
+        len(record)
+        == len({key for key, _ in record})
+        == len({number for _, number in record})
+        == 42_000
+    )
     assert all(is_evaluation(*pair) for pair in record[::100])
     assert case.depth == case.prompt.index(case.correct_line) / len(case.prompt)
 
 
 def test_unseen_lines_have_keys_and_numbers_that_no_training_text_has():
-    case, = generate(2_000, 1, reserved=True)
+    (case,) = generate(2_000, 1, reserved=True)
     record = re.findall(r"^line (\S+): REGISTER_CONTENT is <(\d+)>$", case.prompt, re.MULTILINE)
     assert len(set(record)) == 2_000 and all(is_reserved(text) for pair in record for text in pair)
-    with pytest.raises(UserError, match="--unseen: 9000 keys that no training text has cannot be drawn"):
+    with pytest.raises(
+        UserError, match="--unseen: 9000 keys that no training text has cannot be drawn"
+    ):
         generate(9_000, 1, reserved=True)
     with pytest.raises(UserError, match="--unseen: keys of the style short"):
         generate(4, 1, key_style="short", reserved=True)
@@ -130,12 +168,18 @@ FIELDS = '{"prompt": "p", "expected_number": 7, "num_lines": %s'
     [
         ("", "no line cases"),
         ("{}\n", ":1: prompt should be str, found None"),
-        ('{"prompt": "p", "expected_number": "7", "num_lines": 1, "correct_line": ""}', "expected_number should be"),
+        (
+            '{"prompt": "p", "expected_number": "7", "num_lines": 1, "correct_line": ""}',
+            "expected_number should be",
+        ),
         ("[1]", "expected an object"),
         ('[\n  {"conversations": []}\n]', 'a case is one line of JSON: {"prompt"'),
         ('{"conversations": []}\n', 'a case is one line of JSON: {"prompt"'),
         ("\n{", ":2: by itself not valid JSON"),
-        (FIELDS % "0, \"correct_line\": \"\"}", ":1: num_lines: found 0; 1 to 1,000,000,000 would work"),
+        (
+            FIELDS % '0, "correct_line": ""}',
+            ":1: num_lines: found 0; 1 to 1,000,000,000 would work",
+        ),
         (FIELDS % (10**300) + ', "correct_line": ""}', "(301 characters); 1 to"),
         (FIELDS % "9" * 5000, "by itself not valid JSON"),
         (FIELDS % '1, "correct_line": "", "key_style": [1]}', "key_style should be str, found [1]"),

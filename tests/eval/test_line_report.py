@@ -13,21 +13,31 @@ from eval.scoring import outcome, score
 def outcomes():
     """Returns outcomes of 200 and 680 lines of one family and 700 of another; 680 and more exceed the trained length."""
     return [
-        outcome(LineCase("", 7, lines, "line", f"{lines}.jsonl"), answer, lines * 24, 8192, new_tokens=100)
+        outcome(
+            LineCase("", 7, lines, "line", f"{lines}.jsonl"),
+            answer,
+            lines * 24,
+            8192,
+            new_tokens=100,
+        )
         for lines in (200, 680, 700)
         for answer in ("7", "it is 7", "8")
     ]
 
 
 def test_files(tmp_path, capsys):
-    scores = write(outcomes(), tmp_path / "out", {"checkpoint": "run/checkpoints/3", "trained_length": 8192})
+    scores = write(
+        outcomes(), tmp_path / "out", {"checkpoint": "run/checkpoints/3", "trained_length": 8192}
+    )
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [row["num_lines"] for row in results["within_trained_length"]] == [200]
     assert [row["num_lines"] for row in results["beyond_trained_length"]] == [680, 700]
     assert results["about"]["trained_length"] == 8192 and len(scores) == 3
     row = results["within_trained_length"][0]
     assert row["right"] == 2 and row["low"] < row["accuracy"] < row["high"]
-    cases = [json.loads(line) for line in (tmp_path / "out" / "cases.jsonl").read_text().splitlines()]
+    cases = [
+        json.loads(line) for line in (tmp_path / "out" / "cases.jsonl").read_text().splitlines()
+    ]
     assert len(cases) == 9 and cases[2]["answer"] == 8 and not cases[2]["right"]
     assert (tmp_path / "out" / "line_retrieval.png").read_bytes().startswith(b"\x89PNG")
     assert "Line retrieval" in capsys.readouterr().out
@@ -35,27 +45,57 @@ def test_files(tmp_path, capsys):
 
 def test_unlike_cases_are_not_joined():
     groups = curves(score(outcomes()))
-    assert [[item.num_lines for item in group] for group in groups.values()] == [[200], [680], [700]]
+    assert [[item.num_lines for item in group] for group in groups.values()] == [
+        [200],
+        [680],
+        [700],
+    ]
     assert len({family for family, _ in groups}) == 2
 
 
-@pytest.mark.parametrize("name", ["200_lines.jsonl", "a_file_whose_name_alone_would_fill_half_of_a_line.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["200_lines.jsonl", "a_file_whose_name_alone_would_fill_half_of_a_line.jsonl"]
+)
 def test_table_fits_80_columns(name):
     """Each score is on one line at the default width of a pipe."""
     from rich.console import Console
 
-    long = [outcome(LineCase("", 7, 1000, "line", name, "noun_noun"), "7", 120_000, 8192, new_tokens=100)] * 1000
+    long = [
+        outcome(
+            LineCase("", 7, 1000, "line", name, "noun_noun"), "7", 120_000, 8192, new_tokens=100
+        )
+    ] * 1000
     text = io.StringIO()
     print_table(score(outcomes() + long), Console(file=text, width=80))
     lines = [line.split() for line in text.getvalue().splitlines()]
-    assert ["cases", "from", "length", "lines", "tokens", "right", "accuracy", "interval", "chance"] in lines
+    assert [
+        "cases",
+        "from",
+        "length",
+        "lines",
+        "tokens",
+        "right",
+        "accuracy",
+        "interval",
+        "chance",
+    ] in lines
     assert ["680.jsonl", "beyond", "680", "16,320", "2/3", "0.67", "0.21-0.94", "0.001"] in lines
-    assert ["beyond", "1000", "120,000", "1000/1000", "1.00", "1.00-1.00", "0.001"] in [line[1:] for line in lines]
+    assert ["beyond", "1000", "120,000", "1000/1000", "1.00", "1.00-1.00", "0.001"] in [
+        line[1:] for line in lines
+    ]
 
 
 @pytest.mark.parametrize("name", ["[red]680.jsonl", "a[/b].jsonl"])
 def test_a_file_s_name_is_not_markup(name, capsys):
-    print_table(score([outcome(LineCase("", 7, 20, "line", name, "noun_noun"), "7", 480, 8192, new_tokens=100)]))
+    print_table(
+        score(
+            [
+                outcome(
+                    LineCase("", 7, 20, "line", name, "noun_noun"), "7", 480, 8192, new_tokens=100
+                )
+            ]
+        )
+    )
     assert name in capsys.readouterr().out
 
 
@@ -66,10 +106,18 @@ def test_each_panel_shows_chance(tmp_path, monkeypatch, lengths):
 
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    plot(score(outcome(LineCase("", 7, n, "line"), "7", n * 24, 8192, 100) for n in lengths), tmp_path / "plot.png")
-    panels = [[line for line in axes.lines if line.get_color() == "k" and len(line.get_xdata())] for axes in drawn[0].axes]
+    plot(
+        score(outcome(LineCase("", 7, n, "line"), "7", n * 24, 8192, 100) for n in lengths),
+        tmp_path / "plot.png",
+    )
+    panels = [
+        [line for line in axes.lines if line.get_color() == "k" and len(line.get_xdata())]
+        for axes in drawn[0].axes
+    ]
     assert [len(marks) for marks in panels] == [1] * len(lengths)
-    assert [list(marks[0].get_ydata()) for marks in panels] == [[1 / n for n in lengths]] * len(lengths)
+    assert [list(marks[0].get_ydata()) for marks in panels] == [[1 / n for n in lengths]] * len(
+        lengths
+    )
 
 
 def test_no_cases(tmp_path):

@@ -10,19 +10,42 @@ from trainer import inference
     ("flags", "words"),
     [
         ("--output {file} --lines 2", "taken.txt: cannot be a folder for results (File exists)"),
-        ("--output {file}/within --lines 2", "within: cannot be a folder for results (Not a directory)"),
-        ("--output {folder}", "nothing to evaluate: give --cases FILE.jsonl, --lines 20 50 or --tokens 4096"),
-        ("--output {folder} --lines 2 --cases 4", "--cases: found 4, which is no file of cases; --count 4 would generate"),
-        ("--output {folder} --lines 2 --rows 3 --fsdp 2", "--rows: 3 is no multiple of --fsdp 2; 4 would work"),
-        ("--output {folder} --lines 2 --rows 0", "--rows: 0 is no multiple of --fsdp 1; 1 would work"),
-        ("--output {folder} --lines 20 --keys short", "20 lines cannot be generated; short has keys for 1 to 8 lines"),
-        ("--output {folder} --lines 2 --count 0", "--count: 0 cases of each length; 1 or more would work"),
+        (
+            "--output {file}/within --lines 2",
+            "within: cannot be a folder for results (Not a directory)",
+        ),
+        (
+            "--output {folder}",
+            "nothing to evaluate: give --cases FILE.jsonl, --lines 20 50 or --tokens 4096",
+        ),
+        (
+            "--output {folder} --lines 2 --cases 4",
+            "--cases: found 4, which is no file of cases; --count 4 would generate",
+        ),
+        (
+            "--output {folder} --lines 2 --rows 3 --fsdp 2",
+            "--rows: 3 is no multiple of --fsdp 2; 4 would work",
+        ),
+        (
+            "--output {folder} --lines 2 --rows 0",
+            "--rows: 0 is no multiple of --fsdp 1; 1 would work",
+        ),
+        (
+            "--output {folder} --lines 20 --keys short",
+            "20 lines cannot be generated; short has keys for 1 to 8 lines",
+        ),
+        (
+            "--output {folder} --lines 2 --count 0",
+            "--count: 0 cases of each length; 1 or more would work",
+        ),
     ],
 )
 def test_refused_before_the_model_is_opened(tmp_path, capsys, monkeypatch, flags, words):
-    monkeypatch.setattr(inference, "open_for_inference", lambda *_, **__: pytest.fail("the model was opened"))
+    monkeypatch.setattr(
+        inference, "open_for_inference", lambda *_, **__: pytest.fail("the model was opened")
+    )
     (tmp_path / "taken.txt").write_text("")
     flags = flags.format(file=tmp_path / "taken.txt", folder=tmp_path / "out")
     assert line_retrieval.main(["--checkpoint", "nowhere", *flags.split()]) == 2
-    line, = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line

@@ -1,4 +1,5 @@
 """Tests of long contexts during training: on the run's own mesh and parameters, into its metrics."""
+
 import dataclasses
 import json
 
@@ -15,10 +16,12 @@ from tests.model.build import mesh_of
 from trainer.config.load import dump, load
 from trainer.text import TextObjective
 
-EVALUATIONS = [{"test": "needle", "every": 2, "tokens": [700], "depths": [0.5], "count": 2, "chunk": 128},
-               {"test": "lines", "tokens": [600], "count": 2, "max_new_tokens": 4, "name": "short_lines"},
-               {"test": "coreference", "tokens": [1400], "count": 2},
-               {"test": "ruler", "tokens": [1200], "count": 1}]
+EVALUATIONS = [
+    {"test": "needle", "every": 2, "tokens": [700], "depths": [0.5], "count": 2, "chunk": 128},
+    {"test": "lines", "tokens": [600], "count": 2, "max_new_tokens": 4, "name": "short_lines"},
+    {"test": "coreference", "tokens": [1400], "count": 2},
+    {"test": "ruler", "tokens": [1200], "count": 1},
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +37,18 @@ def recipe(tmp_path_factory, repository):
 
 def test_train_hands_them_to_the_loop(recipe, monkeypatch):
     handed = []
-    monkeypatch.setattr("trainer.loop.train", lambda config, objective, evaluations, _: handed.extend(evaluations))
+    monkeypatch.setattr(
+        "trainer.loop.train", lambda config, objective, evaluations, _: handed.extend(evaluations)
+    )
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
     assert train.main(["--config", str(recipe)]) == 0
     assert [(evaluation.name, evaluation.every) for evaluation in handed] == [
-        ("held_out", 10), ("needle", 2), ("short_lines", 0), ("coreference", 0), ("ruler", 0)]
+        ("held_out", 10),
+        ("needle", 2),
+        ("short_lines", 0),
+        ("coreference", 0),
+        ("ruler", 0),
+    ]
 
 
 def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypatch):
@@ -48,19 +58,47 @@ def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypa
     evaluations = live.evaluations_of(config)
     for evaluation in evaluations:
         evaluation.prepare(objective, None)
-    names = [{result.task for result in suite.results_of(evaluation.cases, [runner.Answer("1", 9)] * len(evaluation.cases), 99)}
-             for evaluation in evaluations]
-    assert names == [{"one needle"}, {"lines"}, {"2 alike", "4 alike", "8 alike"}, {"niah_single_1", "niah_multikey_2", "vt"}]
+    names = [
+        {
+            result.task
+            for result in suite.results_of(
+                evaluation.cases, [runner.Answer("1", 9)] * len(evaluation.cases), 99
+            )
+        }
+        for evaluation in evaluations
+    ]
+    assert names == [
+        {"one needle"},
+        {"lines"},
+        {"2 alike", "4 alike", "8 alike"},
+        {"niah_single_1", "niah_multikey_2", "vt"},
+    ]
     lines = evaluations[1]
     assert lines.respondent.template == "tokenizer" and lines.respondent.rows == 2
-    prompts = [dataclasses.replace(case.prompt, text=case.prompt.text[-60 * (number + 1):])  # short, so that it takes seconds
-               for number, case in enumerate(lines.cases)]
+    prompts = [
+        dataclasses.replace(
+            case.prompt, text=case.prompt.text[-60 * (number + 1) :]
+        )  # short, so that it takes seconds
+        for number, case in enumerate(lines.cases)
+    ]
     one_device = dataclasses.replace(
-        lines.respondent, generators={},
-        model=Llama(objective.model.config, mesh_of({}), "local", objective.model.kernel, objective.model.dtype))
-    whole = jax.device_put(objective.source.read(one_device.model, config.model.seed), one_device.model.shardings)
+        lines.respondent,
+        generators={},
+        model=Llama(
+            objective.model.config,
+            mesh_of({}),
+            "local",
+            objective.model.kernel,
+            objective.model.dtype,
+        ),
+    )
+    whole = jax.device_put(
+        objective.source.read(one_device.model, config.model.seed), one_device.model.shardings
+    )
     answers = lines.respondent.answer(params, prompts)
-    assert answers == one_device.answer(whole, prompts) and any(answer.generated for answer in answers)
+    assert answers == one_device.answer(whole, prompts) and any(
+        answer.generated for answer in answers
+    )
     right = [runner.Answer(f"It is {case.expected[0]}.", 500) for case in lines.cases]
     monkeypatch.setattr(runner.Respondent, "answer", lambda self, params, prompts: right)
     assert lines.run(params, 3) == {"short_lines/lines/600": 1.0}
@@ -70,13 +108,25 @@ def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypa
 def test_samples_are_the_most_likely_tokens_of_the_model_on_one_device(recipe):
     """Against a loop over `logits` without a cache, on one device; the run's mesh is split over fsdp, tensor and sequence."""
     prompts = ("Who are you?", "What is a ring?", "Tell me of stripes.")
-    config = load(["--config", str(recipe), "--samples.prompts", json.dumps(prompts), "--samples.new_tokens", "5",
-                   "--evaluations", "[]"])
+    config = load(
+        [
+            "--config",
+            str(recipe),
+            "--samples.prompts",
+            json.dumps(prompts),
+            "--samples.new_tokens",
+            "5",
+            "--evaluations",
+            "[]",
+        ]
+    )
     objective = TextObjective(config, mesh_of({"fsdp": 2, "tensor": 2, "sequence": 2}))
     [samples] = live.evaluations_of(config)
     samples.prepare(objective, None)
     answers = samples.run(objective.read_params(), 7)
-    model = Llama(objective.model.config, mesh_of({}), "local", objective.model.kernel, objective.model.dtype)
+    model = Llama(
+        objective.model.config, mesh_of({}), "local", objective.model.kernel, objective.model.dtype
+    )
     params = jax.device_put(objective.source.read(model, config.model.seed), model.shardings)
     logits = jax.jit(model.logits)
     respondent, length = samples.respondent, 64
@@ -86,10 +136,17 @@ def test_samples_are_the_most_likely_tokens_of_the_model_on_one_device(recipe):
         generated = []
         for _ in range(5):
             tokens = np.zeros((1, length), np.int32)
-            tokens[0, :len(ids) + len(generated)] = ids + generated
+            tokens[0, : len(ids) + len(generated)] = ids + generated
             indices = np.arange(length, dtype=np.int32)[None]
-            batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "index": indices, "positions": indices}
-            generated.append(int(np.argmax(np.asarray(logits(params, batch))[0, len(ids) + len(generated) - 1])))
+            batch = {
+                "tokens": tokens,
+                "segment_ids": np.ones_like(tokens),
+                "index": indices,
+                "positions": indices,
+            }
+            generated.append(
+                int(np.argmax(np.asarray(logits(params, batch))[0, len(ids) + len(generated) - 1]))
+            )
             if generated[-1] in respondent.stops:
                 generated.pop()
                 break
@@ -97,29 +154,56 @@ def test_samples_are_the_most_likely_tokens_of_the_model_on_one_device(recipe):
     assert answers == expected and any(answers.values())
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    (["--samples.every", "5"], "samples.prompts: found [], needs at least one prompt beside samples.every"),
-    (["--samples.prompts", '["a", "a"]'], "samples.prompts: found ['a', 'a'], needs different texts"),
-    (["--samples.prompts", '["a"]', "--samples.new_tokens", "0"], "samples.new_tokens: found 0"),
-    (["--samples.prompt", '["a"]'], "--samples.prompt (did you mean --samples.prompts?)"),
-])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--samples.every", "5"],
+            "samples.prompts: found [], needs at least one prompt beside samples.every",
+        ),
+        (
+            ["--samples.prompts", '["a", "a"]'],
+            "samples.prompts: found ['a', 'a'], needs different texts",
+        ),
+        (
+            ["--samples.prompts", '["a"]', "--samples.new_tokens", "0"],
+            "samples.new_tokens: found 0",
+        ),
+        (["--samples.prompt", '["a"]'], "--samples.prompt (did you mean --samples.prompts?)"),
+    ],
+)
 def test_samples_that_are_wrong_are_refused(recipe, capsys, flags, words):
     assert train.main(["--config", str(recipe), *flags]) == 2
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("entry", "words"), [
-    ({"every": 2}, "evaluations[0].test: missing"),
-    ({"test": "niah"}, "evaluations[0].test: found niah, expects one of lines, needle, ruler, coreference"),
-    ({"test": "needle", "like": "x"}, "unknown field evaluations[0].like"),
-    ({"test": "needle", "count": "many"}, "evaluations[0].count: found many, expects int"),
-    ({"test": "needle", "count": None}, "evaluations[0].count: found null, expects int"),
-    ({"test": "needle", "count": 0}, "evaluations.count: found 0, needs at least 1"),
-    ({"test": "needle", "evry": 2}, "unknown field evaluations[0].evry (did you mean evaluations[0].every?)"),
-    ({"test": "needle", "depths": [2]}, "evaluations.depths: found"),
-    ({"test": "needle", "name": "metrics"}, "evaluations.name: found ['metrics'], needs different names"),
-    ({"test": "ruler", "tasks": ["niah"]}, "evaluations.tasks: found 'niah'; RULER's tasks are " + ", ".join(ruler.TASKS)),
-])
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"every": 2}, "evaluations[0].test: missing"),
+        (
+            {"test": "niah"},
+            "evaluations[0].test: found niah, expects one of lines, needle, ruler, coreference",
+        ),
+        ({"test": "needle", "like": "x"}, "unknown field evaluations[0].like"),
+        ({"test": "needle", "count": "many"}, "evaluations[0].count: found many, expects int"),
+        ({"test": "needle", "count": None}, "evaluations[0].count: found null, expects int"),
+        ({"test": "needle", "count": 0}, "evaluations.count: found 0, needs at least 1"),
+        (
+            {"test": "needle", "evry": 2},
+            "unknown field evaluations[0].evry (did you mean evaluations[0].every?)",
+        ),
+        ({"test": "needle", "depths": [2]}, "evaluations.depths: found"),
+        (
+            {"test": "needle", "name": "metrics"},
+            "evaluations.name: found ['metrics'], needs different names",
+        ),
+        (
+            {"test": "ruler", "tasks": ["niah"]},
+            "evaluations.tasks: found 'niah'; RULER's tasks are " + ", ".join(ruler.TASKS),
+        ),
+    ],
+)
 def test_entries_that_are_wrong_are_refused(recipe, tmp_path, capsys, monkeypatch, entry, words):
     monkeypatch.setattr("trainer.loop.train", lambda *_, **__: pytest.fail("trained"))
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
@@ -131,19 +215,39 @@ def test_entries_that_are_wrong_are_refused(recipe, tmp_path, capsys, monkeypatc
 
 def test_a_test_is_declared_by_its_section_alone(recipe, tmp_path, monkeypatch):
     """One entry of the table of tests adds one, whose fields are read, checked and recorded like those of the others."""
+
     @dataclasses.dataclass(frozen=True)
     class Echo(live_test.LiveTest):
         words: tuple[str, ...] = ("a",)
 
         def cases(self, count, lengths):
-            return [suite.Case("echo", runner.Prompt(word, 4), (word,), length) for word in self.words for length in lengths]
+            return [
+                suite.Case("echo", runner.Prompt(word, 4), (word,), length)
+                for word in self.words
+                for length in lengths
+            ]
 
     monkeypatch.setitem(live.TESTS, "echo", Echo)
-    config = load(["--config", str(recipe), "--evaluations", '[{"test": "echo", "words": ["x", "y"]}, {"test": "needle"}]'])
+    config = load(
+        [
+            "--config",
+            str(recipe),
+            "--evaluations",
+            '[{"test": "echo", "words": ["x", "y"]}, {"test": "needle"}]',
+        ]
+    )
     (path := tmp_path / "config.yaml").write_text(dump(live.with_tests(config)))
     echo, needle = load(["--config", str(path)]).evaluations
-    assert echo == {"test": "echo", "every": 0, "tokens": [], "count": 20, "rows": 0, "chunk": 4096, "name": "",
-                    "words": ["x", "y"]}
+    assert echo == {
+        "test": "echo",
+        "every": 0,
+        "tokens": [],
+        "count": 20,
+        "rows": 0,
+        "chunk": 4096,
+        "name": "",
+        "words": ["x", "y"],
+    }
     assert set(needle) - set(echo) == {"depths"}, "no field of another test"
     [first, _] = live.evaluations_of(load(["--config", str(path)]))
     assert [case.expected for case in first.test.cases(len, [7])] == [("x",), ("y",)]
@@ -153,15 +257,27 @@ def test_the_page_names_every_field_of_every_test(repository):
     page = (repository / "docs/evaluation.md").read_text()
     shared = {field.name for field in dataclasses.fields(live_test.LiveTest)}
     for name, section in live.TESTS.items():
-        row, = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
-        assert set(row.split("`")[3::2]) == {field.name for field in dataclasses.fields(section)} - shared
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        assert (
+            set(row.split("`")[3::2])
+            == {field.name for field in dataclasses.fields(section)} - shared
+        )
     assert all(f"`{name}`" in page for name in shared)
 
 
 @pytest.mark.slow
 def test_a_run_writes_their_metrics(recipe, repository, tmp_path):
     run = tmp_path / "run"
-    flags = ("--train.steps", "3", "--optimizer.warmup_steps", "1", "--evaluations", json.dumps(EVALUATIONS[:1]))
+    flags = (
+        "--train.steps",
+        "3",
+        "--optimizer.warmup_steps",
+        "1",
+        "--evaluations",
+        json.dumps(EVALUATIONS[:1]),
+    )
     small_run.finish(small_run.start(repository, recipe, run, *flags), run)
     rows = small_run.rows(run / "needle.jsonl")
-    assert [row["step"] for row in rows] == [0, 2, 3] and all(0 <= row["needle/one needle/700/0.5"] <= 1 for row in rows)
+    assert [row["step"] for row in rows] == [0, 2, 3] and all(
+        0 <= row["needle/one needle/700/0.5"] <= 1 for row in rows
+    )

@@ -1,4 +1,5 @@
 """The report: one file without a network, the figures of both runs, text escaped, damaged files named."""
+
 import html.parser
 import json
 import re
@@ -27,8 +28,9 @@ class Reader(html.parser.HTMLParser):
         self.loads, self.open, self.text, self.charts = [], [], [], 0
 
     def handle_starttag(self, tag, attributes):
-        self.loads += [pair for pair in attributes if pair[0] in ("src", "href", "srcset", "data")] + [tag] * (
-            tag in ("script", "link", "iframe", "img", "object"))
+        self.loads += [
+            pair for pair in attributes if pair[0] in ("src", "href", "srcset", "data")
+        ] + [tag] * (tag in ("script", "link", "iframe", "img", "object"))
         self.charts += tag == "svg"
         if tag not in ("meta", "line", "circle"):
             self.open.append(tag)
@@ -50,46 +52,117 @@ def runs(tmp_path, whole_run):
         shutil.copytree(whole_run, tmp_path / name)
     folder = tmp_path / "after" / "evaluation" / "ruler"
     folder.mkdir(parents=True)
-    rows = [{"task": "vt <b>", "tokens": tokens, "depth": depth, "cases": 20, "score": 0.25, "low": 0.11, "high": 0.47,
-             "prompt_tokens": tokens - 30, "beyond_trained_length": tokens > 5000}
-            for tokens in (4096, 8192) for depth in (None, 0.0, 0.5)]
-    (folder / "results.json").write_text(json.dumps({"evaluation": "ruler", "results": rows, "about": {
-        "command": ["python", "-m", "eval.ruler"], "versions": {"jax": "0.10.2"}}}))
-    cases = [{"task": "vt", "expected": ["ABCDE"], "generated": "<script>alert(1)</script>", "score": score, "prompt_tokens": 7}
-             for score in (1.0, 0.2, 0.0, 0.0, 0.0)]
-    (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases) + '{"task": "cut o')
-    write_lines([outcome(LineCase("line a: 7\n?", 7, 20, "line a: 7\n"), answer, 400, 8192, 10) for answer in ("7", "8", "7")],
-                tmp_path / "after" / "lines", {"checkpoint": "after"})
+    rows = [
+        {
+            "task": "vt <b>",
+            "tokens": tokens,
+            "depth": depth,
+            "cases": 20,
+            "score": 0.25,
+            "low": 0.11,
+            "high": 0.47,
+            "prompt_tokens": tokens - 30,
+            "beyond_trained_length": tokens > 5000,
+        }
+        for tokens in (4096, 8192)
+        for depth in (None, 0.0, 0.5)
+    ]
+    (folder / "results.json").write_text(
+        json.dumps(
+            {
+                "evaluation": "ruler",
+                "results": rows,
+                "about": {"command": ["python", "-m", "eval.ruler"], "versions": {"jax": "0.10.2"}},
+            }
+        )
+    )
+    cases = [
+        {
+            "task": "vt",
+            "expected": ["ABCDE"],
+            "generated": "<script>alert(1)</script>",
+            "score": score,
+            "prompt_tokens": 7,
+        }
+        for score in (1.0, 0.2, 0.0, 0.0, 0.0)
+    ]
+    (folder / "cases.jsonl").write_text(
+        "".join(json.dumps(case) + "\n" for case in cases) + '{"task": "cut o'
+    )
+    write_lines(
+        [
+            outcome(LineCase("line a: 7\n?", 7, 20, "line a: 7\n"), answer, 400, 8192, 10)
+            for answer in ("7", "8", "7")
+        ],
+        tmp_path / "after" / "lines",
+        {"checkpoint": "after"},
+    )
     (tmp_path / "curve").mkdir()
-    curve = [{"tokens_before_from": 2**k, "tokens_before_to": 2**(k + 1) - 1, "loss_nats_per_target": 3 - k / 10}
-             for k in range(9)]
-    (tmp_path / "curve" / "loss_by_position.json").write_text(json.dumps({"curves": {"after": curve}}))
+    curve = [
+        {
+            "tokens_before_from": 2**k,
+            "tokens_before_to": 2 ** (k + 1) - 1,
+            "loss_nats_per_target": 3 - k / 10,
+        }
+        for k in range(9)
+    ]
+    (tmp_path / "curve" / "loss_by_position.json").write_text(
+        json.dumps({"curves": {"after": curve}})
+    )
     return tmp_path
 
 
 def test_two_runs_in_one_file(runs, capsys):
     path = runs / "out" / "report.html"
-    assert report.main([str(runs / "before"), str(runs / "after"), "--evaluations", str(runs / "before"), "--evaluations",
-                        str(runs / "curve"), "--output", str(path)]) == 0
+    assert (
+        report.main(
+            [
+                str(runs / "before"),
+                str(runs / "after"),
+                "--evaluations",
+                str(runs / "before"),
+                "--evaluations",
+                str(runs / "curve"),
+                "--output",
+                str(path),
+            ]
+        )
+        == 0
+    )
     content = path.read_text(encoding="utf-8")
     reader = Reader()
     reader.feed(content)
     words = " ".join(reader.text)
-    assert not reader.loads and not reader.open and "http" not in content and "@import" not in content and "url(" not in content
+    assert (
+        not reader.loads
+        and not reader.open
+        and "http" not in content
+        and "@import" not in content
+        and "url(" not in content
+    )
     assert 'name="viewport"' in content and "@media print" in content
     assert re.search(r"before: score\s+95% interval\s+cases\s+after: score", words)
     assert "vt <b>" in words and "<script>alert(1)</script>" in words
     assert re.search(r"0\.250\s+0\.11 to 0\.47\s+20", words) and "8,192 tokens *" in words
     assert "2/3" not in words and re.search(r"0\.667\s+0\.21 to 0\.94\s+3", words)
-    assert words.count("score 0.2\n") + words.count("score 0.0\n") == 4 and "python -m eval.ruler" in words
+    assert (
+        words.count("score 0.2\n") + words.count("score 0.0\n") == 4
+        and "python -m eval.ruler" in words
+    )
     assert reader.charts >= 5 and "Loss by position" in words and "nats per target" in words
     assert content.count('class="map"') == 2  # of the second run: RULER's and the lines by depth
 
 
 def test_runs_that_answered_the_same_cases_have_their_differences(runs):
     """The cases of the lines: two of three right after, one of them before."""
-    write_lines([outcome(LineCase("line a: 7\n?", 7, 20, "line a: 7\n"), answer, 400, 8192, 10) for answer in ("7", "8", "8")],
-                runs / "before" / "lines", {"checkpoint": "before"})
+    write_lines(
+        [
+            outcome(LineCase("line a: 7\n?", 7, 20, "line a: 7\n"), answer, 400, 8192, 10)
+            for answer in ("7", "8", "8")
+        ],
+        runs / "before" / "lines",
+        {"checkpoint": "before"},
+    )
     drawn = report.differences_of([report.read_run(runs / name) for name in ("before", "after")])
     low, high = paired_interval(np.array([1.0, 0, 0]), np.array([1.0, 0, 1]))
     assert "after less before, over the same cases" in drawn and drawn.count("<tr>") == 2
@@ -101,12 +174,32 @@ def test_runs_that_answered_the_same_cases_have_their_differences(runs):
 def evaluate(folder, right):
     """Writes an evaluation of four cases and of a map of one cell, of which so many are right."""
     folder.mkdir(parents=True)
-    row = {"task": "vt", "tokens": 4096, "cases": 4, "score": right / 4, "low": 0.0, "high": 1.0, "prompt_tokens": 4000,
-           "beyond_trained_length": False}
+    row = {
+        "task": "vt",
+        "tokens": 4096,
+        "cases": 4,
+        "score": right / 4,
+        "low": 0.0,
+        "high": 1.0,
+        "prompt_tokens": 4000,
+        "beyond_trained_length": False,
+    }
     rows = [row | {"depth": None}, row | {"task": "one needle", "depth": 0.5}]
-    (folder / "results.json").write_text(json.dumps({"evaluation": "ruler", "results": rows, "about": {}}))
-    cases = [{"task": "vt", "tokens": 4096, "depth": None, "expected": [str(number)], "generated": "x", "prompt_tokens": 4000,
-              "score": float(number < right)} for number in range(4)]
+    (folder / "results.json").write_text(
+        json.dumps({"evaluation": "ruler", "results": rows, "about": {}})
+    )
+    cases = [
+        {
+            "task": "vt",
+            "tokens": 4096,
+            "depth": None,
+            "expected": [str(number)],
+            "generated": "x",
+            "prompt_tokens": 4000,
+            "score": float(number < right),
+        }
+        for number in range(4)
+    ]
     (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
 
 
@@ -116,7 +209,11 @@ def rows_of(page):
 
 def test_evaluations_of_equal_tasks_are_told_apart_by_their_folders(tmp_path, whole_run):
     """Within a run, and in the differences of two: of equal folders where both runs have them, else of all."""
-    for name, folders in (("a", {"early": 0, "late": 2}), ("b", {"early": 1, "late": 4}), ("c", {"once": 3})):
+    for name, folders in (
+        ("a", {"early": 0, "late": 2}),
+        ("b", {"early": 1, "late": 4}),
+        ("c", {"once": 3}),
+    ):
         shutil.copytree(whole_run, tmp_path / name)
         for folder, right in folders.items():
             evaluate(tmp_path / name / folder, right)
@@ -124,7 +221,11 @@ def test_evaluations_of_equal_tasks_are_told_apart_by_their_folders(tmp_path, wh
     shown = report.scores_of([a, b])
     cells = {row[0]: (row[2], row[5]) for row in rows_of(shown) if row and row[0].startswith("vt")}
     assert cells == {"vt (early)": ("0.000", "0.250"), "vt (late)": ("0.500", "1.000")}
-    assert shown.count('class="map"') == 4 and "one needle (early): length" in shown and "one needle (late): length" in shown
+    assert (
+        shown.count('class="map"') == 4
+        and "one needle (early): length" in shown
+        and "one needle (late): length" in shown
+    )
     differences = {row[0]: row[5] for row in rows_of(report.differences_of([a, b])) if row}
     assert differences == {"vt (early)": "+0.250", "vt (late)": "+0.500"}
     differences = {row[0]: row[5] for row in rows_of(report.differences_of([a, c])) if row}
@@ -145,57 +246,92 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
     """By --evaluations, or below the run's folder; those of its own checkpoints are known after the run has moved."""
     run = shutil.copytree(whole_run, tmp_path / "b")
     newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
-    about = {"own": {"checkpoint": "moved/since", "model": fingerprint(newest)},
-             "adapter": {"checkpoint": "base", "adapter": "moved/since", "model": f"{'0' * 32}+{fingerprint(newest)}"},
-             "removed": {"checkpoint": str(run / "checkpoints/5"), "model": "1" * 32},
-             "other": {"checkpoint": "runs/a", "model": "2" * 32}}
+    about = {
+        "own": {"checkpoint": "moved/since", "model": fingerprint(newest)},
+        "adapter": {
+            "checkpoint": "base",
+            "adapter": "moved/since",
+            "model": f"{'0' * 32}+{fingerprint(newest)}",
+        },
+        "removed": {"checkpoint": str(run / "checkpoints/5"), "model": "1" * 32},
+        "other": {"checkpoint": "runs/a", "model": "2" * 32},
+    }
     for name, facts in about.items():
         for parent in (run, tmp_path / "elsewhere"):
             evaluate(parent / name, 2)
             path = parent / name / "results.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | {"about": facts}))
     assert report.main([str(run)]) == 0
-    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert warnings == [f"warning: {run}/other/results.json: is of runs/a, which is no checkpoint of {run}; the report "
-                        "shows it all the same"]
-    assert [foreign_run(about[name], run / "results" / name) for name in about] == [None, None, None, run]
+    warnings = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")
+    ]
+    assert warnings == [
+        f"warning: {run}/other/results.json: is of runs/a, which is no checkpoint of {run}; the report "
+        "shows it all the same"
+    ]
+    assert [foreign_run(about[name], run / "results" / name) for name in about] == [
+        None,
+        None,
+        None,
+        run,
+    ]
     assert foreign_run(about["other"], tmp_path / "elsewhere" / "other") is None
     shutil.rmtree(run / "other")
     outside = [str(tmp_path / "elsewhere" / name) for name in about]
-    assert report.main([str(run), "--evaluations", *outside[:3]]) == 0 and not capsys.readouterr().err
+    assert (
+        report.main([str(run), "--evaluations", *outside[:3]]) == 0 and not capsys.readouterr().err
+    )
     assert report.main([str(run), "--evaluations", *outside]) == 2
-    assert f"--evaluations: {outside[3]}/results.json: is of runs/a, which is no checkpoint of {run}; an evaluation of " in (
-        capsys.readouterr().err)
+    assert (
+        f"--evaluations: {outside[3]}/results.json: is of runs/a, which is no checkpoint of {run}; an evaluation of "
+        in (capsys.readouterr().err)
+    )
     evaluate(run / "other", 1)
     path = run / "other" / "results.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"about": about["other"]}))
     card = model_card(newest, LlamaConfig.from_hf(newest / "assets"))
     assert "4,096 tokens: 0.500" in card and "4,096 tokens: 0.250" not in card
-    assert f"warning: {path}: is of runs/a, not of {newest}; the card leaves it out" in capsys.readouterr().err
+    assert (
+        f"warning: {path}: is of runs/a, not of {newest}; the card leaves it out"
+        in capsys.readouterr().err
+    )
 
 
 def test_tokens_are_those_that_the_metrics_count(runs):
     """Where a run was continued, or logs seldom, the last step's rate is not that of all."""
     path = runs / "before" / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(row | {"tokens_seen": 1000 * row["step"]}) + "\n" for row in rows))
+    path.write_text(
+        "".join(json.dumps(row | {"tokens_seen": 1000 * row["step"]}) + "\n" for row in rows)
+    )
     assert report.cost(report.read_run(runs / "before"))["tokens"] == f"{1000 * rows[-1]['step']:,}"
 
 
 def test_answers_during_training_are_shown_from_the_first_to_the_last(runs):
-    rows = [{"step": step, "Who <are> you?": f"answer {step}."} for step in range(0, 1000, 10)] + [{"step": 999, "New?": "yes"}]
+    rows = [{"step": step, "Who <are> you?": f"answer {step}."} for step in range(0, 1000, 10)] + [
+        {"step": 999, "New?": "yes"}
+    ]
     (runs / "before" / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = report.read_run(runs / "before")
     reader = Reader()
     reader.feed(report.samples_of(run))
     words = " ".join(reader.text)
-    assert "Who <are> you?" in words and re.findall(r"answer (\d+)\.", words) == ["0", "200", "400", "590", "790", "990"]
+    assert "Who <are> you?" in words and re.findall(r"answer (\d+)\.", words) == [
+        "0",
+        "200",
+        "400",
+        "590",
+        "790",
+        "990",
+    ]
     assert re.search(r"New\?\s+step 999\s+yes", words) and "answer" not in report.curves_of([run])
 
 
 def test_the_cost_is_the_sum_over_the_steps(runs):
     run = report.read_run(runs / "before")
-    rows = [json.loads(line) for line in (runs / "before" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (runs / "before" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     cost = report.cost(run)
     seconds = sum(row["step_seconds"] for row in rows)
@@ -218,13 +354,17 @@ def test_a_run_with_stages_is_all_of_them(runs):
     steps, total = int(one_stage["steps"]), report.cost(run)
     assert [row["step"] for row in run.logs["metrics"]] == list(range(1, 4 * steps + 1))
     assert total["steps"] == str(4 * steps)
-    assert float(total["device hours"].split()[0]) == pytest.approx(4 * float(one_stage["device hours"].split()[0]), abs=0.02)
+    assert float(total["device hours"].split()[0]) == pytest.approx(
+        4 * float(one_stage["device hours"].split()[0]), abs=0.02
+    )
 
 
 def test_curves_have_each_logged_point(runs):
     rows = report.read_run(runs / "before").logs["metrics"]
-    drawn = report.chart({"loss": [(row["step"], row["loss_nats_per_target"]) for row in rows]}, "step", "loss")
-    points, = re.findall(r'points="([^"]*)"', drawn)
+    drawn = report.chart(
+        {"loss": [(row["step"], row["loss_nats_per_target"]) for row in rows]}, "step", "loss"
+    )
+    (points,) = re.findall(r'points="([^"]*)"', drawn)
     heights = [float(point.split(",")[1]) for point in points.split()]
     assert len(heights) == len(rows)
     losses = [row["loss_nats_per_target"] for row in rows]
@@ -233,9 +373,16 @@ def test_curves_have_each_logged_point(runs):
     assert report.chart({}, "x", "y") == ""
 
 
-@pytest.mark.parametrize(("low", "high", "expected"), [
-    (1.33, 7.04, ["0", "2", "4", "6", "8"]), (0.00003, 0.0010000000475, ["0", "0.0005", "0.001"]),
-    (551, 6130, ["0", "2,000", "4,000", "6,000", "8,000"]), (3, 3, ["3", "4"]), (0, 0, ["0", "0.5"])])
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (1.33, 7.04, ["0", "2", "4", "6", "8"]),
+        (0.00003, 0.0010000000475, ["0", "0.0005", "0.001"]),
+        (551, 6130, ["0", "2,000", "4,000", "6,000", "8,000"]),
+        (3, 3, ["3", "4"]),
+        (0, 0, ["0", "0.5"]),
+    ],
+)
 def test_ticks_are_round_numbers(low, high, expected):
     assert [number(tick) for tick in ticks(low, high)] == expected
 
@@ -244,15 +391,39 @@ def test_a_curve_with_what_is_no_number_is_drawn_without_it():
     assert not re.search(r"\bnan\b", report.chart({"a": [(1, 1.0), (2, float("nan"))]}, "x", "y"))
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda runs: (runs / "after" / "config.yaml").unlink(), "holds no run (config.yaml is missing)"),
-    (lambda runs: (runs / "after" / "config.yaml").write_text("a: ["), "config.yaml: cannot be read"),
-    (lambda runs: (runs / "after" / "config.yaml").write_text("- 1"), "config.yaml: holds no sections"),
-    (lambda runs: (runs / "after" / "evaluation" / "ruler" / "results.json").write_text("{"), "results.json: cannot be read"),
-    (lambda runs: (runs / "after" / "evaluation" / "ruler" / "results.json").write_text("[]"), "results.json: found list"),
-    (lambda runs: (runs / "after" / "evaluation" / "ruler" / "results.json").write_text(
-        '{"evaluation": "ruler", "results": [{"task": "a"}]}'), "results.json: a result has no 'tokens'"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda runs: (runs / "after" / "config.yaml").unlink(),
+            "holds no run (config.yaml is missing)",
+        ),
+        (
+            lambda runs: (runs / "after" / "config.yaml").write_text("a: ["),
+            "config.yaml: cannot be read",
+        ),
+        (
+            lambda runs: (runs / "after" / "config.yaml").write_text("- 1"),
+            "config.yaml: holds no sections",
+        ),
+        (
+            lambda runs: (runs / "after" / "evaluation" / "ruler" / "results.json").write_text("{"),
+            "results.json: cannot be read",
+        ),
+        (
+            lambda runs: (runs / "after" / "evaluation" / "ruler" / "results.json").write_text(
+                "[]"
+            ),
+            "results.json: found list",
+        ),
+        (
+            lambda runs: (runs / "after" / "evaluation" / "ruler" / "results.json").write_text(
+                '{"evaluation": "ruler", "results": [{"task": "a"}]}'
+            ),
+            "results.json: a result has no 'tokens'",
+        ),
+    ],
+)
 def test_what_cannot_be_read_is_named(runs, capsys, change, words):
     change(runs)
     assert report.main([str(runs / "after"), "--output", str(runs / "x.html")]) == 2
@@ -265,7 +436,10 @@ def test_only_a_report_is_overwritten(runs, capsys):
     config = runs / "after" / "config.yaml"
     before = config.read_text()
     assert report.main([str(runs / "after"), "--output", str(config)]) == 2
-    assert f"error: {config}: exists, and is nothing that this command wrote" in capsys.readouterr().err
+    assert (
+        f"error: {config}: exists, and is nothing that this command wrote"
+        in capsys.readouterr().err
+    )
     assert config.read_text() == before
     for _ in range(2):
         assert report.main([str(runs / "after"), "--output", str(runs / "x.html")]) == 0

@@ -1,4 +1,5 @@
 """The frame of evaluations: answers survive an interruption, contexts are read once, what does not fit is refused."""
+
 import collections
 import dataclasses
 import json
@@ -41,11 +42,22 @@ def test_each_row_is_asked_about_one_context_after_another():
     asked, params = respondent()
     contexts = [letter * 300 for letter in "abc"]
     prompts = [runner.Prompt(context + question, 4) for question in "wxyz" for context in contexts]
-    batches = [keys for _, _, keys in asked._batches({prompt.key: prompt for prompt in prompts},
-                                                     {prompt.key: asked.ids(prompt) for prompt in prompts})]
+    batches = [
+        keys
+        for _, _, keys in asked._batches(
+            {prompt.key: prompt for prompt in prompts},
+            {prompt.key: asked.ids(prompt) for prompt in prompts},
+        )
+    ]
     text = {prompt.key: prompt.text for prompt in prompts}
     assert [[text[key][0] + text[key][-1] for key in keys] for keys in batches] == [
-        ["aw", "by"], ["ax", "bz"], ["ay", "cw"], ["az", "cx"], ["bw", "cy"], ["bx", "cz"]]
+        ["aw", "by"],
+        ["ax", "bz"],
+        ["ay", "cw"],
+        ["az", "cx"],
+        ["bw", "cy"],
+        ["bx", "cz"],
+    ]
     counts = []
     answers = asked.answer(params, [*prompts[:3], prompts[0]], on_answer=counts.append)
     assert answers[0] == answers[3] and sum(counts) == 4 and answers[0].prompt_tokens == 301
@@ -83,14 +95,20 @@ def test_an_interrupted_evaluation_goes_on_and_counts_nothing_twice(tmp_path, mo
     monkeypatch.setattr(runner.Respondent, "generator", lambda *_: pytest.fail("asked again"))
     assert asked.answer(params, prompts, again) == expected
     again.close()
-    with pytest.raises(UserError, match="has answers with model = 'abc', now it is 'def'; another --output"):
+    with pytest.raises(
+        UserError, match="has answers with model = 'abc', now it is 'def'; another --output"
+    ):
         Journal(path, {**ABOUT, "model": "def"})
 
 
 def test_a_sampled_answer_does_not_depend_on_what_was_asked_before():
     """So that an evaluation which goes on gives the answers of one that was never interrupted."""
     asked, params = respondent(rows=1, sampling=Sampling(temperature=1.0, seed=3))
-    prompts = [runner.Prompt(f"question {number}?", new_tokens) for number in range(2) for new_tokens in (8, 9)]
+    prompts = [
+        runner.Prompt(f"question {number}?", new_tokens)
+        for number in range(2)
+        for new_tokens in (8, 9)
+    ]
     expected = asked.answer(params, prompts)
     asked.generators.clear()
     assert asked.answer(params, prompts[::-3]) == expected[::-3]
@@ -102,8 +120,12 @@ def test_answers_under_a_rope_that_depends_on_the_length_do_not_depend_on_the_me
     """On 8 devices what is compiled was 512 tokens long, and the base of the rule dynamic grew with it."""
     config = tiny(rope=RopeConfig("dynamic", factor=4.0), max_position_embeddings=16)
     prompts = [runner.Prompt(letter * 20, 8) for letter in "abcd"]
-    alone, spread = (runner.Respondent(llama(config, shape), Letters(), None, (), 16, rows=2, chunk=64, sampling=Sampling())
-                     for shape in ({}, {"sequence": 8}))
+    alone, spread = (
+        runner.Respondent(
+            llama(config, shape), Letters(), None, (), 16, rows=2, chunk=64, sampling=Sampling()
+        )
+        for shape in ({}, {"sequence": 8})
+    )
     params = alone.model.init(0)
     answers = alone.answer(params, prompts)
     assert spread.answer(jax.device_put(params, spread.model.shardings), prompts) == answers
@@ -117,7 +139,9 @@ def test_prompts_beyond_memory_are_refused_with_the_longest_that_fits():
     tight = dataclasses.replace(asked, limit=weights + 500_000)
     with pytest.raises(UserError, match="prompts of up to 3,000 tokens: in the") as refused:
         tight.answer(params, [prompt])
-    fitting = int(str(refused.value).split(" GiB of a device ")[1].split(" tokens")[0].replace(",", ""))
+    fitting = int(
+        str(refused.value).split(" GiB of a device ")[1].split(" tokens")[0].replace(",", "")
+    )
     assert 500 < fitting < 3000  # that it fits, and no more, is tested with the generator
 
 
@@ -128,8 +152,29 @@ def test_the_limit_is_the_flag_or_the_machine(monkeypatch):
 
 
 def arguments(hf_model, output, *flags):
-    return ["--checkpoint", str(hf_model), "--output", str(output), "--keys", "short", "--lines", "3", "--count", "4", "--rows",
-            "2", "--max-new-tokens", "3", "--compute-dtype", "float32", "--fsdp", "2", "--sequence", "4", *flags]
+    return [
+        "--checkpoint",
+        str(hf_model),
+        "--output",
+        str(output),
+        "--keys",
+        "short",
+        "--lines",
+        "3",
+        "--count",
+        "4",
+        "--rows",
+        "2",
+        "--max-new-tokens",
+        "3",
+        "--compute-dtype",
+        "float32",
+        "--fsdp",
+        "2",
+        "--sequence",
+        "4",
+        *flags,
+    ]
 
 
 def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
@@ -138,15 +183,37 @@ def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
     cases = tmp_path / "cases.jsonl"
     line_cases.write(line_cases.generate(2, 2, key_style="short"), cases)
     assert line_retrieval.main(arguments(hf_model, tmp_path / "a")) == 0
-    assert line_retrieval.main(arguments(hf_model, tmp_path / "b", "--cases", str(cases), "--tokens", "300", "--questions", "2",
-                                         "--beside", str(tmp_path / "a"))) == 0
+    assert (
+        line_retrieval.main(
+            arguments(
+                hf_model,
+                tmp_path / "b",
+                "--cases",
+                str(cases),
+                "--tokens",
+                "300",
+                "--questions",
+                "2",
+                "--beside",
+                str(tmp_path / "a"),
+            )
+        )
+        == 0
+    )
     results = json.loads((tmp_path / "b" / "results.json").read_text())
     rows = results["within_trained_length"] + results["beyond_trained_length"]
-    assert {(row["source"], row["num_lines"]) for row in rows} >= {("cases.jsonl", 2), ("generated", 3)}
+    assert {(row["source"], row["num_lines"]) for row in rows} >= {
+        ("cases.jsonl", 2),
+        ("generated", 3),
+    }
     filled = max(rows, key=lambda row: row["num_lines"])
     assert filled["num_lines"] == 8 or 250 < filled["mean_prompt_tokens"] + 3 <= 300
-    assert sum(row["cases"] for row in rows) == sum(row["cases"] for row in results["by_depth"]) == 10
-    assert results["about"]["schedule"] == "ring" and results["about"]["command"][-1] == str(tmp_path / "a")
+    assert (
+        sum(row["cases"] for row in rows) == sum(row["cases"] for row in results["by_depth"]) == 10
+    )
+    assert results["about"]["schedule"] == "ring" and results["about"]["command"][-1] == str(
+        tmp_path / "a"
+    )
     assert (tmp_path / "b" / "line_depth.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
     assert line_retrieval.main(arguments(hf_model, tmp_path / "a")) == 0
@@ -159,8 +226,13 @@ def test_every_case_fits_the_tokens_asked_for():
     """A case of so many lines is longer than the first one where its keys are; a token a letter shows it."""
     respondent = types.SimpleNamespace(length=lambda prompt: len(prompt.text))
     for tokens in (900, 1000, 1700):
-        args = line_retrieval.parse(["--checkpoint", "c", "--output", "o", "--tokens", str(tokens), "--count", "20"])
-        lengths = [len(case.prompt) + args.max_new_tokens for case in line_retrieval.cases_that_fill(tokens, args, respondent)]
+        args = line_retrieval.parse(
+            ["--checkpoint", "c", "--output", "o", "--tokens", str(tokens), "--count", "20"]
+        )
+        lengths = [
+            len(case.prompt) + args.max_new_tokens
+            for case in line_retrieval.cases_that_fill(tokens, args, respondent)
+        ]
         assert len(lengths) == 20 and 0.9 * tokens < max(lengths) <= tokens
     with pytest.raises(UserError, match="--tokens: a case of one line takes"):
         line_retrieval.cases_that_fill(200, args, respondent)

@@ -1,4 +1,5 @@
 """Scores equal hand-made answers and the published scoring, intervals hold, and cases have the length they were made for."""
+
 import json
 
 import numpy as np
@@ -40,8 +41,16 @@ def test_scores_are_ruler_s(answer, expected, every, some):
 def test_similarity_needs_the_beginning():
     """As in MRCR: the ratio of matching letters, 2 M / T, of what follows the required beginning."""
     expected = ("Xy7", "the brave owl")
-    assert suite.similarity("Xy7 the brave owl", expected) == suite.similarity("\nXy7the brave owl \n", expected) == 1
-    assert suite.similarity("the brave owl", expected) == suite.similarity("xy7 the brave owl", expected) == 0
+    assert (
+        suite.similarity("Xy7 the brave owl", expected)
+        == suite.similarity("\nXy7the brave owl \n", expected)
+        == 1
+    )
+    assert (
+        suite.similarity("the brave owl", expected)
+        == suite.similarity("xy7 the brave owl", expected)
+        == 0
+    )
     assert suite.similarity("Xy7 the brave", expected) == pytest.approx(2 * 9 / (9 + 13))
     assert suite.similarity("Xy7", expected) == 0
 
@@ -50,13 +59,36 @@ def test_results_are_grouped_and_have_intervals():
     def case(task, tokens, expected, depth=None):
         return suite.Case(task, Prompt("?", 10), expected, tokens, depth)
 
-    cases = [case("a", 100, ("1",)), case("a", 100, ("1",)), case("a", 200, ("1", "2")), case("a", 200, ("1", "2")),
-             case("a", 100, ("1",), 0.5)]
-    answers = [Answer("1", 80), Answer("no", 90), Answer("1 2", 190), Answer("1", 195), Answer("1", 91)]
+    cases = [
+        case("a", 100, ("1",)),
+        case("a", 100, ("1",)),
+        case("a", 200, ("1", "2")),
+        case("a", 200, ("1", "2")),
+        case("a", 100, ("1",), 0.5),
+    ]
+    answers = [
+        Answer("1", 80),
+        Answer("no", 90),
+        Answer("1 2", 190),
+        Answer("1", 195),
+        Answer("1", 91),
+    ]
     first, second, third = suite.results_of(cases, answers, 100)
-    assert (first.score, first.cases, first.prompt_tokens, first.beyond_trained_length) == (0.5, 2, 85, False)
-    assert (first.low, first.high) == pytest.approx((0.0945, 0.9055), abs=1e-4)  # Wilson's of 1 in 2
-    assert (second.score, second.low, second.high, second.beyond_trained_length) == (0.75, 0.5, 1.0, True)
+    assert (first.score, first.cases, first.prompt_tokens, first.beyond_trained_length) == (
+        0.5,
+        2,
+        85,
+        False,
+    )
+    assert (first.low, first.high) == pytest.approx(
+        (0.0945, 0.9055), abs=1e-4
+    )  # Wilson's of 1 in 2
+    assert (second.score, second.low, second.high, second.beyond_trained_length) == (
+        0.75,
+        0.5,
+        1.0,
+        True,
+    )
     assert (third.depth, third.score, third.beyond_trained_length) == (0.5, 1, True)
 
 
@@ -78,7 +110,9 @@ def test_the_largest_text_within_a_limit(limit):
 
 def count(prompt):
     """Of a tokenizer whose tokens are words."""
-    turns = [prompt.text] if isinstance(prompt.text, str) else [turn.content for turn in prompt.text]
+    turns = (
+        [prompt.text] if isinstance(prompt.text, str) else [turn.content for turn in prompt.text]
+    )
     return sum(len(turn.split()) for turn in turns) + len(prompt.prefix.split())
 
 
@@ -92,26 +126,47 @@ def test_ruler_s_cases_have_their_answers_and_length(name):
         length = count(case.prompt) + case.prompt.new_tokens
         assert 0.9 * case.tokens <= length <= case.tokens
         assert all(item in case.prompt.text for item in case.expected)
-        assert len(case.expected) == {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}.get(name, 1)
+        assert len(case.expected) == {
+            "niah_multivalue": 4,
+            "niah_multiquery": 4,
+            "vt": 5,
+            "cwe": 10,
+            "fwe": 3,
+        }.get(name, 1)
         assert suite.match_all(" ".join(case.expected), case.expected) == 1
         assert suite.match_all(case.prompt.prefix, case.expected) < 0.5
 
 
 def uneven(prompt):
     """Of a tokenizer for which words of the same length differ: a token for each word, vowel and digit."""
-    turns = [prompt.text] if isinstance(prompt.text, str) else [turn.content for turn in prompt.text]
-    return sum(1 + sum(letter in "aeiou0123456789" for letter in word)
-               for turn in [*turns, prompt.prefix] for word in turn.split())
+    turns = (
+        [prompt.text] if isinstance(prompt.text, str) else [turn.content for turn in prompt.text]
+    )
+    return sum(
+        1 + sum(letter in "aeiou0123456789" for letter in word)
+        for turn in [*turns, prompt.prefix]
+        for word in turn.split()
+    )
 
 
-@pytest.mark.parametrize(("make", "share"), [
-    (lambda: needle.make_cases(uneven, [2000, 4096], [0, 0.5], (1, 3), 6), 0),
-    (lambda: ruler.make_cases(uneven, [4096], ["niah_multikey_2", "fwe"], 6), 0.2),
-    (lambda: coreference.make_cases(uneven, [4096], each=6), 0.2),
-    (lambda: line_retrieval.LiveLines("lines", count=6, max_new_tokens=20).cases(uneven, [1500, 4096]), 0.2),
-], ids=["needle", "ruler", "coreference", "lines"])
+@pytest.mark.parametrize(
+    ("make", "share"),
+    [
+        (lambda: needle.make_cases(uneven, [2000, 4096], [0, 0.5], (1, 3), 6), 0),
+        (lambda: ruler.make_cases(uneven, [4096], ["niah_multikey_2", "fwe"], 6), 0.2),
+        (lambda: coreference.make_cases(uneven, [4096], each=6), 0.2),
+        (
+            lambda: line_retrieval.LiveLines("lines", count=6, max_new_tokens=20).cases(
+                uneven, [1500, 4096]
+            ),
+            0.2,
+        ),
+    ],
+    ids=["needle", "ruler", "coreference", "lines"],
+)
 def test_every_sample_fits_with_its_answer(monkeypatch, make, share):
     """Those that fit with the units of the first one are left as they are. The others, at least this share, get fewer."""
+
     def length(case):
         return uneven(case.prompt) + case.prompt.new_tokens
 
@@ -124,7 +179,11 @@ def test_every_sample_fits_with_its_answer(monkeypatch, make, share):
     plain = make()
     assert sum(length(case) > case.tokens for case in plain) >= share * len(plain)
     for case, before in zip(fitted, plain, strict=True):
-        assert case == before if length(before) <= case.tokens else 0.95 * case.tokens <= length(case) <= case.tokens
+        assert (
+            case == before
+            if length(before) <= case.tokens
+            else 0.95 * case.tokens <= length(case) <= case.tokens
+        )
 
 
 def test_a_task_whose_shortest_case_is_too_long_is_skipped_by_name(capsys):
@@ -133,7 +192,10 @@ def test_a_task_whose_shortest_case_is_too_long_is_skipped_by_name(capsys):
 
     assert [count(case.prompt) for case in suite.cases_of(make, 50, count, 1)] == [40]
     assert [count(case.prompt) for case in suite.cases_of(make, 50, count, 2)] == [40]
-    assert "warning: skipped: t: its shortest case takes 101 tokens, found 50; 101 or more" in capsys.readouterr().err
+    assert (
+        "warning: skipped: t: its shortest case takes 101 tokens, found 50; 101 or more"
+        in capsys.readouterr().err
+    )
     with pytest.raises(UserError, match="ruler: no task has cases as short as --tokens"):
         suite.run("ruler", None, [], "nowhere", {})
 
@@ -157,18 +219,23 @@ def test_words_are_the_most_frequent():
 
     exercise = tasks.common_words(np.random.default_rng(0), 50, True)
     listed = re.findall(r"\d+\. ([\w-]+)", exercise.text.rpartition("Below is")[2])
-    assert {word for word, _ in collections.Counter(listed).most_common(10)} == set(exercise.expected)
+    assert {word for word, _ in collections.Counter(listed).most_common(10)} == set(
+        exercise.expected
+    )
     exercise = tasks.frequent_words(np.random.default_rng(0), 800, True)
     coded = exercise.text.partition("coded words. ")[2].partition("\nQuestion")[0].split()
-    assert [word for word, _ in collections.Counter(coded).most_common(4)] == ["...", *exercise.expected]
+    assert [word for word, _ in collections.Counter(coded).most_common(4)] == [
+        "...",
+        *exercise.expected,
+    ]
 
 
 @pytest.mark.parametrize("depth", [0, 0.3, 1])
 def test_a_needle_is_at_its_depth(depth):
-    case, = needle.make_cases(count, [2000], [depth], (1,), 1)
+    (case,) = needle.make_cases(count, [2000], [depth], (1,), 1)
     sentence = case.prompt.text.index(f"is: {case.expected[0]}.")
     assert sentence / len(case.prompt.text) == pytest.approx(depth, abs=0.05)
-    several, = needle.make_cases(count, [2000], [depth], (3,), 1)
+    (several,) = needle.make_cases(count, [2000], [depth], (3,), 1)
     assert len(several.expected) == 3 and several.prompt.new_tokens == 3 * case.prompt.new_tokens
 
 
@@ -178,23 +245,36 @@ def test_the_reply_that_is_asked_for_is_the_ith_of_its_kind():
         *turns, question = case.prompt.text
         subject = question.content.partition(" of this")[0].split()
         form, topic = subject[subject.index("the") + 2], subject[-1]
-        replies = [reply.content for request, reply in zip(turns[::2], turns[1::2], strict=True)
-                   if request.content == f"Write a {form} about a {topic}."]
+        replies = [
+            reply.content
+            for request, reply in zip(turns[::2], turns[1::2], strict=True)
+            if request.content == f"Write a {form} about a {topic}."
+        ]
         beginning, expected = case.expected
-        assert len(replies) == 4 and replies[number % 4] == expected and beginning in question.content
+        assert (
+            len(replies) == 4 and replies[number % 4] == expected and beginning in question.content
+        )
         assert suite.score_of(case, Answer(f" {beginning} {expected}", 0)) == 1
 
 
 def test_questions_about_documents(tmp_path):
     path = tmp_path / "qa.jsonl"
-    rows = [{"question": f"Who is {i}?", "answers": [f"Name{i}", f"N. {i}"], "documents": [f"{i} is Name{i}. " + "word " * 20]}
-            for i in range(30)]
+    rows = [
+        {
+            "question": f"Who is {i}?",
+            "answers": [f"Name{i}", f"N. {i}"],
+            "documents": [f"{i} is Name{i}. " + "word " * 20],
+        }
+        for i in range(30)
+    ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     cases = ruler.qa_cases(str(path), count, [300], 4, 0)
     for i, case in enumerate(cases):
         assert f"{i} is Name{i}." in case.prompt.text and 250 < count(case.prompt) + 32 <= 300
         assert suite.score_of(case, Answer(f"it is n. {i}", 1)) == 1
-    path.write_text(json.dumps(rows[0]) + "\n" + json.dumps({"question": "?", "answers": "x"}) + "\n")
+    path.write_text(
+        json.dumps(rows[0]) + "\n" + json.dumps({"question": "?", "answers": "x"}) + "\n"
+    )
     with pytest.raises(UserError, match=r"qa.jsonl:2: not a question"):
         ruler.qa_cases(str(path), count, [300], 4, 0)
 
@@ -217,22 +297,41 @@ def test_texts_that_cannot_be_used(tmp_path):
     assert needle.make_cases(count, [20], [0.5]) == []
 
 
-@pytest.mark.parametrize(("command", "flags"), [
-    (needle, ("--tokens", "400", "--depths", "0", "1", "--count", "2")),
-    (ruler, ("--tokens", "700", "--tasks", "niah_single_1", "vt", "--count", "2")),
-    (coreference, ("--tokens", "900", "--alike", "2", "--count", "2")),
-], ids=["needle", "ruler", "coreference"])
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (needle, ("--tokens", "400", "--depths", "0", "1", "--count", "2")),
+        (ruler, ("--tokens", "700", "--tasks", "niah_single_1", "vt", "--count", "2")),
+        (coreference, ("--tokens", "900", "--alike", "2", "--count", "2")),
+    ],
+    ids=["needle", "ruler", "coreference"],
+)
 def test_commands_write_results_and_go_on(hf_model, tmp_path, monkeypatch, capsys, command, flags):
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
-    shared = ["--checkpoint", str(hf_model), "--output", str(tmp_path), "--fsdp", "8", "--rows", "8"]
+    shared = [
+        "--checkpoint",
+        str(hf_model),
+        "--output",
+        str(tmp_path),
+        "--fsdp",
+        "8",
+        "--rows",
+        "8",
+    ]
     assert command.main([*shared, *flags]) == 0
     name = command.__name__.split(".")[-1]
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["evaluation"] == name and sum(row["cases"] for row in results["results"]) == 4 - 2 * (name == "coreference")
+    assert results["evaluation"] == name and sum(
+        row["cases"] for row in results["results"]
+    ) == 4 - 2 * (name == "coreference")
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     rows = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
     assert len({row["prompt"] for row in rows}) == len(rows)  # by which eval.compare pairs them
-    assert all(row["score"] == 0 for row in rows) and len(rows) == sum(row["cases"] for row in results["results"])
+    assert all(row["score"] == 0 for row in rows) and len(rows) == sum(
+        row["cases"] for row in results["results"]
+    )
     before = (tmp_path / "answers.jsonl").read_bytes()
     assert command.main([*shared, *flags]) == 0
-    assert (tmp_path / "answers.jsonl").read_bytes() == before and "are there already" in capsys.readouterr().out
+    assert (
+        tmp_path / "answers.jsonl"
+    ).read_bytes() == before and "are there already" in capsys.readouterr().out

@@ -1,4 +1,5 @@
 """Small models and batches that the model's tests share."""
+
 import dataclasses
 import itertools
 
@@ -17,34 +18,57 @@ from trainer.mesh import make_mesh
 # Sizes of chunks: position-wise work runs on all of a device's tokens at once.
 ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
 MESHES = {
-    "one": {}, "fsdp 8": {"fsdp": 8}, "sequence 8": {"sequence": 8}, "tensor 2 x sequence 4": {"tensor": 2, "sequence": 4},
-    "fsdp 2 x tensor 2 x sequence 2": {"fsdp": 2, "tensor": 2, "sequence": 2}, "data 2 x tensor 4": {"data": 2, "tensor": 4},
+    "one": {},
+    "fsdp 8": {"fsdp": 8},
+    "sequence 8": {"sequence": 8},
+    "tensor 2 x sequence 4": {"tensor": 2, "sequence": 4},
+    "fsdp 2 x tensor 2 x sequence 2": {"fsdp": 2, "tensor": 2, "sequence": 2},
+    "data 2 x tensor 4": {"data": 2, "tensor": 4},
 }
 
 
 def tiny(**changes) -> LlamaConfig:
     """Two layers, grouped heads, sizes that all meshes divide."""
-    values = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-              "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.1}
+    values = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.1,
+    }
     return LlamaConfig(**{**values, **changes})
 
 
 def mesh_of(shape: dict):
     """A mesh on the first devices that it needs."""
     config = MeshConfig(**shape)
-    return make_mesh(config, jax.devices()[:config.devices])
+    return make_mesh(config, jax.devices()[: config.devices])
 
 
 def llama(config, shape=None, **options) -> Llama:
     """A float32 model with small tiles and chunks, so that there are several of each; options of memory go by their names."""
-    options = {"dtype": jnp.float32, "kernel": get_kernel(query_tile=16, key_tile=16), "projection_chunk": 16,
-               "feed_forward_chunk": 16, "loss_chunk": 8, **options}
-    memory = {field.name: options.pop(field.name) for field in dataclasses.fields(MemoryConfig) if field.name in options}
+    options = {
+        "dtype": jnp.float32,
+        "kernel": get_kernel(query_tile=16, key_tile=16),
+        "projection_chunk": 16,
+        "feed_forward_chunk": 16,
+        "loss_chunk": 8,
+        **options,
+    }
+    memory = {
+        field.name: options.pop(field.name)
+        for field in dataclasses.fields(MemoryConfig)
+        if field.name in options
+    }
     return Llama(config, mesh_of(shape or {}), memory=MemoryConfig(**memory), **options)
 
 
 def mean_loss(model):
     """(params, batch) -> the mean loss in nats, and the sum of weights."""
+
     def loss(params, batch):
         sums = model.loss(params, batch)
         return sums.total / sums.weight, sums.weight
@@ -55,17 +79,23 @@ def mean_loss(model):
 def packed_batch(config, rows=8, length=128, seed=0) -> dict[str, np.ndarray]:
     """Documents of uneven lengths, padding at the row's end, an uneven loss mask; in natural order."""
     rng = np.random.default_rng(seed)
-    batch = {name: np.zeros((rows, length), np.int32) for name in ("index", "segment_ids", "positions")}
+    batch = {
+        name: np.zeros((rows, length), np.int32) for name in ("index", "segment_ids", "positions")
+    }
     batch["index"][:] = np.arange(length)
     for row in range(rows):
         cuts = [0, *sorted(rng.choice(np.arange(1, length), 3, replace=False))]
         for number, (start, end) in enumerate(itertools.pairwise(cuts), 1):
             batch["segment_ids"][row, start:end] = number
             batch["positions"][row, start:end] = np.arange(end - start)
-    batch["tokens"], batch["targets"] = (rng.integers(0, config.vocab_size, (rows, length), np.int32) for _ in "tt")
+    batch["tokens"], batch["targets"] = (
+        rng.integers(0, config.vocab_size, (rows, length), np.int32) for _ in "tt"
+    )
     # The first rows hold far more targets than the last: a mean of the shards' means would be wrong.
     share = np.linspace(0.9, 0.02, rows)[:, None]
-    batch["loss_weights"] = ((rng.random((rows, length)) < share) & (batch["segment_ids"] > 0)).astype(np.float32)
+    batch["loss_weights"] = (
+        (rng.random((rows, length)) < share) & (batch["segment_ids"] > 0)
+    ).astype(np.float32)
     return batch
 
 

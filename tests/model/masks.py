@@ -7,13 +7,24 @@ WEYL, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 
 def mix(key: np.ndarray, number) -> np.ndarray:
     """MurmurHash3's finaliser of key + number * WEYL, of 32 bits; computed in 64 bits and cut."""
-    x = (np.asarray(key, np.uint64) + np.asarray(number, np.uint64) * np.uint64(WEYL)) & np.uint64(0xFFFFFFFF)
+    x = (np.asarray(key, np.uint64) + np.asarray(number, np.uint64) * np.uint64(WEYL)) & np.uint64(
+        0xFFFFFFFF
+    )
     for shift, factor in ((16, FIRST), (13, SECOND)):
         x = ((x ^ (x >> np.uint64(shift))) * np.uint64(factor)) & np.uint64(0xFFFFFFFF)
     return x ^ (x >> np.uint64(16))
 
 
-def mask(rate: float, seed: int, step: int, rows: int, length: int, layer: int, projection: int, features: int) -> np.ndarray:
+def mask(
+    rate: float,
+    seed: int,
+    step: int,
+    rows: int,
+    length: int,
+    layer: int,
+    projection: int,
+    features: int,
+) -> np.ndarray:
     """Which elements [rows, length, features] of an adapter's input are kept."""
     row, index, feature = np.ogrid[:rows, :length, :features]
     key = WEYL

@@ -1,4 +1,5 @@
 """Low-rank adapters in the model: the same loss and gradients however the layers run, and frozen weights without gradients."""
+
 import dataclasses
 import functools
 import math
@@ -34,7 +35,9 @@ def loss_and_gradients(model, batch, params=None):
         return jax.device_put(x + noise, x.sharding)
 
     trained = {name: moved(name, params[name]) for name in own}
-    fn = jax.jit(jax.value_and_grad(lambda trained: mean_loss(model)({**trained, **frozen}, batch)[0]))
+    fn = jax.jit(
+        jax.value_and_grad(lambda trained: mean_loss(model)({**trained, **frozen}, batch)[0])
+    )
     value, gradients = fn(trained)
     return float(value), {name: np.asarray(x)[own[name]] for name, x in gradients.items()}
 
@@ -44,29 +47,47 @@ def on_one_device(config=CONFIG):
     return loss_and_gradients(llama(config), packed_batch(config, *BATCH))
 
 
-@pytest.mark.parametrize(("mesh", "options"), [
-    ({"fsdp": 2, "tensor": 2, "sequence": 2}, {}),
-    pytest.param({"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow),
-    pytest.param({"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
-    pytest.param({"sequence": 2}, {"attention_groups": 2}, marks=pytest.mark.slow),
-    pytest.param({"sequence": 2}, {"query_chunks": 2, "remat": "nothing"}, marks=pytest.mark.slow),
-    pytest.param({"sequence": 2}, {"query_chunks": 2, "attention_groups": 2, "remat": "every_k"}, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 2}, {"remat": "everything"}, marks=pytest.mark.slow),
-    pytest.param({"sequence": 2, "tensor": 2}, {"sequence_parallel": True}, marks=pytest.mark.slow),
-    pytest.param({"sequence": 4}, {"schedule": "all_gather"}, marks=pytest.mark.slow),
-], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"fsdp": 2, "tensor": 2, "sequence": 2}, {}),
+        pytest.param({"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
+        pytest.param({"sequence": 2}, {"attention_groups": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"sequence": 2}, {"query_chunks": 2, "remat": "nothing"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"sequence": 2},
+            {"query_chunks": 2, "attention_groups": 2, "remat": "every_k"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"fsdp": 2}, {"remat": "everything"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"sequence": 2, "tensor": 2}, {"sequence_parallel": True}, marks=pytest.mark.slow
+        ),
+        pytest.param({"sequence": 4}, {"schedule": "all_gather"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_every_mesh_and_memory_option_computes_the_same(mesh, options):
     check_against_one_device(CONFIG, mesh, options)
 
 
-@pytest.mark.parametrize(("mesh", "options"), [
-    ({"fsdp": 2, "tensor": 2, "sequence": 2}, {}),
-    pytest.param({"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 2}, {"remat": "everything"}, marks=pytest.mark.slow),
-    pytest.param({"sequence": 2, "tensor": 2}, {"sequence_parallel": True}, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 3}, {}, marks=pytest.mark.slow),  # which pads the hidden size
-], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"fsdp": 2, "tensor": 2, "sequence": 2}, {}),
+        pytest.param({"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2}, {"remat": "everything"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"sequence": 2, "tensor": 2}, {"sequence_parallel": True}, marks=pytest.mark.slow
+        ),
+        pytest.param({"fsdp": 3}, {}, marks=pytest.mark.slow),  # which pads the hidden size
+    ],
+    ids=str,
+)
 def test_dora_is_the_same_on_every_mesh(mesh, options):
     check_against_one_device(DORA, mesh, options)
 
@@ -78,9 +99,13 @@ def check_against_one_device(config, mesh, options):
     whole = packed_batch(config, rows, BATCH[1])
     batch, _ = permuted(whole, model)
     loss, gradients = loss_and_gradients(model, place_batch(batch, model.mesh))
-    expected_loss, expected = on_one_device(config) if rows == BATCH[0] else loss_and_gradients(llama(config), whole)
+    expected_loss, expected = (
+        on_one_device(config) if rows == BATCH[0] else loss_and_gradients(llama(config), whole)
+    )
     assert abs(loss - expected_loss) <= 1e-5
-    assert gradients.keys() == expected.keys() and any(name.endswith("lora_A") for name in gradients)
+    assert gradients.keys() == expected.keys() and any(
+        name.endswith("lora_A") for name in gradients
+    )
     for name, x in expected.items():
         assert np.abs(gradients[name] - x).max() <= 1e-5 * np.abs(x).max(), name
 
@@ -93,11 +118,15 @@ def test_new_adapters_change_nothing():
     assert all(not np.any(x) for name, x in adapters.items() if name.endswith("lora_B"))
     a = np.asarray(adapters["layers.self_attn.o_proj.lora_A"])
     assert a.shape == (2, 8, 8, 4) and 0.1 < np.abs(a).max() <= 1 / 8 and abs(a.mean()) < 0.02
-    losses = [jax.jit(mean_loss(model))(weights, batch)[0]
-              for model, weights in ((adapted, {**params, **adapters}), (plain, params))]
+    losses = [
+        jax.jit(mean_loss(model))(weights, batch)[0]
+        for model, weights in ((adapted, {**params, **adapters}), (plain, params))
+    ]
     assert losses[0] == losses[1]
     assert {name for name, parameter in adapted.parameters.items() if not parameter.frozen} == {
-        *adapters, *(name for name in params if name.endswith("norm.weight"))}
+        *adapters,
+        *(name for name in params if name.endswith("norm.weight")),
+    }
 
 
 def test_new_magnitudes_are_the_lengths_of_the_weights_columns():
@@ -108,25 +137,52 @@ def test_new_magnitudes_are_the_lengths_of_the_weights_columns():
     for mesh in ({}, {"fsdp": 2, "tensor": 2, "sequence": 2}, {"tensor": 4}):
         model = llama(DORA, mesh)
         drawn = model.init(0)
-        for name, inputs in (("self_attn.q_proj", 1), ("self_attn.k_proj", 1), ("self_attn.o_proj", 2), ("mlp.down_proj", 1)):
+        for name, inputs in (
+            ("self_attn.q_proj", 1),
+            ("self_attn.k_proj", 1),
+            ("self_attn.o_proj", 2),
+            ("mlp.down_proj", 1),
+        ):
             weight = np.asarray(params[f"layers.{name}.weight"], np.float64)
-            lengths = np.sqrt(np.sum(weight ** 2, tuple(range(1, 1 + inputs))))
-            np.testing.assert_allclose(np.asarray(drawn[f"layers.{name}.lora_magnitude_vector"]), lengths, rtol=1e-6)
+            lengths = np.sqrt(np.sum(weight**2, tuple(range(1, 1 + inputs))))
+            np.testing.assert_allclose(
+                np.asarray(drawn[f"layers.{name}.lora_magnitude_vector"]), lengths, rtol=1e-6
+            )
         if not mesh:
-            losses = [float(jax.jit(mean_loss(model))(drawn, batch)[0]), float(jax.jit(mean_loss(plain))(params, batch)[0])]
+            losses = [
+                float(jax.jit(mean_loss(model))(drawn, batch)[0]),
+                float(jax.jit(mean_loss(plain))(params, batch)[0]),
+            ]
     assert abs(losses[0] - losses[1]) <= 1e-6 * losses[1]
 
 
 def float32_sizes(adapter):
     """The sizes of all float32 arrays in the traced training step of a bfloat16 model, and those of its matrices, as stored and
     of a layer."""
-    config = tiny(hidden_size=88, intermediate_size=112, num_attention_heads=5, num_key_value_heads=1, head_dim=24,
-                  vocab_size=176, num_hidden_layers=3, adapter=adapter)
+    config = tiny(
+        hidden_size=88,
+        intermediate_size=112,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        head_dim=24,
+        vocab_size=176,
+        num_hidden_layers=3,
+        adapter=adapter,
+    )
     model = llama(config, dtype=jnp.bfloat16)
     text = StepBuilder(model, model.loss, text_batch(2, 32, model.mesh)).lower_train().as_text()
-    arrays = {math.prod(map(int, shape.split("x")[:-1])) for shape in re.findall(r"tensor<([\dx]+xf32)>", text)}
-    matrices = [parameter.shape for name, parameter in model.parameters.items() if name.endswith(("_proj.weight", "s.weight"))]
-    return arrays, {math.prod(shape[start:]) for shape in matrices for start in (0, 1) if len(shape[start:]) > 1}
+    arrays = {
+        math.prod(map(int, shape.split("x")[:-1]))
+        for shape in re.findall(r"tensor<([\dx]+xf32)>", text)
+    }
+    matrices = [
+        parameter.shape
+        for name, parameter in model.parameters.items()
+        if name.endswith(("_proj.weight", "s.weight"))
+    ]
+    return arrays, {
+        math.prod(shape[start:]) for shape in matrices for start in (0, 1) if len(shape[start:]) > 1
+    }
 
 
 def test_no_float32_array_has_the_size_of_a_frozen_matrix():
@@ -139,16 +195,29 @@ def test_no_float32_array_has_the_size_of_a_frozen_matrix():
     assert arrays >= matrices
 
 
-@pytest.mark.parametrize(("fields", "facts"), [
-    ({"targets": ("q_proj", "key")}, ["adapter.targets", "'key'", "q_proj, k_proj, v_proj", "all-linear"]),
-    ({"rank": -1}, ["adapter.rank", "-1"]),
-    ({"rank": 17}, ["adapter.rank: found 17", "at most 16", "k_proj has 64 inputs and 16 outputs"]),
-    ({"rank": 4, "train": ("embeddings",)}, ["adapter.train", "'embeddings'", "embed_tokens", "lm_head"]),
-    ({"train": ("norm", "")}, ["adapter.train: found an empty name", "embed_tokens"]),
-    ({"alpha": 0.0}, ["adapter.alpha", "positive"]),
-    ({"path": "x", "rank": 0}, ["adapter.rank", "adapter.path"]),
-    ({"use_dora": True, "rank": 0}, ["adapter.rank", "adapter.use_dora"]),
-], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "facts"),
+    [
+        (
+            {"targets": ("q_proj", "key")},
+            ["adapter.targets", "'key'", "q_proj, k_proj, v_proj", "all-linear"],
+        ),
+        ({"rank": -1}, ["adapter.rank", "-1"]),
+        (
+            {"rank": 17},
+            ["adapter.rank: found 17", "at most 16", "k_proj has 64 inputs and 16 outputs"],
+        ),
+        (
+            {"rank": 4, "train": ("embeddings",)},
+            ["adapter.train", "'embeddings'", "embed_tokens", "lm_head"],
+        ),
+        ({"train": ("norm", "")}, ["adapter.train: found an empty name", "embed_tokens"]),
+        ({"alpha": 0.0}, ["adapter.alpha", "positive"]),
+        ({"path": "x", "rank": 0}, ["adapter.rank", "adapter.path"]),
+        ({"use_dora": True, "rank": 0}, ["adapter.rank", "adapter.use_dora"]),
+    ],
+    ids=str,
+)
 def test_what_makes_no_adapter_is_refused(fields, facts):
     """In one line that names the field and what would work."""
     with pytest.raises(ValueError) as error:

@@ -1,4 +1,5 @@
 """The model of trajectories: the same on every mesh, schedule and layout; its loss and embedding against plain numpy."""
+
 import dataclasses
 
 import jax
@@ -18,13 +19,22 @@ from model.memory.options import MemoryConfig
 from tests.model.build import mesh_of
 
 SIZES = TrajectorySizes(observation=5, action=2)
-CONFIG = LlamaConfig(vocab_size=1, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                     num_key_value_heads=2, max_position_embeddings=256)
+CONFIG = LlamaConfig(
+    vocab_size=1,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
 ROWS, LENGTH = 2, 64
 
 
 def model_on(axes=None, config=CONFIG, sizes=SIZES, **options):
-    return AgenticTransformer(config, mesh_of(axes or {}), dtype=jnp.float32, sizes=sizes, **options)
+    return AgenticTransformer(
+        config, mesh_of(axes or {}), dtype=jnp.float32, sizes=sizes, **options
+    )
 
 
 def batch_of(rows=ROWS, length=LENGTH, padding=8, seed=0):
@@ -33,12 +43,19 @@ def batch_of(rows=ROWS, length=LENGTH, padding=8, seed=0):
     kinds = np.tile(np.arange(4, dtype=np.int32), (rows, length // 4))
     index = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)).copy()
     segment_ids = np.ones((rows, length), np.int32)
-    segment_ids[1, length - padding:] = 0
+    segment_ids[1, length - padding :] = 0
     weights = ((kinds == Kind.STATE) & (segment_ids > 0)).astype(np.float32)
     values = generator.normal(size=(rows, length, SIZES.width)).astype(np.float32)
     targets = generator.uniform(-1, 1, size=(rows, length, SIZES.action)).astype(np.float32)
-    return {"values": values, "kinds": kinds, "targets": targets, "loss_weights": weights, "positions": index.copy(),
-            "index": index, "segment_ids": segment_ids}
+    return {
+        "values": values,
+        "kinds": kinds,
+        "targets": targets,
+        "loss_weights": weights,
+        "positions": index.copy(),
+        "index": index,
+        "segment_ids": segment_ids,
+    }
 
 
 def permuted(batch, model, layout):
@@ -60,8 +77,13 @@ def test_inputs_of_a_kind_see_their_own_matrix():
     weight = np.asarray(params["embed_inputs.weight"]).reshape(len(Kind), SIZES.width, -1)
     expected = np.einsum("btw,btwe->bte", batch["values"], weight[batch["kinds"]])
     expected += np.asarray(params["embed_inputs.bias"])[batch["kinds"]]
-    embed = jax.shard_map(model.local_embed, mesh=model.mesh, in_specs=(model.specs, jax.sharding.PartitionSpec()),
-                          out_specs=jax.sharding.PartitionSpec(), check_vma=False)
+    embed = jax.shard_map(
+        model.local_embed,
+        mesh=model.mesh,
+        in_specs=(model.specs, jax.sharding.PartitionSpec()),
+        out_specs=jax.sharding.PartitionSpec(),
+        check_vma=False,
+    )
     np.testing.assert_allclose(jax.jit(embed)(params, batch), expected, atol=1e-6)
 
 
@@ -72,7 +94,9 @@ def test_the_loss_is_the_mean_squared_error_at_states():
     assert np.abs(predicted).max() < 1
     errors = np.square(predicted - batch["targets"]).mean(-1)
     loss, _ = loss_and_gradient(model, params, batch)
-    assert float(loss) == pytest.approx((errors * batch["loss_weights"]).sum() / batch["loss_weights"].sum(), rel=1e-6)
+    assert float(loss) == pytest.approx(
+        (errors * batch["loss_weights"]).sum() / batch["loss_weights"].sum(), rel=1e-6
+    )
 
 
 def test_of_several_actions_the_loss_is_their_mixtures_likelihood_and_the_most_probable_is_taken():
@@ -86,7 +110,13 @@ def test_of_several_actions_the_loss_is_their_mixtures_likelihood_and_the_most_p
         return x @ params["action_head.weight"] + params["action_head.bias"]
 
     everywhere = jax.sharding.PartitionSpec()
-    numbers = jax.shard_map(numbers, mesh=model.mesh, in_specs=(model.specs, everywhere), out_specs=everywhere, check_vma=False)
+    numbers = jax.shard_map(
+        numbers,
+        mesh=model.mesh,
+        in_specs=(model.specs, everywhere),
+        out_specs=everywhere,
+        check_vma=False,
+    )
     numbers = np.asarray(jax.jit(numbers)(params, batch), np.float64)
     actions = np.tanh(numbers[..., :6]).reshape(*numbers.shape[:2], 3, 2)
     probabilities = np.exp(numbers[..., 6:]) / np.exp(numbers[..., 6:]).sum(-1, keepdims=True)
@@ -105,15 +135,30 @@ def test_an_action_sees_nothing_that_comes_after_its_state():
     state = 21
     assert batch["kinds"][0, state] == Kind.STATE
     changed = {**batch, "values": batch["values"].copy()}
-    changed["values"][:, state + 1:] += 1
-    np.testing.assert_array_equal(actions(params, changed)[:, :state + 1], actions(params, batch)[:, :state + 1])
+    changed["values"][:, state + 1 :] += 1
+    np.testing.assert_array_equal(
+        actions(params, changed)[:, : state + 1], actions(params, batch)[:, : state + 1]
+    )
 
 
 def test_a_new_model_with_gemmas_norms_does_not_predict_zeros():
     """The weights of its norms begin at 0, and their offset is 1."""
-    gemma = LlamaConfig(**{name: getattr(CONFIG, name) for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "max_position_embeddings")}, family="gemma2", **FAMILIES["gemma2"].computes)
+    gemma = LlamaConfig(
+        **{
+            name: getattr(CONFIG, name)
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "max_position_embeddings",
+            )
+        },
+        family="gemma2",
+        **FAMILIES["gemma2"].computes,
+    )
     model = model_on(config=gemma)
     params = model.init(0)
     assert not np.asarray(params["norm.weight"]).any()
@@ -121,30 +166,53 @@ def test_a_new_model_with_gemmas_norms_does_not_predict_zeros():
     assert np.abs(np.asarray(predicted)).max() > 1e-4
 
 
-@pytest.mark.parametrize(("axes", "layout", "schedule", "memory"), [
-    ({"fsdp": 2, "sequence": 4}, "striped", "ring", {}),
-    pytest.param({"tensor": 2, "sequence": 2}, "zigzag", "ulysses", {"remat": "save_attention", "loss_chunk": 8},
-                 marks=pytest.mark.slow),
-    pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, "striped", "all_gather", {"feed_forward_chunk": 8},
-                 marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    ("axes", "layout", "schedule", "memory"),
+    [
+        ({"fsdp": 2, "sequence": 4}, "striped", "ring", {}),
+        pytest.param(
+            {"tensor": 2, "sequence": 2},
+            "zigzag",
+            "ulysses",
+            {"remat": "save_attention", "loss_chunk": 8},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"fsdp": 2, "tensor": 2, "sequence": 2},
+            "striped",
+            "all_gather",
+            {"feed_forward_chunk": 8},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_loss_and_gradients_are_those_of_one_device(axes, layout, schedule, memory):
-    config = dataclasses.replace(CONFIG, hidden_size=40, head_dim=8) if "tensor" not in axes else CONFIG
+    config = (
+        dataclasses.replace(CONFIG, hidden_size=40, head_dim=8) if "tensor" not in axes else CONFIG
+    )
     one_device = model_on(config=config, memory=MemoryConfig(remat="nothing"))
     sharded = model_on(axes, config, schedule=schedule, memory=MemoryConfig(**memory))
     params = one_device.init(0)
     expected_loss, expected = loss_and_gradient(one_device, params, batch_of())
-    loss, gradient = loss_and_gradient(sharded, sharded.init(0), permuted(batch_of(), sharded, layout))
+    loss, gradient = loss_and_gradient(
+        sharded, sharded.init(0), permuted(batch_of(), sharded, layout)
+    )
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
     for name, value in expected.items():
         own = np.asarray(gradient[name])[tuple(slice(size) for size in value.shape)]
-        np.testing.assert_allclose(own, value, rtol=0, atol=1e-5 * float(jnp.abs(value).max()), err_msg=name)
+        np.testing.assert_allclose(
+            own, value, rtol=0, atol=1e-5 * float(jnp.abs(value).max()), err_msg=name
+        )
 
 
 # The columns of Ring Attention's Table 5 as scripts.benchmarks.trajectory_memory has them: mesh, kernel, sizes of chunks.
 TILES = get_kernel("xla", query_tile=8, key_tile=8)
-COLUMNS = {"vanilla": ({}, get_kernel("reference"), 0), "memory-efficient": ({}, TILES, 0), "blockwise": ({}, TILES, 8),
-           "ring": ({"fsdp": 2, "sequence": 4}, TILES, 4)}
+COLUMNS = {
+    "vanilla": ({}, get_kernel("reference"), 0),
+    "memory-efficient": ({}, TILES, 0),
+    "blockwise": ({}, TILES, 8),
+    "ring": ({"fsdp": 2, "sequence": 4}, TILES, 4),
+}
 
 
 @pytest.fixture(scope="module")
@@ -154,21 +222,38 @@ def trajectories():
     generator = np.random.default_rng(4)
 
     def trajectory():
-        return Decisions(generator.normal(size=(5, SIZES.observation)).astype(np.float32),
-                         generator.uniform(-1, 1, (5, SIZES.action)).astype(np.float32),
-                         generator.uniform(size=5).astype(np.float32))
+        return Decisions(
+            generator.normal(size=(5, SIZES.observation)).astype(np.float32),
+            generator.uniform(-1, 1, (5, SIZES.action)).astype(np.float32),
+            generator.uniform(size=5).astype(np.float32),
+        )
 
-    rows = [row(relabelled([trajectory() for _ in range(3)]), scales, LENGTH, TrajectoryConfig(in_context=3))
-            for _ in range(ROWS)]
+    rows = [
+        row(
+            relabelled([trajectory() for _ in range(3)]),
+            scales,
+            LENGTH,
+            TrajectoryConfig(in_context=3),
+        )
+        for _ in range(ROWS)
+    ]
     return {name: np.stack([arrays[name] for arrays in rows]) for name in rows[0]}
 
 
 def in_column(name, batch):
     """Returns the loss and the gradient of a batch with a column's attention."""
     axes, kernel, chunk = COLUMNS[name]
-    model = model_on(axes, kernel=kernel, schedule="ring" if axes else "local",
-                     memory=MemoryConfig(remat="nothing", projection_chunk=chunk, feed_forward_chunk=chunk, loss_chunk=chunk))
-    return loss_and_gradient(model, model.init(0), permuted(batch, model, "striped" if axes else "contiguous"))
+    model = model_on(
+        axes,
+        kernel=kernel,
+        schedule="ring" if axes else "local",
+        memory=MemoryConfig(
+            remat="nothing", projection_chunk=chunk, feed_forward_chunk=chunk, loss_chunk=chunk
+        ),
+    )
+    return loss_and_gradient(
+        model, model.init(0), permuted(batch, model, "striped" if axes else "contiguous")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -183,4 +268,6 @@ def test_kinds_of_attention_differ_in_memory_alone(column, trajectories, vanilla
     (expected_loss, expected), (loss, gradient) = vanilla, in_column(column, trajectories)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5) and float(loss) > 0.1
     for name, value in expected.items():
-        np.testing.assert_allclose(gradient[name], value, rtol=0, atol=1e-5 * float(jnp.abs(value).max()), err_msg=name)
+        np.testing.assert_allclose(
+            gradient[name], value, rtol=0, atol=1e-5 * float(jnp.abs(value).max()), err_msg=name
+        )

@@ -1,4 +1,5 @@
 """Auxiliary losses of the layers: their values and gradients, by every runner, against a plain function on one device."""
+
 import functools
 
 import jax
@@ -18,7 +19,9 @@ from trainer.step import StepBuilder
 from trainer.text import text_batch
 
 ROWS, LENGTH = 4, 32
-CONFIG = tiny(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=4)
+CONFIG = tiny(
+    vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=4
+)
 RING = {"fsdp": 2, "sequence": 4}
 
 
@@ -27,7 +30,11 @@ class RoutedFeedForward(FeedForward):
 
     def __call__(self, x, parallel, dropout=None):
         y, _ = super().__call__(x, parallel, dropout)
-        return y, {"z": jnp.sum(jnp.square(jax.nn.logsumexp(self.gate_proj(x, parallel).astype(jnp.float32), -1)))}
+        return y, {
+            "z": jnp.sum(
+                jnp.square(jax.nn.logsumexp(self.gate_proj(x, parallel).astype(jnp.float32), -1))
+            )
+        }
 
 
 class RoutedLlama(Llama):
@@ -50,25 +57,46 @@ def by_formula(params, batch):
     """The loss of the tokens, and both auxiliary losses: sums over the batch, differentiated by jax itself."""
     x, size, z_losses = params["embed_tokens.weight"][batch["tokens"]], CONFIG.head_dim, []
     frequencies = inverse_frequencies(CONFIG.rope, size, LENGTH)
-    seen = (batch["segment_ids"][:, :, None] == batch["segment_ids"][:, None]) & (batch["segment_ids"][:, :, None] > 0)
+    seen = (batch["segment_ids"][:, :, None] == batch["segment_ids"][:, None]) & (
+        batch["segment_ids"][:, :, None] > 0
+    )
     seen &= batch["index"][:, :, None] >= batch["index"][:, None]
     for i in range(CONFIG.num_hidden_layers):
-        of_layer = {name.removeprefix("layers."): w[i] for name, w in params.items() if name.startswith("layers.")}
-        q, k, v = (jnp.einsum("bte,ehd->bthd", rms_norm(x, of_layer["input_layernorm.weight"], CONFIG.rms_norm_eps),
-                              of_layer[f"self_attn.{name}_proj.weight"]) for name in "qkv")
+        of_layer = {
+            name.removeprefix("layers."): w[i]
+            for name, w in params.items()
+            if name.startswith("layers.")
+        }
+        q, k, v = (
+            jnp.einsum(
+                "bte,ehd->bthd",
+                rms_norm(x, of_layer["input_layernorm.weight"], CONFIG.rms_norm_eps),
+                of_layer[f"self_attn.{name}_proj.weight"],
+            )
+            for name in "qkv"
+        )
         q, k = (apply_rope(heads, batch["positions"], frequencies, 1.0, LENGTH) for heads in (q, k))
         k, v = (jnp.repeat(heads, 2, 2) for heads in (k, v))
-        scores = jnp.where(seen[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k) * size ** -0.5, -1e30)
+        scores = jnp.where(seen[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k) * size**-0.5, -1e30)
         weights = jnp.where(seen[:, None], jax.nn.softmax(scores, -1), 0)
         attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
         x = x + jnp.einsum("bthd,hde->bte", attended, of_layer["self_attn.o_proj.weight"])
         hidden = rms_norm(x, of_layer["post_attention_layernorm.weight"], CONFIG.rms_norm_eps)
         gate = hidden @ of_layer["mlp.gate_proj.weight"]
         z_losses.append(jnp.sum(jnp.square(jax.nn.logsumexp(gate, -1))))
-        x = x + (jax.nn.silu(gate) * (hidden @ of_layer["mlp.up_proj.weight"])) @ of_layer["mlp.down_proj.weight"]
+        x = (
+            x
+            + (jax.nn.silu(gate) * (hidden @ of_layer["mlp.up_proj.weight"]))
+            @ of_layer["mlp.down_proj.weight"]
+        )
     logits = rms_norm(x, params["norm.weight"], CONFIG.rms_norm_eps) @ params["lm_head.weight"]
-    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
-    auxiliary = {"router_z": sum((i + 1) * z for i, z in enumerate(z_losses)), "twice": 2 * sum(z_losses)}
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[
+        ..., 0
+    ]
+    auxiliary = {
+        "router_z": sum((i + 1) * z for i, z in enumerate(z_losses)),
+        "twice": 2 * sum(z_losses),
+    }
     total = jnp.sum(losses * batch["loss_weights"])
     return total + auxiliary["router_z"] + auxiliary["twice"], (total, auxiliary)
 
@@ -83,18 +111,34 @@ def expected():
     return batch, params, *jax.tree.map(lambda x: np.asarray(x) / weight, (sums, gradient))
 
 
-@pytest.mark.parametrize(("mesh", "options", "parts"), [
-    ({}, {}, 1), (RING, {"remat": "everything"}, 2), (RING, {"remat": "every_k"}, 1), (RING, {"attention_groups": 2}, 2),
-    (RING, {"remat": "nothing", "query_chunks": 2}, 1),
-    (RING, {"remat": "nothing", "query_chunks": 2, "attention_groups": 2}, 2),
-    (RING, {"prefetch": True}, 2), (RING, {"prefetch": True, "remat": "nothing"}, 1)])
+@pytest.mark.parametrize(
+    ("mesh", "options", "parts"),
+    [
+        ({}, {}, 1),
+        (RING, {"remat": "everything"}, 2),
+        (RING, {"remat": "every_k"}, 1),
+        (RING, {"attention_groups": 2}, 2),
+        (RING, {"remat": "nothing", "query_chunks": 2}, 1),
+        (RING, {"remat": "nothing", "query_chunks": 2, "attention_groups": 2}, 2),
+        (RING, {"prefetch": True}, 2),
+        (RING, {"prefetch": True, "remat": "nothing"}, 1),
+    ],
+)
 def test_every_runner_trains_the_layers_losses(mesh, options, parts):
     batch, params, (loss, auxiliary), gradient = expected()
     plain = llama(CONFIG, mesh, **{**ALL_AT_ONCE, "feed_forward_chunk": 4}, **options)
-    model = RoutedLlama(CONFIG, plain.mesh, kernel=plain.kernel, dtype=plain.dtype, memory=plain.memory)
+    model = RoutedLlama(
+        CONFIG, plain.mesh, kernel=plain.kernel, dtype=plain.dtype, memory=plain.memory
+    )
     optimizer = OptimizerConfig(learning_rate=1.0, schedule="constant", clip_norm=0.0)
-    builder = StepBuilder(model, model.loss, text_batch(ROWS, LENGTH, model.mesh), optimizer,
-                          TrainConfig(steps=20, accumulation=parts), model.memory)
+    builder = StepBuilder(
+        model,
+        model.loss,
+        text_batch(ROWS, LENGTH, model.mesh),
+        optimizer,
+        TrainConfig(steps=20, accumulation=parts),
+        model.memory,
+    )
     order = permutation(LENGTH, model.mesh.shape["sequence"], "striped")
     placed = place_batch({name: x[:, order] for name, x in batch.items()}, model.mesh)
 
@@ -108,18 +152,30 @@ def test_every_runner_trains_the_layers_losses(mesh, options, parts):
     for name, value in auxiliary.items():
         np.testing.assert_allclose(sums.auxiliary[name] / sums.weight, value, rtol=1e-5)
     for name, value in gradient.items():
-        np.testing.assert_allclose(found[name] / sums.weight, value, rtol=1e-4, atol=1e-5 * np.abs(value).max(), err_msg=name)
+        np.testing.assert_allclose(
+            found[name] / sums.weight,
+            value,
+            rtol=1e-4,
+            atol=1e-5 * np.abs(value).max(),
+            err_msg=name,
+        )
 
 
 def test_metrics_name_them():
     batch, params, (loss, auxiliary), _ = expected()
     plain = llama(CONFIG)
-    model = RoutedLlama(CONFIG, plain.mesh, kernel=plain.kernel, dtype=plain.dtype, memory=plain.memory)
-    builder = StepBuilder(model, model.loss, text_batch(ROWS, LENGTH, model.mesh), train_config=TrainConfig(steps=20))
+    model = RoutedLlama(
+        CONFIG, plain.mesh, kernel=plain.kernel, dtype=plain.dtype, memory=plain.memory
+    )
+    builder = StepBuilder(
+        model, model.loss, text_batch(ROWS, LENGTH, model.mesh), train_config=TrainConfig(steps=20)
+    )
     state, placed = builder.init_optimizer(params), place_batch(batch, model.mesh)
     *_, metrics = jax.jit(builder.train)(params, {}, state, placed, np.int32(0))
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)  # of the tokens alone
-    assert {name: pytest.approx(float(value), rel=1e-5) for name, value in metrics.auxiliary.items()} == auxiliary
+    assert {
+        name: pytest.approx(float(value), rel=1e-5) for name, value in metrics.auxiliary.items()
+    } == auxiliary
 
 
 def test_dense_layers_have_none(monkeypatch):

@@ -1,4 +1,5 @@
 """The cache: whatever the pieces in which tokens are appended, results are those of the whole row at once."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,16 +30,28 @@ def test_actions_token_by_token_are_those_of_the_whole_row(axes):
     cache, results = cached.empty(), []
     params = jax.device_put(params, model.shardings)
     for first, size in pieces(64, (2, 4)):
-        cache, actions = cached.extend(params, cache, {name: array[:, first:first + size] for name, array in batch.items()
-                                                       if name in ("values", "kinds", "index", "segment_ids")})
+        cache, actions = cached.extend(
+            params,
+            cache,
+            {
+                name: array[:, first : first + size]
+                for name, array in batch.items()
+                if name in ("values", "kinds", "index", "segment_ids")
+            },
+        )
         results.append(np.asarray(actions))
     actual, kept = np.concatenate(results, 1), batch["segment_ids"] > 0
     np.testing.assert_allclose(actual[kept], expected[kept], atol=1e-5)
     assert int(jnp.sum(cache.segment_ids)) == kept.sum()
 
 
-@pytest.mark.parametrize("axes", [
-    {"tensor": 2, "sequence": 4}, pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tensor": 2, "sequence": 4},
+        pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_logits_of_rows_of_different_lengths_are_those_of_each_alone(axes):
     config = tiny()
     model, one_device = llama(config, axes), llama(config)
@@ -51,13 +64,21 @@ def test_logits_of_rows_of_different_lengths_are_those_of_each_alone(axes):
     for first, size in pieces(24, (8,)):
         index = np.broadcast_to(np.arange(first, first + size, dtype=np.int32), (2, size))
         segment_ids = np.stack([index[row] < lengths[row] for row in range(2)]).astype(np.int32)
-        cache, logits = cached.extend(params, cache, {"tokens": tokens[:, first:first + size], "index": index,
-                                                      "segment_ids": segment_ids})
+        cache, logits = cached.extend(
+            params,
+            cache,
+            {"tokens": tokens[:, first : first + size], "index": index, "segment_ids": segment_ids},
+        )
         results.append(np.asarray(logits))
     actual = np.concatenate(results, 1)
     for row, length in enumerate(lengths):
         index = np.arange(length, dtype=np.int32)[None]
-        batch = {"tokens": tokens[row:row + 1, :length], "positions": index, "index": index, "segment_ids": np.ones_like(index)}
+        batch = {
+            "tokens": tokens[row : row + 1, :length],
+            "positions": index,
+            "index": index,
+            "segment_ids": np.ones_like(index),
+        }
         expected = np.asarray(jax.jit(one_device.logits)(whole, batch))[0]
         np.testing.assert_allclose(actual[row, :length], expected, atol=2e-5)
 

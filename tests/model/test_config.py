@@ -10,11 +10,33 @@ from model.adapter import AdapterConfig
 from model.config import LlamaConfig
 from model.rope_config import RopeConfig
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}
-NAMES = ["llama-1b", "llama-3b", "llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama-gqa", "llama-33h",
-         "llama-16h", "llama-8h", "llama-4h", "llama-2h", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b",
-         "llama-3.2-3b", "smollm2-135m", "tiny"]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+NAMES = [
+    "llama-1b",
+    "llama-3b",
+    "llama-7b",
+    "llama-13b",
+    "llama-30b",
+    "llama-65b",
+    "llama-gqa",
+    "llama-33h",
+    "llama-16h",
+    "llama-8h",
+    "llama-4h",
+    "llama-2h",
+    "llama-3.1-8b",
+    "llama-3.1-70b",
+    "llama-3.2-1b",
+    "llama-3.2-3b",
+    "smollm2-135m",
+    "tiny",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -23,17 +45,33 @@ def test_preset_there_and_back(name):
     assert hash(config) == hash(LlamaConfig.preset(name))
     assert LlamaConfig.from_hf_dict(json.loads(json.dumps(config.to_hf()))) == config
     theirs = transformers.LlamaConfig(**config.to_hf())
-    for field in ("vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps",
-                  "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
+    for field in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    ):
         assert getattr(theirs, field) == getattr(config, field)
     assert theirs.rope_parameters["rope_theta"] == config.rope.theta
     assert theirs.rope_parameters["rope_type"] == config.rope.rule
 
 
 def test_what_transformers_saves_is_read(tmp_path):
-    theirs = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=32, rope_theta=5e5,
-                                      rope_scaling=dict(LLAMA3), architectures=["LlamaForCausalLM"],
-                                      eos_token_id=[1, 7])
+    theirs = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        head_dim=32,
+        rope_theta=5e5,
+        rope_scaling=dict(LLAMA3),
+        architectures=["LlamaForCausalLM"],
+        eos_token_id=[1, 7],
+    )
     theirs.save_pretrained(tmp_path)
     config = LlamaConfig.from_hf(tmp_path)
     assert config.rope == RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 8192)
@@ -41,7 +79,9 @@ def test_what_transformers_saves_is_read(tmp_path):
 
 
 def test_the_spelling_of_llama_1s_conversions_is_read():
-    named = LlamaConfig.from_hf_dict({"architectures": ["LLaMAForCausalLM"], "model_type": "llama", "hidden_size": 64})
+    named = LlamaConfig.from_hf_dict(
+        {"architectures": ["LLaMAForCausalLM"], "model_type": "llama", "hidden_size": 64}
+    )
     assert named == LlamaConfig.from_hf_dict({"model_type": "llama", "hidden_size": 64})
     assert named.to_hf()["architectures"] == ["LlamaForCausalLM"]
 
@@ -51,45 +91,97 @@ def test_both_spellings_of_rope():
     old = LlamaConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": LLAMA3})
     new = LlamaConfig.from_hf_dict({**base, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}})
     older = {("type" if key == "rope_type" else key): value for key, value in LLAMA3.items()}
-    assert old == new == LlamaConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": older})
+    assert (
+        old == new == LlamaConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": older})
+    )
     assert LlamaConfig.from_hf_dict({**base, "rope_scaling": None}).rope == RopeConfig()
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "LlamaForCausalLM"]),
-    ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "mixtures of experts", "planned", "MistralForCausalLM"]),
-    ({"architectures": ["Qwen2VLForConditionalGeneration"]}, ["images", "planned", "Qwen2ForCausalLM"]),
-    ({"architectures": ["Gemma3ForConditionalGeneration"]}, ["images", "text model alone", "Gemma3ForCausalLM"]),
-    ({"architectures": ["Qwen3MoeForCausalLM"]}, ["Qwen3MoeForCausalLM", "mixtures of experts", "planned"]),
-    ({"architectures": ["Qwen3ForCausalLM"]}, ["model_type", "'llama'", "'qwen3'"]),
-    ({"model_type": "gpt2"}, ["model_type", "gpt2", "llama"]),
-    ({"sliding_window": 128}, ["sliding_window", "128"]),
-    ({"residual_multiplier": 0.2}, ["residual_multiplier", "0.2", "LlamaForCausalLM"]),
-    ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0"]),
-    ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-    ({"pretraining_tp": 2}, ["pretraining_tp", "2", "1"]),
-    ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-    ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, ["rope_scaling", "proportional", "yarn"]),
-    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_scaling", "short_factor", "longrope"]),
-    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
-     ["rope_scaling.short_factor", "1 numbers", "64"]),
-    ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor", "missing", "linear"]),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": "two"}}, ["rope_scaling.factor", "two"]),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.0}}, ["beta_fast", "1.0", "beta_slow"]),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}}, ["truncate", "1", "true or false"]),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 2}, ["head_dim", "2", "dynamic"]),
-    ({"rope_parameters": {"rope_type": "spiral"}}, ["rope_parameters", "spiral", "default"]),
-    ({"rope_scaling": {**LLAMA3, "factor": None}}, ["factor", "missing"]),
-    ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, ["contradict"]),
-    ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}}, ["rope_theta", "10000.0", "20000.0"]),
-    ({"num_attention_heads": 12, "num_key_value_heads": 5, "head_dim": 8},
-     ["num_key_value_heads", "5", "1, 2, 3, 4, 6, 12"]),
-    ({"hidden_size": 100, "num_attention_heads": 32}, ["head_dim", "100", "32"]),
-    ({"head_dim": 33}, ["head_dim", "33", "even"]),
-    ({"vocab_size": None}, ["vocab_size", "null"]),
-    ({"num_hidden_layers": "many"}, ["num_hidden_layers", "many"]),
-    ({"tie_word_embeddings": "no"}, ["tie_word_embeddings", "no"]),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            ["architectures", "GPT2LMHeadModel", "LlamaForCausalLM"],
+        ),
+        (
+            {"architectures": ["MixtralForCausalLM"]},
+            ["MixtralForCausalLM", "mixtures of experts", "planned", "MistralForCausalLM"],
+        ),
+        (
+            {"architectures": ["Qwen2VLForConditionalGeneration"]},
+            ["images", "planned", "Qwen2ForCausalLM"],
+        ),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            ["images", "text model alone", "Gemma3ForCausalLM"],
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"]},
+            ["Qwen3MoeForCausalLM", "mixtures of experts", "planned"],
+        ),
+        ({"architectures": ["Qwen3ForCausalLM"]}, ["model_type", "'llama'", "'qwen3'"]),
+        ({"model_type": "gpt2"}, ["model_type", "gpt2", "llama"]),
+        ({"sliding_window": 128}, ["sliding_window", "128"]),
+        ({"residual_multiplier": 0.2}, ["residual_multiplier", "0.2", "LlamaForCausalLM"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"pretraining_tp": 2}, ["pretraining_tp", "2", "1"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+            ["rope_scaling", "proportional", "yarn"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            ["rope_scaling", "short_factor", "longrope"],
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "factor": 2.0,
+                    "short_factor": [1.0],
+                    "long_factor": [1.0, 2.0],
+                }
+            },
+            ["rope_scaling.short_factor", "1 numbers", "64"],
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor", "missing", "linear"]),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": "two"}},
+            ["rope_scaling.factor", "two"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.0}},
+            ["beta_fast", "1.0", "beta_slow"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}},
+            ["truncate", "1", "true or false"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 2},
+            ["head_dim", "2", "dynamic"],
+        ),
+        ({"rope_parameters": {"rope_type": "spiral"}}, ["rope_parameters", "spiral", "default"]),
+        ({"rope_scaling": {**LLAMA3, "factor": None}}, ["factor", "missing"]),
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, ["contradict"]),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}},
+            ["rope_theta", "10000.0", "20000.0"],
+        ),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 5, "head_dim": 8},
+            ["num_key_value_heads", "5", "1, 2, 3, 4, 6, 12"],
+        ),
+        ({"hidden_size": 100, "num_attention_heads": 32}, ["head_dim", "100", "32"]),
+        ({"head_dim": 33}, ["head_dim", "33", "even"]),
+        ({"vocab_size": None}, ["vocab_size", "null"]),
+        ({"num_hidden_layers": "many"}, ["num_hidden_layers", "many"]),
+        ({"tie_word_embeddings": "no"}, ["tie_word_embeddings", "no"]),
+    ],
+)
 def test_what_is_not_computed_is_refused_by_name(change, words):
     with pytest.raises(ValueError) as caught:
         LlamaConfig.from_hf_dict({"model_type": "llama", **change})
@@ -112,8 +204,20 @@ def test_folder_and_preset_errors(tmp_path):
     [
         ({"architectures": 3}, "architectures: found 3; needs a list"),
         ({"architectures": True}, "architectures: found True; needs a list"),
-        ({"rope_theta": [1e4], "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_theta"),
-        ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": [1]}}, "rope_theta"),
+        (
+            {
+                "rope_theta": [1e4],
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+            },
+            "rope_theta",
+        ),
+        (
+            {
+                "rope_theta": 1e4,
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": [1]},
+            },
+            "rope_theta",
+        ),
         ({"rope_parameters": [1]}, r"rope_parameters: found \[1\]; needs an object or null"),
         ({"rope_scaling": 1.5}, "rope_scaling: found 1.5; needs an object or null"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps: 10+ is not a number above 0"),
@@ -125,22 +229,59 @@ def test_values_of_other_types_name_the_field(fields, words):
         LlamaConfig.from_hf_dict({"model_type": "llama", **fields})
 
 
-@pytest.mark.parametrize(("family", "fields", "words"), [
-    ("gemma2", {"num_hidden_layers": "26"}, "num_hidden_layers: '26' is not a whole number of at least 1"),
-    ("gemma3_text", {"num_hidden_layers": None}, "num_hidden_layers: None is not a whole number"),
-    ("gemma3_text", {"sliding_window_pattern": "6"}, "sliding_window_pattern: '6' is not a whole number"),
-    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: 0 is not a whole number of at least 1"),
-    ("llama", {"quantization_config": "nf4"}, "quantization_config: found 'nf4'; needs an object or null"),
-    ("gemma3_text", {"rope_scaling": [1]}, r"rope_scaling: found \[1\]; needs an object or null"),
-    ("gemma3_text", {"rope_parameters": {"full_attention": 5}}, "rope_parameters.full_attention: found 5; needs an object"),
-    ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-     "rope_parameters: found 'rope_type'; objects full_attention and sliding_attention"),
-    ("qwen3", {"layer_types": 5}, "layer_types: found 5; a list of names or null would work"),
-    ("qwen3", {"layer_types": [[1]]}, "layer_types: found .*; a list of names"),
-    ("smollm3", {"no_rope_layers": "1110"}, "no_rope_layers: found '1110'; a list of numbers"),
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": "8k"}},
-     "rope_scaling.original_max_position_embeddings: '8k' is not a number"),
-])
+@pytest.mark.parametrize(
+    ("family", "fields", "words"),
+    [
+        (
+            "gemma2",
+            {"num_hidden_layers": "26"},
+            "num_hidden_layers: '26' is not a whole number of at least 1",
+        ),
+        (
+            "gemma3_text",
+            {"num_hidden_layers": None},
+            "num_hidden_layers: None is not a whole number",
+        ),
+        (
+            "gemma3_text",
+            {"sliding_window_pattern": "6"},
+            "sliding_window_pattern: '6' is not a whole number",
+        ),
+        (
+            "smollm3",
+            {"no_rope_layer_interval": 0},
+            "no_rope_layer_interval: 0 is not a whole number of at least 1",
+        ),
+        (
+            "llama",
+            {"quantization_config": "nf4"},
+            "quantization_config: found 'nf4'; needs an object or null",
+        ),
+        (
+            "gemma3_text",
+            {"rope_scaling": [1]},
+            r"rope_scaling: found \[1\]; needs an object or null",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": 5}},
+            "rope_parameters.full_attention: found 5; needs an object",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope_parameters: found 'rope_type'; objects full_attention and sliding_attention",
+        ),
+        ("qwen3", {"layer_types": 5}, "layer_types: found 5; a list of names or null would work"),
+        ("qwen3", {"layer_types": [[1]]}, "layer_types: found .*; a list of names"),
+        ("smollm3", {"no_rope_layers": "1110"}, "no_rope_layers: found '1110'; a list of numbers"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": "8k"}},
+            "rope_scaling.original_max_position_embeddings: '8k' is not a number",
+        ),
+    ],
+)
 def test_values_of_other_types_name_the_field_in_every_family(family, fields, words):
     with pytest.raises(ValueError, match=f"^{words}"):
         LlamaConfig.from_hf_dict({"model_type": family, **fields})
@@ -148,14 +289,17 @@ def test_values_of_other_types_name_the_field_in_every_family(family, fields, wo
 
 def test_other_positions_keep_the_adapter():
     config = LlamaConfig(adapter=AdapterConfig(rank=4))
-    assert config.with_positions(rope_theta=5e5) == dataclasses.replace(config, rope=RopeConfig(theta=5e5))
+    assert config.with_positions(rope_theta=5e5) == dataclasses.replace(
+        config, rope=RopeConfig(theta=5e5)
+    )
 
 
 def test_other_positions_keep_the_embedding_of_layers_with_a_window():
     local = RopeConfig("linear", 2e4, 8.0)
     config = LlamaConfig.preset("gemma-3-1b", local_rope=local)
-    assert config.with_positions(rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 2.0}) == dataclasses.replace(
-        config, rope=RopeConfig("linear", 5e5, 2.0))
+    assert config.with_positions(
+        rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 2.0}
+    ) == dataclasses.replace(config, rope=RopeConfig("linear", 5e5, 2.0))
 
 
 def test_without_an_embedding_of_their_own_layers_with_a_window_have_the_others():
@@ -163,11 +307,24 @@ def test_without_an_embedding_of_their_own_layers_with_a_window_have_the_others(
     assert LlamaConfig.from_hf_dict(config.to_hf()).layer_kinds == config.layer_kinds
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"local_rope": {"theta": 1e4}}, "local_rope: {'theta': 10000.0} is not a RopeConfig"),
-    ({"local_rope": RopeConfig("longrope", factor=2.0, short_factor=(1.0,), long_factor=(1.0,),
-                               original_max_position_embeddings=8)}, "local_rope.short_factor: found 1 numbers; 256 rotated"),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"local_rope": {"theta": 1e4}}, "local_rope: {'theta': 10000.0} is not a RopeConfig"),
+        (
+            {
+                "local_rope": RopeConfig(
+                    "longrope",
+                    factor=2.0,
+                    short_factor=(1.0,),
+                    long_factor=(1.0,),
+                    original_max_position_embeddings=8,
+                )
+            },
+            "local_rope.short_factor: found 1 numbers; 256 rotated",
+        ),
+    ],
+)
 def test_the_embedding_of_layers_with_a_window_is_checked_as_the_other_is(changes, words):
     with pytest.raises(ValueError, match=f"^{words}"):
         LlamaConfig.preset("gemma-3-1b", **changes)

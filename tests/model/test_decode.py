@@ -1,4 +1,5 @@
 """Greedy decoding on a mesh gives transformers' tokens."""
+
 import jax
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from .test_llama import RULES, saved_by_transformers, transformers_logits
 PROMPTS = [5, 31, 64]
 
 
-@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 2, "sequence": 2}, {"sequence": 8}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{}, {"fsdp": 2, "tensor": 2, "sequence": 2}, {"sequence": 8}], ids=str
+)
 def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, shape):
     truth = saved_by_transformers(tmp_path, tiny(), None).eval()
     config = LlamaConfig.from_hf(tmp_path)
@@ -25,8 +28,14 @@ def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, sh
     answers = []
     for prompt in prompts:
         with torch.no_grad():
-            ids = truth.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        answers.append(ids[0, len(prompt):].tolist())
+            ids = truth.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=12,
+                do_sample=False,
+                eos_token_id=-1,
+                pad_token_id=0,
+            )
+        answers.append(ids[0, len(prompt) :].tolist())
     stops = tuple({answer[place] for answer, place in zip(answers, (3, 6, 8), strict=True)})
     ends = [min(answer.index(stop) for stop in stops if stop in answer) for answer in answers]
     model = llama(config, shape)
@@ -40,7 +49,10 @@ def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, sh
 
     vars(generator)["_generate"] = generate
     continuations = generator(read_hf(tmp_path, config, model.shardings), prompts)
-    assert continuations == [answer[:end] for answer, end in zip(answers, ends, strict=True)] and len(set(ends)) > 1
+    assert (
+        continuations == [answer[:end] for answer, end in zip(answers, ends, strict=True)]
+        and len(set(ends)) > 1
+    )
     # With the last of them all decoding has ended: the fourth row, which no prompt fills, does not hold it up.
     last, steps = np.argmax(ends), max(ends) + 1
     assert computed[0][last].tolist() == answers[last][:steps] + [0] * (12 - steps) and steps < 12
@@ -51,14 +63,22 @@ def test_tokens_are_those_of_one_forward_over_the_whole_row(tmp_path, rule):
     """Under the rule `dynamic` the row's length, prompt and new tokens, is part of the model: cached keys agree with it."""
     truth = saved_by_transformers(tmp_path, tiny(), RULES[rule]).eval()
     config = LlamaConfig.from_hf(tmp_path)
-    prompts = [np.random.default_rng(length).integers(3, 128, length).tolist() for length in PROMPTS]
+    prompts = [
+        np.random.default_rng(length).integers(3, 128, length).tolist() for length in PROMPTS
+    ]
     model = llama(config, {"sequence": 2, "tensor": 2})
     answers = Generator(model, rows=4, capacity=76, new_tokens=12, stop_ids=(), chunk=32)(
-        read_hf(tmp_path, config, model.shardings), prompts)
+        read_hf(tmp_path, config, model.shardings), prompts
+    )
     for prompt, answer in zip(prompts, answers, strict=True):
         row = np.zeros((1, 64 + 12), np.int64)
-        row[0, :len(prompt) + 12] = prompt + answer
-        assert transformers_logits(truth, row)[0, len(prompt) - 1:len(prompt) + 11].argmax(-1).tolist() == answer
+        row[0, : len(prompt) + 12] = prompt + answer
+        assert (
+            transformers_logits(truth, row)[0, len(prompt) - 1 : len(prompt) + 11]
+            .argmax(-1)
+            .tolist()
+            == answer
+        )
 
 
 def test_no_token_is_computed_that_is_not_asked_for(monkeypatch):
@@ -66,8 +86,11 @@ def test_no_token_is_computed_that_is_not_asked_for(monkeypatch):
     computed, embed = [], Llama.local_embed
 
     def counted(self, params, batch):
-        jax.debug.callback(lambda index, is_token: computed.extend(index[is_token > 0].tolist()), batch["index"],
-                           batch["segment_ids"])
+        jax.debug.callback(
+            lambda index, is_token: computed.extend(index[is_token > 0].tolist()),
+            batch["index"],
+            batch["segment_ids"],
+        )
         return embed(self, params, batch)
 
     monkeypatch.setattr(Llama, "local_embed", counted)
@@ -87,13 +110,16 @@ def test_prompts_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("capacity", [4, 3])
 def test_a_capacity_without_room_for_a_prompt_is_refused(capacity):
-    with pytest.raises(ValueError, match=f"^capacity: found {capacity}; more than new_tokens = 4 would work"):
+    with pytest.raises(
+        ValueError, match=f"^capacity: found {capacity}; more than new_tokens = 4 would work"
+    ):
         Generator(llama(tiny()), rows=1, capacity=capacity, new_tokens=4, stop_ids=())
 
 
 @pytest.mark.parametrize("step", ["truncate", "generate"])
 def test_an_interrupted_call_leaves_nothing_that_counts_as_cached(step, monkeypatch):
     """The next call computes the whole prompt again, though the last one that succeeded had the same."""
+
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
@@ -112,25 +138,38 @@ def test_an_interrupted_call_leaves_nothing_that_counts_as_cached(step, monkeypa
     assert generator.prefilled - before == len(prompts[0]) - 1
 
 
-@pytest.mark.parametrize("shape", [{}, pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [{}, pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_streamed_tokens_are_those_of_a_call(shape):
     """Up to a stop, and sampled; the cache serves the next prompt, but not after a stream that nobody read to its end."""
     model, prompt = llama(tiny(), shape), [5, 9, 77] * 8
     params = model.init(0)
-    options = {"rows": shape.get("fsdp", 1), "capacity": 64, "new_tokens": 6, "sampling": Sampling(1.0, seed=3), "chunk": 16}
+    options = {
+        "rows": shape.get("fsdp", 1),
+        "capacity": 64,
+        "new_tokens": 6,
+        "sampling": Sampling(1.0, seed=3),
+        "chunk": 16,
+    }
     called, streamed = (Generator(model, stop_ids=(), **options) for _ in range(2))
-    answer, = called(params, [prompt])
+    (answer,) = called(params, [prompt])
     assert list(streamed.stream(params, prompt)) == answer
     longer = [*prompt, *answer, 11]
     assert list(streamed.stream(params, longer)) == called(params, [longer])[0]
     assert streamed.prefilled == called.prefilled == len(longer) - 2
     stopping = Generator(model, stop_ids=(answer[3],), **options)
-    assert list(stopping.stream(params, prompt)) == answer[:answer.index(answer[3])]
+    assert list(stopping.stream(params, prompt)) == answer[: answer.index(answer[3])]
     left = streamed.stream(params, prompt)
     assert 0 <= next(left) < 128
     left.close()
     before = streamed.prefilled
-    assert len(list(streamed.stream(params, prompt))) == 6 and streamed.prefilled - before == len(prompt) - 1
+    assert (
+        len(list(streamed.stream(params, prompt))) == 6
+        and streamed.prefilled - before == len(prompt) - 1
+    )
 
 
 def test_devices_are_eight():
@@ -141,8 +180,16 @@ def test_devices_are_eight():
 def answers_on(axes, config, params_of, prompts, new_tokens=8, **options):
     """Returns the generator on a mesh, and its continuations of the prompts."""
     model = llama(config, axes, **options.pop("model", {}))
-    generator = Generator(model, **{"rows": len(prompts), "capacity": max(map(len, prompts)) + new_tokens, "stop_ids": (),
-                                    "new_tokens": new_tokens, **options})
+    generator = Generator(
+        model,
+        **{
+            "rows": len(prompts),
+            "capacity": max(map(len, prompts)) + new_tokens,
+            "stop_ids": (),
+            "new_tokens": new_tokens,
+            **options,
+        },
+    )
     return generator, generator(params_of(model), prompts)
 
 
@@ -150,7 +197,7 @@ def check_against_transformers(truth, prompts, answers, within=1e-3):
     """Asserts that each token is transformers' most likely one, but where its two best logits are within 1e-3."""
     decided = 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        logits = transformers_logits(truth, np.array([prompt + answer]))[0, len(prompt) - 1:-1]
+        logits = transformers_logits(truth, np.array([prompt + answer]))[0, len(prompt) - 1 : -1]
         second, best = np.sort(logits, -1)[:, -2:].T
         clear = best - second > within
         assert (logits.argmax(-1) == answer)[clear].all()
@@ -158,14 +205,18 @@ def check_against_transformers(truth, prompts, answers, within=1e-3):
     assert decided > 0.9 * sum(map(len, answers))
 
 
-@pytest.mark.parametrize(("schedule", "lengths"), [
-    ("ring", (300, 37, 1)),
-    pytest.param("all_gather", (300, 37, 1), marks=pytest.mark.slow),
-    pytest.param("balanced", (300, 37, 1), marks=pytest.mark.slow),
-    pytest.param({"name": "ulysses"}, (300, 37, 1), marks=pytest.mark.slow),
-    pytest.param({"name": "attention2d"}, (300, 37, 1), marks=pytest.mark.slow),
-    pytest.param("ring", (8192, *range(7000, 8191, 63)), marks=pytest.mark.slow),
-], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "lengths"),
+    [
+        ("ring", (300, 37, 1)),
+        pytest.param("all_gather", (300, 37, 1), marks=pytest.mark.slow),
+        pytest.param("balanced", (300, 37, 1), marks=pytest.mark.slow),
+        pytest.param({"name": "ulysses"}, (300, 37, 1), marks=pytest.mark.slow),
+        pytest.param({"name": "attention2d"}, (300, 37, 1), marks=pytest.mark.slow),
+        pytest.param("ring", (8192, *range(7000, 8191, 63)), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_eight_devices_give_the_tokens_of_one_and_of_transformers(tmp_path, schedule, lengths):
     """Prompts of different lengths together, prefilled in several chunks; 20 of up to 8,192 tokens in soak."""
     truth = saved_by_transformers(tmp_path, tiny(max_position_embeddings=8300), None).eval()
@@ -177,7 +228,9 @@ def test_eight_devices_give_the_tokens_of_one_and_of_transformers(tmp_path, sche
     def params_of(model):
         return read_hf(tmp_path, config, model.shardings)
 
-    eight, answers = answers_on({"sequence": 8}, config, params_of, prompts, chunk=chunk, model={"schedule": schedule})
+    eight, answers = answers_on(
+        {"sequence": 8}, config, params_of, prompts, chunk=chunk, model={"schedule": schedule}
+    )
     _, expected = answers_on({}, config, params_of, prompts, chunk=chunk)
     assert answers == expected and eight.prefilled == sum(lengths) - len(lengths)
     check_against_transformers(truth, prompts, answers)
@@ -188,7 +241,10 @@ def test_questions_to_one_context_prefill_it_once(tmp_path):
     model = llama(config, {"sequence": 4})
     params = model.init(0)
     context = rng.integers(3, 128, 200).tolist()
-    questions = [context + rng.integers(3, 128, length).tolist() for length in (9, 1, 30, 9)] + [context[:100], context]
+    questions = [context + rng.integers(3, 128, length).tolist() for length in (9, 1, 30, 9)] + [
+        context[:100],
+        context,
+    ]
     generator = Generator(model, rows=1, capacity=240, new_tokens=6, stop_ids=(), chunk=64)
     answers, costs = [], []
     for question in questions:
@@ -208,7 +264,9 @@ def test_each_device_keeps_its_share_of_the_cache():
     """Of 2 layers, 2 key heads of 8 numbers in float32 a token takes 256 bytes, and 8 for its coordinates."""
     sizes = []
     for devices in (1, 2, 4, 8):
-        cached = Generator(llama(tiny(), {"sequence": devices}), rows=2, capacity=1024, new_tokens=4, stop_ids=()).cached
+        cached = Generator(
+            llama(tiny(), {"sequence": devices}), rows=2, capacity=1024, new_tokens=4, stop_ids=()
+        ).cached
         sizes.append(cached.bytes_per_device)
         shards = [array.addressable_shards[0].data.nbytes for array in cached.empty()]
         assert sum(shards) == sizes[-1] == 2 * 1024 // devices * (2 * 2 * 2 * 8 * 4 + 8)
@@ -220,11 +278,21 @@ def test_the_longest_prompt_is_that_whose_prefill_takes_the_memory():
     model = llama(tiny(), {"sequence": 2})
 
     def bytes_of(capacity):
-        generator = Generator(model, rows=1, capacity=capacity, new_tokens=10, stop_ids=(), chunk=64)
+        generator = Generator(
+            model, rows=1, capacity=capacity, new_tokens=10, stop_ids=(), chunk=64
+        )
         cached = generator.cached
-        shapes = [jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays, shardings)
-                  for arrays, shardings in ((jax.eval_shape(lambda: model.init(0)), model.shardings),
-                                            (cached.shapes, cached.shardings))]
+        shapes = [
+            jax.tree.map(
+                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                arrays,
+                shardings,
+            )
+            for arrays, shardings in (
+                (jax.eval_shape(lambda: model.init(0)), model.shardings),
+                (cached.shapes, cached.shardings),
+            )
+        ]
         batch = {name: np.zeros((1, 64), np.int32) for name in ("tokens", "index", "segment_ids")}
         memory = cached._prefill.lower(*shapes, batch).compile().memory_analysis()
         return generator, memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -239,7 +307,9 @@ def test_sampling_draws_from_the_distribution():
     logits = np.log(np.array([[0.5, 0.25, 0.15, 0.1]], np.float32)).repeat(4000, 0)
 
     def shares(**options):
-        tokens = Sampling(seed=1, **options).choose(jax.numpy.asarray(logits), np.arange(4000), jax.numpy.int32(3))
+        tokens = Sampling(seed=1, **options).choose(
+            jax.numpy.asarray(logits), np.arange(4000), jax.numpy.int32(3)
+        )
         return np.bincount(np.asarray(tokens), minlength=4) / 4000
 
     np.testing.assert_allclose(shares(temperature=1.0), [0.5, 0.25, 0.15, 0.1], atol=0.03)
@@ -257,8 +327,13 @@ def test_sampled_tokens_are_those_of_any_mesh():
     sampling = Sampling(temperature=1.0, seed=3)
     whole = llama(config).init(0)
     _, answers = answers_on({}, config, lambda model: whole, prompts, sampling=sampling)
-    _, others = answers_on({"fsdp": 2, "sequence": 2}, config, lambda model: jax.device_put(whole, model.shardings), prompts,
-                           sampling=sampling)
+    _, others = answers_on(
+        {"fsdp": 2, "sequence": 2},
+        config,
+        lambda model: jax.device_put(whole, model.shardings),
+        prompts,
+        sampling=sampling,
+    )
     assert answers == others and answers[0] != answers[1]
 
 
@@ -267,14 +342,25 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_rows():
     model, calls, answers = llama(tiny()), ([[5, 9, 77]], [[8] * 5]), []
     params = model.init(0)
     for rows in (1, 2):
-        generator = Generator(model, rows=rows, capacity=16, new_tokens=8, stop_ids=(),
-                              sampling=Sampling(temperature=1.0, seed=3))
+        generator = Generator(
+            model,
+            rows=rows,
+            capacity=16,
+            new_tokens=8,
+            stop_ids=(),
+            sampling=Sampling(temperature=1.0, seed=3),
+        )
         answers.append([generator(params, prompts) for prompts in calls])
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("axes", [
-    {"sequence": 4}, pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"sequence": 4},
+        pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_likelihoods_are_transformers(tmp_path, axes):
     """In several chunks, of texts of different lengths; what a text has in common with the last one is not computed again."""
     truth = saved_by_transformers(tmp_path, tiny(), None).eval()
@@ -287,11 +373,15 @@ def test_likelihoods_are_transformers(tmp_path, axes):
     likeliest = transformers_logits(truth, np.array([texts[1]]))[0, -1].argmax()
     texts[1].append(int(likeliest))
     for starts in ([3, 4, 1], [149, 7, 1]):
-        for text, start, scores in zip(texts, starts, generator.score(params, texts, starts), strict=True):
+        for text, start, scores in zip(
+            texts, starts, generator.score(params, texts, starts), strict=True
+        ):
             logits = transformers_logits(truth, np.array([text]))[0]
-            expected = torch.log_softmax(torch.tensor(logits), -1).numpy()[np.arange(start - 1, len(text) - 1), text[start:]]
+            expected = torch.log_softmax(torch.tensor(logits), -1).numpy()[
+                np.arange(start - 1, len(text) - 1), text[start:]
+            ]
             np.testing.assert_allclose(scores.log_likelihoods, expected, atol=1e-4)
-            assert scores.is_greedy == (logits[start - 1:-1].argmax(-1) == text[start:]).tolist()
+            assert scores.is_greedy == (logits[start - 1 : -1].argmax(-1) == text[start:]).tolist()
     assert generator.prefilled == 2 + 3 + 0  # before the first starts; then all were there
     assert generator.score(params, texts[1:2], [7])[0].is_greedy == [True]
     with pytest.raises(ValueError, match="start: found 2 in a text of 2 tokens; needs 1 to 1"):

@@ -1,4 +1,5 @@
 """Dropout of adapters: what is dropped, that nothing but training drops, and that it is the same however the layers run."""
+
 import dataclasses
 import functools
 
@@ -30,9 +31,17 @@ def test_as_many_are_dropped_as_the_rate_says_and_independently():
     count = np.prod(list(shape.values()))
     first = mask(RATE, SEED, STEP, layer=1, projection=2, **shape)
     assert abs(first.mean() - (1 - RATE)) <= 4 * np.sqrt(RATE * (1 - RATE) / count)
-    others = {"row": np.roll(first, 1, 0), "token": np.roll(first, 1, 1), "feature": np.roll(first, 1, 2)}
-    changes = {"seed": (SEED + 1, STEP, 1, 2), "step": (SEED, STEP + 1, 1, 2), "layer": (SEED, STEP, 2, 2),
-               "projection": (SEED, STEP, 1, 3)}
+    others = {
+        "row": np.roll(first, 1, 0),
+        "token": np.roll(first, 1, 1),
+        "feature": np.roll(first, 1, 2),
+    }
+    changes = {
+        "seed": (SEED + 1, STEP, 1, 2),
+        "step": (SEED, STEP + 1, 1, 2),
+        "layer": (SEED, STEP, 2, 2),
+        "projection": (SEED, STEP, 1, 3),
+    }
     for name, (seed, step, layer, projection) in changes.items():
         others[name] = mask(RATE, seed, step, layer=layer, projection=projection, **shape)
     for name, other in others.items():
@@ -48,17 +57,21 @@ def test_the_mask_is_the_documented_hash(dtype):
     expected = mask(RATE, SEED, STEP, 3, 16, layer=0, projection=6, features=32)[..., 8:]
 
     def drop(x):
-            return kept(x, TokenInfo(index, of_token).of_layer(0).dropout, RATE, 6, first=8)
+        return kept(x, TokenInfo(index, of_token).of_layer(0).dropout, RATE, 6, first=8)
 
     y, pull = jax.vjp(drop, x.astype(dtype))
     np.testing.assert_array_equal(np.asarray(y), np.where(expected, x.astype(dtype), 0))
     np.testing.assert_array_equal(np.asarray(pull(y)[0]), np.asarray(y))
 
 
-@pytest.mark.parametrize(("seed", "same"), [(3_000_000_000, 3_000_000_000 - 2**32), (2**32 + SEED, SEED)])
+@pytest.mark.parametrize(
+    ("seed", "same"), [(3_000_000_000, 3_000_000_000 - 2**32), (2**32 + SEED, SEED)]
+)
 def test_seeds_are_taken_modulo_32_bits(seed, same):
     index = np.arange(16, dtype=np.int32)[None]
-    keys, expected = (np.asarray(token_keys(number, np.int32(STEP), index)) for number in (seed, same))
+    keys, expected = (
+        np.asarray(token_keys(number, np.int32(STEP), index)) for number in (seed, same)
+    )
     np.testing.assert_array_equal(keys, expected)
 
 
@@ -68,7 +81,9 @@ class TorchAdapter(torch.nn.Module):
     def __init__(self, linear, a, b, magnitude, kept):
         super().__init__()
         self.linear, self.kept, self.magnitude = linear, torch.tensor(kept), magnitude
-        self.a, self.b = (torch.nn.Parameter(torch.tensor(np.asarray(x, np.float64))) for x in (a, b))
+        self.a, self.b = (
+            torch.nn.Parameter(torch.tensor(np.asarray(x, np.float64))) for x in (a, b)
+        )
 
     def forward(self, x):
         dropped = torch.where(self.kept, x, 0.0) / (1 - RATE)
@@ -89,49 +104,84 @@ def test_loss_and_gradients_are_those_of_torch_with_the_same_masks(kind, hf_mode
     model = llama(dataclasses.replace(source.config, adapter=adapter), {"tensor": 2, "sequence": 2})
     # The small model's matrices are so large that float32 would lose two digits (3.8e-5 was
     # seen, and the scale chosen then); 1/8 of them is exact.
-    params = {name: x if name.endswith(("norm.weight", "lora_A")) else x / 8 for name, x in source.read(model).items()}
+    params = {
+        name: x if name.endswith(("norm.weight", "lora_A")) else x / 8
+        for name, x in source.read(model).items()
+    }
     generator = np.random.default_rng(0)
     for name in [name for name in params if name.endswith("lora_B")]:
         params[name] = (0.1 * generator.normal(size=params[name].shape)).astype(np.float32)
     batch = packed_batch(model.config, 2, LENGTH)
-    batch = {**batch, "segment_ids": np.ones_like(batch["segment_ids"]), "positions": batch["index"]}
+    batch = {
+        **batch,
+        "segment_ids": np.ones_like(batch["segment_ids"]),
+        "positions": batch["index"],
+    }
     batch["dropout"] = np.asarray(token_keys(SEED, np.int32(STEP), batch["index"]))
     of_torch, batch = batch, place_batch(permuted(batch, model)[0], model.mesh)
     trained = {name: x for name, x in params.items() if name.endswith(("lora_A", "lora_B"))}
-    loss, gradients = jax.jit(jax.value_and_grad(lambda trained: mean_loss(model)({**params, **trained}, batch)[0]))(trained)
+    loss, gradients = jax.jit(
+        jax.value_and_grad(lambda trained: mean_loss(model)({**params, **trained}, batch)[0])
+    )(trained)
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float64)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             parameter.mul_(1 if name.endswith("norm.weight") else 1 / 8)
     adapters = {}
-    for layer, (number, projection) in ((i, pair) for i in range(2) for pair in enumerate(PROJECTIONS)):
+    for layer, (number, projection) in (
+        (i, pair) for i in range(2) for pair in enumerate(PROJECTIONS)
+    ):
         path = f"{'self_attn' if projection in ATTENTION else 'mlp'}.{projection}"
         linear, rank = theirs.get_submodule(f"model.layers.{layer}.{path}"), adapter.rank
-        a, b = (np.asarray(params[f"layers.{path}.lora_{part}"][layer], np.float64) for part in "AB")
+        a, b = (
+            np.asarray(params[f"layers.{path}.lora_{part}"][layer], np.float64) for part in "AB"
+        )
         magnitude = None
         if adapter.use_dora:
-            magnitude = torch.tensor(np.asarray(params[f"layers.{path}.lora_magnitude_vector"][layer], np.float64)).reshape(-1)
-        adapters[layer, path] = TorchAdapter(linear, a.reshape(-1, rank), b.reshape(rank, -1), magnitude, mask(
-            RATE, SEED, STEP, 2, LENGTH, layer, number, linear.in_features))
+            magnitude = torch.tensor(
+                np.asarray(params[f"layers.{path}.lora_magnitude_vector"][layer], np.float64)
+            ).reshape(-1)
+        adapters[layer, path] = TorchAdapter(
+            linear,
+            a.reshape(-1, rank),
+            b.reshape(rank, -1),
+            magnitude,
+            mask(RATE, SEED, STEP, 2, LENGTH, layer, number, linear.in_features),
+        )
         theirs.set_submodule(f"model.layers.{layer}.{path}", adapters[layer, path])
     logits = theirs(torch.tensor(of_torch["tokens"], dtype=torch.long)).logits
-    targets, weights = torch.tensor(of_torch["targets"], dtype=torch.long), torch.tensor(of_torch["loss_weights"])
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    targets, weights = (
+        torch.tensor(of_torch["targets"], dtype=torch.long),
+        torch.tensor(of_torch["loss_weights"]),
+    )
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none"
+    )
     expected = (losses * weights.flatten()).sum() / weights.sum()
     expected.backward()
     assert abs(float(loss) - expected.item()) <= 1e-5 * expected.item()
     for (layer, path), torch_adapter in adapters.items():
         for part, parameter in (("A", torch_adapter.a), ("B", torch_adapter.b)):
-            gradient, needed = np.asarray(gradients[f"layers.{path}.lora_{part}"][layer]), parameter.grad.numpy()
-            assert np.abs(gradient.reshape(needed.shape) - needed).max() <= 1e-5 * np.abs(needed).max(), (layer, path, part)
+            gradient, needed = (
+                np.asarray(gradients[f"layers.{path}.lora_{part}"][layer]),
+                parameter.grad.numpy(),
+            )
+            assert (
+                np.abs(gradient.reshape(needed.shape) - needed).max() <= 1e-5 * np.abs(needed).max()
+            ), (layer, path, part)
 
 
 def builder(adapter, mesh=None, accumulation=1, **options):
     model = llama(tiny(adapter=adapter), mesh, **options)
-    return StepBuilder(model, model.loss, text_batch(ROWS, LENGTH, model.mesh),
-                       OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup_steps=0),
-                       TrainConfig(steps=STEPS, accumulation=accumulation), seed=SEED)
+    return StepBuilder(
+        model,
+        model.loss,
+        text_batch(ROWS, LENGTH, model.mesh),
+        OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup_steps=0),
+        TrainConfig(steps=STEPS, accumulation=accumulation),
+        seed=SEED,
+    )
 
 
 def curve(step_builder, layout):
@@ -140,10 +190,16 @@ def curve(step_builder, layout):
     params = model.init(0)
     trained = {name: params[name] for name in step_builder.trainable}
     frozen = {name: x for name, x in params.items() if name not in trained}
-    state, step, losses = step_builder.init_optimizer(trained), step_builder.lower_train().compile(), []
+    state, step, losses = (
+        step_builder.init_optimizer(trained),
+        step_builder.lower_train().compile(),
+        [],
+    )
     for number in range(STEPS):
         batch, _ = permuted(packed_batch(model.config, ROWS, LENGTH, seed=number), model, layout)
-        trained, state, metrics = step(trained, frozen, state, place_batch(batch, model.mesh), np.int32(number))
+        trained, state, metrics = step(
+            trained, frozen, state, place_batch(batch, model.mesh), np.int32(number)
+        )
         losses.append(float(metrics.loss))
     return np.array(losses)
 
@@ -153,17 +209,43 @@ def on_one_device(kind):
     return curve(builder(KINDS[kind]), "contiguous")
 
 
-@pytest.mark.parametrize(("mesh", "layout", "options"), [
-    pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, "striped", {"accumulation": 2}, marks=pytest.mark.slow),
-    pytest.param({"sequence": 2}, "zigzag", {"prefetch": True}, marks=pytest.mark.slow),
-    pytest.param({}, "contiguous", {"accumulation": 4, "remat": "everything"}, marks=pytest.mark.slow),
-    pytest.param({"data": 2, "tensor": 4}, "contiguous", {}, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 8}, "contiguous", {"remat": "nothing"}, marks=pytest.mark.slow),
-    pytest.param({"sequence": 4}, "zigzag", {"attention_groups": 2}, marks=pytest.mark.slow),
-    pytest.param({"sequence": 2}, "striped", {"query_chunks": 2, "remat": "every_k"}, marks=pytest.mark.slow),
-    pytest.param({"sequence": 2, "tensor": 2}, "striped", {"sequence_parallel": True}, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 2, "sequence": 2}, "striped", {"prefetch": True, "accumulation": 2}, marks=pytest.mark.slow),
-], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "layout", "options"),
+    [
+        pytest.param(
+            {"fsdp": 2, "tensor": 2, "sequence": 2},
+            "striped",
+            {"accumulation": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"sequence": 2}, "zigzag", {"prefetch": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {}, "contiguous", {"accumulation": 4, "remat": "everything"}, marks=pytest.mark.slow
+        ),
+        pytest.param({"data": 2, "tensor": 4}, "contiguous", {}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 8}, "contiguous", {"remat": "nothing"}, marks=pytest.mark.slow),
+        pytest.param({"sequence": 4}, "zigzag", {"attention_groups": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"sequence": 2},
+            "striped",
+            {"query_chunks": 2, "remat": "every_k"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"sequence": 2, "tensor": 2},
+            "striped",
+            {"sequence_parallel": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"fsdp": 2, "sequence": 2},
+            "striped",
+            {"prefetch": True, "accumulation": 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_losses_are_those_of_one_device(mesh, layout, options, kind):
     """Of two steps within 1e-5, on every mesh, in every layout and however the layers run."""
@@ -173,13 +255,19 @@ def test_losses_are_those_of_one_device(mesh, layout, options, kind):
 
 def test_only_training_with_dropout_drops():
     """A rate of 0 leaves the step as it is without dropout, any rate the evaluation."""
-    none, zero, some = (builder(dataclasses.replace(ADAPTER, dropout=rate)) for rate in (None, 0.0, RATE))
-    assert none.lower_train().as_text() == zero.lower_train().as_text() != some.lower_train().as_text()
+    none, zero, some = (
+        builder(dataclasses.replace(ADAPTER, dropout=rate)) for rate in (None, 0.0, RATE)
+    )
+    assert (
+        none.lower_train().as_text() == zero.lower_train().as_text() != some.lower_train().as_text()
+    )
     assert none.lower_evaluate().as_text() == some.lower_evaluate().as_text()
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
 def test_a_rate_that_is_none_is_refused(rate):
     """In one line that names the field and what would work."""
-    with pytest.raises(ValueError, match=r"adapter.dropout: found .*, needs at least 0 and less than 1"):
+    with pytest.raises(
+        ValueError, match=r"adapter.dropout: found .*, needs at least 0 and less than 1"
+    ):
         AdapterConfig(rank=4, dropout=rate)

@@ -1,4 +1,5 @@
 """The head in bfloat16: logits and losses are as exact as their float32 sums, and every product has bfloat16 operands."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,15 +17,24 @@ def test_logits_and_losses_in_bfloat16_are_those_of_float64():
     model = llama(config, {"tensor": 2}, dtype=jnp.bfloat16)
     batch = packed_batch(config, rows=2, length=32)
     rng = np.random.default_rng(3)
-    params = {name: np.zeros(parameter.shape, np.float32) + name.endswith("norm.weight")
-              for name, parameter in model.parameters.items()}
+    params = {
+        name: np.zeros(parameter.shape, np.float32) + name.endswith("norm.weight")
+        for name, parameter in model.parameters.items()
+    }
     table = np.where(rng.random((VOCABULARY, WIDTH)) < 0.5, -1, 1)
-    head = np.asarray(jnp.asarray(rng.standard_normal((WIDTH, VOCABULARY)), jnp.bfloat16), np.float32)
+    head = np.asarray(
+        jnp.asarray(rng.standard_normal((WIDTH, VOCABULARY)), jnp.bfloat16), np.float32
+    )
     params |= {"embed_tokens.weight": table.astype(np.float32), "lm_head.weight": head}
     params = {name: jax.device_put(x, model.shardings[name]) for name, x in params.items()}
-    got = jax.jit(lambda params, batch: (model.logits(params, batch), model.token_losses(params, batch)))(params, batch)
+    got = jax.jit(
+        lambda params, batch: (model.logits(params, batch), model.token_losses(params, batch))
+    )(params, batch)
     logits = table[batch["tokens"]] @ head.astype(np.float64)
-    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    losses = (
+        np.log(np.exp(logits).sum(-1))
+        - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    )
     for values, truth in zip(got, (logits, losses), strict=True):
         np.testing.assert_allclose(values, truth, rtol=0, atol=1e-6 * np.abs(logits).max())
 
@@ -32,9 +42,15 @@ def test_logits_and_losses_in_bfloat16_are_those_of_float64():
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_product_with_the_head_has_bfloat16_operands(tied):
     """Three in a training step: logits and dW with float32 results, and dx."""
-    model = llama(tiny(vocab_size=VOCABULARY, num_hidden_layers=1, tie_word_embeddings=tied), dtype=jnp.bfloat16)
+    model = llama(
+        tiny(vocab_size=VOCABULARY, num_hidden_layers=1, tie_word_embeddings=tied),
+        dtype=jnp.bfloat16,
+    )
     batch = packed_batch(model.config)
-    params = {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in model.parameters.items()}
+    params = {
+        name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
+        for name, parameter in model.parameters.items()
+    }
     traced = jax.make_jaxpr(jax.grad(lambda params: mean_loss(model)(params, batch)[0]))(params)
     dtypes = []
     for equation, _ in operations(traced.jaxpr):

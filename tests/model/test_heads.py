@@ -1,4 +1,5 @@
 """Heads that `tensor` does not divide: padded, and nothing else changes."""
+
 from collections import Counter
 
 import jax
@@ -13,11 +14,18 @@ from .build import ALL_AT_ONCE, llama, mean_loss, packed_batch, permuted, tiny
 
 
 @pytest.mark.slow  # initial parameters are the same to the bit only with the compiler's default flags, which soak uses
-@pytest.mark.parametrize(("query", "key", "shape"), [
-    (9, 3, {"tensor": 2, "sequence": 2}), pytest.param(33, 33, {"tensor": 8}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("query", "key", "shape"),
+    [
+        (9, 3, {"tensor": 2, "sequence": 2}),
+        pytest.param(33, 33, {"tensor": 8}, marks=pytest.mark.slow),
+    ],
+)
 def test_padded_heads_change_no_number(query, key, shape):
     """Loss and gradients as on one device, biases and all; padding is zero, gets a gradient of exactly zero, and is split."""
-    config = tiny(num_attention_heads=query, num_key_value_heads=key, attention_bias=True, vocab_size=64)
+    config = tiny(
+        num_attention_heads=query, num_key_value_heads=key, attention_bias=True, vocab_size=64
+    )
     own = {name: parameter.shape for name, parameter in declare(config).items()}
     results = []
     for mesh in ({}, shape):
@@ -29,19 +37,38 @@ def test_padded_heads_change_no_number(query, key, shape):
                 bias = np.random.default_rng(0).normal(size=own[name]).astype(np.float32)
                 room = [(0, n - m) for n, m in zip(params[name].shape, own[name], strict=True)]
                 params[name] = jax.device_put(np.pad(bias, room), model.shardings[name])
-        (loss, _), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(params, batch)
-        results.append((float(loss), jax.tree.map(np.array, gradient), jax.tree.map(np.array, params)))
+        (loss, _), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(
+            params, batch
+        )
+        results.append(
+            (float(loss), jax.tree.map(np.array, gradient), jax.tree.map(np.array, params))
+        )
     (loss, gradient, params), (got, got_gradient, got_params) = results
     assert abs(got - loss) <= 1e-5 * abs(loss)
     padded = {name for name, shape in own.items() if got_params[name].shape != shape}
-    assert padded == {f"layers.self_attn.{part}" for part in (
-        "q_proj.weight", "k_proj.weight", "v_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.weight")}
+    assert padded == {
+        f"layers.self_attn.{part}"
+        for part in (
+            "q_proj.weight",
+            "k_proj.weight",
+            "v_proj.weight",
+            "q_proj.bias",
+            "k_proj.bias",
+            "v_proj.bias",
+            "o_proj.weight",
+        )
+    }
     for name, size in own.items():
         part = tuple(map(slice, size))
         np.testing.assert_array_equal(got_params[name][part], params[name])
-        assert np.abs(got_gradient[name][part] - gradient[name]).max() <= 1e-5 * np.abs(gradient[name]).max(), name
+        assert (
+            np.abs(got_gradient[name][part] - gradient[name]).max()
+            <= 1e-5 * np.abs(gradient[name]).max()
+        ), name
         if name in padded:
-            assert "tensor" in jax.tree.leaves(tuple(model.specs[name])), "each rank has its own heads"
+            assert "tensor" in jax.tree.leaves(tuple(model.specs[name])), (
+                "each rank has its own heads"
+            )
             for array in (got_params[name], got_gradient[name]):
                 array[part] = 0
                 assert not array.any(), name
@@ -53,9 +80,14 @@ def test_a_rank_projects_no_key_head_that_its_query_heads_do_not_share():
     model = llama(config, {"data": 2, "tensor": 4})
     batch = packed_batch(config)
     traced = jax.make_jaxpr(jax.grad(lambda params: mean_loss(model)(params, batch)[0]))(
-        {name: jax.ShapeDtypeStruct(x.shape, jnp.float32) for name, x in model.parameters.items()})
+        {name: jax.ShapeDtypeStruct(x.shape, jnp.float32) for name, x in model.parameters.items()}
+    )
     width = (config.hidden_size, config.head_dim)
-    heads = Counter(x.aval.shape[1] for equation, _ in operations(traced.jaxpr) if equation.primitive.name == "dot_general"
-                    for x in (*equation.invars, *equation.outvars)
-                    if len(x.aval.shape) == 3 and x.aval.shape[::2] == width)
+    heads = Counter(
+        x.aval.shape[1]
+        for equation, _ in operations(traced.jaxpr)
+        if equation.primitive.name == "dot_general"
+        for x in (*equation.invars, *equation.outvars)
+        if len(x.aval.shape) == 3 and x.aval.shape[::2] == width
+    )
     assert heads.keys() == {1, 4} and heads[1] == 2 * heads[4], "k and v, q"

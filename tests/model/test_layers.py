@@ -1,4 +1,5 @@
 """A layer of another form than LLaMA's, which is one class, by every runner: parallel residuals, whose norm is read twice."""
+
 import functools
 
 import jax
@@ -45,39 +46,66 @@ def by_formula(params, batch):
     seen = (segments[:, :, None] == segments[:, None]) & (segments[:, :, None] > 0)
     seen = (seen & (batch["index"][:, :, None] >= batch["index"][:, None]))[:, None]
     for i in range(CONFIG.num_hidden_layers):
-        w = {name.removeprefix("layers."): x[i] for name, x in params.items() if name.startswith("layers.")}
+        w = {
+            name.removeprefix("layers."): x[i]
+            for name, x in params.items()
+            if name.startswith("layers.")
+        }
         hidden = rms_norm(x, w["input_layernorm.weight"], CONFIG.rms_norm_eps)
-        q, k, v = (jnp.einsum("bte,ehd->bthd", hidden, w[f"self_attn.{name}_proj.weight"]) for name in "qkv")
+        q, k, v = (
+            jnp.einsum("bte,ehd->bthd", hidden, w[f"self_attn.{name}_proj.weight"])
+            for name in "qkv"
+        )
         q, k = (apply_rope(heads, batch["positions"], frequencies, 1.0, LENGTH) for heads in (q, k))
         k, v = (jnp.repeat(heads, 2, 2) for heads in (k, v))
-        scores = jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k) * size ** -0.5, -1e30)
+        scores = jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k) * size**-0.5, -1e30)
         attended = jnp.einsum("bhqk,bkhd->bqhd", jnp.where(seen, jax.nn.softmax(scores, -1), 0), v)
         gate, up = hidden @ w["mlp.gate_proj.weight"], hidden @ w["mlp.up_proj.weight"]
-        x = (x + jnp.einsum("bthd,hde->bte", attended, w["self_attn.o_proj.weight"])
-             + (jax.nn.silu(gate) * up) @ w["mlp.down_proj.weight"])
+        x = (
+            x
+            + jnp.einsum("bthd,hde->bte", attended, w["self_attn.o_proj.weight"])
+            + (jax.nn.silu(gate) * up) @ w["mlp.down_proj.weight"]
+        )
     logits = rms_norm(x, params["norm.weight"], CONFIG.rms_norm_eps) @ params["lm_head.weight"]
-    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[
+        ..., 0
+    ]
     return jnp.sum(losses * batch["loss_weights"])
 
 
 @functools.cache
 def expected():
     batch, params = packed_batch(CONFIG, ROWS, LENGTH), llama(CONFIG).init(0)
-    return batch, params, *jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(by_formula))(params, batch))
+    return (
+        batch,
+        params,
+        *jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(by_formula))(params, batch)),
+    )
 
 
-@pytest.mark.parametrize(("mesh", "options"), [
-    ({"fsdp": 2, "tensor": 2, "sequence": 2}, {}), ({"sequence": 2}, {"attention_groups": 2}),
-    ({"sequence": 2}, {"remat": "nothing", "query_chunks": 2}), ({"fsdp": 2, "sequence": 2}, {"prefetch": True})], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"fsdp": 2, "tensor": 2, "sequence": 2}, {}),
+        ({"sequence": 2}, {"attention_groups": 2}),
+        ({"sequence": 2}, {"remat": "nothing", "query_chunks": 2}),
+        ({"fsdp": 2, "sequence": 2}, {"prefetch": True}),
+    ],
+    ids=str,
+)
 def test_every_runner_runs_it(mesh, options):
     batch, params, total, gradient = expected()
     model = llama(CONFIG, mesh, **options)
     placed, _ = permuted(batch, model)
     sharded = {name: jax.device_put(x, model.shardings[name]) for name, x in params.items()}
-    value, found = jax.jit(jax.value_and_grad(lambda params, batch: model.loss(params, batch).total))(sharded, placed)
+    value, found = jax.jit(
+        jax.value_and_grad(lambda params, batch: model.loss(params, batch).total)
+    )(sharded, placed)
     np.testing.assert_allclose(value, total, rtol=1e-5)
     for name, dw in gradient.items():
-        np.testing.assert_allclose(found[name], dw, rtol=1e-4, atol=1e-5 * np.abs(dw).max(), err_msg=name)
+        np.testing.assert_allclose(
+            found[name], dw, rtol=1e-4, atol=1e-5 * np.abs(dw).max(), err_msg=name
+        )
 
 
 def test_hugging_faces_table_follows_from_its_declaration():

@@ -1,4 +1,5 @@
 """The model against transformers, against itself on other meshes, and the traps of bfloat16 gradients."""
+
 import functools
 import json
 import re
@@ -34,8 +35,14 @@ KINDS = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "own head_dim": {"head_dim": 16},
 }
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
 # The tiny model's own length is 32 here, SmolLM2's 2048, so that 64 and 8192 tokens are beyond it.
 RULES = {
     "llama3": LLAMA3,
@@ -43,8 +50,15 @@ RULES = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
 }
-RULES_8K = {rule: {**rope, "rope_theta": 100000.0} | ({"original_max_position_embeddings": 2048}
-            if "original_max_position_embeddings" in rope else {}) for rule, rope in RULES.items()}
+RULES_8K = {
+    rule: {**rope, "rope_theta": 100000.0}
+    | (
+        {"original_max_position_embeddings": 2048}
+        if "original_max_position_embeddings" in rope
+        else {}
+    )
+    for rule, rope in RULES.items()
+}
 
 
 def saved_by_transformers(folder, config: LlamaConfig, rope=None):
@@ -52,7 +66,11 @@ def saved_by_transformers(folder, config: LlamaConfig, rope=None):
     torch.manual_seed(0)
     written = config.to_hf()
     if rope:
-        written |= {"rope_parameters": dict(rope), "rope_scaling": None, "max_position_embeddings": 32}
+        written |= {
+            "rope_parameters": dict(rope),
+            "rope_scaling": None,
+            "max_position_embeddings": 32,
+        }
     model = LlamaForCausalLM(HFConfig(**written)).float()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -68,10 +86,18 @@ def transformers_logits(model, tokens):
 
 def one_document(tokens):
     index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return {"tokens": tokens, "index": index, "positions": index, "segment_ids": np.ones_like(tokens)}
+    return {
+        "tokens": tokens,
+        "index": index,
+        "positions": index,
+        "segment_ids": np.ones_like(tokens),
+    }
 
 
-@pytest.mark.parametrize(("kind", "rope"), [*((kind, None) for kind in KINDS), *(("grouped heads", rule) for rule in RULES)])
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [*((kind, None) for kind in KINDS), *(("grouped heads", rule) for rule in RULES)],
+)
 def test_logits_equal_transformers(tmp_path, kind, rope):
     truth = saved_by_transformers(tmp_path, tiny(**KINDS[kind]), RULES.get(rope))
     config = LlamaConfig.from_hf(tmp_path)
@@ -87,10 +113,22 @@ def test_logits_equal_transformers(tmp_path, kind, rope):
 
 
 @pytest.mark.slow  # minutes, and several GiB, for each
-@pytest.mark.parametrize(("shape", "rope"), [
-    ({"sequence": 8}, None), ({"tensor": 2, "sequence": 4}, None),
-    *(({"sequence": 8}, rule) for rule in ("llama3", "linear", "dynamic", "yarn"))],
-    ids=["sequence 8", "tensor 2 x sequence 4", "llama3 RoPE", "linear RoPE", "dynamic RoPE", "yarn RoPE"])
+@pytest.mark.parametrize(
+    ("shape", "rope"),
+    [
+        ({"sequence": 8}, None),
+        ({"tensor": 2, "sequence": 4}, None),
+        *(({"sequence": 8}, rule) for rule in ("llama3", "linear", "dynamic", "yarn")),
+    ],
+    ids=[
+        "sequence 8",
+        "tensor 2 x sequence 4",
+        "llama3 RoPE",
+        "linear RoPE",
+        "dynamic RoPE",
+        "yarn RoPE",
+    ],
+)
 def test_smollm2_equals_transformers_to_position_8191(tmp_path, shape, rope):
     """The real model, 9 heads and 3 key/value heads, on 8 devices: 1e-3 absolute in float32, on this project's own text.
 
@@ -108,7 +146,11 @@ def test_smollm2_equals_transformers_to_position_8191(tmp_path, shape, rope):
 def own_text(tokenizer, length=8192) -> np.ndarray:
     """The first tokens of what this project says of itself, in code and prose: int32 [1, length]."""
     root = Path(__file__).resolve().parents[2]
-    files = [*sorted(root.glob("*.md")), *sorted((root / "model").rglob("*.py")), *sorted((root / "trainer").glob("*.py"))]
+    files = [
+        *sorted(root.glob("*.md")),
+        *sorted((root / "model").rglob("*.py")),
+        *sorted((root / "trainer").glob("*.py")),
+    ]
     ids = tokenizer.encode("".join(file.read_text(encoding="utf-8") for file in files)[:60_000])
     assert len(ids) >= length
     return np.asarray(ids[:length], np.int32)[None]
@@ -120,7 +162,11 @@ def rescaled(folder, to, rope):
         if path.name != "config.json":
             (to / path.name).symlink_to(path)
     config = json.loads((folder / "config.json").read_text())
-    changed = {"rope_scaling": rope, "rope_theta": rope["rope_theta"], "max_position_embeddings": 2048}
+    changed = {
+        "rope_scaling": rope,
+        "rope_theta": rope["rope_theta"],
+        "max_position_embeddings": 2048,
+    }
     (to / "config.json").write_text(json.dumps({**config, **changed}))
     return to
 
@@ -132,13 +178,32 @@ def smollm2_truth(folder):
 
 
 @functools.cache
-def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring", sequence_parallel=False,
-                       attention_groups=1, query_chunks=1, prefetch=False, **changes):
+def loss_and_gradients(
+    mesh,
+    layout="striped",
+    remat="save_attention",
+    schedule="ring",
+    sequence_parallel=False,
+    attention_groups=1,
+    query_chunks=1,
+    prefetch=False,
+    **changes,
+):
     config = tiny(**changes)
-    model = llama(config, MESHES[mesh], remat=remat, schedule=schedule, sequence_parallel=sequence_parallel,
-                  attention_groups=attention_groups, query_chunks=query_chunks, prefetch=prefetch)
+    model = llama(
+        config,
+        MESHES[mesh],
+        remat=remat,
+        schedule=schedule,
+        sequence_parallel=sequence_parallel,
+        attention_groups=attention_groups,
+        query_chunks=query_chunks,
+        prefetch=prefetch,
+    )
     batch, _ = permuted(packed_batch(config), model, layout)
-    (loss, weight), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(model.init(0), batch)
+    (loss, weight), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(
+        model.init(0), batch
+    )
     return float(loss), float(weight), {name: np.asarray(g) for name, g in gradient.items()}
 
 
@@ -149,23 +214,39 @@ def assert_same(got, expected):
         assert np.abs(got[2][name] - g).max() <= 1e-5 * np.abs(g).max(), name
 
 
-@pytest.mark.parametrize("mesh", [
-    mesh if mesh.startswith("fsdp 2 x tensor") else pytest.param(mesh, marks=pytest.mark.slow)
-    for mesh in MESHES if mesh != "one"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        mesh if mesh.startswith("fsdp 2 x tensor") else pytest.param(mesh, marks=pytest.mark.slow)
+        for mesh in MESHES
+        if mesh != "one"
+    ],
+)
 def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
     assert_same(loss_and_gradients(mesh), loss_and_gradients("one"))
 
 
-@pytest.mark.parametrize(("layout", "remat", "schedule", "groups", "chunks"), [
-    pytest.param("contiguous", "nothing", "ring", 1, 1, marks=pytest.mark.slow),
-    pytest.param("zigzag", "offload", "all_gather", 2, 1, marks=pytest.mark.slow), ("zigzag", "everything", "ring", 1, 1),
-    ("contiguous", "offload_save_attention", "ring", 1, 1),
-    pytest.param("striped", "offload_save_attention", "all_gather", 2, 1, marks=pytest.mark.slow),
-    pytest.param("striped", "offload_attention", "ring", 1, 1, marks=pytest.mark.slow),
-    pytest.param("striped", "nothing", "ring", 1, 2, marks=pytest.mark.slow), ("zigzag", "offload", "all_gather", 2, 4)])
-def test_layout_remat_schedule_groups_of_heads_and_chunks_of_queries_do_not_change_the_result(layout, remat, schedule, groups,
-                                                                                              chunks):
-    got = loss_and_gradients("sequence 8", layout, remat, schedule, attention_groups=groups, query_chunks=chunks)
+@pytest.mark.parametrize(
+    ("layout", "remat", "schedule", "groups", "chunks"),
+    [
+        pytest.param("contiguous", "nothing", "ring", 1, 1, marks=pytest.mark.slow),
+        pytest.param("zigzag", "offload", "all_gather", 2, 1, marks=pytest.mark.slow),
+        ("zigzag", "everything", "ring", 1, 1),
+        ("contiguous", "offload_save_attention", "ring", 1, 1),
+        pytest.param(
+            "striped", "offload_save_attention", "all_gather", 2, 1, marks=pytest.mark.slow
+        ),
+        pytest.param("striped", "offload_attention", "ring", 1, 1, marks=pytest.mark.slow),
+        pytest.param("striped", "nothing", "ring", 1, 2, marks=pytest.mark.slow),
+        ("zigzag", "offload", "all_gather", 2, 4),
+    ],
+)
+def test_layout_remat_schedule_groups_of_heads_and_chunks_of_queries_do_not_change_the_result(
+    layout, remat, schedule, groups, chunks
+):
+    got = loss_and_gradients(
+        "sequence 8", layout, remat, schedule, attention_groups=groups, query_chunks=chunks
+    )
     assert_same(got, loss_and_gradients("one"))
 
 
@@ -174,27 +255,54 @@ def test_layout_remat_schedule_groups_of_heads_and_chunks_of_queries_do_not_chan
 def test_groups_of_a_tensor_ranks_heads_do_not_change_the_result(chunks):
     """Biases too: they and the weights are cut along their heads, the norm before them is shared by the groups."""
     changes = {"num_key_value_heads": 4, "attention_bias": True}
-    got = loss_and_gradients("tensor 2 x sequence 4", remat="nothing", attention_groups=2, query_chunks=chunks, **changes)
+    got = loss_and_gradients(
+        "tensor 2 x sequence 4", remat="nothing", attention_groups=2, query_chunks=chunks, **changes
+    )
     assert_same(got, loss_and_gradients("one", **changes))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [Ring(bidirectional=True), "balanced", Balanced(split=True), "ulysses",
-                                      Ulysses(degree=2), "attention2d", Attention2D(columns=2, overlap=True),
-                                      "ring_self_attention"], ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Ring(bidirectional=True),
+        "balanced",
+        Balanced(split=True),
+        "ulysses",
+        Ulysses(degree=2),
+        "attention2d",
+        Attention2D(columns=2, overlap=True),
+        "ring_self_attention",
+    ],
+    ids=str,
+)
 def test_every_schedule_serves_chunks_of_queries(schedule):
-    got = loss_and_gradients("tensor 2 x sequence 4", remat="nothing", schedule=schedule, query_chunks=2)
+    got = loss_and_gradients(
+        "tensor 2 x sequence 4", remat="nothing", schedule=schedule, query_chunks=2
+    )
     assert_same(got, loss_and_gradients("one"))
 
 
 def test_groups_must_divide_a_devices_key_heads():
-    with pytest.raises(ValueError, match=r"attention_groups: 3 does not divide the 4 key/value heads of .*; 1, 2, 4 do"):
-        llama(tiny(num_key_value_heads=8), MESHES["fsdp 2 x tensor 2 x sequence 2"], attention_groups=3)
+    with pytest.raises(
+        ValueError,
+        match=r"attention_groups: 3 does not divide the 4 key/value heads of .*; 1, 2, 4 do",
+    ):
+        llama(
+            tiny(num_key_value_heads=8),
+            MESHES["fsdp 2 x tensor 2 x sequence 2"],
+            attention_groups=3,
+        )
 
 
-@pytest.mark.parametrize(("mesh", "remat"), [("data 2 x tensor 4", "save_attention"), ("tensor 2 x sequence 4", "everything")])
+@pytest.mark.parametrize(
+    ("mesh", "remat"),
+    [("data 2 x tensor 4", "save_attention"), ("tensor 2 x sequence 4", "everything")],
+)
 def test_tokens_split_over_tensor_too_do_not_change_the_result(mesh, remat):
-    assert_same(loss_and_gradients(mesh, remat=remat, sequence_parallel=True), loss_and_gradients("one"))
+    assert_same(
+        loss_and_gradients(mesh, remat=remat, sequence_parallel=True), loss_and_gradients("one")
+    )
 
 
 def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
@@ -202,20 +310,40 @@ def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
     config = tiny()
     model = llama(config, MESHES["data 2 x tensor 4"], sequence_parallel=True)
     batch = packed_batch(config)
-    text = jax.jit(jax.grad(lambda params: mean_loss(model)(params, batch)[0])).lower(model.init(0)).compile().as_text()
+    text = (
+        jax.jit(jax.grad(lambda params: mean_loss(model)(params, batch)[0]))
+        .lower(model.init(0))
+        .compile()
+        .as_text()
+    )
     rows, length = batch["tokens"].shape
-    assert f"f32[{rows // 2},{length},{config.hidden_size}]" in "".join(re.findall(r".*all-gather.*", text))
-    assert f"f32[{rows // 2},{length},{config.hidden_size}]" not in "".join(re.findall(r".*all-reduce.*", text))
-    with pytest.raises(ValueError, match=r"^mesh\.sequence_parallel: .* = 4 does not divide the model's heads, 6; "):
-        llama(tiny(num_attention_heads=6, num_key_value_heads=1), MESHES["data 2 x tensor 4"], sequence_parallel=True)
+    assert f"f32[{rows // 2},{length},{config.hidden_size}]" in "".join(
+        re.findall(r".*all-gather.*", text)
+    )
+    assert f"f32[{rows // 2},{length},{config.hidden_size}]" not in "".join(
+        re.findall(r".*all-reduce.*", text)
+    )
+    with pytest.raises(
+        ValueError, match=r"^mesh\.sequence_parallel: .* = 4 does not divide the model's heads, 6; "
+    ):
+        llama(
+            tiny(num_attention_heads=6, num_key_value_heads=1),
+            MESHES["data 2 x tensor 4"],
+            sequence_parallel=True,
+        )
     with pytest.raises(ValueError, match="does not divide the model's width, 98; false would work"):
         llama(tiny(intermediate_size=98), MESHES["data 2 x tensor 4"], sequence_parallel=True)
 
 
-@pytest.mark.parametrize(("mesh", "remat", "schedule"), [
-    ("fsdp 2 x tensor 2 x sequence 2", "nothing", "ring"), ("sequence 8", "save_attention", "two ways"),
-    pytest.param("tensor 2 x sequence 4", "offload", "ring", marks=pytest.mark.slow),
-    pytest.param("sequence 8", "offload_attention", "ring", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mesh", "remat", "schedule"),
+    [
+        ("fsdp 2 x tensor 2 x sequence 2", "nothing", "ring"),
+        ("sequence 8", "save_attention", "two ways"),
+        pytest.param("tensor 2 x sequence 4", "offload", "ring", marks=pytest.mark.slow),
+        pytest.param("sequence 8", "offload_attention", "ring", marks=pytest.mark.slow),
+    ],
+)
 def test_prefetched_weights_do_not_change_the_result(mesh, remat, schedule):
     """Biases, which are not split along the hidden axis as the rest is, stay behind."""
     changes = {"num_hidden_layers": 4, "attention_bias": True}
@@ -227,9 +355,13 @@ def test_prefetched_weights_do_not_change_the_result(mesh, remat, schedule):
 @pytest.mark.parametrize("prefetch", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefetch):
     """60 on 8 ranks are 64 in memory: every parameter is split over all, what fills it up gets a gradient of exactly zero."""
-    loss, weight, gradients = loss_and_gradients("sequence 8", remat="nothing", prefetch=prefetch, hidden_size=60)
+    loss, weight, gradients = loss_and_gradients(
+        "sequence 8", remat="nothing", prefetch=prefetch, hidden_size=60
+    )
     expected, own = loss_and_gradients("one", hidden_size=60), {}
-    assert gradients["norm.weight"].shape == (64,) and gradients["layers.mlp.down_proj.weight"].shape == (2, 96, 64)
+    assert gradients["norm.weight"].shape == (64,) and gradients[
+        "layers.mlp.down_proj.weight"
+    ].shape == (2, 96, 64)
     for name, g in gradients.items():
         part = tuple(map(slice, expected[2][name].shape))
         own[name] = g[part].copy()
@@ -239,18 +371,32 @@ def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefe
     assert_same((loss, weight, own), expected)
 
 
-@pytest.mark.parametrize(("mesh", "options", "message"), [
-    ("sequence 8", {"schedule": "all_gather"}, "attention.schedule all_gather, where it needs ring"),
-    ("sequence 8", {"schedule": Ulysses()}, "attention.schedule ulysses, where it needs ring"),
-    ("fsdp 8", {"schedule": Local()}, "mesh.sequence 1, where it needs 2 or more"),
-    ("sequence 8", {"remat": "everything"}, "memory.remat everything, where it needs nothing or save_attention or offload"),
-    ("sequence 8", {"attention_groups": 2}, "memory.attention_groups 2, where it needs 1")])
+@pytest.mark.parametrize(
+    ("mesh", "options", "message"),
+    [
+        (
+            "sequence 8",
+            {"schedule": "all_gather"},
+            "attention.schedule all_gather, where it needs ring",
+        ),
+        ("sequence 8", {"schedule": Ulysses()}, "attention.schedule ulysses, where it needs ring"),
+        ("fsdp 8", {"schedule": Local()}, "mesh.sequence 1, where it needs 2 or more"),
+        (
+            "sequence 8",
+            {"remat": "everything"},
+            "memory.remat everything, where it needs nothing or save_attention or offload",
+        ),
+        ("sequence 8", {"attention_groups": 2}, "memory.attention_groups 2, where it needs 1"),
+    ],
+)
 def test_prefetch_names_what_does_not_go_with_it(mesh, options, message):
     with pytest.raises(ValueError, match=f"memory.prefetch: found {message}"):
         llama(tiny(), MESHES[mesh], prefetch=True, **options)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("every_k", marks=pytest.mark.slow), "offload_every_k"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("every_k", marks=pytest.mark.slow), "offload_every_k"]
+)
 def test_keeping_every_second_layers_input_does_not_change_the_result(remat):
     got = loss_and_gradients("fsdp 2 x tensor 2 x sequence 2", remat=remat, num_hidden_layers=4)
     assert_same(got, loss_and_gradients("one", num_hidden_layers=4))
@@ -258,7 +404,9 @@ def test_keeping_every_second_layers_input_does_not_change_the_result(remat):
 
 @pytest.mark.parametrize("remat", ["every_k", "offload_every_k"])
 def test_every_k_names_the_divisors_before_anything_is_traced(remat):
-    with pytest.raises(ValueError, match=r"memory\.every_k: 3 does not divide 4 layers; 1, 2, 4 do"):
+    with pytest.raises(
+        ValueError, match=r"memory\.every_k: 3 does not divide 4 layers; 1, 2, 4 do"
+    ):
         llama(tiny(num_hidden_layers=4), remat=remat, every_k=3)
 
 
@@ -271,7 +419,9 @@ def test_the_loss_is_the_global_mean():
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0]
     expected = -(chosen * batch["loss_weights"]).sum() / batch["loss_weights"].sum()
-    assert abs(loss_and_gradients("fsdp 2 x tensor 2 x sequence 2")[0] - expected) <= 1e-5 * expected
+    assert (
+        abs(loss_and_gradients("fsdp 2 x tensor 2 x sequence 2")[0] - expected) <= 1e-5 * expected
+    )
 
 
 def test_a_packed_document_does_not_see_its_neighbours():
@@ -279,7 +429,10 @@ def test_a_packed_document_does_not_see_its_neighbours():
     model = llama(config, MESHES["sequence 8"])
     batch = packed_batch(config, rows=1)
     run, params = jax.jit(model.logits), model.init(0)
-    changed = {**batch, "tokens": np.where(batch["segment_ids"] == 2, batch["tokens"], (batch["tokens"] + 7) % 128)}
+    changed = {
+        **batch,
+        "tokens": np.where(batch["segment_ids"] == 2, batch["tokens"], (batch["tokens"] + 7) % 128),
+    }
     original, after = (np.asarray(run(params, permuted(b, model)[0])) for b in (batch, changed))
     second = permuted(batch, model)[0]["segment_ids"] == 2
     np.testing.assert_array_equal(original[second], after[second])
@@ -301,10 +454,17 @@ def test_trap_an_often_used_token_has_its_whole_gradient():
 
     def ours(table):
         def embedded_sum(w, t):
-            return jnp.sum(model.local_embed({"embed_tokens.weight": w}, {"tokens": t}).astype(jnp.float32))
+            return jnp.sum(
+                model.local_embed({"embed_tokens.weight": w}, {"tokens": t}).astype(jnp.float32)
+            )
 
-        run = jax.shard_map(embedded_sum, mesh=model.mesh, in_specs=(PartitionSpec(), PartitionSpec()),
-                            out_specs=PartitionSpec(), check_vma=False)
+        run = jax.shard_map(
+            embedded_sum,
+            mesh=model.mesh,
+            in_specs=(PartitionSpec(), PartitionSpec()),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
         return run(table, tokens)
 
     assert float(jax.grad(ours)(table)[0, 0]) == 4096
@@ -330,11 +490,19 @@ def test_trap_chunks_add_their_weight_gradients_in_float32():
 
     def ours(w):
         def local(w):
-            y = chunked(lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]), {"w": gather(w, PartitionSpec(), jnp.bfloat16)},
-                        {"x": x}, {}, dtype=jnp.bfloat16, chunk=1)
+            y = chunked(
+                lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]),
+                {"w": gather(w, PartitionSpec(), jnp.bfloat16)},
+                {"x": x},
+                {},
+                dtype=jnp.bfloat16,
+                chunk=1,
+            )
             return jnp.sum(y.astype(jnp.float32))
 
-        return jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)(w)
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        )(w)
 
     def error(f):
         return np.abs(np.asarray(jax.jit(jax.grad(f))(w), np.float64) - truth).max() / truth.max()
@@ -352,8 +520,13 @@ def test_trap_weight_gradients_are_summed_over_devices_in_float32():
     w = jnp.ones((8, 4), jnp.float32)
 
     def total(sharded):
-        return lambda w: jax.shard_map(sharded, mesh=mesh, in_specs=(spec, PartitionSpec(None, "sequence")),
-                                       out_specs=PartitionSpec(), check_vma=False)(w, jnp.asarray(x, jnp.bfloat16))
+        return lambda w: jax.shard_map(
+            sharded,
+            mesh=mesh,
+            in_specs=(spec, PartitionSpec(None, "sequence")),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )(w, jnp.asarray(x, jnp.bfloat16))
 
     def ours(w, x):
         y = product("bte,ef->btf", x, gather(w, spec, jnp.bfloat16))
@@ -361,7 +534,9 @@ def test_trap_weight_gradients_are_summed_over_devices_in_float32():
 
     def naive(w, x):
         whole = jax.lax.all_gather(w.astype(jnp.bfloat16), "sequence", axis=0, tiled=True)
-        return jax.lax.psum(jnp.sum(jnp.einsum("bte,ef->btf", x, whole).astype(jnp.float32)), "sequence")
+        return jax.lax.psum(
+            jnp.sum(jnp.einsum("bte,ef->btf", x, whole).astype(jnp.float32)), "sequence"
+        )
 
     gradient, wrong = (np.asarray(jax.jit(jax.grad(total(f)))(w)) for f in (ours, naive))
     np.testing.assert_array_equal(gradient, np.full((8, 4), 519.0))
@@ -370,11 +545,20 @@ def test_trap_weight_gradients_are_summed_over_devices_in_float32():
 
 def test_specs_use_no_mesh_axis_twice_and_shard_everything():
     """Every matrix of every size is split over all storage axes that divide it; no axis stands twice in a spec."""
-    for config in (LlamaConfig.preset("llama-7b"), LlamaConfig.preset("llama-3b"), LlamaConfig.preset("smollm2-135m")):
+    for config in (
+        LlamaConfig.preset("llama-7b"),
+        LlamaConfig.preset("llama-3b"),
+        LlamaConfig.preset("smollm2-135m"),
+    ):
         sharding = Sharding(mesh_of(MESHES["fsdp 2 x tensor 2 x sequence 2"]), config)
         for name, parameter in declare(config).items():
             spec = sharding.spec(name, parameter)
-            used = [axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
+            used = [
+                axis
+                for entry in spec
+                if entry
+                for axis in ((entry,) if isinstance(entry, str) else entry)
+            ]
             assert len(used) == len(set(used)), name
             assert {"fsdp", "sequence"} <= set(used), name
             if "mlp" in parameter.axes:
@@ -383,14 +567,28 @@ def test_specs_use_no_mesh_axis_twice_and_shard_everything():
 
 def test_an_axis_without_a_rule_names_the_parameter():
     sharding = Sharding(mesh_of({}), tiny())
-    with pytest.raises(ValueError, match=r"strange\.weight: no sharding rule for its axis 'experts'"):
+    with pytest.raises(
+        ValueError, match=r"strange\.weight: no sharding rule for its axis 'experts'"
+    ):
         sharding.spec("strange.weight", Parameter((4,), ("experts",)))
 
 
-@pytest.mark.parametrize(("query", "key", "tensor", "split", "padded"), [
-    (8, 2, 2, (True, True), (8, 2)), (8, 2, 4, (True, False), (8, 2)), (32, 32, 8, (True, True), (32, 32)),
-    (9, 3, 2, (True, True), (12, 4)), (9, 3, 3, (True, True), (9, 3)), (33, 33, 8, (True, True), (40, 40)),
-    (24, 8, 16, (True, True), (48, 16)), (9, 1, 2, (False, False), (9, 1))])
+@pytest.mark.parametrize(
+    ("query", "key", "tensor", "split", "padded"),
+    [
+        (8, 2, 2, (True, True), (8, 2)),
+        (8, 2, 4, (True, False), (8, 2)),
+        (32, 32, 8, (True, True), (32, 32)),
+        (9, 3, 2, (True, True), (12, 4)),
+        (9, 3, 3, (True, True), (9, 3)),
+        (33, 33, 8, (True, True), (40, 40)),
+        (24, 8, 16, (True, True), (48, 16)),
+        (9, 1, 2, (False, False), (9, 1)),
+    ],
+)
 def test_heads_are_split_and_padded_where_they_do_not_divide(query, key, tensor, split, padded):
     parallel = TensorParallel.of(tiny(num_attention_heads=query, num_key_value_heads=key), tensor)
-    assert (parallel.heads, parallel.kv_heads) == split and (parallel.query_heads, parallel.key_heads) == padded
+    assert (parallel.heads, parallel.kv_heads) == split and (
+        parallel.query_heads,
+        parallel.key_heads,
+    ) == padded

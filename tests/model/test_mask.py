@@ -1,4 +1,5 @@
 """A model with a sliding window and global tokens, trained and decoding, against transformers under the mask pair by pair."""
+
 import jax
 import numpy as np
 import pytest
@@ -21,9 +22,13 @@ CHUNKS = {"query_chunks": 2, "remat": "nothing"}
 def dense_logits(truth, mask, tokens, index, segment_ids, positions) -> np.ndarray:
     """transformers' logits in float64 (softmax in float32), told of every pair of tokens whether it is visible: [B, L, V]."""
     seen = visible(index, segment_ids, window=mask.window, global_tokens=mask.global_tokens)
-    hidden = torch.tensor(np.where(seen, 0.0, -1e30))[:, None]  # finite also in the softmax's float32
+    hidden = torch.tensor(np.where(seen, 0.0, -1e30))[
+        :, None
+    ]  # finite also in the softmax's float32
     with torch.no_grad():
-        return truth(torch.tensor(tokens), attention_mask=hidden, position_ids=torch.tensor(positions)).logits.numpy()
+        return truth(
+            torch.tensor(tokens), attention_mask=hidden, position_ids=torch.tensor(positions)
+        ).logits.numpy()
 
 
 @pytest.fixture
@@ -40,12 +45,22 @@ def model_of(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(("mask", "schedule", "layout", "options"), [
-    (WINDOW, "ring", "striped", {}), (WINDOW, Ring(ordered=True), "contiguous", {}), (BOTH, "ring", "striped", {}),
-    (BOTH, "all_gather", "zigzag", {}), (WINDOW, Ring(ordered=True), "contiguous", CHUNKS), (BOTH, "ring", "striped", CHUNKS)],
-    ids=str)
+@pytest.mark.parametrize(
+    ("mask", "schedule", "layout", "options"),
+    [
+        (WINDOW, "ring", "striped", {}),
+        (WINDOW, Ring(ordered=True), "contiguous", {}),
+        (BOTH, "ring", "striped", {}),
+        (BOTH, "all_gather", "zigzag", {}),
+        (WINDOW, Ring(ordered=True), "contiguous", CHUNKS),
+        (BOTH, "ring", "striped", CHUNKS),
+    ],
+    ids=str,
+)
 def test_logits_of_packed_documents_are_the_dense_masks(model_of, mask, schedule, layout, options):
-    truth, model, params = model_of(mask, {"tensor": 2, "sequence": 4}, schedule=schedule, **options)
+    truth, model, params = model_of(
+        mask, {"tensor": 2, "sequence": 4}, schedule=schedule, **options
+    )
     batch = packed_batch(model.config, rows=2, length=64)
     given = [batch[name] for name in ("tokens", "index", "segment_ids", "positions")]
     expected = dense_logits(truth, mask, *given)
@@ -60,10 +75,15 @@ def test_logits_of_packed_documents_are_the_dense_masks(model_of, mask, schedule
 @pytest.mark.parametrize("mask", [WINDOW, BOTH], ids=str)
 def test_prefetched_weights_visit_all_ranks_though_a_window_keeps_keys_near(mask):
     """In runs of 16 tokens a window of 9 reaches the rank before alone; the weights of the next layer come from all four."""
+
     def loss_and_gradient(**options):
-        model = llama(tiny(), {"tensor": 2, "sequence": 4}, mask=mask, schedule=Ring(ordered=True), **options)
+        model = llama(
+            tiny(), {"tensor": 2, "sequence": 4}, mask=mask, schedule=Ring(ordered=True), **options
+        )
         batch, _ = permuted(packed_batch(model.config, rows=2, length=64), model, "contiguous")
-        return jax.jit(jax.value_and_grad(lambda params: mean_loss(model)(params, batch)[0]))(model.init(0))
+        return jax.jit(jax.value_and_grad(lambda params: mean_loss(model)(params, batch)[0]))(
+            model.init(0)
+        )
 
     loss, gradient = loss_and_gradient(prefetch=True)
     expected_loss, expected = loss_and_gradient()
@@ -77,19 +97,32 @@ def test_decoding_sees_what_training_sees(model_of, mask):
     """Each token is the likeliest after those before it, by the forward pass and by the dense mask; 12 tokens, so that the
     window leaves the prompts behind."""
     truth, model, params = model_of(mask, {"sequence": 4})
-    prompts = [np.random.default_rng(length).integers(3, 128, length).tolist() for length in (2, 31, 52)]
-    answers = Generator(model, rows=3, capacity=64, new_tokens=12, stop_ids=(), chunk=16)(params, prompts)
-    rows, index = np.zeros((3, 64), np.int32), np.broadcast_to(np.arange(64, dtype=np.int32), (3, 64))
+    prompts = [
+        np.random.default_rng(length).integers(3, 128, length).tolist() for length in (2, 31, 52)
+    ]
+    answers = Generator(model, rows=3, capacity=64, new_tokens=12, stop_ids=(), chunk=16)(
+        params, prompts
+    )
+    rows, index = (
+        np.zeros((3, 64), np.int32),
+        np.broadcast_to(np.arange(64, dtype=np.int32), (3, 64)),
+    )
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        rows[row, :len(prompt) + 12] = prompt + answer
+        rows[row, : len(prompt) + 12] = prompt + answer
     batch = {"tokens": rows, "index": index, "positions": index, "segment_ids": np.ones_like(rows)}
     dealt, order = permuted(batch, model)
     forward = np.empty((3, 64, 128))
     forward[:, order] = jax.jit(model.logits)(params, dealt)
-    dense, unmasked = (dense_logits(truth, applied, rows, index, np.ones_like(rows), index) for applied in (mask, Mask()))
+    dense, unmasked = (
+        dense_logits(truth, applied, rows, index, np.ones_like(rows), index)
+        for applied in (mask, Mask())
+    )
 
     def chosen(logits):
-        return [logits[row, len(prompt) - 1:len(prompt) + 11].argmax(-1).tolist() for row, prompt in enumerate(prompts)]
+        return [
+            logits[row, len(prompt) - 1 : len(prompt) + 11].argmax(-1).tolist()
+            for row, prompt in enumerate(prompts)
+        ]
 
     assert chosen(forward) == chosen(dense) == answers
     assert chosen(unmasked) != answers

@@ -1,4 +1,5 @@
 """What the modules declare: every parameter of a layer belongs to a stage, and padding follows from the logical axes."""
+
 import itertools
 import pathlib
 import re
@@ -17,11 +18,17 @@ PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/parameters.md"
 
 def test_every_parameter_of_a_layer_is_read_by_a_stage():
     parameters = declare_layer(EVERYTHING)
-    before, after = (read_by(EVERYTHING, stages, parameters) for stages in ((QUERIES, KEYS_VALUES), (OUTPUT,)))
+    before, after = (
+        read_by(EVERYTHING, stages, parameters) for stages in ((QUERIES, KEYS_VALUES), (OUTPUT,))
+    )
     assert {**before, **after} == parameters and not before.keys() & after.keys()
     assert sorted(read_by(EVERYTHING, (KEYS_VALUES,), parameters)) == [
-        "input_layernorm.weight", "self_attn.k_proj.bias", "self_attn.k_proj.weight", "self_attn.v_proj.bias",
-        "self_attn.v_proj.weight"]
+        "input_layernorm.weight",
+        "self_attn.k_proj.bias",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.bias",
+        "self_attn.v_proj.weight",
+    ]
 
 
 def test_logical_axes_are_those_that_are_declared_also_of_moments():
@@ -31,13 +38,21 @@ def test_logical_axes_are_those_that_are_declared_also_of_moments():
     assert vocabulary_axes() == {"embed_tokens.weight": 0, "lm_head.weight": 1}
 
 
-@pytest.mark.parametrize(("name", "shape", "other", "own", "expected"), [
-    ("norm.weight", (60,), (64,), None, True), ("norm.weight", (60,), (64,), (64,), False),
-    ("norm.weight", (60,), (60 + 1024,), None, False), ("norm.weight", (5120,), (6144,), (5120,), True),
-    ("norm.weight", (5120,), (6144,), (5121,), False), ("embed_tokens.weight", (129, 8), (129 + 1024, 8), (129, 8), False),
-    (LAYERS + "self_attn.q_proj.weight", (2, 64, 9, 8), (2, 64, 12, 8), None, True),
-    (LAYERS + "self_attn.q_proj.weight", (2, 64, 9, 8), (2, 64, 9, 16), None, False),
-    (LAYERS + "mlp.up_proj.bias", (2, 96), (2, 128), None, False), ("0.count", (), (), None, True)])
+@pytest.mark.parametrize(
+    ("name", "shape", "other", "own", "expected"),
+    [
+        ("norm.weight", (60,), (64,), None, True),
+        ("norm.weight", (60,), (64,), (64,), False),
+        ("norm.weight", (60,), (60 + 1024,), None, False),
+        ("norm.weight", (5120,), (6144,), (5120,), True),
+        ("norm.weight", (5120,), (6144,), (5121,), False),
+        ("embed_tokens.weight", (129, 8), (129 + 1024, 8), (129, 8), False),
+        (LAYERS + "self_attn.q_proj.weight", (2, 64, 9, 8), (2, 64, 12, 8), None, True),
+        (LAYERS + "self_attn.q_proj.weight", (2, 64, 9, 8), (2, 64, 9, 16), None, False),
+        (LAYERS + "mlp.up_proj.bias", (2, 96), (2, 128), None, False),
+        ("0.count", (), (), None, True),
+    ],
+)
 def test_shapes_may_differ_by_padding_alone(name, shape, other, own, expected):
     assert fits(name, shape, other, own) == expected
     assert set(PADDED) == {"embed", "norm", "vocab", "heads", "kv_heads"}
@@ -52,6 +67,10 @@ def test_the_page_lists_what_is_declared():
         for name in map("".join, itertools.product(*parts)):
             of_queries = "q_proj" in name
             letters = shape.replace(" H,", " Hq," if of_queries else " Hkv,").split(", ")
-            axes_of = axes.replace("heads or kv_heads", "heads" if of_queries else "kv_heads").split(", ")
+            axes_of = axes.replace(
+                "heads or kv_heads", "heads" if of_queries else "kv_heads"
+            ).split(", ")
             listed[name] = tuple(sizes[letter] for letter in letters), tuple(axes_of)
-    assert listed == {name: (parameter.shape, parameter.axes) for name, parameter in declare(EVERYTHING).items()}
+    assert listed == {
+        name: (parameter.shape, parameter.axes) for name, parameter in declare(EVERYTHING).items()
+    }

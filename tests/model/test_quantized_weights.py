@@ -1,4 +1,5 @@
 """Frozen weights as codes in the model: one loss on every mesh, nothing of them in float32, and gathers of codes alone."""
+
 import dataclasses
 import functools
 import math
@@ -21,7 +22,9 @@ from trainer.step import StepBuilder
 from trainer.text import text_batch
 
 ADAPTER = AdapterConfig(rank=4, alpha=8.0, train=("norm",), quantize="nf4")
-CONFIG = tiny(hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=64, adapter=ADAPTER)
+CONFIG = tiny(
+    hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=64, adapter=ADAPTER
+)
 INT8 = dataclasses.replace(CONFIG, adapter=dataclasses.replace(ADAPTER, quantize="int8"))
 DORA = dataclasses.replace(CONFIG, adapter=dataclasses.replace(ADAPTER, use_dora=True))
 BATCH = (4, 64)  # rows, tokens
@@ -36,7 +39,11 @@ def drawn():
 
 def parameters(model):
     """The same parameters for any model without padding."""
-    params = {name: jax.device_put(x, model.shardings[name]) for name, x in drawn().items() if name in model.parameters}
+    params = {
+        name: jax.device_put(x, model.shardings[name])
+        for name, x in drawn().items()
+        if name in model.parameters
+    }
     params |= model.quantized(drawn())
     return {**params, **model.init_magnitudes(params)}
 
@@ -47,21 +54,39 @@ def on_one_device(config, rows=BATCH[0]):
     return loss_and_gradients(model, packed_batch(config, rows, BATCH[1]), parameters(model))
 
 
-@pytest.mark.parametrize(("config", "mesh", "options"), [
-    pytest.param(CONFIG, {"fsdp": 2, "tensor": 2, "sequence": 2}, {}, marks=pytest.mark.slow),
-    pytest.param(INT8, {"fsdp": 2, "tensor": 2, "sequence": 2}, {}, marks=pytest.mark.slow),
-    pytest.param(DORA, {"fsdp": 2, "tensor": 2, "sequence": 2}, {}, marks=pytest.mark.slow),
-    pytest.param(CONFIG, {"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow),
-    pytest.param(INT8, {"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow),
-    pytest.param(CONFIG, {"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
-    pytest.param(CONFIG, {"sequence": 2}, {"attention_groups": 2}, marks=pytest.mark.slow),
-    pytest.param(INT8, {"sequence": 2}, {"query_chunks": 2, "attention_groups": 2, "remat": "every_k"}, marks=pytest.mark.slow),
-    pytest.param(CONFIG, {"fsdp": 2}, {"remat": "everything"}, marks=pytest.mark.slow),
-    pytest.param(CONFIG, {"sequence": 2, "tensor": 2}, {"sequence_parallel": True}, marks=pytest.mark.slow),
-    pytest.param(CONFIG, {"fsdp": 3}, {}, marks=pytest.mark.slow),
-    *(pytest.param(CONFIG, {"sequence": 4}, {"schedule": schedule}, marks=pytest.mark.slow)
-      for schedule in ("all_gather", "balanced", "ulysses")),
-], ids=lambda value: value.adapter.quantize if hasattr(value, "adapter") else str(value))
+@pytest.mark.parametrize(
+    ("config", "mesh", "options"),
+    [
+        pytest.param(CONFIG, {"fsdp": 2, "tensor": 2, "sequence": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(INT8, {"fsdp": 2, "tensor": 2, "sequence": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(DORA, {"fsdp": 2, "tensor": 2, "sequence": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            CONFIG, {"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow
+        ),
+        pytest.param(INT8, {"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow),
+        pytest.param(CONFIG, {"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
+        pytest.param(CONFIG, {"sequence": 2}, {"attention_groups": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            INT8,
+            {"sequence": 2},
+            {"query_chunks": 2, "attention_groups": 2, "remat": "every_k"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(CONFIG, {"fsdp": 2}, {"remat": "everything"}, marks=pytest.mark.slow),
+        pytest.param(
+            CONFIG,
+            {"sequence": 2, "tensor": 2},
+            {"sequence_parallel": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(CONFIG, {"fsdp": 3}, {}, marks=pytest.mark.slow),
+        *(
+            pytest.param(CONFIG, {"sequence": 4}, {"schedule": schedule}, marks=pytest.mark.slow)
+            for schedule in ("all_gather", "balanced", "ulysses")
+        ),
+    ],
+    ids=lambda value: value.adapter.quantize if hasattr(value, "adapter") else str(value),
+)
 def test_every_mesh_and_memory_option_computes_the_same(config, mesh, options):
     """Within 1e-5 of one device, gradients relative to the largest of their parameter. None is of a frozen weight."""
     model = llama(config, mesh, **options)
@@ -69,12 +94,14 @@ def test_every_mesh_and_memory_option_computes_the_same(config, mesh, options):
     batch, _ = permuted(packed_batch(config, rows, BATCH[1]), model)
     params = model.init(0) if rows != BATCH[0] else parameters(model)
     assert {name: (x.shape, x.dtype) for name, x in params.items()} == {
-        name: (parameter.shape, parameter.dtype) for name, parameter in model.parameters.items()}
+        name: (parameter.shape, parameter.dtype) for name, parameter in model.parameters.items()
+    }
     loss, gradients = loss_and_gradients(model, place_batch(batch, model.mesh), params)
     expected_loss, expected = on_one_device(config, rows)
     assert abs(loss - expected_loss) <= 1e-5
     assert gradients.keys() == expected.keys() and all(
-        name.endswith((*config.adapter.parts, "norm.weight")) for name in gradients)
+        name.endswith((*config.adapter.parts, "norm.weight")) for name in gradients
+    )
     for name, x in expected.items():
         assert np.abs(gradients[name] - x).max() <= 1e-5 * np.abs(x).max(), name
 
@@ -85,26 +112,34 @@ def test_the_loss_of_a_mesh_is_that_of_one_device():
     for mesh in ({}, {"fsdp": 2, "tensor": 2, "sequence": 2}):
         model = llama(CONFIG, mesh)
         batch, _ = permuted(packed_batch(CONFIG, *BATCH), model)
-        losses.append(float(jax.jit(mean_loss(model))(parameters(model), place_batch(batch, model.mesh))[0]))
+        losses.append(
+            float(jax.jit(mean_loss(model))(parameters(model), place_batch(batch, model.mesh))[0])
+        )
     assert abs(losses[0] - losses[1]) <= 1e-5
 
 
 @pytest.mark.parametrize("config", [CONFIG, INT8], ids=["nf4", "int8"])
 def test_the_loss_is_that_of_the_weights_that_the_codes_stand_for(config):
     """Dequantized by numpy and frozen as they are, to the bit; and quantization changes the loss at all."""
-    plain_config = dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, quantize="none"))
+    plain_config = dataclasses.replace(
+        config, adapter=dataclasses.replace(config.adapter, quantize="none")
+    )
     model, plain = llama(config), llama(plain_config)
     params, weights = parameters(model), {name: jnp.asarray(x) for name, x in drawn().items()}
     batch = packed_batch(config, *BATCH)
     loss = jax.jit(lambda model, params: model.loss(params, batch).total, static_argnums=0)
     with_plain = loss(plain, weights)
-    both = {"nf4": (codecs.quantize_nf4, codecs.dequantize_nf4),
-            "int8": (codecs.quantize_int8, codecs.dequantize_int8)}
+    both = {
+        "nf4": (codecs.quantize_nf4, codecs.dequantize_nf4),
+        "int8": (codecs.quantize_int8, codecs.dequantize_int8),
+    }
     quantize, dequantize = both[config.adapter.quantize]
     for name in model.quantized_names:
         stacked, inputs = np.asarray(weights[name]), input_axes(name)
         rows = [layer.reshape(math.prod(layer.shape[:inputs]), -1).T for layer in stacked]
-        weights[name] = jnp.asarray(np.stack([dequantize(quantize(row)).T for row in rows]).reshape(stacked.shape))
+        weights[name] = jnp.asarray(
+            np.stack([dequantize(quantize(row)).T for row in rows]).reshape(stacked.shape)
+        )
     assert len(model.quantized_names) == 7
     assert abs(loss(model, params) - loss(plain, weights)) <= 1e-6 * abs(with_plain)
     assert abs(loss(model, params) - with_plain) > 1e-5 * abs(with_plain)
@@ -118,18 +153,32 @@ def test_shards_of_codes_hold_whole_blocks():
         for name in model.quantized_names:
             codes, absmax = (model.parameters[f"{name}.{part}"] for part in ("codes", "absmax"))
             assert model.specs[f"{name}.codes"] == model.specs[f"{name}.absmax"]
-            local = [model.shardings[f"{name}.{part}"].shard_shape(parameter.shape)
-                     for part, parameter in (("codes", codes), ("absmax", absmax))]
+            local = [
+                model.shardings[f"{name}.{part}"].shard_shape(parameter.shape)
+                for part, parameter in (("codes", codes), ("absmax", absmax))
+            ]
             axis = input_axes(name)
             assert local[0][axis] == 32 * local[1][axis]
-            assert math.prod(local[0]) * model.mesh.size <= math.prod(codes.shape) * mesh.get("tensor", 1), (name, mesh)
+            assert math.prod(local[0]) * model.mesh.size <= math.prod(codes.shape) * mesh.get(
+                "tensor", 1
+            ), (name, mesh)
 
 
 def lowered(quantize, mesh):
-    config = tiny(hidden_size=448, intermediate_size=576, num_attention_heads=5, num_key_value_heads=1, head_dim=64,
-                  vocab_size=176, num_hidden_layers=3, adapter=AdapterConfig(rank=4, quantize=quantize))
+    config = tiny(
+        hidden_size=448,
+        intermediate_size=576,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        head_dim=64,
+        vocab_size=176,
+        num_hidden_layers=3,
+        adapter=AdapterConfig(rank=4, quantize=quantize),
+    )
     model = llama(config, mesh, dtype=jnp.bfloat16)
-    return model, StepBuilder(model, model.loss, text_batch(2, 32, model.mesh)).lower_train().as_text()
+    return model, StepBuilder(
+        model, model.loss, text_batch(2, 32, model.mesh)
+    ).lower_train().as_text()
 
 
 def test_nothing_of_a_frozen_weight_is_float32_and_codes_alone_are_gathered():
@@ -137,14 +186,24 @@ def test_nothing_of_a_frozen_weight_is_float32_and_codes_alone_are_gathered():
     most 0.30 of bfloat16's bytes. What opens one projection inside a product is its levels, which compilers fuse."""
     _, plain = lowered("none", {"fsdp": 2})
     model, text = lowered("nf4", {"fsdp": 2})
-    arrays = {math.prod(map(int, shape.split("x")[:-1])) for shape in re.findall(r"tensor<([\dx]+xf32)>", text)}
-    stacked = {math.prod(model.parameters[f"{name}.codes"].shape) * 2 for name in model.quantized_names}
+    arrays = {
+        math.prod(map(int, shape.split("x")[:-1]))
+        for shape in re.findall(r"tensor<([\dx]+xf32)>", text)
+    }
+    stacked = {
+        math.prod(model.parameters[f"{name}.codes"].shape) * 2 for name in model.quantized_names
+    }
     assert not arrays & stacked
 
     def gathered(text):
         sizes = {"ui8": 0, "bf16": 0, "f32": 0}
-        for shape, dtype in re.findall(r'stablehlo\.all_gather"?.*?-> tensor<((?:\d+x)+)(\w+)>', text):
-            sizes[dtype] += math.prod(map(int, shape.strip("x").split("x"))) * {"ui8": 1, "bf16": 2, "f32": 4}[dtype]
+        for shape, dtype in re.findall(
+            r'stablehlo\.all_gather"?.*?-> tensor<((?:\d+x)+)(\w+)>', text
+        ):
+            sizes[dtype] += (
+                math.prod(map(int, shape.strip("x").split("x")))
+                * {"ui8": 1, "bf16": 2, "f32": 4}[dtype]
+            )
         return sizes
 
     without, with_codes = gathered(plain), gathered(text)
@@ -158,17 +217,28 @@ def test_the_planner_counts_the_bytes_of_codes():
         adapter = dataclasses.replace(ADAPTER, quantize=quantize, train=())
         for mesh in ({}, {"fsdp": 2}):
             model = llama(dataclasses.replace(CONFIG, adapter=adapter), mesh, dtype=jnp.bfloat16)
-            run = RunConfig(adapter=adapter, mesh=MeshConfig(**mesh), model=ModelConfig(compute_dtype="bfloat16"))
-            own = sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in model.parameters.values())
+            run = RunConfig(
+                adapter=adapter,
+                mesh=MeshConfig(**mesh),
+                model=ModelConfig(compute_dtype="bfloat16"),
+            )
+            own = sum(
+                math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+                for array in model.parameters.values()
+            )
             planned, _ = state_bytes(run, dataclasses.replace(CONFIG, adapter=None))
             assert planned == own / model.mesh.size
 
 
-@pytest.mark.parametrize(("fields", "facts"), [
-    ({"quantize": "nf3"}, ["adapter.quantize", "'nf3'", "none, nf4, int8"]),
-    ({"quantize": "nf4", "rank": 0}, ["adapter.rank", "adapter.quantize"]),
-    ({"quantize": "nf4"}, ["adapter.quantize", "head_dim is 8", "64", "int8"]),
-], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "facts"),
+    [
+        ({"quantize": "nf3"}, ["adapter.quantize", "'nf3'", "none, nf4, int8"]),
+        ({"quantize": "nf4", "rank": 0}, ["adapter.rank", "adapter.quantize"]),
+        ({"quantize": "nf4"}, ["adapter.quantize", "head_dim is 8", "64", "int8"]),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_quantized_is_refused(fields, facts):
     """In one line that names the field and what would work."""
     with pytest.raises(ValueError) as error:

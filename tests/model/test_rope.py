@@ -18,25 +18,58 @@ from model.rope_config import RopeConfig
 
 from .build import llama, tiny
 
-POSITIONS = np.array([[0, 1, 2, 1000, 8191, 8192, 32767, 65536, 131071], [0, 0, 1, 1, 2, 2, 0, 1, 8192]], np.int32)
+POSITIONS = np.array(
+    [[0, 1, 2, 1000, 8191, 8192, 32767, 65536, 131071], [0, 0, 1, 1, 2, 2, 0, 1, 8192]], np.int32
+)
 
 
-BASE = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 4096}
+BASE = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+}
 RULES = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "linear by its old name": {"type": "linear", "factor": 3.0, "rope_theta": 5e5},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096},
-    "yarn over 1M": {"rope_type": "yarn", "factor": 10.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6,
-                     "beta_fast": 24.0, "beta_slow": 2.0, "truncate": False},
-    "yarn, given temperature": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048,
-                                "attention_factor": 0.9},
-    "yarn, two scales": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048, "mscale": 1.0,
-                         "mscale_all_dim": 0.5},
-    "yarn, factor from lengths": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024},
+    "yarn over 1M": {
+        "rope_type": "yarn",
+        "factor": 10.0,
+        "original_max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "beta_fast": 24.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "yarn, given temperature": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 2048,
+        "attention_factor": 0.9,
+    },
+    "yarn, two scales": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 2048,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+    "yarn, factor from lengths": {
+        "rope_type": "yarn",
+        "factor": None,
+        "original_max_position_embeddings": 1024,
+    },
     "yarn, no original length": {"rope_type": "yarn", "factor": 2.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192, "rope_theta": 5e5},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 5e5,
+    },
 }
 
 
@@ -44,17 +77,25 @@ def theirs(config: LlamaConfig) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(transformers.LlamaConfig(**config.to_hf()))
 
 
-@pytest.mark.parametrize("name", ["llama-7b", "llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny"])
+@pytest.mark.parametrize(
+    "name", ["llama-7b", "llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny"]
+)
 def test_equal_to_transformers(name):
     config = LlamaConfig.preset(name)
     reference = theirs(config)
     frequencies = inverse_frequencies(config.rope, config.head_dim)
     assert frequencies.dtype == np.float32
     np.testing.assert_array_equal(frequencies, reference.inv_freq.numpy())
-    x = np.random.default_rng(0).standard_normal((*POSITIONS.shape, 3, config.head_dim)).astype(np.float32)
+    x = (
+        np.random.default_rng(0)
+        .standard_normal((*POSITIONS.shape, 3, config.head_dim))
+        .astype(np.float32)
+    )
     cos, sin = reference(torch.tensor(x), torch.tensor(POSITIONS))
     wanted, _ = apply_rotary_pos_emb(torch.tensor(x), torch.tensor(x), cos, sin, unsqueeze_dim=2)
-    np.testing.assert_allclose(apply_rope(jnp.asarray(x), jnp.asarray(POSITIONS), frequencies), wanted, atol=1e-6)
+    np.testing.assert_allclose(
+        apply_rope(jnp.asarray(x), jnp.asarray(POSITIONS), frequencies), wanted, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
@@ -62,7 +103,9 @@ def test_equal_to_transformers(name):
 def test_every_rule_is_transformers(rule, spelling):
     """Frequencies, temperature and turned vectors, from a config that transformers reads as well; then written and read."""
     given = {**BASE, spelling: dict(RULES[rule])}
-    reference = LlamaRotaryEmbedding(transformers.LlamaConfig(**{**BASE, spelling: dict(RULES[rule])}))
+    reference = LlamaRotaryEmbedding(
+        transformers.LlamaConfig(**{**BASE, spelling: dict(RULES[rule])})
+    )
     config = LlamaConfig.from_hf_dict(given)
     again = LlamaConfig.from_hf_dict(json.loads(json.dumps(config.to_hf())))
     assert again == config
@@ -70,8 +113,13 @@ def test_every_rule_is_transformers(rule, spelling):
     for length in (1, 4096, 4097, 8192, 131072):
         x = np.random.default_rng(0).standard_normal((1, 3, 2, config.head_dim)).astype(np.float32)
         positions = np.array([[0, length // 2, length - 1]], np.int32)
-        cos, sin = reference(torch.tensor(x), torch.tensor(positions))  # recomputes the dynamic table for this length
-        frequencies, scaling = inverse_frequencies(config.rope, config.head_dim, length), attention_scaling(config.rope)
+        cos, sin = reference(
+            torch.tensor(x), torch.tensor(positions)
+        )  # recomputes the dynamic table for this length
+        frequencies, scaling = (
+            inverse_frequencies(config.rope, config.head_dim, length),
+            attention_scaling(config.rope),
+        )
         assert frequencies.dtype == np.float32
         # Equal to the last bit but for the last place of torch's float32 power, which is not always the nearest number.
         tolerance = 6e-7 if rule in ("dynamic", "yarn over 1M") else 0
@@ -81,16 +129,26 @@ def test_every_rule_is_transformers(rule, spelling):
         np.testing.assert_allclose(frequencies, exact, rtol=2e-6)
         rewritten(torch.tensor(x), torch.tensor(positions))
         np.testing.assert_array_equal(rewritten.inv_freq.numpy(), reference.inv_freq.numpy())
-        wanted, _ = apply_rotary_pos_emb(torch.tensor(x), torch.tensor(x), cos, sin, unsqueeze_dim=2)
+        wanted, _ = apply_rotary_pos_emb(
+            torch.tensor(x), torch.tensor(x), cos, sin, unsqueeze_dim=2
+        )
         got = apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies, scaling)
         np.testing.assert_allclose(got, wanted, atol=1e-6 + tolerance * length * 4)
 
 
 def test_an_original_length_outside_the_rule_is_preferred_as_by_transformers():
-    given = {**BASE, "original_max_position_embeddings": 1024, "rope_parameters": dict(RULES["yarn"])}
+    given = {
+        **BASE,
+        "original_max_position_embeddings": 1024,
+        "rope_parameters": dict(RULES["yarn"]),
+    }
     config = LlamaConfig.from_hf_dict(given)
-    reference = LlamaRotaryEmbedding(transformers.LlamaConfig(**{**given, "rope_parameters": dict(RULES["yarn"])}))
-    np.testing.assert_array_equal(inverse_frequencies(config.rope, config.head_dim), reference.inv_freq.numpy())
+    reference = LlamaRotaryEmbedding(
+        transformers.LlamaConfig(**{**given, "rope_parameters": dict(RULES["yarn"])})
+    )
+    np.testing.assert_array_equal(
+        inverse_frequencies(config.rope, config.head_dim), reference.inv_freq.numpy()
+    )
     assert config.rope.original_max_position_embeddings == 1024
 
 
@@ -105,11 +163,15 @@ def float64_frequencies(rope: RopeConfig, head_dim: int, length: int) -> np.ndar
         return plain / rope.factor
     if rope.rule == "llama3":
         turns = original * plain / (2 * np.pi)
-        keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+        keep = np.clip(
+            (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1
+        )
         return plain * (keep + (1 - keep) / rope.factor)
     if rope.rule == "yarn":
-        first, last = (head_dim / 2 * np.log(original / (2 * np.pi * turns)) / np.log(theta)
-                       for turns in (rope.beta_fast, rope.beta_slow))
+        first, last = (
+            head_dim / 2 * np.log(original / (2 * np.pi * turns)) / np.log(theta)
+            for turns in (rope.beta_fast, rope.beta_slow)
+        )
         if rope.truncate:
             first, last = np.floor(first), np.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
@@ -123,7 +185,10 @@ def test_a_greater_trained_length_changes_no_embedding(rule):
     """For us and for transformers, which reads what is written of it; `dynamic` grows from that length, so it stays."""
     config = LlamaConfig.from_hf_dict({**BASE, "rope_scaling": dict(RULES[rule])})
     longer = config.with_length(2**20)
-    assert longer.max_position_embeddings == (4096 if rule == "dynamic" else 2**20) and longer.rope == config.rope
+    assert (
+        longer.max_position_embeddings == (4096 if rule == "dynamic" else 2**20)
+        and longer.rope == config.rope
+    )
     assert config.with_length(4096) == config.with_length(100) == config
     x = torch.zeros(1, 1, 2, config.head_dim)
     before, after = theirs(config), theirs(longer)
@@ -133,32 +198,70 @@ def test_a_greater_trained_length_changes_no_embedding(rule):
     assert after.attention_scaling == before.attention_scaling
 
 
-@pytest.mark.parametrize(("name", "changes", "written"), [
-    ("llama-7b", {"rope_theta": 5e5}, {"rope_theta": 5e5}),
-    ("llama-7b", {"rope_scaling": {"rope_type": "yarn", "factor": 16.0}, "max_position_embeddings": 32768},
-     {"rope_scaling": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 2048},
-      "max_position_embeddings": 32768}),
-    ("llama-3.1-8b", {"rope_scaling": {"rope_type": "llama3", "factor": 64.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
-     {"rope_scaling": {**RULES["llama3"], "factor": 64.0}}),
-    ("llama-3.1-8b", {"rope_scaling": None}, {"rope_scaling": None}),
-], ids=str)
+@pytest.mark.parametrize(
+    ("name", "changes", "written"),
+    [
+        ("llama-7b", {"rope_theta": 5e5}, {"rope_theta": 5e5}),
+        (
+            "llama-7b",
+            {
+                "rope_scaling": {"rope_type": "yarn", "factor": 16.0},
+                "max_position_embeddings": 32768,
+            },
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 2048,
+                },
+                "max_position_embeddings": 32768,
+            },
+        ),
+        (
+            "llama-3.1-8b",
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 64.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            {"rope_scaling": {**RULES["llama3"], "factor": 64.0}},
+        ),
+        ("llama-3.1-8b", {"rope_scaling": None}, {"rope_scaling": None}),
+    ],
+    ids=str,
+)
 def test_other_positions_are_as_transformers_reads_them(name, changes, written):
     """A rule that names no original length grows from the model's own, whatever its new length."""
     config = LlamaConfig.preset(name)
     changed = config.with_positions(**changes)
     hf = {key: value for key, value in config.to_hf().items() if key != "rope_parameters"} | written
     reference = LlamaRotaryEmbedding(transformers.LlamaConfig(**hf))
-    np.testing.assert_allclose(inverse_frequencies(changed.rope, changed.head_dim), reference.inv_freq.numpy(), rtol=6e-7)
+    np.testing.assert_allclose(
+        inverse_frequencies(changed.rope, changed.head_dim), reference.inv_freq.numpy(), rtol=6e-7
+    )
     assert attention_scaling(changed.rope) == reference.attention_scaling
-    assert changed.max_position_embeddings == changes.get("max_position_embeddings", config.max_position_embeddings)
-    assert (changed.hidden_size, changed.num_key_value_heads) == (config.hidden_size, config.num_key_value_heads)
+    assert changed.max_position_embeddings == changes.get(
+        "max_position_embeddings", config.max_position_embeddings
+    )
+    assert (changed.hidden_size, changed.num_key_value_heads) == (
+        config.hidden_size,
+        config.num_key_value_heads,
+    )
 
 
 def test_dynamic_is_one_embedding_for_a_whole_row():
     config = LlamaConfig.from_hf_dict({**BASE, "rope_scaling": RULES["dynamic"]})
-    table = {length: inverse_frequencies(config.rope, config.head_dim, length) for length in (1, 4096, 8192, 16384)}
+    table = {
+        length: inverse_frequencies(config.rope, config.head_dim, length)
+        for length in (1, 4096, 8192, 16384)
+    }
     np.testing.assert_array_equal(table[1], table[4096])
-    assert table[4096][0] == table[16384][0] == 1  # the fastest channel is kept, slower ones are slowed more and more
+    assert (
+        table[4096][0] == table[16384][0] == 1
+    )  # the fastest channel is kept, slower ones are slowed more and more
     assert (table[8192][1:] < table[4096][1:]).all() and (table[16384][1:] < table[8192][1:]).all()
     with pytest.raises(ValueError, match="original_max_position_embeddings"):
         inverse_frequencies(RopeConfig("dynamic", factor=2.0), 64, 8192)
@@ -174,11 +277,18 @@ ANGLE_ERROR = 4 * np.pi * HALF_ULP + 3 * HALF_ULP * LONGEST * 2 * np.pi * 2.0**-
 @pytest.mark.parametrize("rule", ["default", *RULES])
 def test_far_positions_are_exact_by_every_rule(rule):
     """Against float64, up to 2^27 tokens: beyond 2^24 a float32 knows no odd position."""
-    config = LlamaConfig.from_hf_dict(BASE | ({} if rule == "default" else {"rope_scaling": dict(RULES[rule])}))
-    frequencies, scaling = inverse_frequencies(config.rope, config.head_dim, LONGEST), attention_scaling(config.rope)
+    config = LlamaConfig.from_hf_dict(
+        BASE | ({} if rule == "default" else {"rope_scaling": dict(RULES[rule])})
+    )
+    frequencies, scaling = (
+        inverse_frequencies(config.rope, config.head_dim, LONGEST),
+        attention_scaling(config.rope),
+    )
     rng = np.random.default_rng(0)
     near = [2**n + step for n in range(17, 27) for step in (-1, 0, 1)]
-    positions = np.array([[*range(9), *near, *rng.integers(0, LONGEST, 160), LONGEST - 1]], np.int32)
+    positions = np.array(
+        [[*range(9), *near, *rng.integers(0, LONGEST, 160), LONGEST - 1]], np.int32
+    )
     exact = positions.astype(np.float64)[..., None] * frequencies.astype(np.float64)
     computed = np.asarray(jax.jit(lambda p: angles(p, frequencies, LONGEST))(positions), np.float64)
     assert np.abs((computed - exact + np.pi) % (2 * np.pi) - np.pi).max() <= ANGLE_ERROR
@@ -187,7 +297,9 @@ def test_far_positions_are_exact_by_every_rule(rule):
     got = jax.jit(lambda x, p: apply_rope(x, p, frequencies, scaling, LONGEST))(x, positions)
     # Cosine, sine, temperature, two products and their sum: each rounded once, of a vector as long as x's longest.
     tolerance = (ANGLE_ERROR + 6 * HALF_ULP) * np.abs(turn).max()
-    np.testing.assert_allclose(got, np.concatenate([turn.real, turn.imag], -1), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(
+        got, np.concatenate([turn.real, turn.imag], -1), rtol=0, atol=tolerance
+    )
 
 
 def test_up_to_a_length_angles_are_transformers_own():
@@ -196,14 +308,23 @@ def test_up_to_a_length_angles_are_transformers_own():
     theirs = POSITIONS.astype(np.float32)[..., None] * frequencies
     for length in (None, 1, FLOAT32_LENGTH):
         np.testing.assert_array_equal(angles(jnp.asarray(POSITIONS), frequencies, length), theirs)
-    assert np.abs(np.cos(angles(jnp.asarray(POSITIONS), frequencies, FLOAT32_LENGTH + 1)) - np.cos(theirs)).max() > 1e-4
+    assert (
+        np.abs(
+            np.cos(angles(jnp.asarray(POSITIONS), frequencies, FLOAT32_LENGTH + 1)) - np.cos(theirs)
+        ).max()
+        > 1e-4
+    )
 
 
 def test_in_a_model_scores_depend_on_distance_alone_however_far_the_tokens():
     """Queries and keys as a layer projects them: the same scores at the row's beginning and 100 million tokens on."""
     model = llama(tiny(head_dim=32))
     weights = {name: w[0] for name, w in model.weights.of_layers(model.init(0)).items()}
-    x = np.random.default_rng(1).standard_normal((1, 12, model.config.hidden_size)).astype(np.float32)
+    x = (
+        np.random.default_rng(1)
+        .standard_normal((1, 12, model.config.hidden_size))
+        .astype(np.float32)
+    )
     places = np.array([[0, 1, 2, 3, 5, 8, 13, 100, 1000, 10001, 100003, 131071]], np.int32)
 
     @jax.jit
@@ -220,11 +341,16 @@ def test_in_a_model_scores_depend_on_distance_alone_however_far_the_tokens():
 def test_bfloat16_is_rounded_once():
     config = LlamaConfig.preset("tiny")
     frequencies = inverse_frequencies(config.rope, config.head_dim)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((*POSITIONS.shape, 2, config.head_dim)), jnp.bfloat16)
+    x = jnp.asarray(
+        np.random.default_rng(1).standard_normal((*POSITIONS.shape, 2, config.head_dim)),
+        jnp.bfloat16,
+    )
     exact = apply_rope(x.astype(jnp.float32), jnp.asarray(POSITIONS), frequencies)
     turned = apply_rope(x, jnp.asarray(POSITIONS), frequencies)
     assert turned.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(turned.astype(jnp.float32), exact.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(
+        turned.astype(jnp.float32), exact.astype(jnp.bfloat16).astype(jnp.float32)
+    )
 
 
 def test_odd_head_dim_is_refused():

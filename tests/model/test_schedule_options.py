@@ -1,4 +1,5 @@
 """What may be said of a schedule: checked when the model is made, in one line with the field, what was found, what would do."""
+
 import dataclasses
 import re
 
@@ -10,41 +11,80 @@ from .build import llama, mesh_of, tiny
 
 USP = {"name": "ulysses", "degree": 2}
 REFUSED = [  # schedule, ranks, what is said
-    ("local", 2, "schedule: 'local' serves 1 rank, found 2, and would leave out the others' keys; 'ring' and 'all_gather' "),
+    (
+        "local",
+        2,
+        "schedule: 'local' serves 1 rank, found 2, and would leave out the others' keys; 'ring' and 'all_gather' ",
+    ),
     (USP | {"inner": "local"}, 4, "schedule: 'local' serves 1 rank, found 2"),
     (Ulysses(2, inner=Ulysses(2, inner=Local())), 8, "schedule: 'local' serves 1 rank, found 2"),
-    (USP | {"degree": 3}, 2, "ulysses.degree: 3 does not divide 2 sequence shards; those do: [1, 2]"),
-    (USP | {"inner": Attention2D(columns=3)}, 4, "attention2d.columns: 3 does not divide 2 sequence shards; those do: [1, 2]"),
-    ({"name": "attention2d", "columns": 3}, 8, "attention2d.columns: 3 does not divide 8 sequence shards; those do: [1, 2,"),
+    (
+        USP | {"degree": 3},
+        2,
+        "ulysses.degree: 3 does not divide 2 sequence shards; those do: [1, 2]",
+    ),
+    (
+        USP | {"inner": Attention2D(columns=3)},
+        4,
+        "attention2d.columns: 3 does not divide 2 sequence shards; those do: [1, 2]",
+    ),
+    (
+        {"name": "attention2d", "columns": 3},
+        8,
+        "attention2d.columns: 3 does not divide 8 sequence shards; those do: [1, 2,",
+    ),
     ({"name": ["ring"]}, 2, "schedule: found ['ring']; known: local, ring, all_gather"),
     ({}, 2, "schedule: found None; known: local, ring, all_gather"),
     (7, 2, "schedule: found 7; known: local, ring, all_gather"),
     (USP | {"inner": None}, 4, "schedule.inner: found None; known: local, ring, all_gather"),
-    (USP | {"inner": {"name": "ring", "both": True}}, 4, "schedule.inner.both: ring has no such option; it has: bidirectional"),
+    (
+        USP | {"inner": {"name": "ring", "both": True}},
+        4,
+        "schedule.inner.both: ring has no such option; it has: bidirectional",
+    ),
 ]
-SERVED = [("local", 1), (USP | {"inner": "local"}, 2), (USP | {"degree": 4, "inner": {"name": "attention2d", "columns": 2}}, 8),
-          ({"name": "attention2d", "columns": 0, "overlap": True}, 8), ({"name": "ring", "bidirectional": False}, 2)]
+SERVED = [
+    ("local", 1),
+    (USP | {"inner": "local"}, 2),
+    (USP | {"degree": 4, "inner": {"name": "attention2d", "columns": 2}}, 8),
+    ({"name": "attention2d", "columns": 0, "overlap": True}, 8),
+    ({"name": "ring", "bidirectional": False}, 2),
+]
 
 
 def wrong_values():
     """Every option of every schedule with values of which it can make nothing."""
-    wrong = {"bool": ["no", 1, None], "int": ["two", -1, -2, 2.0, True, None], "Schedule": [None, 3, True, ["ring"], "rings"]}
+    wrong = {
+        "bool": ["no", 1, None],
+        "int": ["two", -1, -2, 2.0, True, None],
+        "Schedule": [None, 3, True, ["ring"], "rings"],
+    }
     for name, schedule in SCHEDULES.items():
         for option in dataclasses.fields(schedule):
             for value in wrong[option.type]:
                 if option.name != "ordered":
-                    yield {"name": name, option.name: value}, 2, rf"{option.name}: found {value!r}; "
+                    yield (
+                        {"name": name, option.name: value},
+                        2,
+                        rf"{option.name}: found {value!r}; ",
+                    )
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "words"), [*REFUSED, *wrong_values()], ids=str)
 def test_what_cannot_be_is_refused_before_anything_is_traced(schedule, ranks, words):
-    for make in (lambda: get_schedule(schedule, ranks), lambda: llama(tiny(), {"sequence": ranks}, schedule=schedule)):
+    for make in (
+        lambda: get_schedule(schedule, ranks),
+        lambda: llama(tiny(), {"sequence": ranks}, schedule=schedule),
+    ):
         with pytest.raises(ValueError, match=re.escape(words)) as error:
             make()
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("values", [{"degree": "two"}, {"degree": -1}, {"degree": True}, {"inner": "ring"}, {"inner": None}])
+@pytest.mark.parametrize(
+    "values",
+    [{"degree": "two"}, {"degree": -1}, {"degree": True}, {"inner": "ring"}, {"inner": None}],
+)
 def test_a_schedule_made_in_python_is_checked_as_well(values):
     with pytest.raises(ValueError, match=rf"ulysses\.{next(iter(values))}: found .*; needs "):
         Ulysses(**values)
@@ -52,8 +92,12 @@ def test_a_schedule_made_in_python_is_checked_as_well(values):
 
 @pytest.mark.parametrize(("schedule", "ranks"), SERVED, ids=str)
 def test_what_can_be_is_served(schedule, ranks):
-    assert isinstance(get_schedule(schedule, ranks), Local if ranks == 1 else SCHEDULES[schedule["name"]])
-    assert llama(tiny(), {"sequence": ranks}, schedule=schedule).mesh == mesh_of({"sequence": ranks})
+    assert isinstance(
+        get_schedule(schedule, ranks), Local if ranks == 1 else SCHEDULES[schedule["name"]]
+    )
+    assert llama(tiny(), {"sequence": ranks}, schedule=schedule).mesh == mesh_of(
+        {"sequence": ranks}
+    )
 
 
 def test_the_same_by_name_by_mapping_and_in_python():

@@ -1,4 +1,5 @@
 """A parameter's gradient over every device of a mesh: exact, and scattered, not summed whole, by the TPU's compiler."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +13,16 @@ from planning.topology import topology_devices
 from trainer.config.schema import MeshConfig
 from trainer.mesh import make_mesh
 
-ALL_DEVICES = pytest.mark.parametrize(("axes", "storage"), [
-    ({"sequence": 8}, "sequence"), ({"fsdp": 2, "sequence": 4}, ("fsdp", "sequence")),
-    ({"fsdp": 4, "tensor": 2}, "fsdp"), ({"data": 2, "sequence": 4}, "sequence")], ids=str)
+ALL_DEVICES = pytest.mark.parametrize(
+    ("axes", "storage"),
+    [
+        ({"sequence": 8}, "sequence"),
+        ({"fsdp": 2, "sequence": 4}, ("fsdp", "sequence")),
+        ({"fsdp": 4, "tensor": 2}, "fsdp"),
+        ({"data": 2, "sequence": 4}, "sequence"),
+    ],
+    ids=str,
+)
 
 
 def gradient(mesh, storage):
@@ -27,7 +35,13 @@ def gradient(mesh, storage):
 
         return jax.grad(lambda w: jax.lax.scan(layer, 0.0, w)[0])(w)
 
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec, rows), out_specs=spec, check_vma=False)), spec, rows
+    return (
+        jax.jit(
+            jax.shard_map(local, mesh=mesh, in_specs=(spec, rows), out_specs=spec, check_vma=False)
+        ),
+        spec,
+        rows,
+    )
 
 
 @ALL_DEVICES
@@ -43,14 +57,22 @@ def test_the_gradient_is_the_sum_of_every_devices(axes, storage, kind, monkeypat
     rows = x.reshape(*mesh.devices.shape, 16)
     for shard in summed.addressable_shards:
         place = np.argwhere(mesh.devices == shard.device)[0]
-        mine = rows[tuple(place[i] if i in others else slice(None) for i in range(len(place)))].reshape(-1, 16).sum(0)
-        np.testing.assert_array_equal(shard.data, np.broadcast_to(mine[shard.index[1], None], (3, len(shard.data[0]), 256)))
+        mine = (
+            rows[tuple(place[i] if i in others else slice(None) for i in range(len(place)))]
+            .reshape(-1, 16)
+            .sum(0)
+        )
+        np.testing.assert_array_equal(
+            shard.data, np.broadcast_to(mine[shard.index[1], None], (3, len(shard.data[0]), 256))
+        )
 
 
 @ALL_DEVICES
 def test_it_is_scattered(axes, storage):
     """By 16 chips: of a scatter over 8 the compiler makes none of the sums that `gather`'s turns are there to avoid."""
-    mesh = make_mesh(MeshConfig(**axes | {"sequence": 2 * axes.get("sequence", 1)}), topology_devices("v4:2x2x4"))
+    mesh = make_mesh(
+        MeshConfig(**axes | {"sequence": 2 * axes.get("sequence", 1)}), topology_devices("v4:2x2x4")
+    )
     fn, spec, rows = gradient(mesh, storage)
     w = jax.ShapeDtypeStruct((3, 4096, 1024), jnp.float32, sharding=NamedSharding(mesh, spec))
     x = jax.ShapeDtypeStruct((2048, 4096), jnp.float32, sharding=NamedSharding(mesh, rows))

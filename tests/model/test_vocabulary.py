@@ -1,4 +1,5 @@
 """A vocabulary that `tensor` does not divide: padded, and nothing else changes."""
+
 import jax
 import numpy as np
 import pytest
@@ -6,7 +7,9 @@ import pytest
 from .build import llama, mean_loss, packed_batch, permuted, tiny
 
 
-@pytest.mark.parametrize(("vocab_size", "tied"), [pytest.param(131, False, marks=pytest.mark.slow), (5, True)])
+@pytest.mark.parametrize(
+    ("vocab_size", "tied"), [pytest.param(131, False, marks=pytest.mark.slow), (5, True)]
+)
 def test_a_padded_vocabulary_changes_no_number(vocab_size, tied):
     """Loss, gradients and logits as on one device; the padding is zero and gets no gradient. With 5 ids on 4 ranks, one
     rank holds nothing but padding."""
@@ -16,11 +19,23 @@ def test_a_padded_vocabulary_changes_no_number(vocab_size, tied):
         model = llama(config, shape)
         batch, order = permuted(packed_batch(config, rows=2, length=32), model)
         params = model.init(0)
-        (loss, _), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(params, batch)
-        results.append((float(loss), gradient, params, np.asarray(jax.jit(model.logits)(params, batch))[:, np.argsort(order)]))
+        (loss, _), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(
+            params, batch
+        )
+        results.append(
+            (
+                float(loss),
+                gradient,
+                params,
+                np.asarray(jax.jit(model.logits)(params, batch))[:, np.argsort(order)],
+            )
+        )
     (loss, gradient, params, logits), (got, got_gradient, got_params, got_logits) = results
     assert abs(got - loss) <= 1e-5 * abs(loss)
-    assert got_logits.shape == logits.shape and np.abs(got_logits - logits).max() <= 1e-4 * np.abs(logits).max()
+    assert (
+        got_logits.shape == logits.shape
+        and np.abs(got_logits - logits).max() <= 1e-4 * np.abs(logits).max()
+    )
     for name, g in gradient.items():
         own = tuple(map(slice, g.shape))
         np.testing.assert_array_equal(np.asarray(got_params[name])[own], params[name])
@@ -29,4 +44,6 @@ def test_a_padded_vocabulary_changes_no_number(vocab_size, tied):
         if name in gradient:
             assert got_params[name].shape[axis] == -(-vocab_size // 4) * 4
             for array in (got_params[name], got_gradient[name]):
-                assert not np.take(np.asarray(array), range(vocab_size, array.shape[axis]), axis).any()
+                assert not np.take(
+                    np.asarray(array), range(vocab_size, array.shape[axis]), axis
+                ).any()

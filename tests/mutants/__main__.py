@@ -8,6 +8,7 @@ The tests run in a copy of the repository, without those marked slow, as CI runs
 take longer than --limit. Outcomes are appended to --output, a line of JSON each. A survivor is either a missing test or an
 equivalent program; tests/mutants/equivalent.txt names those.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -28,7 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).parent / "equivalent.txt"
 # File -> the tests that CI runs beside it.
 TESTS = {
-    "model/attention/coords.py": ("tests/model/attention/test_coords.py", "tests/model/attention/test_visited_tiles.py"),
+    "model/attention/coords.py": (
+        "tests/model/attention/test_coords.py",
+        "tests/model/attention/test_visited_tiles.py",
+    ),
     "model/attention/partial.py": ("tests/model/attention/test_partial.py",),
     "model/attention/schedules/ring.py": ("tests/model/attention/schedules/test_schedules.py",),
     "model/loss.py": ("tests/trainer/test_step.py", "tests/model/test_llama.py"),
@@ -42,7 +46,10 @@ TESTS = {
     "data/encode.py": ("tests/data/test_encode.py", "tests/data/test_templates.py"),
     "data/templates/encoder.py": ("tests/data/test_templates.py",),
     "eval/scoring.py": ("tests/eval/test_scoring.py",),
-    "planning/costs/step.py": ("tests/planning/costs/test_costs.py", "tests/planning/costs/test_measured.py"),
+    "planning/costs/step.py": (
+        "tests/planning/costs/test_costs.py",
+        "tests/planning/costs/test_measured.py",
+    ),
 }
 
 
@@ -54,8 +61,12 @@ def sample(file: str, each: int, seed: int) -> list[Fault]:
 
 def copy_repository(folder: Path) -> None:
     """Copies what git knows of the working tree, new files included."""
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"], check=True,
-                            capture_output=True, text=True).stdout.splitlines()
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
     for name in filter(lambda name: (ROOT / name).is_file(), listed):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
@@ -63,10 +74,27 @@ def copy_repository(folder: Path) -> None:
 
 def is_killed(folder: Path, tests: tuple[str, ...], limit: float) -> bool:
     """Returns whether the tests fail in a copy of the repository, or take longer than `limit` seconds."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         return process.wait(limit) != 0
     except subprocess.TimeoutExpired:
@@ -82,7 +110,11 @@ def run(args: argparse.Namespace) -> int:
         copy = Path(folder)
         copy_repository(copy)
         for file in args.files or TESTS:
-            chosen = [fault for fault in sample(file, args.each, args.seed) if (file, fault.line, fault.what) not in done]
+            chosen = [
+                fault
+                for fault in sample(file, args.each, args.seed)
+                if (file, fault.line, fault.what) not in done
+            ]
             start = time.monotonic()
             if chosen and is_killed(copy, TESTS[file], args.limit):
                 print(f"{file}: its tests fail as it is", file=sys.stderr)
@@ -95,14 +127,21 @@ def run(args: argparse.Namespace) -> int:
                 row = {"file": file, "line": fault.line, "what": fault.what, "killed": killed}
                 with args.output.open("a", encoding="utf-8") as output:
                     output.write(json.dumps(row) + "\n")
-                print(f"{file}:{fault.line}: {fault.what}: {'killed' if killed else 'SURVIVED'}", flush=True)
+                print(
+                    f"{file}:{fault.line}: {fault.what}: {'killed' if killed else 'SURVIVED'}",
+                    flush=True,
+                )
             shutil.copy2(ROOT / file, copy / file)
     return 0
 
 
 def read(output: Path) -> list[dict]:
     """Returns the outcomes so far."""
-    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()] if output.exists() else []
+    return (
+        [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        if output.exists()
+        else []
+    )
 
 
 def show(output: Path) -> None:
@@ -116,7 +155,9 @@ def show(output: Path) -> None:
     for file, outcomes in sorted(by_file.items()):
         print(f"{file:45} {sum(outcomes):4} of {len(outcomes):4} killed")
     total = [killed for outcomes in by_file.values() for killed in outcomes]
-    print(f"{'all':45} {sum(total):4} of {len(total):4} killed ({sum(total) / max(len(total), 1):.0%})")
+    print(
+        f"{'all':45} {sum(total):4} of {len(total):4} killed ({sum(total) / max(len(total), 1):.0%})"
+    )
     for row in read(output):
         if not row["killed"]:
             name = f"{row['file']}:{row['line']}: {row['what']}"
@@ -125,14 +166,30 @@ def show(output: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
-    parser.add_argument("--files", nargs="+", choices=TESTS, metavar="FILE", help=f"of {', '.join(TESTS)} (default all)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--files",
+        nargs="+",
+        choices=TESTS,
+        metavar="FILE",
+        help=f"of {', '.join(TESTS)} (default all)",
+    )
     parser.add_argument("--each", type=int, default=12, help="mutants of a file (default 12)")
     parser.add_argument("--seed", type=int, default=0, help="chooses them (default 0)")
-    parser.add_argument("--limit", type=float, default=600, help="seconds that tests may take (default 600)")
-    parser.add_argument("--output", type=Path, default=Path(".cache/mutants.jsonl"),
-                        help="outcomes (default .cache/mutants.jsonl)")
-    parser.add_argument("--show", action="store_true", help="print the outcomes so far, and run nothing")
+    parser.add_argument(
+        "--limit", type=float, default=600, help="seconds that tests may take (default 600)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(".cache/mutants.jsonl"),
+        help="outcomes (default .cache/mutants.jsonl)",
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="print the outcomes so far, and run nothing"
+    )
     args = parser.parse_args(argv)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     status = 0 if args.show else run(args)

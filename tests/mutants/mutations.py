@@ -1,4 +1,5 @@
 """Faults of one place of a Python file, as a slip of the hand would make them."""
+
 from __future__ import annotations
 
 import ast
@@ -6,10 +7,28 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-               ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
-OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
-             ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
+COMPARISONS = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+OPERATORS = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
 # Statements that nothing but a message depends on.
 _MESSAGES = (ast.Raise, ast.Assert, ast.JoinedStr)
 _PRINTING = {"print", "warn", "say", "require", "UserError"}
@@ -33,8 +52,10 @@ class Fault:
 def faults(source: str) -> list[Fault]:
     """Returns each way in which a Python file can be made faulty at one place, in the file's order."""
     tree = _numbered(source)
-    return sorted((Fault(node.lineno, what, node.number) for node, what in _breakable(tree)),
-                  key=lambda fault: (fault.line, fault.what, fault.node))
+    return sorted(
+        (Fault(node.lineno, what, node.number) for node, what in _breakable(tree)),
+        key=lambda fault: (fault.line, fault.what, fault.node),
+    )
 
 
 def broken(source: str, fault: Fault) -> str:
@@ -56,7 +77,10 @@ def _breakable(tree: ast.Module) -> Iterator[tuple[Any, str]]:
     """Yields each node that can be broken, and how."""
     for node in _code(tree):
         if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
-            yield node, f"{COMPARISONS[type(node.ops[0])].__name__} for {type(node.ops[0]).__name__}"
+            yield (
+                node,
+                f"{COMPARISONS[type(node.ops[0])].__name__} for {type(node.ops[0]).__name__}",
+            )
         elif isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in OPERATORS:
             yield node, f"{OPERATORS[type(node.op)].__name__} for {type(node.op).__name__}"
         elif isinstance(node, ast.BoolOp):
@@ -91,7 +115,9 @@ def _prints(node: ast.AST) -> bool:
     if not isinstance(call, ast.Call):
         return False
     function = call.func
-    return (function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")) in _PRINTING
+    return (
+        function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+    ) in _PRINTING
 
 
 def _break(node: ast.AST, what: str) -> None:

@@ -1,4 +1,5 @@
 """Advice about a job that does not fit as it is."""
+
 from planning import answer
 from planning.plan import Job
 

@@ -1,17 +1,37 @@
 """Machines by the names that people and clouds give them, as topologies; a typo is answered with the nearest name."""
+
 import pytest
 
 from planning.machines import accelerator_type, device_count, hosts, is_gpu, memory_gib, topology_of
 from planning.topology import topology_devices
 
 
-@pytest.mark.parametrize(("name", "topology", "devices", "machines"), [
-    ("8xH100", "h100:8", 8, 1), ("2x8xH100", "h100:2x8", 16, 2), ("h100", "h100:1", 1, 1), ("H100x8", "h100:8", 8, 1),
-    ("8 x A100-80GB", "a100:8", 8, 1), ("4xA100-40GB", "a100-40gb:4", 4, 1), ("RTX4090", "rtx4090:1", 1, 1),
-    ("2xRTX4090", "rtx4090:2", 2, 1), ("4090", "rtx4090:1", 1, 1), ("B200", "b200:1", 1, 1), ("gpu", "gpu:1", 1, 1),
-    ("v5p-32", "v5p:2x2x4", 16, 4), ("v5p-8", "v5p:2x2x1", 4, 1), ("v4-128", "v4:4x4x4", 64, 16), ("v3-32", "v3:4x4", 32, 4),
-    ("v6e-8", "v6e:2x4", 8, 1), ("v5litepod-256", "v5e:16x16", 256, 64), ("2xv5e-16", "2xv5e:4x4", 32, 8),
-    ("v4:4x4x4", "v4:4x4x4", 64, 16), ("a100:4x8", "a100:4x8", 32, 4), ("2xv5e:16x16", "2xv5e:16x16", 512, 128)])
+@pytest.mark.parametrize(
+    ("name", "topology", "devices", "machines"),
+    [
+        ("8xH100", "h100:8", 8, 1),
+        ("2x8xH100", "h100:2x8", 16, 2),
+        ("h100", "h100:1", 1, 1),
+        ("H100x8", "h100:8", 8, 1),
+        ("8 x A100-80GB", "a100:8", 8, 1),
+        ("4xA100-40GB", "a100-40gb:4", 4, 1),
+        ("RTX4090", "rtx4090:1", 1, 1),
+        ("2xRTX4090", "rtx4090:2", 2, 1),
+        ("4090", "rtx4090:1", 1, 1),
+        ("B200", "b200:1", 1, 1),
+        ("gpu", "gpu:1", 1, 1),
+        ("v5p-32", "v5p:2x2x4", 16, 4),
+        ("v5p-8", "v5p:2x2x1", 4, 1),
+        ("v4-128", "v4:4x4x4", 64, 16),
+        ("v3-32", "v3:4x4", 32, 4),
+        ("v6e-8", "v6e:2x4", 8, 1),
+        ("v5litepod-256", "v5e:16x16", 256, 64),
+        ("2xv5e-16", "2xv5e:4x4", 32, 8),
+        ("v4:4x4x4", "v4:4x4x4", 64, 16),
+        ("a100:4x8", "a100:4x8", 32, 4),
+        ("2xv5e:16x16", "2xv5e:16x16", 512, 128),
+    ],
+)
 def test_names(name, topology, devices, machines):
     assert topology_of(name) == topology
     assert (device_count(topology), hosts(topology)) == (devices, machines)
@@ -19,30 +39,59 @@ def test_names(name, topology, devices, machines):
     assert memory_gib(topology) or name == "gpu"
 
 
-@pytest.mark.parametrize(("name", "topology", "machines"), [
-    ("2xh100:8", "h100:2x8", 2), ("1xh100:8", "h100:8", 1), ("2xRTX4090:1", "rtx4090:2x1", 2), ("1xv5e:4x4", "v5e:4x4", 4)])
+@pytest.mark.parametrize(
+    ("name", "topology", "machines"),
+    [
+        ("2xh100:8", "h100:2x8", 2),
+        ("1xh100:8", "h100:8", 1),
+        ("2xRTX4090:1", "rtx4090:2x1", 2),
+        ("1xv5e:4x4", "v5e:4x4", 4),
+    ],
+)
 def test_a_number_before_gpus_is_of_their_hosts(name, topology, machines):
     assert topology_of(name) == topology
     assert hosts(topology) == machines and device_count(topology_of(name)) == device_count(topology)
 
 
 def test_gpus_are_told_from_tpus():
-    assert all(map(is_gpu, ("h100:2x8", "gpu:1"))) and not any(map(is_gpu, ("v4:4x4x4", "2xv5e:4x4")))
+    assert all(map(is_gpu, ("h100:2x8", "gpu:1"))) and not any(
+        map(is_gpu, ("v4:4x4x4", "2xv5e:4x4"))
+    )
 
 
-@pytest.mark.parametrize(("name", "answer"), [
-    ("8xH10", "no device is called h10 (did you mean H100?)"), ("8xH1000", "did you mean H100"),
-    ("v5p-33", "slices of v5p are v5p-8, v5p-16, v5p-32"), ("v7x-8", "no device is called v7x"), ("v5pod-8", "v5p"),
-    ("8", "write 8xH100"), ("", "write 8xH100"), ("v5p", "written v5p-8"), ("4xv5e", "written v5e-8"),
-    ("h100:", "after the colon stands a shape"), ("h100:8x", "after the colon"), ("h10:8", "did you mean H100"),
-    ("0xh100", "at least one device"),
-    ("0xv5e-8", "at least one device"), ("00xH100", "at least one device"), ("0xh100:8", "at least one device"),
-    ("v4:4x00x4", "at least one device"), ("2xh100:2x8", "h100:8 would work, or hosts x GPUs"),
-    ("a100:2x2x8", "hosts x GPUs of a host such as a100:4x8"), ("2x2x2xH100", "write 8xH100")])
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("8xH10", "no device is called h10 (did you mean H100?)"),
+        ("8xH1000", "did you mean H100"),
+        ("v5p-33", "slices of v5p are v5p-8, v5p-16, v5p-32"),
+        ("v7x-8", "no device is called v7x"),
+        ("v5pod-8", "v5p"),
+        ("8", "write 8xH100"),
+        ("", "write 8xH100"),
+        ("v5p", "written v5p-8"),
+        ("4xv5e", "written v5e-8"),
+        ("h100:", "after the colon stands a shape"),
+        ("h100:8x", "after the colon"),
+        ("h10:8", "did you mean H100"),
+        ("0xh100", "at least one device"),
+        ("0xv5e-8", "at least one device"),
+        ("00xH100", "at least one device"),
+        ("0xh100:8", "at least one device"),
+        ("v4:4x00x4", "at least one device"),
+        ("2xh100:2x8", "h100:8 would work, or hosts x GPUs"),
+        ("a100:2x2x8", "hosts x GPUs of a host such as a100:4x8"),
+        ("2x2x2xH100", "write 8xH100"),
+    ],
+)
 def test_what_is_no_machine_is_named_with_what_is(name, answer):
     with pytest.raises(ValueError) as error:
         topology_of(name)
-    assert answer in str(error.value) and repr(name) in str(error.value) and "\n" not in str(error.value)
+    assert (
+        answer in str(error.value)
+        and repr(name) in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 @pytest.mark.parametrize("name", ["v5p-32", "v4-16", "v6e-8", "v5litepod-16", "v3-32"])

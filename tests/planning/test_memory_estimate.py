@@ -1,4 +1,5 @@
 """The memory estimate beside the plans that real compilers made: none lies outside the range that is printed."""
+
 import dataclasses
 
 import pytest
@@ -21,7 +22,9 @@ OF_ADAPTERS = {name: plan for name, plan in PLANS.items() if name.startswith("ad
 def stored():
     """The plans without adapters, whose own fields are their jobs; of Table 3 those of our ring, since the other columns switch
     our chunks off, but those like for like, which are in float32 and a plan does not say so."""
-    cells = [cell for cell in read_cells() if cell["column"] == "ring" and cell["memory"] in MEMORIES]
+    cells = [
+        cell for cell in read_cells() if cell["column"] == "ring" and cell["memory"] in MEMORIES
+    ]
     rings = [cell["plan"] for cell in cells if "plan" in cell]
     return [plan for name, plan in PLANS.items() if name not in OF_ADAPTERS] + rings
 
@@ -32,7 +35,14 @@ def job_of(plan) -> Job:
     grouped = memory.get("attention_groups") == 0
     if grouped:
         del memory["attention_groups"]
-    job = Job.of(plan["model"], plan["topology"], plan["context"], batch=plan["batch"], mesh=MeshConfig(**axes), memory=memory)
+    job = Job.of(
+        plan["model"],
+        plan["topology"],
+        plan["context"],
+        batch=plan["batch"],
+        mesh=MeshConfig(**axes),
+        memory=memory,
+    )
     return dataclasses.replace(job, group_per_key_head=grouped)
 
 
@@ -40,8 +50,11 @@ def test_every_compiled_plan_lies_in_its_range():
     compared = [plan for plan in stored() if plan["remat"] != "everything"]
     estimates = [estimate_memory(job_of(plan)) for plan in compared]
     for high in (HIGH, HIGH_KEPT_ON_TPU):
-        ratios = [plan["peak_gib"] / estimate.total for plan, estimate in zip(compared, estimates, strict=True)
-                  if estimate.high_share == high]
+        ratios = [
+            plan["peak_gib"] / estimate.total
+            for plan, estimate in zip(compared, estimates, strict=True)
+            if estimate.high_share == high
+        ]
         assert len(ratios) > (70 if high == HIGH else 0)
         assert min(ratios) >= LOW and max(ratios) <= high
         assert max(ratios) > high - 0.05, "the range is wider than the plans need"
@@ -62,11 +75,17 @@ def test_every_compiled_plan_of_adapters_lies_in_its_range():
 
 def test_what_keeps_everything_takes_no_more_than_estimated():
     """The compilers share what this policy keeps with what the step works with, so that its estimates are too high."""
-    ratios = [plan["peak_gib"] / estimate_memory(job_of(plan)).total for plan in stored() if plan["remat"] == "everything"]
+    ratios = [
+        plan["peak_gib"] / estimate_memory(job_of(plan)).total
+        for plan in stored()
+        if plan["remat"] == "everything"
+    ]
     assert ratios and max(ratios) <= HIGH
 
 
-@pytest.mark.parametrize(("gib", "fits"), [(1000.0, "yes"), (31.0, "perhaps"), (10.0, "no"), (None, "yes")])
+@pytest.mark.parametrize(
+    ("gib", "fits"), [(1000.0, "yes"), (31.0, "perhaps"), (10.0, "no"), (None, "yes")]
+)
 def test_fits(gib, fits):
     job = dataclasses.replace(Job.of("llama-3.1-8b", "h100:8", 131072), own_device_gib=gib)
     assert estimate_memory(job).fits == fits

@@ -1,4 +1,5 @@
 """The TPU compiler's plan of the real step: LLaMA-7B at a million tokens fits, and nothing of length x length is kept."""
+
 import dataclasses
 import itertools
 import json
@@ -29,14 +30,22 @@ from trainer.config.schema import MeshConfig, OptimizerConfig, TrainConfig
 from trainer.mesh import make_mesh
 
 CONTEXT = 1_048_576
-SMALL = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=4,
-                    num_key_value_heads=2)
+SMALL = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """One minute of the compiler's time, shared."""
-    return compile_step(LlamaConfig.preset("llama-7b"), topology_devices("v4:4x4x4"), CONTEXT, remat="nothing")
+    return compile_step(
+        LlamaConfig.preset("llama-7b"), topology_devices("v4:4x4x4"), CONTEXT, remat="nothing"
+    )
 
 
 @pytest.mark.slow
@@ -65,13 +74,25 @@ def test_the_ring_is_the_only_permute_and_no_activation_is_gathered(compiled):
 def test_what_the_step_sends_and_what_hides_it(compiled):
     """Each layer's ring runs forward twice (remat `nothing`) and backward once; all but the hops home are behind a kernel."""
     sent = communication(compiled.as_text(), 64)
-    block = Block(batch=1, tokens=CONTEXT // 64, query_heads=32, kv_heads=32, head_dim=128, itemsize=2)
-    forward, backward = (received(rounds, 64).max() for rounds in get_schedule("ring", 64).plan(64, block))
-    assert sent["collective-permute"]["received_gib"] * GIB == pytest.approx(32 * (2 * forward + backward), rel=0.02)
+    block = Block(
+        batch=1, tokens=CONTEXT // 64, query_heads=32, kv_heads=32, head_dim=128, itemsize=2
+    )
+    forward, backward = (
+        received(rounds, 64).max() for rounds in get_schedule("ring", 64).plan(64, block)
+    )
+    assert sent["collective-permute"]["received_gib"] * GIB == pytest.approx(
+        32 * (2 * forward + backward), rel=0.02
+    )
     assert sent["collective-permute"]["hidden"] > 0.97
-    weights = sum(math.prod(parameter.shape) for parameter in declare(LlamaConfig.preset("llama-7b")).values())
-    assert sent["all-gather"]["received_gib"] * GIB == pytest.approx(2 * 2 * weights * 63 / 64, rel=0.1)
-    assert sent["reduce-scatter"]["received_gib"] * GIB == pytest.approx(4 * weights * 63 / 64, rel=0.1)
+    weights = sum(
+        math.prod(parameter.shape) for parameter in declare(LlamaConfig.preset("llama-7b")).values()
+    )
+    assert sent["all-gather"]["received_gib"] * GIB == pytest.approx(
+        2 * 2 * weights * 63 / 64, rel=0.1
+    )
+    assert sent["reduce-scatter"]["received_gib"] * GIB == pytest.approx(
+        4 * weights * 63 / 64, rel=0.1
+    )
     assert sent["all-reduce"]["received_gib"] < 0.1 * sent["all-gather"]["received_gib"]
 
 
@@ -81,7 +102,11 @@ def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefet
     """Layers x tokens a device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2; a host of less is refused."""
     job = Job.of(SMALL, "v5e:2x2", 4 * 4096, memory={"remat": "offload", "prefetch": prefetch})
     compiled, on_host = job.compile(), 8 * 4096 * 512 * 2
-    assert memory(compiled)["host"] * GIB == on_host == pytest.approx(sum(host_parts_gib(job.run, SMALL).values()) * GIB)
+    assert (
+        memory(compiled)["host"] * GIB
+        == on_host
+        == pytest.approx(sum(host_parts_gib(job.run, SMALL).values()) * GIB)
+    )
     monkeypatch.setattr(Job, "compile_to_text", lambda job: (compiled, compiled.as_text()))
     assert plan(dataclasses.replace(job, host_gib=on_host / GIB))["host_gib"] * GIB == on_host
     with pytest.raises(DoesNotFit, match=r"needs 0.03 GiB of 0.03 of the host's memory") as refusal:
@@ -91,14 +116,24 @@ def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefet
 
 def test_what_is_known_of_moments_is_what_the_step_takes():
     """Parameters and moments are a step's arguments, but for a batch of 256 tokens and counters."""
-    recipe = dataclasses.replace(DEFAULT_RECIPE, optimizer=OptimizerConfig(moment_dtype="bfloat16"),
-                                 model=dataclasses.replace(DEFAULT_RECIPE.model, trainable=r"layers\.mlp.*"))
+    recipe = dataclasses.replace(
+        DEFAULT_RECIPE,
+        optimizer=OptimizerConfig(moment_dtype="bfloat16"),
+        model=dataclasses.replace(DEFAULT_RECIPE.model, trainable=r"layers\.mlp.*"),
+    )
     job = Job.of(SMALL, "v5e:2x2", 256, mesh=MeshConfig(), recipe=recipe)
-    compiled = compile_step(SMALL, jax.devices()[:1], 256, recipe=recipe, kernel=get_kernel("reference"))
+    compiled = compile_step(
+        SMALL, jax.devices()[:1], 256, recipe=recipe, kernel=get_kernel("reference")
+    )
     parts = parts_gib(job.run, SMALL)
-    assert parts["parameters"] + parts["moments"] == pytest.approx(memory(compiled)["arguments"], rel=0.01)
+    assert parts["parameters"] + parts["moments"] == pytest.approx(
+        memory(compiled)["arguments"], rel=0.01
+    )
     on_host = job.changed(memory={"moments_on_host": True}).run
-    assert host_parts_gib(on_host, SMALL)["moments"] == parts["moments"] and not parts_gib(on_host, SMALL)["moments"]
+    assert (
+        host_parts_gib(on_host, SMALL)["moments"] == parts["moments"]
+        and not parts_gib(on_host, SMALL)["moments"]
+    )
 
 
 def planned(*argv) -> Job:
@@ -108,49 +143,112 @@ def planned(*argv) -> Job:
 def test_a_recipe_is_planned_as_it_is_written(repository):
     """And what stands beside it wins; all of them, whatever their chunks, masks and schedules."""
     where = ["--model", "llama-7b", "--topology", "v4:4x4x4"]
-    job = planned("--config", repository / "configs/sharegpt_llama7b_1m.yaml", *where, "--batch", 2, "--remat", "offload")
+    job = planned(
+        "--config",
+        repository / "configs/sharegpt_llama7b_1m.yaml",
+        *where,
+        "--batch",
+        2,
+        "--remat",
+        "offload",
+    )
     run = job.run
-    assert (job.context, job.batch, run.memory.remat, run.attention.schedule) == (1_048_576, 2, "offload", "ring")
+    assert (job.context, job.batch, run.memory.remat, run.attention.schedule) == (
+        1_048_576,
+        2,
+        "offload",
+        "ring",
+    )
     assert run.mesh == MeshConfig(sequence=64) and job.host_gib == 100
     for recipe in sorted((repository / "configs").glob("*.yaml")):
         job, run = planned("--config", recipe, *where), yaml.safe_load(recipe.read_text())
-        assert job.context == run["data"]["context_length"] and job.model == LlamaConfig.preset("llama-7b")
+        assert job.context == run["data"]["context_length"] and job.model == LlamaConfig.preset(
+            "llama-7b"
+        )
         assert job.run.attention.window == run.get("attention", {}).get("window")
         assert job.run.memory.loss_chunk == run.get("memory", {}).get("loss_chunk", 1024)
         assert job.run.attention.schedule == run["attention"]["schedule"]
     own = planned("--config", repository / "configs/quickstart.yaml", "--topology", "v4:2x2x2")
-    assert own.model.hidden_size == yaml.safe_load((repository / "configs/quickstart.yaml").read_text())["model"][
-        "overrides"]["hidden_size"]
+    assert (
+        own.model.hidden_size
+        == yaml.safe_load((repository / "configs/quickstart.yaml").read_text())["model"][
+            "overrides"
+        ]["hidden_size"]
+    )
 
 
 def test_the_planned_step_is_the_one_that_train_runs(repository):
     """Whatever a recipe says that has no option here: precision, parts of a batch, what is trained."""
-    recipe = load(["--config", str(repository / "configs/quickstart.yaml"), "--model.compute_dtype", "float32",
-                   "--train.accumulation", "2", "--model.trainable", "norm.weight"])
+    recipe = load(
+        [
+            "--config",
+            str(repository / "configs/quickstart.yaml"),
+            "--model.compute_dtype",
+            "float32",
+            "--train.accumulation",
+            "2",
+            "--model.trainable",
+            "norm.weight",
+        ]
+    )
     config = LlamaConfig.preset("tiny")
-    compiled = compile_step(config, jax.devices()[:2], 64, batch=2, mesh=MeshConfig(sequence=2), recipe=recipe, remat="nothing")
+    compiled = compile_step(
+        config,
+        jax.devices()[:2],
+        64,
+        batch=2,
+        mesh=MeshConfig(sequence=2),
+        recipe=recipe,
+        remat="nothing",
+    )
     moved = compiled.out_info[0]
     assert set(moved) == {"norm.weight"} and "bf16[" not in compiled.as_text()
-    assert compiled.as_text() != compile_step(config, jax.devices()[:2], 64, batch=2, mesh=MeshConfig(sequence=2),
-                                              recipe=dataclasses.replace(recipe, train=TrainConfig(batch_size=2)),
-                                              remat="nothing").as_text(), "no parts"
+    assert (
+        compiled.as_text()
+        != compile_step(
+            config,
+            jax.devices()[:2],
+            64,
+            batch=2,
+            mesh=MeshConfig(sequence=2),
+            recipe=dataclasses.replace(recipe, train=TrainConfig(batch_size=2)),
+            remat="nothing",
+        ).as_text()
+    ), "no parts"
 
 
 def test_a_models_folder_is_a_model(tmp_path):
     config = dataclasses.replace(LlamaConfig.preset("smollm2-135m"), num_hidden_layers=3)
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
-    assert planned("--model", tmp_path, "--topology", "v5e:2x2", "--context", 64).model.num_hidden_layers == 3
+    assert (
+        planned(
+            "--model", tmp_path, "--topology", "v5e:2x2", "--context", 64
+        ).model.num_hidden_layers
+        == 3
+    )
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    (("--context", "4097"), "data.context_length: found 4097, needs a multiple of mesh.sequence = 4"),
-    (("--context", "4096", "--mesh", "fsdp=4"), "train.batch_size: found 1, needs a multiple of"),
-    (("--context", "4096", "--mesh", "fsdp"), "--mesh: found 'fsdp'; write axis=size"),
-    (("--context", "4096", "--mesh", "tensor=3"), "sequence 1 = 3 devices, but v5e:2x2 has 4"),
-    ((), "--context: missing"),
-    (("--context", "4096", "--schedule", "{name: ring, name: ulysses}"), "--schedule: name is written twice"),
-    (("--context", "4096", "--schedule", "{name: ring"), "--schedule: not valid YAML"),
-])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ("--context", "4097"),
+            "data.context_length: found 4097, needs a multiple of mesh.sequence = 4",
+        ),
+        (
+            ("--context", "4096", "--mesh", "fsdp=4"),
+            "train.batch_size: found 1, needs a multiple of",
+        ),
+        (("--context", "4096", "--mesh", "fsdp"), "--mesh: found 'fsdp'; write axis=size"),
+        (("--context", "4096", "--mesh", "tensor=3"), "sequence 1 = 3 devices, but v5e:2x2 has 4"),
+        ((), "--context: missing"),
+        (
+            ("--context", "4096", "--schedule", "{name: ring, name: ulysses}"),
+            "--schedule: name is written twice",
+        ),
+        (("--context", "4096", "--schedule", "{name: ring"), "--schedule: not valid YAML"),
+    ],
+)
 def test_what_cannot_be_planned_is_one_line(argv, said, capsys):
     assert main(["--model", "smollm2-135m", "--topology", "v5e:2x2", *argv]) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
@@ -158,14 +256,28 @@ def test_what_cannot_be_planned_is_one_line(argv, said, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kinds", "options"), [
-    ((1, 0) * 4, {}), ((1, 1, 0) * 2 + (1, 1), {}), ((1,) * 8, {"remat": "every_k", "every_k": 2})],
-    ids=["two kinds", "three kinds, two layers left over", "groups of layers"])
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [
+        ((1, 0) * 4, {}),
+        ((1, 1, 0) * 2 + (1, 1), {}),
+        ((1,) * 8, {"remat": "every_k", "every_k": 2}),
+    ],
+    ids=["two kinds", "three kinds, two layers left over", "groups of layers"],
+)
 def test_layers_are_taken_one_by_one_from_a_tpus_host(kinds, options):
     """The TPU's compiler takes them out of their period and out of their group, and the host holds 12 bytes a parameter."""
     model = dataclasses.replace(SMALL, family="smollm3", no_rope_layers=kinds)
-    sizes = memory(compile_step(model, topology_devices("v5e:2x2"), 4 * 4096, moments_on_host=True, parameters_on_host=True,
-                                **{"remat": "nothing", **options}))
+    sizes = memory(
+        compile_step(
+            model,
+            topology_devices("v5e:2x2"),
+            4 * 4096,
+            moments_on_host=True,
+            parameters_on_host=True,
+            **{"remat": "nothing", **options},
+        )
+    )
     count = sum(math.prod(parameter.shape) for parameter in declare(model).values())
     assert sizes["host"] * 2**30 == pytest.approx(12 * count / 4, rel=0.01)
 
@@ -173,8 +285,17 @@ def test_layers_are_taken_one_by_one_from_a_tpus_host(kinds, options):
 @pytest.mark.slow
 def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
     """The host holds 12 bytes a parameter beside the layers' inputs, once: what a step moves lies where it lay."""
-    sizes = memory(compile_step(SMALL, topology_devices("v5e:2x2"), 4 * 4096, remat="offload", attention_groups=2,
-                               moments_on_host=True, parameters_on_host=True))
+    sizes = memory(
+        compile_step(
+            SMALL,
+            topology_devices("v5e:2x2"),
+            4 * 4096,
+            remat="offload",
+            attention_groups=2,
+            moments_on_host=True,
+            parameters_on_host=True,
+        )
+    )
     count = sum(math.prod(parameter.shape) for parameter in declare(SMALL).values())
     assert sizes["host"] * 2**30 == pytest.approx(8 * 4096 * 512 * 2 + 12 * count / 4, rel=0.01)
     assert sizes["arguments"] * 2**30 <= 64 * 4096  # the batch: six arrays of 4 bytes a token
@@ -183,11 +304,26 @@ def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
 @pytest.mark.slow
 def test_chunks_of_queries_hold_no_queries_of_all_tokens():
     """Attention's output and its gradient, each tokens x hidden size in bfloat16, are not there; nor are queries."""
-    config = LlamaConfig(vocab_size=1024, hidden_size=1024, intermediate_size=1024, num_hidden_layers=2,
-                         num_attention_heads=8, num_key_value_heads=2)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
     tokens = 16384
-    groups, chunks = (compile_step(config, topology_devices("v5e:2x2"), 4 * tokens, remat="nothing", attention_groups=2,
-                                   query_chunks=count) for count in (1, 8))
+    groups, chunks = (
+        compile_step(
+            config,
+            topology_devices("v5e:2x2"),
+            4 * tokens,
+            remat="nothing",
+            attention_groups=2,
+            query_chunks=count,
+        )
+        for count in (1, 8)
+    )
     spared = memory(groups)["temporaries"] - memory(chunks)["temporaries"]
     assert spared * 2**30 >= 2 * tokens * 1024 * 2
     of_all = f"bf16[1,{tokens},8,128]"
@@ -204,10 +340,21 @@ def test_an_unknown_topology_is_one_line(capsys):
 
 def test_what_does_not_fit_is_an_answer(capsys):
     """The compiler's refusal as figures and names, and no trace."""
-    job = ["--model", "smollm2-135m", "--topology", "v5e:2x2", "--context", "4M", "--remat", "everything"]
+    job = [
+        "--model",
+        "smollm2-135m",
+        "--topology",
+        "v5e:2x2",
+        "--context",
+        "4M",
+        "--remat",
+        "everything",
+    ]
     assert main([*job, "--compile"]) == 1
     said = capsys.readouterr().err
-    needs, has = re.search(r"needs ([\d.]+) GiB of ([\d.]+); of it products [\d.]+, attention outputs", said).groups()
+    needs, has = re.search(
+        r"needs ([\d.]+) GiB of ([\d.]+); of it products [\d.]+, attention outputs", said
+    ).groups()
     assert float(needs) > float(has) == 15.75
 
 
@@ -232,11 +379,25 @@ def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
     def two(job):
         return [job.changed(memory={"remat": remat}) for remat in ("save_attention", "nothing")]
 
-    longest, best, refusal = search(Job.of("tiny", "v5e:2x2", 1000), two,
-                                    lambda job, _: tried.append((job.context, job.run.memory.remat)))
-    assert (longest.context, best["context"], best["remat"], refusal.needs_gib) == (8000, 8000, "nothing", 8.0)
-    assert tried == [(1000, "save_attention"), (2000, "save_attention"), (4000, "save_attention"), (8000, "save_attention"),
-                     (8000, "nothing"), (16000, "nothing")]
+    longest, best, refusal = search(
+        Job.of("tiny", "v5e:2x2", 1000),
+        two,
+        lambda job, _: tried.append((job.context, job.run.memory.remat)),
+    )
+    assert (longest.context, best["context"], best["remat"], refusal.needs_gib) == (
+        8000,
+        8000,
+        "nothing",
+        8.0,
+    )
+    assert tried == [
+        (1000, "save_attention"),
+        (2000, "save_attention"),
+        (4000, "save_attention"),
+        (8000, "save_attention"),
+        (8000, "nothing"),
+        (16000, "nothing"),
+    ]
 
 
 def test_the_recipe_is_that_of_the_plan_that_the_compiler_chose(monkeypatch, tmp_path, capsys):
@@ -245,16 +406,55 @@ def test_the_recipe_is_that_of_the_plan_that_the_compiler_chose(monkeypatch, tmp
     def plan(job):
         if job.context > 32768:
             raise DoesNotFit(16.0, 15.75)
-        return {"model": job.name, "topology": job.topology, "devices": 4, "device_gib": 15.75, "host_gib": 0.0, "mesh": {},
-                "context": job.context, "peak_gib": 8.0, "communication": None}
+        return {
+            "model": job.name,
+            "topology": job.topology,
+            "devices": 4,
+            "device_gib": 15.75,
+            "host_gib": 0.0,
+            "mesh": {},
+            "context": job.context,
+            "peak_gib": 8.0,
+            "communication": None,
+        }
 
     monkeypatch.setattr(planning.plan, "plan", plan)
     recipe = tmp_path / "mine.yaml"
-    assert main(["--model", "smollm2-135m", "--machine", "v5e-4", "--context", "8K", "--search", "--compile", "--write",
-                 str(recipe)]) == 0
+    assert (
+        main(
+            [
+                "--model",
+                "smollm2-135m",
+                "--machine",
+                "v5e-4",
+                "--context",
+                "8K",
+                "--search",
+                "--compile",
+                "--write",
+                str(recipe),
+            ]
+        )
+        == 0
+    )
     assert yaml.safe_load(recipe.read_text(encoding="utf-8"))["data"]["context_length"] == 32768
     recipe.unlink()
-    assert main(["--model", "smollm2-135m", "--machine", "v5e-4", "--context", "64K", "--compile", "--write", str(recipe)]) == 1
+    assert (
+        main(
+            [
+                "--model",
+                "smollm2-135m",
+                "--machine",
+                "v5e-4",
+                "--context",
+                "64K",
+                "--compile",
+                "--write",
+                str(recipe),
+            ]
+        )
+        == 1
+    )
     assert not recipe.exists() and "does not fit, says the compiler" in capsys.readouterr().err
 
 
@@ -262,19 +462,42 @@ def test_the_ways_of_a_job():
     """Llama 3.1 8B, four rows on 16 chips: every way has all chips, rows go to fsdp first, none is slower than the next."""
     job = Job.of("llama-3.1-8b", "v5e:4x4", 8192, batch=4)
     jobs = candidates(job)
-    meshes = {(candidate.run.mesh.fsdp, candidate.run.mesh.tensor, candidate.run.mesh.sequence) for candidate in jobs}
+    meshes = {
+        (candidate.run.mesh.fsdp, candidate.run.mesh.tensor, candidate.run.mesh.sequence)
+        for candidate in jobs
+    }
     assert meshes == {(4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 8, 1)}
     runs = [candidate.run for candidate in jobs]
-    prefetched = {(run.attention.schedule, run.memory.remat, run.mesh.sequence > 1) for run in runs if run.memory.prefetch}
-    assert prefetched == {("ring", remat, True) for remat in (
-        "save_attention", "nothing", "offload", "offload_save_attention", "offload_attention")}
+    prefetched = {
+        (run.attention.schedule, run.memory.remat, run.mesh.sequence > 1)
+        for run in runs
+        if run.memory.prefetch
+    }
+    assert prefetched == {
+        ("ring", remat, True)
+        for remat in (
+            "save_attention",
+            "nothing",
+            "offload",
+            "offload_save_attention",
+            "offload_attention",
+        )
+    }
     seconds = [candidate.time_range().high for candidate in jobs]
-    assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(seconds)), "rounded to two digits"
+    assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(seconds)), (
+        "rounded to two digits"
+    )
     assert len(jobs) > 10 and seconds[-1] > 1.2 * seconds[0]
-    assert all(sum(parts_gib(candidate.run, candidate.model).values()) < memory_gib(job.topology) for candidate in jobs)
+    assert all(
+        sum(parts_gib(candidate.run, candidate.model).values()) < memory_gib(job.topology)
+        for candidate in jobs
+    )
 
 
 def test_an_axis_may_be_a_part_of_a_physical_one():
     """8 x 4 x 2 devices on a torus of 4 x 4 x 4, every device once."""
     mesh = make_mesh(MeshConfig(fsdp=8, tensor=4, sequence=2), topology_devices("v5p:4x4x4"))
-    assert mesh.devices.shape == (1, 8, 4, 2) and len({device.id for device in mesh.devices.flat}) == 64
+    assert (
+        mesh.devices.shape == (1, 8, 4, 2)
+        and len({device.id for device in mesh.devices.flat}) == 64
+    )

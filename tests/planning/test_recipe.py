@@ -1,4 +1,5 @@
 """The head of a planned recipe names the command that trains on its machine."""
+
 import pathlib
 
 import pytest
@@ -12,13 +13,16 @@ from trainer.config.schema import MeshConfig
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 
 
-@pytest.mark.parametrize(("topology", "command"), [
-    ("v5e:2x4", ["# Command   eval"]),
-    ("v5p:2x2x4", ["# Command   scripts/launch_tpu.sh run"]),
-    ("2xv5e:4x4", ["# Command   # on each of 8 hosts:", "#           eval"]),
-    ("v5p:4x4x1", ["# Command   # on each of 4 hosts:", "#           eval"]),
-    ("h100:2x8", ["# Command   sbatch --nodes 2"]),
-])
+@pytest.mark.parametrize(
+    ("topology", "command"),
+    [
+        ("v5e:2x4", ["# Command   eval"]),
+        ("v5p:2x2x4", ["# Command   scripts/launch_tpu.sh run"]),
+        ("2xv5e:4x4", ["# Command   # on each of 8 hosts:", "#           eval"]),
+        ("v5p:4x4x1", ["# Command   # on each of 4 hosts:", "#           eval"]),
+        ("h100:2x8", ["# Command   sbatch --nodes 2"]),
+    ],
+)
 def test_a_command_that_each_host_has_to_run_says_so(topology, command):
     job = Job.of("llama-3.1-8b", topology, 8192)
     recipe = recipe_of(job, {}, None)
@@ -37,11 +41,19 @@ def test_a_mesh_is_written_with_its_order():
     assert written == {"fsdp": 2, "sequence": 4, "order": list(mesh.order)}
 
 
-@pytest.mark.parametrize(("shipped", "model"), [
-    ("qwen3_8b_128k_h100", "qwen3-8b"), ("mistral_7b_128k_v5p", "mistral-7b-v0.3"), ("gemma3_12b_1m_v5p", "gemma-3-12b"),
-    ("smollm2_16k", "smollm2-135m"), ("llama31_70b_128k_v5p", "llama-3.1-70b"),
-])
-def test_a_plan_beyond_the_trained_length_writes_the_rescaling_of_the_shipped_recipe(shipped, model):
+@pytest.mark.parametrize(
+    ("shipped", "model"),
+    [
+        ("qwen3_8b_128k_h100", "qwen3-8b"),
+        ("mistral_7b_128k_v5p", "mistral-7b-v0.3"),
+        ("gemma3_12b_1m_v5p", "gemma-3-12b"),
+        ("smollm2_16k", "smollm2-135m"),
+        ("llama31_70b_128k_v5p", "llama-3.1-70b"),
+    ],
+)
+def test_a_plan_beyond_the_trained_length_writes_the_rescaling_of_the_shipped_recipe(
+    shipped, model
+):
     expected = yaml.safe_load((CONFIGS / f"{shipped}.yaml").read_text(encoding="utf-8"))
     job = Job.of(model, "h100:8", expected["data"]["context_length"])
     written = recipe_of(job, {}, None)
@@ -55,17 +67,30 @@ def test_a_recipe_for_unknown_data_names_template_rate_warmup_and_length(tmp_pat
     path = tmp_path / "planned.yaml"
     text = recipe_text(job, recipe, str(path), "qwen3-8b")
     path.write_text(text, encoding="utf-8")
-    assert "--model.path HF_DIR --data.path FILE.json" in text and "# Template  the model's own" in text
+    assert (
+        "--model.path HF_DIR --data.path FILE.json" in text
+        and "# Template  the model's own" in text
+    )
     config = load(["--config", str(path), "--model.path", "x", "--data.path", "y"])
     assert (config.data.template, config.optimizer.learning_rate) == ("tokenizer", 1e-5)
     assert config.train.for_epochs(200).steps == 200 and config.optimizer.first_steps(200) == 6
     assert recipe_of(job, {}, None, "chatml")["data"]["template"] == "chatml"
-    given = {"data": {"template": "koala"}, "optimizer": {"learning_rate": 3e-4, "warmup_steps": 9}, "train": {"steps": 50}}
+    given = {
+        "data": {"template": "koala"},
+        "optimizer": {"learning_rate": 3e-4, "warmup_steps": 9},
+        "train": {"steps": 50},
+    }
     kept = recipe_of(job, given, None)
-    assert kept["data"]["template"] == "koala" and kept["optimizer"] == given["optimizer"] and kept["train"]["steps"] == 50
+    assert (
+        kept["data"]["template"] == "koala"
+        and kept["optimizer"] == given["optimizer"]
+        and kept["train"]["steps"] == 50
+    )
 
 
 def test_a_recipe_that_chooses_rope_itself_keeps_its_choice():
     overrides = {"rope_theta": 5e6}
-    written = recipe_of(Job.of("qwen3-8b", "h100:8", 131072), {"model": {"overrides": overrides}}, None)
+    written = recipe_of(
+        Job.of("qwen3-8b", "h100:8", 131072), {"model": {"overrides": overrides}}, None
+    )
     assert written["model"]["overrides"] == overrides

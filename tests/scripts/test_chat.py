@@ -1,4 +1,5 @@
 """The chat command reads a document once, and refuses what it cannot talk about."""
+
 import json
 import shutil
 
@@ -18,26 +19,54 @@ def no_cache(monkeypatch):
 
 
 def arguments(model, *flags):
-    return [str(model), "--sequence", "8", "--compute-dtype", "float32", "--max-new-tokens", "5", "--chunk", "64", *flags]
+    return [
+        str(model),
+        "--sequence",
+        "8",
+        "--compute-dtype",
+        "float32",
+        "--max-new-tokens",
+        "5",
+        "--chunk",
+        "64",
+        *flags,
+    ]
 
 
 def test_a_document_is_read_once(hf_model, tmp_path, capsys):
     (tmp_path / "book.txt").write_text(DOCUMENT)
-    args = chat.parse(arguments(hf_model, "--document", str(tmp_path / "book.txt"), "--length", "700"))
+    args = chat.parse(
+        arguments(hf_model, "--document", str(tmp_path / "book.txt"), "--length", "700")
+    )
     args.rows = 1
-    talk = chat.Talk(runner.open_respondent(args), chat.read_document(args.document), args.length, args.max_new_tokens)
+    talk = chat.Talk(
+        runner.open_respondent(args),
+        chat.read_document(args.document),
+        args.length,
+        args.max_new_tokens,
+    )
     first = talk.ask("Who swam?")
     read = talk.generator.prefilled
     shown = []
     second = talk.ask("Who sailed?", shown.append)
     assert "".join(shown) == second
     assert talk.generator.prefilled - read < 40 < read
-    assert [turn.role for turn in talk.turns] == ["user", "assistant"] * 2 and talk.turns[1].content == first
-    assert talk.turns[0].content.startswith("Here is a text.") and talk.turns[2].content == "Who sailed?"
-    segments = render(talk.turns[:3], "tokenizer", talk.respondent.tokenizer, add_generation_prompt=True)
+    assert [turn.role for turn in talk.turns] == ["user", "assistant"] * 2 and talk.turns[
+        1
+    ].content == first
+    assert (
+        talk.turns[0].content.startswith("Here is a text.")
+        and talk.turns[2].content == "Who sailed?"
+    )
+    segments = render(
+        talk.turns[:3], "tokenizer", talk.respondent.tokenizer, add_generation_prompt=True
+    )
     ids = [token for segment in segments for token in segment.ids]
     talk.generator.forget()
-    assert talk.respondent.tokenizer.decode(talk.generator(talk.opened.params, [ids])[0]).strip() == second
+    assert (
+        talk.respondent.tokenizer.decode(talk.generator(talk.opened.params, [ids])[0]).strip()
+        == second
+    )
     talk.forget()
     assert talk.ask("Who swam?") == first
     with pytest.raises(UserError, match="tokens, and 695 fit; /new begins another"):
@@ -59,28 +88,45 @@ def test_pieces_come_with_their_tokens_and_have_whole_characters():
         log.append(piece)
     shown = [item for item in log if isinstance(item, str)]
     assert shown == ["a", " é", "🙂", "  b", "\ufffd", " c"] and "".join(shown) == text.strip()
-    assert log[log.index(" é") - 1] == "é".encode()[-1] and log[log.index("🙂") - 1] == "🙂".encode()[-1]
+    assert (
+        log[log.index(" é") - 1] == "é".encode()[-1]
+        and log[log.index("🙂") - 1] == "🙂".encode()[-1]
+    )
     # Half a character at the end of all is shown, as it is in the whole text.
-    assert "".join(chat.pieces(b"ab\xf0\x9f", lambda ids: bytes(ids).decode(errors="replace"))) == "ab\ufffd"
+    assert (
+        "".join(chat.pieces(b"ab\xf0\x9f", lambda ids: bytes(ids).decode(errors="replace")))
+        == "ab\ufffd"
+    )
 
 
 def test_an_answer_cannot_steer_the_terminal(hf_model, monkeypatch, capsys):
     parts = ("red:\x1b", "[31m\ttitle:\x1b]0;x\x07\nn", "ext é")
-    monkeypatch.setattr(chat.Talk, "ask", lambda self, question, show: [show(part) for part in parts])
+    monkeypatch.setattr(
+        chat.Talk, "ask", lambda self, question, show: [show(part) for part in parts]
+    )
     assert chat.main(arguments(hf_model, "--question", "Who?", "--length", "700")) == 0
     assert capsys.readouterr().out.endswith("red:\ufffd[31m\ttitle:\ufffd]0;x\ufffd\nnext é\n")
 
 
 def test_what_cannot_be_talked_about(hf_model, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text(" ")
-    for flags, words in ((["--document", str(tmp_path / "gone.txt")], "gone.txt cannot be read (No such file or directory)"),
-                         (["--document", str(tmp_path / "empty.txt")], "is empty"),
-                         (["--question", "?", "--template", "vicuna_v1.1", "--length", "3"], "--length: found 3")):
+    for flags, words in (
+        (
+            ["--document", str(tmp_path / "gone.txt")],
+            "gone.txt cannot be read (No such file or directory)",
+        ),
+        (["--document", str(tmp_path / "empty.txt")], "is empty"),
+        (["--question", "?", "--template", "vicuna_v1.1", "--length", "3"], "--length: found 3"),
+    ):
         assert chat.main(arguments(hf_model, *flags)) == 2
         assert words in capsys.readouterr().err
     shutil.copytree(hf_model, tmp_path / "plain")
     (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
     settings = tmp_path / "plain" / "tokenizer_config.json"
-    settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}))
+    settings.write_text(
+        json.dumps(
+            {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}
+        )
+    )
     assert chat.main(arguments(tmp_path / "plain", "--question", "Who?")) == 2
     assert "its tokenizer has no chat template; --template" in capsys.readouterr().err

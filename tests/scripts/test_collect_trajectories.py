@@ -1,4 +1,5 @@
 """Collecting episodes: each is a function of its seed, the search improves, and what was stopped ends with the same files."""
+
 import contextlib
 import dataclasses
 import functools
@@ -26,7 +27,10 @@ TASK = get_task("cartpole_swingup")
 
 
 def hashes(folder):
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*.npz")}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*.npz")
+    }
 
 
 def test_an_episode_is_a_function_of_its_seed(tmp_path):
@@ -34,13 +38,19 @@ def test_an_episode_is_a_function_of_its_seed(tmp_path):
     returns = []
     for name, seeds in (("a", (5,)), ("b", (6, 5))):
         (tmp_path / name).mkdir()
-        returns += [collect(Order(TASK.name, "random", 0, seed, 5, tmp_path / name))[0] for seed in seeds]
-    first, second = (read_episode(tmp_path / name / "collected_0_1000.npz", TASK) for name in ("a", "b"))
+        returns += [
+            collect(Order(TASK.name, "random", 0, seed, 5, tmp_path / name))[0] for seed in seeds
+        ]
+    first, second = (
+        read_episode(tmp_path / name / "collected_0_1000.npz", TASK) for name in ("a", "b")
+    )
     for array, again in zip(first, second, strict=True):
         np.testing.assert_array_equal(array, again)
     assert returns[0] == returns[2] == episode_return(first.reward) != returns[1]
     assert (first.action[1:].reshape(-1, 5) == first.action[1::5]).all(), "held for five steps"
-    np.testing.assert_array_equal(relabel(TASK, first.physics, first.action), first.reward * (np.arange(1001) > 0))
+    np.testing.assert_array_equal(
+        relabel(TASK, first.physics, first.action), first.reward * (np.arange(1001) > 0)
+    )
 
 
 class ThisProcess(Executor):
@@ -55,8 +65,12 @@ class ThisProcess(Executor):
 @pytest.fixture
 def collected(monkeypatch):
     """Collects into a folder with a search of 4 episodes an iteration, as the command does, but in this process."""
-    monkeypatch.setattr(collect_trajectories, "SearchConfig", functools.partial(SearchConfig, directions=2, best=1))
-    monkeypatch.setattr(collect_trajectories, "_workers", lambda count: contextlib.nullcontext(ThisProcess()))
+    monkeypatch.setattr(
+        collect_trajectories, "SearchConfig", functools.partial(SearchConfig, directions=2, best=1)
+    )
+    monkeypatch.setattr(
+        collect_trajectories, "_workers", lambda count: contextlib.nullcontext(ThisProcess())
+    )
     # Shorter episodes, to save time.
     short = dataclasses.replace(TASK, episode_steps=50)
     monkeypatch.setitem(TASKS, TASK.name, short)
@@ -71,10 +85,14 @@ def collected(monkeypatch):
 def test_a_larger_number_of_episodes_adds_to_a_folder(collected, tmp_path):
     few = collected(tmp_path / "grown", "--episodes", "10")
     grown = collected(tmp_path / "grown", "--episodes", "30")
-    assert len(few) == 1 + 1 + 8 + 1 and len(grown) == 3 + 3 + 24 + 1, "random, noise, search and its state"
+    assert len(few) == 1 + 1 + 8 + 1 and len(grown) == 3 + 3 + 24 + 1, (
+        "random, noise, search and its state"
+    )
     assert all(grown[name] == few[name] for name in few if "search.npz" not in name)
     assert collected(tmp_path / "whole", "--episodes", "30") == grown
-    assert collected(tmp_path / "grown", "--episodes", "10") == grown, "fewer than there are change nothing"
+    assert collected(tmp_path / "grown", "--episodes", "10") == grown, (
+        "fewer than there are change nothing"
+    )
     about = json.loads((tmp_path / "grown/cartpole/random_swingup/collected.json").read_text())
     assert about["episodes"] == {"random": 3} and about["task"] == TASK.name
 
@@ -85,7 +103,8 @@ def test_as_many_episodes_are_collected_as_were_asked_for(collected, tmp_path):
     assert len(few) == 1 + 1 + 6 + 1, "random, noise, search and its state"
     grown = collected(tmp_path / "grown", "--episodes", "17")
     assert sum("collected_" in name for name in grown) == 17 and few.items() - grown.items() <= {
-        (name, few[name]) for name in few if "search.npz" in name}
+        (name, few[name]) for name in few if "search.npz" in name
+    }
     assert collected(tmp_path / "whole", "--episodes", "17") == grown
     assert sum("collected_" in name for name in collected(tmp_path / "one", "--episodes", "1")) == 1
 
@@ -93,8 +112,11 @@ def test_as_many_episodes_are_collected_as_were_asked_for(collected, tmp_path):
 def test_policies_that_are_collected_alone_are_the_same(collected, tmp_path):
     everything = collected(tmp_path / "all", "--episodes", "20")
     assert collected(tmp_path / "parts", "--episodes", "2", "--policy", "random").keys() == {
-        f"cartpole/random_swingup/buffer/collected_{index}_50.npz" for index in range(2)}
-    collected(tmp_path / "parts", "--episodes", "18", "--policy", "ou_noise", "augmented_random_search")
+        f"cartpole/random_swingup/buffer/collected_{index}_50.npz" for index in range(2)
+    }
+    collected(
+        tmp_path / "parts", "--episodes", "18", "--policy", "ou_noise", "augmented_random_search"
+    )
     assert collected(tmp_path / "parts", "--episodes", "20") == everything
 
 
@@ -102,7 +124,10 @@ def test_pairs_start_from_the_same_state(collected, tmp_path):
     starts = {}
     for name, options in (("paired", ["--paired"]), ("apart", [])):
         collected(tmp_path / name, "--episodes", "10", *options)
-        files = [next(tmp_path.glob(f"{name}/cartpole/augmented*/buffer/collected_{index}_*.npz")) for index in range(8)]
+        files = [
+            next(tmp_path.glob(f"{name}/cartpole/augmented*/buffer/collected_{index}_*.npz"))
+            for index in range(8)
+        ]
         starts[name] = [read_episode(file, TASK).physics[0] for file in files]
     for index in range(0, 8, 2):
         assert (starts["paired"][index] == starts["paired"][index + 1]).all()
@@ -112,15 +137,20 @@ def test_pairs_start_from_the_same_state(collected, tmp_path):
 
 def test_other_options_and_missing_episodes_are_named(collected, tmp_path, capsys):
     collected(tmp_path, "--episodes", "10")
-    for options, message in ((["--seed", "1"], "was begun with seed 0, now 1; the same options"),
-                             (["--paired"], "'paired': True}; the same options"),
-                             (["--action-repeat", "2"], "action_repeat 5, now 2")):
+    for options, message in (
+        (["--seed", "1"], "was begun with seed 0, now 1; the same options"),
+        (["--paired"], "'paired': True}; the same options"),
+        (["--action-repeat", "2"], "action_repeat 5, now 2"),
+    ):
         assert collected(tmp_path, "--episodes", "10", *options) == 2
         assert message in capsys.readouterr().err
     state = next(tmp_path.glob("cartpole/augmented*/search.npz"))
     whole = state.read_bytes()
     state.write_bytes(whole[:100])
-    assert collected(tmp_path, "--episodes", "10") == 2 and "search.npz: damaged; remove it" in capsys.readouterr().err
+    assert (
+        collected(tmp_path, "--episodes", "10") == 2
+        and "search.npz: damaged; remove it" in capsys.readouterr().err
+    )
     state.write_bytes(whole)
     next(tmp_path.glob("cartpole/augmented*/buffer/collected_5_*")).unlink()
     assert collected(tmp_path, "--episodes", "10") == 2
@@ -134,9 +164,13 @@ def test_a_learned_policy_replayed_from_its_seed_gives_the_same_return(tmp_path)
     task = get_task("walker_walk")
     weights = np.random.default_rng(3).normal(size=(task.action_size, task.observation_size))
     search = Search(SearchConfig(directions=1, best=1), weights.shape, 0, tmp_path / "search.npz")
-    search.update(np.array([2.0, 1.0]), [(np.ones(weights.shape[1]), np.full(weights.shape[1], 4.0), 7)])
-    orders = [Order(task.name, "search", number, 11, 5, tmp_path, search.weights, search.mean, search.std)
-              for number in range(3)]
+    search.update(
+        np.array([2.0, 1.0]), [(np.ones(weights.shape[1]), np.full(weights.shape[1], 4.0), 7)]
+    )
+    orders = [
+        Order(task.name, "search", number, 11, 5, tmp_path, search.weights, search.mean, search.std)
+        for number in range(3)
+    ]
     first = collect(orders[0])[0]
     collect(dataclasses.replace(orders[1], seed=12))
     again = collect(orders[1])[0]
@@ -148,11 +182,22 @@ def test_a_learned_policy_replayed_from_its_seed_gives_the_same_return(tmp_path)
 
 
 def command(folder, *options):
-    return [sys.executable, "-m", "scripts.collect_trajectories", "--task", TASK.name, "--output", str(folder), *options]
+    return [
+        sys.executable,
+        "-m",
+        "scripts.collect_trajectories",
+        "--task",
+        TASK.name,
+        "--output",
+        str(folder),
+        *options,
+    ]
 
 
 def started(folder, repository, *options):
-    return subprocess.Popen(command(folder, *options), cwd=repository, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command(folder, *options), cwd=repository, stderr=subprocess.PIPE, text=True
+    )
 
 
 def players(process):
@@ -177,7 +222,9 @@ def test_killed_processes_are_noticed(repository, tmp_path):
     until(lambda: list(tmp_path.rglob("*.npz")))
     os.kill(next(players(process)), signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2 and errors.splitlines()[-1].startswith("error: a process that played an episode was killed")
+    assert process.returncode == 2 and errors.splitlines()[-1].startswith(
+        "error: a process that played an episode was killed"
+    )
     assert "Traceback" not in errors
     process = started(tmp_path, repository, "--policy", "random", "--episodes", "500")
     count = len(list(tmp_path.rglob("*.npz")))
@@ -201,7 +248,9 @@ def test_killed_at_random_instants_it_ends_with_the_same_files(repository, tmp_p
     generator = np.random.default_rng(int.from_bytes(os.urandom(4)))
     kills = 0
     for _ in range(12):
-        process = subprocess.Popen(command(tmp_path / "killed", *options), cwd=repository, start_new_session=True)
+        process = subprocess.Popen(
+            command(tmp_path / "killed", *options), cwd=repository, start_new_session=True
+        )
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(float(generator.uniform(0.5, 0.6 * seconds)))
         if process.poll() is None:
@@ -212,5 +261,7 @@ def test_killed_at_random_instants_it_ends_with_the_same_files(repository, tmp_p
     subprocess.run(command(tmp_path / "killed", *options), cwd=repository, check=True)
     assert hashes(tmp_path / "whole") == hashes(tmp_path / "killed")
     assert not list(tmp_path.rglob("*.part*"))
-    about = json.loads((tmp_path / "whole/cartpole/augmented_random_search_swingup/collected.json").read_text())
+    about = json.loads(
+        (tmp_path / "whole/cartpole/augmented_random_search_swingup/collected.json").read_text()
+    )
     assert about["collected with"] == "dm_control" and about["task"] == TASK.name

@@ -1,4 +1,5 @@
 """`python -m scripts.plan --hardware` and `python -m scripts.benchmarks.activation_memory`: output, one-line errors."""
+
 import json
 
 import pytest
@@ -6,7 +7,16 @@ import pytest
 from scripts import plan
 from scripts.benchmarks import activation_memory
 
-ARGUMENTS = ["--model", "llama-1b", "--hardware", "a100-nvlink", "--context", "65536", "--sequence", "4"]
+ARGUMENTS = [
+    "--model",
+    "llama-1b",
+    "--hardware",
+    "a100-nvlink",
+    "--context",
+    "65536",
+    "--sequence",
+    "4",
+]
 
 
 def test_all_schedules_are_compared_fastest_first(tmp_path, capsys):
@@ -14,12 +24,25 @@ def test_all_schedules_are_compared_fastest_first(tmp_path, capsys):
     rows = json.loads((tmp_path / "costs.json").read_text(encoding="utf-8"))["estimates"]
     times = [row["step_seconds_high"] for row in rows]
     assert times == sorted(times)
-    assert all(row["step_seconds_low"] < row["step_seconds"] <= row["step_seconds_high"] for row in rows)
+    assert all(
+        row["step_seconds_low"] < row["step_seconds"] <= row["step_seconds_high"] for row in rows
+    )
     assert {row["schedule"] for row in rows} == {
-        "ring", "ring_bidirectional", "all_gather", "balanced", "balanced_split", "ulysses", "attention2d",
-        "attention2d_overlap", "ring_self_attention"}
+        "ring",
+        "ring_bidirectional",
+        "all_gather",
+        "balanced",
+        "balanced_split",
+        "ulysses",
+        "attention2d",
+        "attention2d_overlap",
+        "ring_self_attention",
+    }
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:4] == ["schedule", "layout", "step,", "s"] and len(lines) - 2 == len(rows) == 9 * 3
+    assert (
+        lines[1].split()[:4] == ["schedule", "layout", "step,", "s"]
+        and len(lines) - 2 == len(rows) == 9 * 3
+    )
     assert max(map(len, lines[1:])) <= 80
 
 
@@ -35,13 +58,24 @@ def test_one_schedule_shows_its_rounds(capsys):
     assert plan.main([*ARGUMENTS, "--schedule", "ring", "--layout", "striped"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("forward") for line in lines) == 4
-    assert sum(line.startswith("backward") for line in lines) == 5  # the last one brings dK, dV home
+    assert (
+        sum(line.startswith("backward") for line in lines) == 5
+    )  # the last one brings dK, dV home
 
 
-@pytest.mark.parametrize(("wrong", "told"), [
-    (["--context", "65535"], "length: 65535"), (["--model", "llama-8b"], "llama-8b"),
-    (["--mesh", "sequence=8"], "--mesh: a comparison of schedules does not read it; leave it out, and give axes as --data"),
-    (["--host-gib", "12"], "--host-gib: a comparison"), (["--moments-on-host"], "--moments-on-host: a comparison")])
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["--context", "65535"], "length: 65535"),
+        (["--model", "llama-8b"], "llama-8b"),
+        (
+            ["--mesh", "sequence=8"],
+            "--mesh: a comparison of schedules does not read it; leave it out, and give axes as --data",
+        ),
+        (["--host-gib", "12"], "--host-gib: a comparison"),
+        (["--moments-on-host"], "--moments-on-host: a comparison"),
+    ],
+)
 def test_errors_are_one_line(wrong, told, capsys):
     assert plan.main([*ARGUMENTS, *wrong]) == 2
     error = capsys.readouterr().err
@@ -53,7 +87,9 @@ def test_errors_are_one_line(wrong, told, capsys):
 def test_sizes_are_at_least_one(flag, wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         plan.main([*ARGUMENTS, f"--{flag}", wrong])
-    needed = "write a number of tokens" if flag == "context" else "a whole number, at least 1, is needed"
+    needed = (
+        "write a number of tokens" if flag == "context" else "a whole number, at least 1, is needed"
+    )
     assert f"argument --{flag}: found {wrong}; {needed}" in capsys.readouterr().err
 
 
@@ -64,7 +100,9 @@ def test_activation_memory_does_not_grow_with_the_ring(tmp_path):
     The compiler of libtpu 0.0.52 takes 8% less on two other shapes of slice, the smallest and the largest that are measured.
     """
     file = tmp_path / "memory.json"
-    assert activation_memory.main(["--topologies", "v4:2x2x4", "v4:4x8x8", "--output", str(file)]) == 0
+    assert (
+        activation_memory.main(["--topologies", "v4:2x2x4", "v4:4x8x8", "--output", str(file)]) == 0
+    )
     measured = json.loads(file.read_text(encoding="utf-8"))
     assert [row["devices"] for row in measured["rows"]] == [16, 256]
     assert measured["spread"] <= 0.02

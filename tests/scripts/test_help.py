@@ -1,4 +1,5 @@
 """Every command describes itself: --help prints its flags, whatever signs stand in their descriptions."""
+
 import argparse
 import importlib
 import pathlib
@@ -7,11 +8,16 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 INNER = {"scripts.benchmarks.kernel_case"}  # a process of bench_kernels, which no user starts
-COMMANDS = sorted({
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for folder in ("eval", "scripts", "scripts/benchmarks")
-    for path in (ROOT / folder).glob("*.py") if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
-    and "def main(argv" in path.read_text(encoding="utf-8")} - INNER)
+COMMANDS = sorted(
+    {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for folder in ("eval", "scripts", "scripts/benchmarks")
+        for path in (ROOT / folder).glob("*.py")
+        if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
+        and "def main(argv" in path.read_text(encoding="utf-8")
+    }
+    - INNER
+)
 
 
 def test_the_commands_are_known():
@@ -23,10 +29,15 @@ def test_help_is_printed(command, capsys, monkeypatch):
     """And says of each flag what it does."""
     parsers = []
     print_help = argparse.ArgumentParser.print_help
-    monkeypatch.setattr(argparse.ArgumentParser, "print_help",
-                        lambda parser, file=None: parsers.append(parser) or print_help(parser, file))
+    monkeypatch.setattr(
+        argparse.ArgumentParser,
+        "print_help",
+        lambda parser, file=None: parsers.append(parser) or print_help(parser, file),
+    )
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(command).main(["--help"])
     assert stopped.value.code in (0, None)
     assert "usage: " in capsys.readouterr().out
-    assert [action.dest for parser in parsers for action in parser._actions if not action.help] == []
+    assert [
+        action.dest for parser in parsers for action in parser._actions if not action.help
+    ] == []

@@ -16,36 +16,68 @@ from scripts import inspect_data as inspect
 from tests.conftest import REPOSITORY
 
 TINY = REPOSITORY / "data/fixtures/tiny_tokenizer"
-TALKS = [[("human", f"Say {n}."), ("gpt", f"It is {n}, é."), ("human", "More?"), ("gpt", "No.")] for n in range(6)]
+TALKS = [
+    [("human", f"Say {n}."), ("gpt", f"It is {n}, é."), ("human", "More?"), ("gpt", "No.")]
+    for n in range(6)
+]
 
 
 def write(folder):
     path = folder / "talks.json"
-    path.write_text(json.dumps([{"conversations": [{"from": f, "value": v} for f, v in talk]} for talk in TALKS]))
+    path.write_text(
+        json.dumps(
+            [{"conversations": [{"from": f, "value": v} for f, v in talk]} for talk in TALKS]
+        )
+    )
     return path
 
 
 def test_a_row_reads_as_its_conversations_and_only_answers_are_coloured(tmp_path):
     tokenizer = Tokenizer.load(TINY)
-    made = prepare([Source(str(write(tmp_path)))], tokenizer, 512, tmp_path / "prepared", progress=False)
+    made = prepare(
+        [Source(str(write(tmp_path)))], tokenizer, 512, tmp_path / "prepared", progress=False
+    )
     [text] = [inspect.row_text(Loader(made, 512, 1, 0).row(0), tokenizer, 512)]
-    coloured = sorted(text.plain[span.start : span.end] for span in text.spans if span.style == inspect.IN_LOSS)
+    coloured = sorted(
+        text.plain[span.start : span.end] for span in text.spans if span.style == inspect.IN_LOSS
+    )
     assert coloured == sorted([f" It is {n}, é.</s>" for n in range(6)] + [" No.</s>"] * 6)
     messages = [Message({"human": "user", "gpt": "assistant"}[who], said) for who, said in TALKS[3]]
     ids = [token for segment in render(messages, "vicuna_v1.1", tokenizer) for token in segment.ids]
     assert tokenizer.decode(ids, skip_control=False) in text.plain
-    assert all(f"── document {number} ──" in text.plain for number in range(1, 7)) and "document 7" not in text.plain
+    assert (
+        all(f"── document {number} ──" in text.plain for number in range(1, 7))
+        and "document 7" not in text.plain
+    )
     padding = 512 - int(made.train.lengths.sum())
-    assert f"{made.train.lengths.sum()} tokens, {padding} of padding ──" in text.plain and padding > 0
-    bracketed = inspect.row_text(Loader(made, 512, 1, 0).row(0), tokenizer, 512, brackets=True).plain
-    assert sorted(re.findall("⟦(.*?)⟧", bracketed)) == coloured and re.sub("[⟦⟧]", "", bracketed) == text.plain
+    assert (
+        f"{made.train.lengths.sum()} tokens, {padding} of padding ──" in text.plain and padding > 0
+    )
+    bracketed = inspect.row_text(
+        Loader(made, 512, 1, 0).row(0), tokenizer, 512, brackets=True
+    ).plain
+    assert (
+        sorted(re.findall("⟦(.*?)⟧", bracketed)) == coloured
+        and re.sub("[⟦⟧]", "", bracketed) == text.plain
+    )
     short = inspect.row_text(Loader(made, 512, 1, 0).row(0), tokenizer, 20)
     assert "the first 20 are shown" in short.plain and len(short.plain) < len(text.plain) / 3
 
 
 def test_histogram_counts_each_document_once():
     lines = inspect.histogram(np.array([1, 2, 3, 4, 7, 8, 1000])).splitlines()
-    assert [int(line.split("documents")[0].split()[-1]) for line in lines] == [1, 2, 2, 1, 0, 0, 0, 0, 0, 1]
+    assert [int(line.split("documents")[0].split()[-1]) for line in lines] == [
+        1,
+        2,
+        2,
+        1,
+        0,
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
     shares = [float(line.split("documents")[1].split("%")[0]) for line in lines]
     assert abs(sum(shares) - 100) < 0.5 and max(shares) == shares[-1] == 97.6
 
@@ -53,18 +85,40 @@ def test_histogram_counts_each_document_once():
 def test_the_command_describes_a_recipes_data(tmp_path, capsys):
     recipe = {
         "model": {"tokenizer": str(TINY), "preset": "tiny"},
-        "data": {"path": str(write(tmp_path)), "prepared": str(tmp_path / "prepared"), "held_out_fraction": 0.0},
+        "data": {
+            "path": str(write(tmp_path)),
+            "prepared": str(tmp_path / "prepared"),
+            "held_out_fraction": 0.0,
+        },
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
-    command = [str(tmp_path / "mine.yaml"), "--rows", "1", "--tokens", "50", "--data.context_length", "128"]
+    command = [
+        str(tmp_path / "mine.yaml"),
+        "--rows",
+        "1",
+        "--tokens",
+        "50",
+        "--data.context_length",
+        "128",
+    ]
     assert inspect.main(command) == 0
     output = capsys.readouterr().out
-    assert "ASSISTANT:⟦ It is" in output and "in the loss stands in ⟦ ⟧" in output, "captured: no terminal, no colours"
-    assert "train: 6 documents" in output and "6 records, 6 kept" in output and "train: 6 documents" in output
+    assert "ASSISTANT:⟦ It is" in output and "in the loss stands in ⟦ ⟧" in output, (
+        "captured: no terminal, no colours"
+    )
+    assert (
+        "train: 6 documents" in output
+        and "6 records, 6 kept" in output
+        and "train: 6 documents" in output
+    )
     assert "row 0" in output and "row 1" not in output
     assert "rows of 128 in the first epoch" in output and "% padding" in output
     assert inspect.main([str(tmp_path / "gone.yaml")]) == 2
     assert "gone.yaml" in capsys.readouterr().err
-    for flag, meant in (("--row", "--rows"), ("--token", "--tokens"), ("--data.context_lenght", "--data.context_length")):
+    for flag, meant in (
+        ("--row", "--rows"),
+        ("--token", "--tokens"),
+        ("--data.context_lenght", "--data.context_length"),
+    ):
         assert inspect.main([command[0], flag, "1"]) == 2
         assert f"unknown field {flag} (did you mean {meant}?)" in capsys.readouterr().err

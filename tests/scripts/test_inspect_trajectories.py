@@ -1,4 +1,5 @@
 """The spread of returns by algorithm, against numpy, and what is left out."""
+
 import json
 
 import numpy as np
@@ -19,29 +20,46 @@ def folder(tmp_path):
     for number in (10, 20):
         write_episode(better, "made", number, episode(number))
     whole = (good / "made_1_20.npz").read_bytes()
-    (better / "half_30_20.npz").write_bytes(whole[:len(whole) // 2])
+    (better / "half_30_20.npz").write_bytes(whole[: len(whole) // 2])
     write_episode(better, "nan", 31, episode(1)._replace(reward=np.full(21, np.nan, np.float32)))
-    write_episode(better, "walker", 32, episode(1)._replace(observation=np.zeros((21, 24), np.float32)))
-    np.savez(better / "mixed_33_20.npz", **{**episode(1)._asdict(), "reward": np.zeros(5, np.float32)})
+    write_episode(
+        better, "walker", 32, episode(1)._replace(observation=np.zeros((21, 24), np.float32))
+    )
+    np.savez(
+        better / "mixed_33_20.npz", **{**episode(1)._asdict(), "reward": np.zeros(5, np.float32)}
+    )
     return tmp_path / "data"
 
 
 def test_the_table_the_numbers_and_the_picture(folder, tmp_path, capsys):
     plot, numbers = tmp_path / "out" / "returns.png", tmp_path / "out" / "returns.json"
-    assert inspect_trajectories.main([str(folder), "--task", TASK.name, "--plot", str(plot), "--json", str(numbers)]) == 0
+    assert (
+        inspect_trajectories.main(
+            [str(folder), "--task", TASK.name, "--plot", str(plot), "--json", str(numbers)]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     result = json.loads(numbers.read_text())
     np.testing.assert_allclose(result["returns"]["made"], [2, 4, 6, 8], rtol=1e-6)
     np.testing.assert_allclose(result["returns"]["better"], [20, 40], rtol=1e-6)
     made, everything = result["algorithms"]["made"], result["algorithms"]["all"]
-    assert made["episodes"] == 4 and made["mean"] == pytest.approx(5) and made["25%"] == pytest.approx(3.5)
+    assert (
+        made["episodes"] == 4
+        and made["mean"] == pytest.approx(5)
+        and made["25%"] == pytest.approx(3.5)
+    )
     assert everything["max"] == pytest.approx(40) and everything["median"] == pytest.approx(7)
     rows = [line.split() for line in printed.splitlines()]
     assert ["made", "4", "2.0", "3.5", "5.0", "6.5", "8.0", "5.0"] in rows
     assert ["all", "6", "2.0", "4.5", "7.0", "17.0", "40.0", "13.3"] in rows
     assert "4 files left out:" in printed and len(result["left_out"]) == 4
-    for name, reason in (("half_30_20", "damaged"), ("nan_31_20", "reward holds what is no finite number"),
-                         ("walker_32_20", "cartpole's is (5,)"), ("mixed_33_20", "lengths are observation 21")):
+    for name, reason in (
+        ("half_30_20", "damaged"),
+        ("nan_31_20", "reward holds what is no finite number"),
+        ("walker_32_20", "cartpole's is (5,)"),
+        ("mixed_33_20", "lengths are observation 21"),
+    ):
         assert any(name in text and reason in text for text in result["left_out"])
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -52,14 +70,25 @@ def test_other_rewards_are_those_of_the_task(folder, capsys):
     (buffer.parent / "collected.json").unlink()
     for path in buffer.iterdir():
         path.unlink()
-    write_episode(buffer, "upright", 1, episode(1)._replace(physics=np.zeros((21, 4)), action=np.zeros((21, 1), np.float32)))
+    write_episode(
+        buffer,
+        "upright",
+        1,
+        episode(1)._replace(physics=np.zeros((21, 4)), action=np.zeros((21, 1), np.float32)),
+    )
     assert inspect_trajectories.main([str(buffer), "--task", TASK.name]) == 0
-    assert ["better", "1", "20.0"] in [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert ["better", "1", "20.0"] in [
+        line.split()[:3] for line in capsys.readouterr().out.splitlines()
+    ]
 
 
-@pytest.mark.parametrize(("task", "message"), [
-    ("walker_wlak", "did you mean walker_walk"), ("walker_walk", "found no episodes; needs walker/ALGORITHM/buffer"),
-])
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("walker_wlak", "did you mean walker_walk"),
+        ("walker_walk", "found no episodes; needs walker/ALGORITHM/buffer"),
+    ],
+)
 def test_what_cannot_be_shown_is_one_line(folder, task, message, capsys):
     assert inspect_trajectories.main([str(folder), "--task", task]) == 2
     error = capsys.readouterr().err

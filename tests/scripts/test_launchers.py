@@ -25,8 +25,14 @@ from tests.conftest import REPOSITORY
 from trainer import xla_flags
 from trainer.host import host_bytes
 
-SCRIPTS = sorted(path for path in [*(REPOSITORY / "scripts").rglob("*.sh"), *(REPOSITORY / "scripts").glob("*.sbatch"),
-                                   REPOSITORY / ".ci/run"])
+SCRIPTS = sorted(
+    path
+    for path in [
+        *(REPOSITORY / "scripts").rglob("*.sh"),
+        *(REPOSITORY / "scripts").glob("*.sbatch"),
+        REPOSITORY / ".ci/run",
+    ]
+)
 
 
 def executable(path, text):
@@ -51,8 +57,10 @@ def sbatch(tmp_path):
     """
     executable(tmp_path / "srun", SRUN)
     executable(tmp_path / "squeue", "#!/bin/bash\necho ${STATE:-RUNNING}\n")
-    executable(tmp_path / "scontrol", f"#!/bin/bash\necho \"$@\" >> {tmp_path}/told\n")
-    executable(tmp_path / "python", f"""#!/bin/bash
+    executable(tmp_path / "scontrol", f'#!/bin/bash\necho "$@" >> {tmp_path}/told\n')
+    executable(
+        tmp_path / "python",
+        f"""#!/bin/bash
         case "$*" in
           *xla_flags*) [ -z "$NO_FLAGS" ] && echo export FLAGS=1 || {{ echo 'error: no plan' >&2; exit 2; }} ;;
           *run_status*) echo "$CHECKPOINT" ;;
@@ -61,14 +69,28 @@ time.sleep = lambda seconds: print(f"slept {{seconds}}", file=sys.stderr)
 from scripts import restarts
 sys.exit(restarts.main(sys.argv[1:]))' "${{@:3}}" ;;
           *) echo "rank $SLURM_PROCID" "$@" "$JAX_LOCAL_DEVICE_IDS" "$FLAGS" | tee -a {tmp_path}/ran ;;
-        esac""")
+        esac""",
+    )
 
     def run(*arguments, **variables):
-        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
-               "PYTHON": str(tmp_path / "python"), "SLURM_JOB_ID": "17", "SLURM_GPUS_ON_NODE": "4",
-               "SLURM_CPUS_ON_NODE": "96", **variables}
-        return subprocess.run([REPOSITORY / "scripts/launch_slurm.sbatch", *arguments], env=env, check=False, timeout=60,
-                              capture_output=True, text=True)
+        env = {
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "PYTHON": str(tmp_path / "python"),
+            "SLURM_JOB_ID": "17",
+            "SLURM_GPUS_ON_NODE": "4",
+            "SLURM_CPUS_ON_NODE": "96",
+            **variables,
+        }
+        return subprocess.run(
+            [REPOSITORY / "scripts/launch_slurm.sbatch", *arguments],
+            env=env,
+            check=False,
+            timeout=60,
+            capture_output=True,
+            text=True,
+        )
 
     run.folder = tmp_path
     return run
@@ -77,31 +99,53 @@ sys.exit(restarts.main(sys.argv[1:]))' "${{@:3}}" ;;
 def test_slurm_starts_one_process_a_node_with_all_its_gpus_cpus_and_memory(sbatch):
     done = sbatch("--config", "a b.yaml")
     assert done.returncode == 0, done.stderr
-    assert (sbatch.folder / "options").read_text().split() == ["--kill-on-bad-exit=1", "--label", "--cpus-per-task=96"]
+    assert (sbatch.folder / "options").read_text().split() == [
+        "--kill-on-bad-exit=1",
+        "--label",
+        "--cpus-per-task=96",
+    ]
     for rank in range(2):
         log = (sbatch.folder / f"longstripe-17-{rank}.log").read_text()
         assert log == f"rank {rank} train.py --config a b.yaml 0,1,2,3 1\n"
     head = (REPOSITORY / "scripts/launch_slurm.sbatch").read_text()
-    assert all(f"#SBATCH {option}\n" in head for option in ("--mem=0", "--ntasks-per-node=1", "--requeue", "--exclusive"))
+    assert all(
+        f"#SBATCH {option}\n" in head
+        for option in ("--mem=0", "--ntasks-per-node=1", "--requeue", "--exclusive")
+    )
 
 
 def test_slurm_hands_a_container_to_pyxis(sbatch):
     sbatch("--config", "c", CONTAINER="registry#longstripe:1.0", CONTAINER_MOUNTS="/data:/data")
     assert (sbatch.folder / "options").read_text().split()[-3:] == [
-        "--container-image=registry#longstripe:1.0", "--container-workdir=/longstripe", "--container-mounts=/data:/data"]
+        "--container-image=registry#longstripe:1.0",
+        "--container-workdir=/longstripe",
+        "--container-mounts=/data:/data",
+    ]
 
 
 def test_slurm_does_not_train_without_the_compilers_flags(sbatch):
     done = sbatch("--config", "c", NO_FLAGS="1")
-    assert done.returncode == 2 and "error: no plan" in done.stderr and not (sbatch.folder / "ran").exists()
+    assert (
+        done.returncode == 2
+        and "error: no plan" in done.stderr
+        and not (sbatch.folder / "ran").exists()
+    )
 
 
 def test_slurm_queues_again_what_another_start_may_pass(sbatch):
     """While a job is cancelled it is COMPLETING, and Slurm would accept `scontrol requeue` for it too."""
     told = sbatch.folder / "told"
-    for code, state, requeued in ((0, "RUNNING", False), (2, "RUNNING", False), (130, "RUNNING", False), (1, "RUNNING", True),
-                                  (75, "RUNNING", True), (134, "RUNNING", True), (137, "RUNNING", True),
-                                  (143, "RUNNING", True), (143, "COMPLETING", False)):
+    for code, state, requeued in (
+        (0, "RUNNING", False),
+        (2, "RUNNING", False),
+        (130, "RUNNING", False),
+        (1, "RUNNING", True),
+        (75, "RUNNING", True),
+        (134, "RUNNING", True),
+        (137, "RUNNING", True),
+        (143, "RUNNING", True),
+        (143, "COMPLETING", False),
+    ):
         told.unlink(missing_ok=True)
         (sbatch.folder / "longstripe-17.starts").unlink(missing_ok=True)
         assert sbatch("--config", "c", CODE=str(code), STATE=state).returncode == code
@@ -110,28 +154,64 @@ def test_slurm_queues_again_what_another_start_may_pass(sbatch):
 
 
 def test_slurm_gives_up_after_starts_without_a_checkpoint(sbatch):
-    ends = [sbatch("--config", "c", CODE="75", RESTARTS="2", CHECKPOINT=step) for step in ("", "", "40", "40", "40", "40")]
+    ends = [
+        sbatch("--config", "c", CODE="75", RESTARTS="2", CHECKPOINT=step)
+        for step in ("", "", "40", "40", "40", "40")
+    ]
     assert [done.returncode for done in ends] == [75, 75, 75, 75, 75, 2]
     assert "3 starts without one after the checkpoint of step 40" in ends[-1].stderr
-    assert [done.stderr.count("slept") for done in ends] == [0, 1, 0, 1, 1, 0] and "slept 30" in ends[4].stderr
+    assert [done.stderr.count("slept") for done in ends] == [
+        0,
+        1,
+        0,
+        1,
+        1,
+        0,
+    ] and "slept 30" in ends[4].stderr
 
 
 def test_slurms_processes_find_all_gpus_of_their_node(tmp_path):
     """JAX, asked under Slurm's variables, would give each task the GPU of its number in the node: the first one."""
-    ask = ("import jax; from trainer.run.cluster import join; from trainer.config.schema import DistributedConfig\n"
-           "join(DistributedConfig(), False); print(jax.config.values['jax_cuda_visible_devices'])")
-    env = {**os.environ, "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1",
-           "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "JAX_LOCAL_DEVICE_IDS": "0,1,2,3", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", ask], cwd=REPOSITORY, env=env, check=True, capture_output=True, text=True,
-                          timeout=60)
+    ask = (
+        "import jax; from trainer.run.cluster import join; from trainer.config.schema import DistributedConfig\n"
+        "join(DistributedConfig(), False); print(jax.config.values['jax_cuda_visible_devices'])"
+    )
+    env = {
+        **os.environ,
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "JAX_LOCAL_DEVICE_IDS": "0,1,2,3",
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        cwd=REPOSITORY,
+        env=env,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.splitlines()[-1] == "0,1,2,3"
 
 
 def test_flags_given_by_the_user_come_last(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "trainer.xla_flags", "gpu"], cwd=REPOSITORY, check=True, capture_output=True,
-                          text=True, env={**os.environ, "XLA_FLAGS": "--xla_dump_to=/dev/null"}, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.xla_flags", "gpu"],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": "--xla_dump_to=/dev/null"},
+        timeout=60,
+    )
     line, share, pinned = done.stdout.splitlines()
-    assert shlex.split(line)[1] == "XLA_FLAGS=" + " ".join([*map(str, xla_flags.FLAGS["gpu"]), "--xla_dump_to=/dev/null"])
+    assert shlex.split(line)[1] == "XLA_FLAGS=" + " ".join(
+        [*map(str, xla_flags.FLAGS["gpu"]), "--xla_dump_to=/dev/null"]
+    )
     assert share == "export XLA_CLIENT_MEM_FRACTION=0.95"
     assert 0 < int(pinned.rpartition("=")[2]) < host_bytes() / 2**30
 
@@ -139,15 +219,43 @@ def test_flags_given_by_the_user_come_last(tmp_path):
 H100_PLAN = {"topology": "h100:8", "peak_gib": 74.9, "host_gib": 128.0}
 
 
-@pytest.mark.parametrize(("changes", "host_gib", "environment", "settings"), [
-    # 1.1 x 128 GiB x 8 GPUs; a plan of little host memory keeps XLA's own 64 GiB; several hosts count once.
-    ({}, 2000, {}, {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1127"}),
-    ({"host_gib": 0.0}, 2000, {}, {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "64"}),
-    ({"topology": "h100:4x2"}, 2000, {}, {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "282"}),
-    ({}, 1200, {}, {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1080"}),
-    ({}, 2000, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8"}, {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1127"}),
-    ({}, 2000, {"XLA_CLIENT_MEM_FRACTION": ".8", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1"}, {}),
-])
+@pytest.mark.parametrize(
+    ("changes", "host_gib", "environment", "settings"),
+    [
+        # 1.1 x 128 GiB x 8 GPUs; a plan of little host memory keeps XLA's own 64 GiB; several hosts count once.
+        (
+            {},
+            2000,
+            {},
+            {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1127"},
+        ),
+        (
+            {"host_gib": 0.0},
+            2000,
+            {},
+            {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "64"},
+        ),
+        (
+            {"topology": "h100:4x2"},
+            2000,
+            {},
+            {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "282"},
+        ),
+        (
+            {},
+            1200,
+            {},
+            {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1080"},
+        ),
+        (
+            {},
+            2000,
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8"},
+            {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1127"},
+        ),
+        ({}, 2000, {"XLA_CLIENT_MEM_FRACTION": ".8", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1"}, {}),
+    ],
+)
 def test_a_plan_sets_how_much_memory_jax_may_take(changes, host_gib, environment, settings):
     assert xla_flags.gpu_memory(H100_PLAN | changes, host_gib, environment) == settings
 
@@ -156,17 +264,27 @@ def test_without_a_plan_jax_may_pin_nine_tenths_of_the_host():
     assert xla_flags.gpu_memory(None, 1000, {})["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "900"
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"peak_gib": 75.3}, ("75.30 GiB of each h100", "may take 75.19", "0.95")),
-    ({"host_gib": 8000.0}, ("64000 GiB of pinned memory", "8 GPUs", "--host-gib")),
-    ({"topology": "v5p:2x2x2"}, ("a plan for v5p:2x2x2", "h100")),
-    ({"peak_gib": None}, ("found no compiled plan in",)),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peak_gib": 75.3}, ("75.30 GiB of each h100", "may take 75.19", "0.95")),
+        ({"host_gib": 8000.0}, ("64000 GiB of pinned memory", "8 GPUs", "--host-gib")),
+        ({"topology": "v5p:2x2x2"}, ("a plan for v5p:2x2x2", "h100")),
+        ({"peak_gib": None}, ("found no compiled plan in",)),
+    ],
+)
 def test_a_plan_that_needs_more_than_there_is_ends_the_launcher(tmp_path, changes, words):
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"longest": H100_PLAN | changes}))
     script = f'set -e; eval "$({shlex.quote(sys.executable)} -m trainer.xla_flags gpu --plan {plan})"; echo started'
-    done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
     assert all(word in done.stderr for word in ("error: --plan: ", *words)), done.stderr
 
@@ -174,9 +292,13 @@ def test_a_plan_that_needs_more_than_there_is_ends_the_launcher(tmp_path, change
 def test_a_plan_fills_no_more_of_a_gpu_than_the_launchers_allow():
     """A step of 76 GiB on an H100, which has 79.1 GiB, of which JAX takes 75.2."""
     sizes = {"peak": 76.0, "host": 0.0}
-    with pytest.raises(DoesNotFit, match=r"needs 76.00 GiB of 75.19 of what JAX may take, 0.95 of a GPU's"):
+    with pytest.raises(
+        DoesNotFit, match=r"needs 76.00 GiB of 75.19 of what JAX may take, 0.95 of a GPU's"
+    ):
         check_fits(Job(DEFAULT_RECIPE, LlamaConfig.preset("tiny"), "h100:8"), sizes, {})
-    check_fits(Job(DEFAULT_RECIPE, LlamaConfig.preset("tiny"), "h100:8"), {"peak": 75.0, "host": 0.0}, {})
+    check_fits(
+        Job(DEFAULT_RECIPE, LlamaConfig.preset("tiny"), "h100:8"), {"peak": 75.0, "host": 0.0}, {}
+    )
 
 
 @pytest.fixture(params=["jobset.yaml", "jobset_gpu.yaml"])
@@ -185,7 +307,9 @@ def jobset(request):
 
 
 def test_jobsets_have_only_the_fields_of_their_release(jobset):
-    jsonschema.validate(jobset, json.loads((REPOSITORY / "tests/scripts/jobset_0.12.0.json").read_text()))
+    jsonschema.validate(
+        jobset, json.loads((REPOSITORY / "tests/scripts/jobset_0.12.0.json").read_text())
+    )
 
 
 def test_the_jobsets_are_complete_and_their_recipes_exist(jobset):
@@ -196,88 +320,151 @@ def test_the_jobsets_are_complete_and_their_recipes_exist(jobset):
     mesh = yaml.safe_load((REPOSITORY / args[args.index("--config") + 1]).read_text())["mesh"]
     assert hosts == job["completions"]
     if "google.com/tpu" in devices:
-        chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
+        chips = math.prod(
+            map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"))
+        )
         assert hosts == chips // devices["google.com/tpu"] and mesh["sequence"] == chips
     else:
         assert args[args.index("--distributed.num_processes") + 1] == str(hosts)
         name = f"{jobset['metadata']['name']}-{jobset['spec']['replicatedJobs'][0]['name']}-0-0.{jobset['metadata']['name']}:"
         assert args[args.index("--distributed.coordinator") + 1].startswith(name)
-        assert any(volume.get("emptyDir", {}).get("medium") == "Memory" for volume in pod["volumes"])
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert any(
+            volume.get("emptyDir", {}).get("medium") == "Memory" for volume in pod["volumes"]
+        )
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     assert not container["image"].endswith(":latest") and ":" in container["image"]
 
 
 def test_a_jobset_fails_for_good_after_2_alone_and_does_not_count_maintenance(jobset):
     """The messages are the Job controller's (Kubernetes 1.33)."""
     rules = jobset["spec"]["failurePolicy"]["rules"]
-    conditions = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
-    assert conditions == [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}},
-                          {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}]
+    conditions = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"][
+        "rules"
+    ]
+    assert conditions == [
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}},
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
+    ]
 
     def action(reason, message):
-        return next((rule["action"] for rule in rules if reason in rule["onJobFailureReasons"]
-                     and any(re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"])), "RestartJobSet")
+        return next(
+            (
+                rule["action"]
+                for rule in rules
+                if reason in rule["onJobFailureReasons"]
+                and any(
+                    re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"]
+                )
+            ),
+            "RestartJobSet",
+        )
 
     pod = "pod default/longstripe-slice-0-3-abcde"
-    exit_2 = f"Container longstripe for {pod} failed with exit code 2 matching FailJob rule at index 0"
+    exit_2 = (
+        f"Container longstripe for {pod} failed with exit code 2 matching FailJob rule at index 0"
+    )
     assert action("PodFailurePolicy", exit_2) == "FailJobSet"
     moved = f"{pod.capitalize()} has condition DisruptionTarget matching FailJob rule at index 1"
     assert action("PodFailurePolicy", moved) == "RestartJobSetAndIgnoreMaxRestarts"
-    assert action("BackoffLimitExceeded", "Job has reached the specified backoff limit") == "RestartJobSet"  # 75, 137, ...
+    assert (
+        action("BackoffLimitExceeded", "Job has reached the specified backoff limit")
+        == "RestartJobSet"
+    )  # 75, 137, ...
 
 
 def test_the_container_counts_its_starts_and_needs_the_compilers_flags(tmp_path):
-    executable(tmp_path / "python", """#!/bin/bash
+    executable(
+        tmp_path / "python",
+        """#!/bin/bash
         echo "$FLAGS" "$@" >> "$(dirname "$0")/ran"
         case "$*" in *xla_flags*) [ -z "$NO_FLAGS" ] || exit 2; echo export FLAGS=1 ;; *run_status*) echo 40 ;;
-          *restarts*) exit "${TOO_MANY:-0}" ;; esac""")
+          *restarts*) exit "${TOO_MANY:-0}" ;; esac""",
+    )
 
     def run(*arguments, **variables):
         (tmp_path / "ran").unlink(missing_ok=True)
         env = {**os.environ, "PYTHON": str(tmp_path / "python"), "PLATFORM": "cuda", **variables}
-        done = subprocess.run([REPOSITORY / "scripts/kubernetes/entrypoint.sh", *arguments], env=env, check=False, timeout=60)
+        done = subprocess.run(
+            [REPOSITORY / "scripts/kubernetes/entrypoint.sh", *arguments],
+            env=env,
+            check=False,
+            timeout=60,
+        )
         return done.returncode, (tmp_path / "ran").read_text().splitlines()
 
     flags, train = " -m trainer.xla_flags gpu", "1 train.py --config a b"
-    counted = ["1 -m scripts.run_status --checkpoint --config a b",
-               "1 -m scripts.restarts gs://b/starts --checkpoint 40 --longest-pause 120"]
+    counted = [
+        "1 -m scripts.run_status --checkpoint --config a b",
+        "1 -m scripts.restarts gs://b/starts --checkpoint 40 --longest-pause 120",
+    ]
     assert run("--config", "a b") == (0, [flags, train])
-    assert run("--config", "a b", STARTS="gs://b/starts", JOB_COMPLETION_INDEX="0") == (0, [flags, *counted, train])
-    assert run("--config", "a b", STARTS="gs://b/starts", JOB_COMPLETION_INDEX="3") == (0, [flags, train])
+    assert run("--config", "a b", STARTS="gs://b/starts", JOB_COMPLETION_INDEX="0") == (
+        0,
+        [flags, *counted, train],
+    )
+    assert run("--config", "a b", STARTS="gs://b/starts", JOB_COMPLETION_INDEX="3") == (
+        0,
+        [flags, train],
+    )
     assert run("--config", "a b", STARTS="gs://b/starts", SLICE="1") == (0, [flags, train])
     assert run("--config", "a b", STARTS="gs://b/starts", TOO_MANY="2") == (2, [flags, *counted])
     assert run("--config", "a b", NO_FLAGS="1") == (2, [flags])
-    assert run("python", "-m", "scripts.export_hf", "r", "o") == (0, [flags, "1 -m scripts.export_hf r o"])
+    assert run("python", "-m", "scripts.export_hf", "r", "o") == (
+        0,
+        [flags, "1 -m scripts.export_hf r o"],
+    )
 
 
 def test_the_image_is_small_pinned_and_not_roots():
     docker = (REPOSITORY / "scripts/kubernetes/Dockerfile").read_text()
-    assert "USER 1000\n" in docker and "--no-cache-dir" in docker and '"tini"' in docker and ":latest" not in docker
+    assert (
+        "USER 1000\n" in docker
+        and "--no-cache-dir" in docker
+        and '"tini"' in docker
+        and ":latest" not in docker
+    )
     assert os.access(REPOSITORY / "scripts/kubernetes/entrypoint.sh", os.X_OK)
     tools = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    done = subprocess.run(["hadolint", REPOSITORY / "scripts/kubernetes/Dockerfile"], capture_output=True, text=True,
-                          check=False, env={**os.environ, "PATH": tools})
+    done = subprocess.run(
+        ["hadolint", REPOSITORY / "scripts/kubernetes/Dockerfile"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PATH": tools},
+    )
     assert done.returncode == 0 and not done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_the_lock_holds_every_requirement_in_its_range(platform):
     """`make lock` makes it anew."""
-    lock = dict(line.split("==") for line in (REPOSITORY / f"requirements-{platform}.lock").read_text().split("\n")
-                if line and not line.startswith("#"))
+    lock = dict(
+        line.split("==")
+        for line in (REPOSITORY / f"requirements-{platform}.lock").read_text().split("\n")
+        if line and not line.startswith("#")
+    )
     lock = {canonicalize_name(name): version.split(" ")[0] for name, version in lock.items()}
     names = [f"requirements-{platform}.txt", "requirements.txt"]
     for line in "\n".join((REPOSITORY / name).read_text() for name in names).splitlines():
         text = line.partition("#")[0].strip()
         if text and not text.startswith("-r"):
             requirement = Requirement(text)
-            assert requirement.specifier.contains(lock.get(canonicalize_name(requirement.name), "0")), f"{text}: make lock"
+            assert requirement.specifier.contains(
+                lock.get(canonicalize_name(requirement.name), "0")
+            ), f"{text}: make lock"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_reports_nothing(script):
-    done = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False,
-                          env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"})
+    done = subprocess.run(
+        ["shellcheck", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"},
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -285,12 +472,19 @@ def test_shellcheck_reports_nothing(script):
 def test_the_compilers_know_every_flag(platform):
     """An unknown flag ends the process; every flag has a reason."""
     # The CPU's jaxlib also parses the GPU's flags; libtpu parses its own when the compiler is loaded.
-    ask = "import jax; jax.devices()" if platform != "tpu" else (
-        "from jax.experimental import topologies; topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2')")
+    ask = (
+        "import jax; jax.devices()"
+        if platform != "tpu"
+        else (
+            "from jax.experimental import topologies; topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2')"
+        )
+    )
     given = " ".join(map(str, xla_flags.FLAGS[platform]))
     for flags, known in ((given, True), ("--xla_no_such_flag=1", False)):
         env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", xla_flags.VARIABLES[platform]: flags}
-        process = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=False)
+        process = subprocess.run(
+            [sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=False
+        )
         assert (process.returncode == 0) == known, process.stderr[-500:]
     assert all(flag.why and flag.name.startswith("xla_") for flag in xla_flags.FLAGS[platform])
 
@@ -299,21 +493,34 @@ def test_the_compilers_know_every_flag(platform):
 def test_each_generations_compiler_takes_its_flags(slice_):
     """libtpu knows more names than each compiler accepts: a default of v5e's makes every compilation for v5p fail."""
     devices = topology_devices(slice_)
-    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=NamedSharding(Mesh(devices, "x"), PartitionSpec("x")))
+    x = jax.ShapeDtypeStruct(
+        (256, 256), jnp.bfloat16, sharding=NamedSharding(Mesh(devices, "x"), PartitionSpec("x"))
+    )
     gathered = NamedSharding(Mesh(devices, "x"), PartitionSpec())
     lowered = jax.jit(lambda x: x @ x, out_shardings=gathered).lower(x)
-    lowered.compile(compiler_options={flag.name: flag.value for flag in xla_flags.flags("tpu", slice_.split(":")[0])})
+    lowered.compile(
+        compiler_options={
+            flag.name: flag.value for flag in xla_flags.flags("tpu", slice_.split(":")[0])
+        }
+    )
     for flag in xla_flags.FLAGS["tpu"]:
         assert not flag.only or set(flag.only) <= set(xla_flags.TPUS)
 
 
 def test_a_host_says_which_chips_it_has(tmp_path):
     assert xla_flags.generation(tmp_path) is None
-    for place, vendor, device in (("0000:00:01.0", "0x8086", "0x0062"), ("0000:00:05.0", "0x1ae0", "0x0062")):
+    for place, vendor, device in (
+        ("0000:00:01.0", "0x8086", "0x0062"),
+        ("0000:00:05.0", "0x1ae0", "0x0062"),
+    ):
         (tmp_path / place).mkdir()
         (tmp_path / place / "vendor").write_text(vendor + "\n")
         (tmp_path / place / "device").write_text(device + "\n")
         assert xla_flags.generation(tmp_path) == ("v5p" if vendor == "0x1ae0" else None)
     line = xla_flags.shell_line("tpu", "--mine=1", "v5p")
-    assert "sparse_core" in line and "xla_enable_async_all_gather" not in line and line.endswith("--mine=1'")
+    assert (
+        "sparse_core" in line
+        and "xla_enable_async_all_gather" not in line
+        and line.endswith("--mine=1'")
+    )
     assert "only" not in line and len(xla_flags.flags("tpu")) < len(xla_flags.flags("tpu", "v4"))

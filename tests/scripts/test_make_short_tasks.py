@@ -1,4 +1,5 @@
 """Short tasks of a book: what follows is the right answer, and a book always gives the same questions."""
+
 import json
 import re
 
@@ -7,8 +8,12 @@ import pytest
 
 from scripts import make_short_tasks
 
-TEXT = " ".join(f"The {word} of chapter {number} was seen beside the {word}, said the keeper, and nobody doubted the {word}."
-                for number, word in enumerate(np.random.default_rng(0).choice(["whale", "ship", "harbour", "captain"], 400)))
+TEXT = " ".join(
+    f"The {word} of chapter {number} was seen beside the {word}, said the keeper, and nobody doubted the {word}."
+    for number, word in enumerate(
+        np.random.default_rng(0).choice(["whale", "ship", "harbour", "captain"], 400)
+    )
+)
 
 
 @pytest.fixture
@@ -19,11 +24,16 @@ def book(tmp_path):
 
 
 def questions_of(folder, name):
-    return [json.loads(line) for line in (folder / f"{name}.json").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / f"{name}.json").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_answers_are_the_books(book, tmp_path):
-    assert make_short_tasks.main([str(book), "--count", "40", "--output", str(tmp_path / "out")]) == 0
+    assert (
+        make_short_tasks.main([str(book), "--count", "40", "--output", str(tmp_path / "out")]) == 0
+    )
     for question in questions_of(tmp_path / "out", "book_next_sentence"):
         follows = [f"{question['context']} {choice}" in TEXT for choice in question["choices"]]
         assert follows == [number == question["label"] for number in range(4)]
@@ -38,13 +48,17 @@ def test_the_description_is_lm_evals(book, tmp_path):
     make_short_tasks.main([str(book), "--count", "5", "--output", str(tmp_path / "out")])
     task = json.loads((tmp_path / "out" / "book_last_word.yaml").read_text(encoding="utf-8"))
     assert task["output_type"] == "loglikelihood" and task["doc_to_target"] == "{{' ' + word}}"
-    assert task["dataset_kwargs"]["data_files"]["test"] == str((tmp_path / "out" / "book_last_word.json").resolve())
+    assert task["dataset_kwargs"]["data_files"]["test"] == str(
+        (tmp_path / "out" / "book_last_word.json").resolve()
+    )
 
 
 def test_the_same_book_gives_the_same_questions(book, tmp_path):
     for name in ("a", "b"):
         make_short_tasks.main([str(book), "--count", "10", "--output", str(tmp_path / name)])
-    make_short_tasks.main([str(book), "--count", "10", "--seed", "1", "--output", str(tmp_path / "c")])
+    make_short_tasks.main(
+        [str(book), "--count", "10", "--seed", "1", "--output", str(tmp_path / "c")]
+    )
     first, second, other = (questions_of(tmp_path / name, "book_next_sentence") for name in "abc")
     assert first == second != other
 

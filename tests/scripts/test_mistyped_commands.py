@@ -1,4 +1,5 @@
 """Thirty mistyped or half-right commands: each is answered by one line that names the mend, before anything runs."""
+
 import importlib
 
 import pytest
@@ -34,10 +35,26 @@ CASES = [
     # The other commands.
     ("scripts.plan", [*PLAN, "--machine", "8xH100", "--contxt", "64K"], "did you mean --context?"),
     ("scripts.plan", [*PLAN, "--machine", "v5p32", "--context", "64K"], "v5p"),
-    ("scripts.plan", [*PLAN, "--machine", "8xH100", "--context", "64 thousand"], "such as 4096, 64K or 1M"),
-    ("scripts.plan", ["--model", "lama-7b", "--machine", "8xH100", "--context", "64K"], "did you mean llama-7b?"),
-    ("scripts.plan", [*PLAN, "--machine", "8xH100", "--context", "64K", "--remat", "noting"], "did you mean nothing?"),
-    ("scripts.export_hf", ["runs/none", "model", "--dtyp", "float16"], "is no option of this command"),
+    (
+        "scripts.plan",
+        [*PLAN, "--machine", "8xH100", "--context", "64 thousand"],
+        "such as 4096, 64K or 1M",
+    ),
+    (
+        "scripts.plan",
+        ["--model", "lama-7b", "--machine", "8xH100", "--context", "64K"],
+        "did you mean llama-7b?",
+    ),
+    (
+        "scripts.plan",
+        [*PLAN, "--machine", "8xH100", "--context", "64K", "--remat", "noting"],
+        "did you mean nothing?",
+    ),
+    (
+        "scripts.export_hf",
+        ["runs/none", "model", "--dtyp", "float16"],
+        "is no option of this command",
+    ),
     ("scripts.chat", ["runs/none", "--documnt", "book.txt"], "did you mean --document?"),
     ("eval.line_retrieval", [*LINES, "--case", "cases.jsonl"], "did you mean --cases?"),
     ("eval.report", ["runs/none", "--outptu", "report.html"], "did you mean --output?"),

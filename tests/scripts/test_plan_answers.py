@@ -1,4 +1,5 @@
 """`python -m scripts.plan` without a compiler: machines by name, memory by parts, time, price, what to change, recipes."""
+
 import json
 import re
 import time
@@ -20,18 +21,40 @@ def answer(capsys, *argv) -> tuple[int, str]:
     return status, captured.out + captured.err
 
 
-@pytest.mark.parametrize(("machine", "devices"), [
-    ("8xH100", 8), ("2x8xH100", 16), ("v5p-32", 16), ("v6e-8", 8), ("4xA100-40GB", 4), ("RTX4090", 1), ("B200", 1)])
+@pytest.mark.parametrize(
+    ("machine", "devices"),
+    [
+        ("8xH100", 8),
+        ("2x8xH100", 16),
+        ("v5p-32", 16),
+        ("v6e-8", 8),
+        ("4xA100-40GB", 4),
+        ("RTX4090", 1),
+        ("B200", 1),
+    ],
+)
 def test_machines_are_answered_and_their_recipes_are_taken(machine, devices, tmp_path, capsys):
     recipe = tmp_path / "mine.yaml"
-    status, said = answer(capsys, "--model", "llama-3.2-1b", "--machine", machine, "--context", "16K", "--write", recipe)
+    status, said = answer(
+        capsys,
+        "--model",
+        "llama-3.2-1b",
+        "--machine",
+        machine,
+        "--context",
+        "16K",
+        "--write",
+        recipe,
+    )
     assert status == 0 and "fits, by the estimate" in said and "seconds of a step" in said
     config = load(["--config", str(recipe), "--model.path", "any", "--data.path", "any"])
     assert config.mesh.devices == devices and config.data.context_length == 16384
     head = recipe.read_text(encoding="utf-8").split("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines())
-    launcher = {"2x8xH100": "sbatch --nodes 2 --gpus-per-node 8 scripts/launch_slurm.sbatch --config",
-                "v5p-32": "--type v5p-32 --version v2-alpha-tpuv5 -- --config"}.get(machine, "python train.py --config")
+    launcher = {
+        "2x8xH100": "sbatch --nodes 2 --gpus-per-node 8 scripts/launch_slurm.sbatch --config",
+        "v5p-32": "--type v5p-32 --version v2-alpha-tpuv5 -- --config",
+    }.get(machine, "python train.py --config")
     assert launcher in head
 
 
@@ -39,23 +62,69 @@ def test_machines_are_answered_and_their_recipes_are_taken(machine, devices, tmp
 def conversations(tmp_path_factory, repository):
     """Returns (tokenizer's folder, a file of a few conversations, a folder for prepared data)."""
     folder = tmp_path_factory.mktemp("data")
-    talks = [{"conversations": [{"from": "human", "value": f"Say {n}."}, {"from": "gpt", "value": f"{n}."}]} for n in range(9)]
+    talks = [
+        {
+            "conversations": [
+                {"from": "human", "value": f"Say {n}."},
+                {"from": "gpt", "value": f"{n}."},
+            ]
+        }
+        for n in range(9)
+    ]
     (folder / "talks.json").write_text(json.dumps(talks), encoding="utf-8")
     return repository / "data/fixtures/tiny_tokenizer", folder / "talks.json", folder / "prepared"
 
 
-@pytest.mark.parametrize("machine", [
-    ["8xH100"], ["2x8xH100"], ["v5p-32"], ["v6e-8"], ["4xA100-40GB"], ["RTX4090"], ["B200"], ["gpu", "--gpu-memory", "24"]],
-    ids=" ".join)
+@pytest.mark.parametrize(
+    "machine",
+    [
+        ["8xH100"],
+        ["2x8xH100"],
+        ["v5p-32"],
+        ["v6e-8"],
+        ["4xA100-40GB"],
+        ["RTX4090"],
+        ["B200"],
+        ["gpu", "--gpu-memory", "24"],
+    ],
+    ids=" ".join,
+)
 def test_dry_run_takes_the_written_recipe(machine, conversations, tmp_path, capsys):
     """Planned for each machine, a recipe is what train.py --dry-run accepts, with the machine's devices and on it."""
     tokenizer, talks, prepared = conversations
     recipe, start = tmp_path / "mine.yaml", time.process_time()
-    status, said = answer(capsys, "--model", "llama-3.2-1b", "--machine", *machine, "--context", "8K", "--write", recipe)
+    status, said = answer(
+        capsys,
+        "--model",
+        "llama-3.2-1b",
+        "--machine",
+        *machine,
+        "--context",
+        "8K",
+        "--write",
+        recipe,
+    )
     assert status == 0 and "fits, by the estimate" in said and time.process_time() - start < 5
-    status = train.main(["--config", str(recipe), "--model.path", "null", "--model.preset", "llama-3.2-1b",
-                         "--model.tokenizer", str(tokenizer), "--data.path", str(talks), "--data.prepared", str(prepared),
-                         "--run_dir", str(tmp_path / "run"), "--dry-run", machine[0]])
+    status = train.main(
+        [
+            "--config",
+            str(recipe),
+            "--model.path",
+            "null",
+            "--model.preset",
+            "llama-3.2-1b",
+            "--model.tokenizer",
+            str(tokenizer),
+            "--data.path",
+            str(talks),
+            "--data.prepared",
+            str(prepared),
+            "--run_dir",
+            str(tmp_path / "run"),
+            "--dry-run",
+            machine[0],
+        ]
+    )
     said = capsys.readouterr()
     assert status == 0 and "rows: 1 of 8,192 tokens in an epoch" in said.out, said.err
     assert "disk: 1 checkpoint of" in said.out and "nothing was trained" in said.out
@@ -78,12 +147,28 @@ def test_the_parts_add_up_and_the_range_holds_them(capsys):
 
 
 def test_price_and_hours_follow_from_the_time(capsys):
-    _, said = answer(capsys, *MODEL, "--machine", "8xH100", "--context", "128K", "--tokens", "100M",
-                     "--price-per-device-hour", "2")
-    ends = {name: tuple(float(end.replace(",", "")) for end in pair)
-            for name, *pair in re.findall(r"^  (seconds of a step|hours|price) +([\d.,]+) to ([\d.,]+)$", said, re.MULTILINE)}
+    _, said = answer(
+        capsys,
+        *MODEL,
+        "--machine",
+        "8xH100",
+        "--context",
+        "128K",
+        "--tokens",
+        "100M",
+        "--price-per-device-hour",
+        "2",
+    )
+    ends = {
+        name: tuple(float(end.replace(",", "")) for end in pair)
+        for name, *pair in re.findall(
+            r"^  (seconds of a step|hours|price) +([\d.,]+) to ([\d.,]+)$", said, re.MULTILINE
+        )
+    }
     for end in (0, 1):
-        assert ends["hours"][end] == pytest.approx(ends["seconds of a step"][end] * 800 / 3600, rel=0.01)
+        assert ends["hours"][end] == pytest.approx(
+            ends["seconds of a step"][end] * 800 / 3600, rel=0.01
+        )
         assert ends["price"][end] == pytest.approx(ends["hours"][end] * 8 * 2, rel=0.01)
 
 
@@ -95,19 +180,41 @@ def test_what_does_not_fit_is_told_what_would(capsys):
     assert answer(capsys, *job, *flags)[0] == 0
     status, said = answer(capsys, *MODEL, "--machine", "RTX4090", "--context", "32K")
     count = re.search(r"(\d+) such devices hold a row", said)[1]
-    assert status == 1 and answer(capsys, *MODEL, "--machine", f"{count}xRTX4090", "--context", "32K")[0] == 0
+    assert (
+        status == 1
+        and answer(capsys, *MODEL, "--machine", f"{count}xRTX4090", "--context", "32K")[0] == 0
+    )
 
 
 def test_a_gpu_of_which_only_the_memory_is_known(capsys):
-    status, said = answer(capsys, "--model", "llama-3.2-1b", "--machine", "gpu", "--gpu-memory", "24", "--context", "8K")
-    assert status == 0 and "a program may use        22.80" in said and "time: not estimated" in said
+    status, said = answer(
+        capsys,
+        "--model",
+        "llama-3.2-1b",
+        "--machine",
+        "gpu",
+        "--gpu-memory",
+        "24",
+        "--context",
+        "8K",
+    )
+    assert (
+        status == 0 and "a program may use        22.80" in said and "time: not estimated" in said
+    )
 
 
 def test_the_longest_context_without_a_compiler(tmp_path, capsys):
     file = tmp_path / "answer.json"
-    status, said = answer(capsys, *MODEL, "--machine", "8xH100", "--search", "--context", "64K", "--output", file)
+    status, said = answer(
+        capsys, *MODEL, "--machine", "8xH100", "--search", "--context", "64K", "--output", file
+    )
     longest = json.loads(file.read_text(encoding="utf-8"))
-    assert status == 0 and longest["fits"] == "yes" and longest["context"] > 65536 and f"{longest['context']:,}" in said
+    assert (
+        status == 0
+        and longest["fits"] == "yes"
+        and longest["context"] > 65536
+        and f"{longest['context']:,}" in said
+    )
     twice = answer(capsys, *MODEL, "--machine", "8xH100", "--context", 2 * longest["context"])
     assert "\nfits, by the estimate" not in twice[1]
 
@@ -117,25 +224,53 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
     stages = yaml.safe_load(recipe.read_text(encoding="utf-8"))["stages"]
     _, said = answer(capsys, "--config", recipe, "--model", "smollm2-135m", "--machine", "v5e-1")
     for number, stage in enumerate(stages, 1):
-        assert f"stage {number} of {len(stages)}" in said and f"{stage['context_length']:,} tokens" in said
+        assert (
+            f"stage {number} of {len(stages)}" in said
+            and f"{stage['context_length']:,} tokens" in said
+        )
 
 
-@pytest.mark.parametrize(("argv", "mend"), [
-    (["--machine", "8xH10", "--context", "64K"], "did you mean H100?"),
-    (["--machine", "v5p-33", "--context", "64K"], "v5p-32"),
-    (["--machine", "8xH100", "--context", "64X"], "such as 4096, 64K or 1M"),
-    (["--machine", "8xH100", "--contxt", "64K"], "did you mean --context?"),
-    (["--machine", "8xH100", "--seq_len", "64K"], "no option of this command"),
-    (["--machine", "8xH100", "--context", "64K", "--layout", "stripped"], "did you mean striped?"),
-    (["--context", "64K"], "--machine: missing"),
-    (["--machine", "8xH100"], "--context: missing, such as --context 128K"),
-    (["--machine", "16xH100", "--context", "64K"], "2x8xH100 is hosts of 8"),
-    (["--machine", "8xH100", "--context", "64K", "--gpu-memory", "0"], "the GiB of a GPU, such as 24, would work"),
-    (["--machine", "v5p-32", "--context", "64K", "--gpu-memory", "40"], "--gpu-memory: v5p:2x2x4 has TPUs"),
-    (["--machine", "8xH100", "--context", "64K", "--compare", "--schedule", "{name: ring}"], "compared are "),
-    (["--machine", "8xH100", "--context", "64K", "--mesh", "sequence=4"], "= 4 devices, but h100:8 has 8"),
-    (["--machine", "8xH100", "--context", "64K", "--model", "llama-3.1-8"], "did you mean llama-3.1-8b?"),
-    (["--machine", "8xH100", "--context", "64K", "--model", "meta/none"], "hf download meta/none")])
+@pytest.mark.parametrize(
+    ("argv", "mend"),
+    [
+        (["--machine", "8xH10", "--context", "64K"], "did you mean H100?"),
+        (["--machine", "v5p-33", "--context", "64K"], "v5p-32"),
+        (["--machine", "8xH100", "--context", "64X"], "such as 4096, 64K or 1M"),
+        (["--machine", "8xH100", "--contxt", "64K"], "did you mean --context?"),
+        (["--machine", "8xH100", "--seq_len", "64K"], "no option of this command"),
+        (
+            ["--machine", "8xH100", "--context", "64K", "--layout", "stripped"],
+            "did you mean striped?",
+        ),
+        (["--context", "64K"], "--machine: missing"),
+        (["--machine", "8xH100"], "--context: missing, such as --context 128K"),
+        (["--machine", "16xH100", "--context", "64K"], "2x8xH100 is hosts of 8"),
+        (
+            ["--machine", "8xH100", "--context", "64K", "--gpu-memory", "0"],
+            "the GiB of a GPU, such as 24, would work",
+        ),
+        (
+            ["--machine", "v5p-32", "--context", "64K", "--gpu-memory", "40"],
+            "--gpu-memory: v5p:2x2x4 has TPUs",
+        ),
+        (
+            ["--machine", "8xH100", "--context", "64K", "--compare", "--schedule", "{name: ring}"],
+            "compared are ",
+        ),
+        (
+            ["--machine", "8xH100", "--context", "64K", "--mesh", "sequence=4"],
+            "= 4 devices, but h100:8 has 8",
+        ),
+        (
+            ["--machine", "8xH100", "--context", "64K", "--model", "llama-3.1-8"],
+            "did you mean llama-3.1-8b?",
+        ),
+        (
+            ["--machine", "8xH100", "--context", "64K", "--model", "meta/none"],
+            "hf download meta/none",
+        ),
+    ],
+)
 def test_a_typo_is_one_line_before_anything_compiles(argv, mend, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     try:
@@ -146,7 +281,16 @@ def test_a_typo_is_one_line_before_anything_compiles(argv, mend, capsys, monkeyp
     assert status == 2 and mend in said and said.count("\n") == 1 and said.startswith("error: ")
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("64K", 65536), ("1m", 1 << 20), ("1_048_576", 1 << 20),
-                                              ("131,072", 131072), ("1.5K", 1536)])
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("4096", 4096),
+        ("64K", 65536),
+        ("1m", 1 << 20),
+        ("1_048_576", 1 << 20),
+        ("131,072", 131072),
+        ("1.5K", 1536),
+    ],
+)
 def test_tokens(text, tokens):
     assert tokens_of(text) == tokens

@@ -18,16 +18,27 @@ FIXTURES = REPOSITORY / "data/fixtures"
 
 def test_training_uses_what_it_made(tmp_path, capsys, monkeypatch):
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text(yaml.safe_dump({
-        "model": {"tokenizer": str(FIXTURES / "tiny_tokenizer"), "preset": "tiny"},
-        "data": {"path": str(FIXTURES / "conversations_held_out.json"), "prepared": str(tmp_path / "prepared")}}))
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"tokenizer": str(FIXTURES / "tiny_tokenizer"), "preset": "tiny"},
+                "data": {
+                    "path": str(FIXTURES / "conversations_held_out.json"),
+                    "prepared": str(tmp_path / "prepared"),
+                },
+            }
+        )
+    )
     flags = ["--config", str(recipe), "--data.context_length", "512"]
     assert prepare.main(flags) == 0
     output = capsys.readouterr().out
     monkeypatch.setattr(data_prepare, "_build", lambda *_: pytest.fail("it was prepared again"))
     config = configuration.load(flags)
     prepared = prepare_text(config, choose_model(config.model).tokenizer())
-    assert f"prepared in {prepared.folder}" in output and f"train: {len(prepared.train):,} documents" in output
+    assert (
+        f"prepared in {prepared.folder}" in output
+        and f"train: {len(prepared.train):,} documents" in output
+    )
     assert prepare.main(["--config", str(recipe), "--data.context_lenght", "512"]) == 2
     assert "did you mean --data.context_length?" in capsys.readouterr().err
 
@@ -35,16 +46,34 @@ def test_training_uses_what_it_made(tmp_path, capsys, monkeypatch):
 def test_every_stage_is_prepared(tmp_path, capsys, monkeypatch):
     """A stage begins with the checkpoint of the one before it, from which its data could not be read yet."""
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text(yaml.safe_dump({
-        "model": {"tokenizer": str(FIXTURES / "tiny_tokenizer"), "preset": "tiny"}, "run_dir": str(tmp_path / "run"),
-        "data": {"path": str(FIXTURES / "conversations_held_out.json"), "prepared": str(tmp_path / "prepared")},
-        "stages": [{"context_length": 256, "steps": 1}, {"context_length": 512, "steps": 1}]}))
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"tokenizer": str(FIXTURES / "tiny_tokenizer"), "preset": "tiny"},
+                "run_dir": str(tmp_path / "run"),
+                "data": {
+                    "path": str(FIXTURES / "conversations_held_out.json"),
+                    "prepared": str(tmp_path / "prepared"),
+                },
+                "stages": [
+                    {"context_length": 256, "steps": 1},
+                    {"context_length": 512, "steps": 1},
+                ],
+            }
+        )
+    )
     assert prepare.main(["--config", str(recipe)]) == 0
     said = capsys.readouterr().out
     assert "stage 1 of 2: 256 tokens" in said and "rows of 256 in the first epoch" in said
     assert "stage 2 of 2: 512 tokens" in said and "rows of 512 in the first epoch" in said
-    assert inspect_data.main([str(recipe), "--rows", "1"]) == 0 and "stage 2 of 2" in capsys.readouterr().out
-    assert inspect_data.main([str(recipe), "--stage", "1"]) == 0 and "rows of 256" in capsys.readouterr().out
+    assert (
+        inspect_data.main([str(recipe), "--rows", "1"]) == 0
+        and "stage 2 of 2" in capsys.readouterr().out
+    )
+    assert (
+        inspect_data.main([str(recipe), "--stage", "1"]) == 0
+        and "rows of 256" in capsys.readouterr().out
+    )
     assert inspect_data.main([str(recipe), "--stage", "3"]) == 2
     assert "--stage: found 3; the recipe has 2, counted from 1" in capsys.readouterr().err
 

@@ -1,4 +1,5 @@
 """Exports have a model card, and are pushed to a hub on this machine: what is sent, and what is refused in one line."""
+
 import base64
 import http.server
 import json
@@ -29,17 +30,30 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if self.server.status != 200:
             return self.answer(self.server.status, {"error": "you may not write here with hf_ours"})
         if self.path.startswith("/api/repos/create"):
-            return self.answer(200, {"url": f"{self.server.address}/me/mine", "id": "me/mine", "name": "me/mine"})
+            return self.answer(
+                200, {"url": f"{self.server.address}/me/mine", "id": "me/mine", "name": "me/mine"}
+            )
         if "/preupload/" in self.path:
-            files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                     for file in json.loads(body)["files"]]
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
             return self.answer(200, {"files": files})
         if "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
-                    self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            return self.answer(200, {"success": True, "commitOid": "1" * 40, "hookOutput": "",
-                                     "commitUrl": f"{self.server.address}/me/mine/commit/1"})
+                    self.server.files[line["value"]["path"]] = base64.b64decode(
+                        line["value"]["content"]
+                    )
+            return self.answer(
+                200,
+                {
+                    "success": True,
+                    "commitOid": "1" * 40,
+                    "hookOutput": "",
+                    "commitUrl": f"{self.server.address}/me/mine/commit/1",
+                },
+            )
         return self.answer(200, {"errors": [], "warnings": []})  # the check of the card's head
 
     def answer(self, status, content):
@@ -82,15 +96,21 @@ def exported(tmp_path):
 def test_every_file_is_sent_into_a_private_repository_unless_told(hub, exported, capsys, flags):
     assert push_to_hub.main([str(exported), "me/mine", *flags]) == 0
     assert hub.files == {path.name: path.read_bytes() for path in exported.iterdir()}
-    created = json.loads(next(body for path, _, body in hub.sent if path.startswith("/api/repos/create")))
+    created = json.loads(
+        next(body for path, _, body in hub.sent if path.startswith("/api/repos/create"))
+    )
     assert created["name"] == "mine" and created["organization"] == "me"
     # Versions of huggingface_hub say it in one of two ways.
-    assert created.get("visibility", "private" if created.get("private") else "public") == ("public" if flags else "private")
+    assert created.get("visibility", "private" if created.get("private") else "public") == (
+        "public" if flags else "private"
+    )
     assert {token for _, token, _ in hub.sent} == {"Bearer hf_ours"}
     assert f"{hub.address}/me/mine" in capsys.readouterr().out
 
 
-def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(hub, exported, capsys, monkeypatch):
+def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
+    hub, exported, capsys, monkeypatch
+):
     """The files beside them are a token, an optimizer, a folder of git's, a log, and links to files elsewhere."""
     ours = {path.name: path.read_bytes() for path in exported.iterdir()} | {"LICENSE": b"mine"}
     (exported / "LICENSE").write_bytes(b"mine")
@@ -106,7 +126,10 @@ def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(hub, expor
     assert push_to_hub.main([str(exported), "me/mine", "--dry-run"]) == 0
     listed = capsys.readouterr().out
     assert hub.sent == [] and "model.safetensors  100 bytes" in listed
-    assert "not sent, since an export has no such files: .env, .git, notes.safetensors, notes.txt, optimizer.pt" in listed
+    assert (
+        "not sent, since an export has no such files: .env, .git, notes.safetensors, notes.txt, optimizer.pt"
+        in listed
+    )
     monkeypatch.undo()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
     monkeypatch.setenv("HF_TOKEN", "hf_ours")
@@ -119,16 +142,23 @@ def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(hub, expor
     assert "merges.txt: leads to" in capsys.readouterr().err and hub.sent == []
 
 
-@pytest.mark.parametrize(("repository", "words"), [
-    ("mine", "mine: lacks its owner; OWNER/mine would work"), ("me/a b", "is no name of a repository"),
-    ("a/b/c", "is no name of a repository")])
+@pytest.mark.parametrize(
+    ("repository", "words"),
+    [
+        ("mine", "mine: lacks its owner; OWNER/mine would work"),
+        ("me/a b", "is no name of a repository"),
+        ("a/b/c", "is no name of a repository"),
+    ],
+)
 def test_a_bad_name_is_refused_before_anything_is_sent(hub, exported, capsys, repository, words):
     assert push_to_hub.main([str(exported), repository]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1 and hub.sent == []
 
 
-def test_without_a_token_a_model_or_a_hub_one_line_says_what_would_work(hub, exported, tmp_path, capsys, monkeypatch):
+def test_without_a_token_a_model_or_a_hub_one_line_says_what_would_work(
+    hub, exported, tmp_path, capsys, monkeypatch
+):
     assert push_to_hub.main([str(tmp_path), "me/mine"]) == 2
     assert "holds no exported model" in capsys.readouterr().err and hub.sent == []
     hub.status = 403
@@ -146,30 +176,60 @@ def test_a_card_says_what_the_checkpoint_and_its_run_hold(tmp_path):
     (checkpoint / "assets").mkdir(parents=True)
     prepared.mkdir(parents=True)
     chats = str(tmp_path / "secret" / "chats.json")
-    (checkpoint / "assets" / "run.yaml").write_text(yaml.safe_dump({
-        "name": "mine", "model": {"path": "org/base@main"}, "data": {
-            "sources": [{"path": chats, "format": "sharegpt", "template": None, "weight": 0.5}], "template": "chatml",
-            "context_length": 32768, "prepared": str(tmp_path / "prepared")}}))
+    (checkpoint / "assets" / "run.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "name": "mine",
+                "model": {"path": "org/base@main"},
+                "data": {
+                    "sources": [
+                        {"path": chats, "format": "sharegpt", "template": None, "weight": 0.5}
+                    ],
+                    "template": "chatml",
+                    "context_length": 32768,
+                    "prepared": str(tmp_path / "prepared"),
+                },
+            }
+        )
+    )
     (prepared / "report.json").write_text(json.dumps([{"path": chats, "records": 12, "kept": 11}]))
-    (tmp_path / "run" / "held_out.jsonl").write_text("".join(
-        json.dumps({"step": step, "held_out_loss_nats_per_target": loss}) + "\n"
-        for step, loss in ((0, 7.0), (20, 4.25), (40, 1.0))))
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(
-        json.dumps({"step": step, "loss_nats_per_target": loss}) + "\n" for step, loss in ((1, None), (2, 6.5), (20, 4.5))))
+    (tmp_path / "run" / "held_out.jsonl").write_text(
+        "".join(
+            json.dumps({"step": step, "held_out_loss_nats_per_target": loss}) + "\n"
+            for step, loss in ((0, 7.0), (20, 4.25), (40, 1.0))
+        )
+    )
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"step": step, "loss_nats_per_target": loss}) + "\n"
+            for step, loss in ((1, None), (2, 6.5), (20, 4.5))
+        )
+    )
     config = LlamaConfig.preset("llama-7b")
     card = model_card(checkpoint, config)
     head = yaml.safe_load(card.split("---")[1])
-    assert head["base_model"] == "org/base" and "license" not in head and head["library_name"] == "transformers"
+    assert (
+        head["base_model"] == "org/base"
+        and "license" not in head
+        and head["library_name"] == "transformers"
+    )
     assert "| chats.json | sharegpt | chatml | 0.5 | 12 | 11 |" in card and "32,768" in card
-    assert "7 at step 0, 4.25 at step 20" in card and "6.5 at step 2, 4.5 at step 20" in card and "step 40" not in card
+    assert (
+        "7 at step 0, 4.25 at step 20" in card
+        and "6.5 at step 2, 4.5 at step 20" in card
+        and "step 40" not in card
+    )
     assert str(tmp_path) not in card
     write_card(checkpoint, config, tmp_path, library="peft")
     assert "library_name: peft" in (tmp_path / "README.md").read_text()
 
 
 def test_a_card_lists_the_fields_that_are_no_defaults_and_the_base_by_its_name_on_the_hub(tmp_path):
-    recipe = RunConfig(name="mine", model=ModelConfig(path="/home/me/models--org--base/snapshots/0123"),
-                       train=TrainConfig(steps=7))
+    recipe = RunConfig(
+        name="mine",
+        model=ModelConfig(path="/home/me/models--org--base/snapshots/0123"),
+        train=TrainConfig(steps=7),
+    )
     (tmp_path / "5/assets").mkdir(parents=True)
     (tmp_path / "5/assets/run.yaml").write_text(load.dump(recipe))
     card = model_card(tmp_path / "5", LlamaConfig.preset("llama-7b"))

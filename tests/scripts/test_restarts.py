@@ -13,11 +13,19 @@ from trainer.run import outcome
 def test_the_codes_are_those_of_the_product():
     """Launchers run without the product's requirements, and so do not import them from there."""
     assert (restarts.CANNOT_PASS, restarts.TRANSIENT, restarts.STOPPED, restarts.PREEMPTED) == (
-        outcome.WRONG_INPUT, outcome.TRY_AGAIN, outcome.STOPPED, outcome.TERMINATED)
+        outcome.WRONG_INPUT,
+        outcome.TRY_AGAIN,
+        outcome.STOPPED,
+        outcome.TERMINATED,
+    )
 
 
 def test_which_ends_another_start_may_pass():
-    assert [code for code in range(256) if may_pass(code)] == [1, 75, *(code for code in range(129, 256) if code != 130)]
+    assert [code for code in range(256) if may_pass(code)] == [
+        1,
+        75,
+        *(code for code in range(129, 256) if code != 130),
+    ]
 
 
 def test_pauses_double_up_to_ten_minutes():
@@ -26,8 +34,9 @@ def test_pauses_double_up_to_ten_minutes():
 
 def test_a_new_checkpoint_begins_the_count_anew():
     counted = Restarts(limit=2)
-    assert [counted.after(75, step).restart for step in (None, None, 10, 10, 10, 20, 20, 20, 20)] == [
-        True, True, True, True, True, True, True, True, False]
+    assert [
+        counted.after(75, step).restart for step in (None, None, 10, 10, 10, 20, 20, 20, 20)
+    ] == [True, True, True, True, True, True, True, True, False]
     assert not Restarts().after(2, None).restart and Restarts().after(143, 5).pause == 15
 
 
@@ -35,13 +44,16 @@ def test_starts_are_counted_in_a_file(tmp_path, monkeypatch, capsys):
     slept = []
     monkeypatch.setattr(restarts.time, "sleep", slept.append)
     record = tmp_path / "sub/run.starts"
-    ends = [restarts.main([str(record), "--checkpoint", step, "--limit", "1", "--longest-pause", "20"])
-            for step in ("", "", "10", "10", "10")]
+    ends = [
+        restarts.main([str(record), "--checkpoint", step, "--limit", "1", "--longest-pause", "20"])
+        for step in ("", "", "10", "10", "10")
+    ]
     assert ends == [0, 0, 0, 0, 2] and slept == [15, 15]
     assert json.loads(record.read_text()) == {"checkpoint": 10, "starts": 3}
     assert capsys.readouterr().err.splitlines()[-1] == (
         "error: 2 starts without one after the checkpoint of step 10: the reason is in the log; mend it and remove "
-        f"{record}")
+        f"{record}"
+    )
 
 
 @pytest.fixture
@@ -52,29 +64,54 @@ def run(tmp_path):
         for name in files:
             (tmp_path / f"checkpoints/{step}" / name).write_text("{}")
             os.utime(tmp_path / f"checkpoints/{step}" / name, (1000, 1000))
-    row = {"step": 42, "loss_nats_per_target": 1.25, "tokens_per_second": 81234.5, "wall_seconds": 7200.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 41}) + "\n" + json.dumps(row) + "\n{\"step\": 4")
+    row = {
+        "step": 42,
+        "loss_nats_per_target": 1.25,
+        "tokens_per_second": 81234.5,
+        "wall_seconds": 7200.0,
+    }
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 41}) + "\n" + json.dumps(row) + '\n{"step": 4'
+    )
     os.utime(tmp_path / "metrics.jsonl", (4600, 4600))
     return tmp_path
 
 
 def test_how_a_run_stands(run):
-    assert run_status.describe("r", run_status.read_status(str(run)), 4608, price_per_hour=100).splitlines() == [
-        "run          r", "step         42, 8 s ago", "loss         1.2500 nats a target", "speed        81,234 tokens/s",
-        "checkpoint   30, 60 min ago", "cost         200.00 for 2.0 hours of training; idle time is billed too"]
+    assert run_status.describe(
+        "r", run_status.read_status(str(run)), 4608, price_per_hour=100
+    ).splitlines() == [
+        "run          r",
+        "step         42, 8 s ago",
+        "loss         1.2500 nats a target",
+        "speed        81,234 tokens/s",
+        "checkpoint   30, 60 min ago",
+        "cost         200.00 for 2.0 hours of training; idle time is billed too",
+    ]
 
 
 def test_the_newest_checkpoint_alone(run, tmp_path, capsys):
     assert run_status.main([str(run), "--checkpoint"]) == 0 and capsys.readouterr().out == "30\n"
-    assert run_status.main([str(tmp_path / "none"), "--checkpoint"]) == 0 and capsys.readouterr().out == "\n"
-    assert run_status.main(["--config", "configs/quickstart.yaml", "--run_dir", str(run), "--checkpoint"]) == 0
+    assert (
+        run_status.main([str(tmp_path / "none"), "--checkpoint"]) == 0
+        and capsys.readouterr().out == "\n"
+    )
+    assert (
+        run_status.main(
+            ["--config", "configs/quickstart.yaml", "--run_dir", str(run), "--checkpoint"]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == "30\n"
     assert run_status.main([]) == 2 and "which run?" in capsys.readouterr().err
 
 
 def test_a_run_that_has_not_begun(tmp_path):
     assert run_status.describe("r", run_status.read_status(str(tmp_path)), 0).splitlines() == [
-        "run          r", "step         none logged yet", "checkpoint   none yet"]
+        "run          r",
+        "step         none logged yet",
+        "checkpoint   none yet",
+    ]
 
 
 def test_the_local_launcher_starts_again_under_the_same_rule(tmp_path, monkeypatch, capfd):
@@ -89,8 +126,17 @@ sys.exit(int(sys.argv[sys.argv.index("--ends") + 1].split(",")[starts - 1]))
     monkeypatch.setattr(launch_local, "run_folder", lambda flags: str(tmp_path / "run"))
     slept = []
     sleep = launch_local.time.sleep
-    monkeypatch.setattr(launch_local.time, "sleep", lambda seconds: slept.append(seconds) if seconds > 1 else sleep(seconds))
-    for ends, restarted, code in (("75,137,0", [15, 30], 0), ("75,75,75,75", [15, 30], 75), ("2", [], 2), ("130", [], 130)):
+    monkeypatch.setattr(
+        launch_local.time,
+        "sleep",
+        lambda seconds: slept.append(seconds) if seconds > 1 else sleep(seconds),
+    )
+    for ends, restarted, code in (
+        ("75,137,0", [15, 30], 0),
+        ("75,75,75,75", [15, 30], 75),
+        ("2", [], 2),
+        ("130", [], 130),
+    ):
         (tmp_path / "count").unlink(missing_ok=True)
         slept.clear()
         assert launch_local.main(["--processes", "1", "--restarts", "2", "--ends", ends]) == code

@@ -20,8 +20,12 @@ def accounts(base: pathlib.Path) -> Case:
     """Returns the case: a command of an unprivileged user; one file may be closed to them. Needs root, and a Python and a
     checkout that other users may read, else raises Impossible."""
     for folder in (pathlib.Path(os.__file__).parent, ROOT):
-        if closed := next((path for path in (folder, *folder.parents) if not path.stat().st_mode & 0o001), None):
-            raise Impossible(f"{closed} is closed to other users: the attacks need a Python and a checkout that they may read")
+        if closed := next(
+            (path for path in (folder, *folder.parents) if not path.stat().st_mode & 0o001), None
+        ):
+            raise Impossible(
+                f"{closed} is closed to other users: the attacks need a Python and a checkout that they may read"
+            )
     os.chmod(base.parent, 0o755)
     shared = base / "shared"
     shared.mkdir()
@@ -33,28 +37,66 @@ def accounts(base: pathlib.Path) -> Case:
     shutil.rmtree(shared / "xla")
     truth = run_result(shared / "run", base)
     train = ["--config", recipe, *FLAGS, *ONE_DEVICE, "--data.prepared", shared / "prepared"]
-    retrieval = ["--cases", shared / "cases.jsonl", "--max-new-tokens", "2", "--compute-dtype", "float32"]
+    retrieval = [
+        "--cases",
+        shared / "cases.jsonl",
+        "--max-new-tokens",
+        "2",
+        "--compute-dtype",
+        "float32",
+    ]
     _for_others(shared)
     # Name -> module, arguments (MINE is a folder of the user's own), and whether it has to work when all may be read.
     own_folder = "MINE"
     commands = {
         "train on shared data": ("train", [*train, "--run_dir", f"{own_folder}/run"], True),
         "train without a home": ("train", [*train, "--run_dir", f"{own_folder}/run"], True),
-        "train a shared model": ("train", [*train, "--model.path", model, "--model.overrides", "{}", "--run_dir",
-                                           f"{own_folder}/run", "--data.prepared", f"{own_folder}/prepared"], True),
+        "train a shared model": (
+            "train",
+            [
+                *train,
+                "--model.path",
+                model,
+                "--model.overrides",
+                "{}",
+                "--run_dir",
+                f"{own_folder}/run",
+                "--data.prepared",
+                f"{own_folder}/prepared",
+            ],
+            True,
+        ),
         "continue a shared run": ("train", [*train, "--run_dir", shared / "run"], False),
-        "lengthen a shared run": ("train", [*train, "--run_dir", shared / "run", "--train.log_every", "2"], False),
+        "lengthen a shared run": (
+            "train",
+            [*train, "--run_dir", shared / "run", "--train.log_every", "2"],
+            False,
+        ),
         "prepare what is there": ("scripts.prepare", train, True),
         "prepare other data": ("scripts.prepare", [*train, "--data.context_length", "64"], False),
-        "export a shared run": ("scripts.export_hf", [shared / "run", f"{own_folder}/exported"], True),
+        "export a shared run": (
+            "scripts.export_hf",
+            [shared / "run", f"{own_folder}/exported"],
+            True,
+        ),
         "export into shared": ("scripts.export_hf", [shared / "run", shared / "exported"], False),
         "import a shared model": ("scripts.import_hf", [model, f"{own_folder}/imported"], True),
         "import into shared": ("scripts.import_hf", [model, shared / "new"], False),
-        "evaluate a shared model": ("eval.line_retrieval", ["--checkpoint", model, "--output", f"{own_folder}/out",
-                                                            *retrieval], True),
-        "evaluate a shared run": ("eval.line_retrieval", ["--checkpoint", shared / "run", "--output", f"{own_folder}/out",
-                                                          *retrieval], True),
-        "evaluate into shared": ("eval.line_retrieval", ["--checkpoint", model, "--output", shared / "out", *retrieval], False),
+        "evaluate a shared model": (
+            "eval.line_retrieval",
+            ["--checkpoint", model, "--output", f"{own_folder}/out", *retrieval],
+            True,
+        ),
+        "evaluate a shared run": (
+            "eval.line_retrieval",
+            ["--checkpoint", shared / "run", "--output", f"{own_folder}/out", *retrieval],
+            True,
+        ),
+        "evaluate into shared": (
+            "eval.line_retrieval",
+            ["--checkpoint", model, "--output", shared / "out", *retrieval],
+            False,
+        ),
     }
     files = sorted(path for path in shared.rglob("*") if path != shared / "log")
 
@@ -79,17 +121,27 @@ def accounts(base: pathlib.Path) -> Case:
         output = log.read_text(encoding="utf-8")
         errors = [line for line in output.splitlines() if line.startswith("error: ")]
         about = f"{name}, {f'{closed.relative_to(shared)} closed' if closed else 'all to be read'}"
-        if "Traceback" in output or code not in (0, 2, 75) or (code in (2, 75)) != (len(errors) == 1):
+        if (
+            "Traceback" in output
+            or code not in (0, 2, 75)
+            or (code in (2, 75)) != (len(errors) == 1)
+        ):
             raise Fell(f"{about}: ended with {code}: {output[-600:]}")
         if errors and str(shared) not in errors[0]:
             raise Fell(f"{about}: names nothing shared: {errors[0][:400]}")
         if works and code and not closed:
             raise Fell(f"{about}: {errors[0][:400]}")
-        if code == 0 and name in ("train on shared data", "train without a home") and run_result(own / "run", folder) != truth:
+        if (
+            code == 0
+            and name in ("train on shared data", "train without a home")
+            and run_result(own / "run", folder) != truth
+        ):
             raise Fell(f"{about}: another result")
         if _listing(shared) != before:
             raise Fell(f"{about}: something shared has changed")
-        return f"{name}: {'works' if code == 0 else 'one line'}{', a file closed' if closed else ''}"
+        return (
+            f"{name}: {'works' if code == 0 else 'one line'}{', a file closed' if closed else ''}"
+        )
 
     return case
 
@@ -101,4 +153,6 @@ def _for_others(folder: pathlib.Path) -> None:
 
 
 def _listing(folder: pathlib.Path) -> list[tuple]:
-    return sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+    return sorted(
+        (str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")
+    )

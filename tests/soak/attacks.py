@@ -34,7 +34,13 @@ from trainer.run.outcome import one_line
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".cache" / "soak" / "attacks"
 LONGEST = 60  # seconds that a case may take
-LONGER = {"kills": 900, "disk": 600, "races": 600, "accounts": 600, "runs": 300}  # of classes whose cases are several runs
+LONGER = {
+    "kills": 900,
+    "disk": 600,
+    "races": 600,
+    "accounts": 600,
+    "runs": 300,
+}  # of classes whose cases are several runs
 Case = Callable[[np.random.Generator, pathlib.Path], str]
 """Attacks once, in an empty folder; returns what became of it in a few words, and raises `Fell` or anything else if it fell."""
 
@@ -82,7 +88,9 @@ def refusal(*names: str) -> Iterator[list[str]]:
         message = str(error)
         messages.append(message)
         if not any(name in message for name in names):
-            raise Fell(f"the message names none of {', '.join(names)}: {type(error).__name__}: {message[:300]}") from error
+            raise Fell(
+                f"the message names none of {', '.join(names)}: {type(error).__name__}: {message[:300]}"
+            ) from error
         if "\n" in one_line(message) or not message.strip() or "Traceback" in message:
             raise Fell(f"not one line: {message[:300]!r}") from error
 
@@ -103,8 +111,13 @@ def deadline(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGEST,
-           save: Callable[[range, dict], object] | None = None) -> dict:
+def attack(
+    name: str,
+    seeds: range,
+    progress: bool = False,
+    longest: int = LONGEST,
+    save: Callable[[range, dict], object] | None = None,
+) -> dict:
     """Runs the cases of a class with these seeds; returns counts, the slowest case's seconds, and what fell with its seed.
 
     Args:
@@ -118,13 +131,19 @@ def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGE
     with tempfile.TemporaryDirectory(prefix="longstripe-attack-") as temporary:
         root = pathlib.Path(temporary)
         (root / "base").mkdir()
-        case: Case = getattr(importlib.import_module(f"tests.soak.{CLASSES[name][0]}"), name)(root / "base")
+        case: Case = getattr(importlib.import_module(f"tests.soak.{CLASSES[name][0]}"), name)(
+            root / "base"
+        )
         for seed in seeds:
             folder = root / f"case{seed}"
             folder.mkdir()
             began, outcome = time.monotonic(), None
             try:
-                with deadline(longest), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+                with (
+                    deadline(longest),
+                    warnings.catch_warnings(),
+                    contextlib.redirect_stderr(io.StringIO()),
+                ):
                     warnings.simplefilter("ignore")
                     outcome = case(np.random.default_rng([seed, *name.encode()]), folder)
                 outcomes[outcome] += 1
@@ -141,12 +160,30 @@ def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGE
             shutil.rmtree(folder, ignore_errors=True)
             if save:
                 own = [entry for entry in fell if entry["seed"] == seed]
-                save(range(seed, seed + 1), {"tried": 1, "held": int(not own), "outcomes": {outcome: 1} if outcome else {},
-                                             "fell": own, "slowest": round(seconds, 2), "seconds": round(seconds, 1)})
+                save(
+                    range(seed, seed + 1),
+                    {
+                        "tried": 1,
+                        "held": int(not own),
+                        "outcomes": {outcome: 1} if outcome else {},
+                        "fell": own,
+                        "slowest": round(seconds, 2),
+                        "seconds": round(seconds, 1),
+                    },
+                )
             if progress and (seed + 1) % 500 == 0:
-                print(f"{name}: {seed + 1 - seeds.start} of {len(seeds)}, {len(fell)} fell", flush=True)
-    return {"tried": len(seeds), "held": len(seeds) - len(fell), "outcomes": dict(outcomes.most_common()), "fell": fell,
-            "slowest": round(slowest, 2), "seconds": round(time.monotonic() - start, 1)}
+                print(
+                    f"{name}: {seed + 1 - seeds.start} of {len(seeds)}, {len(fell)} fell",
+                    flush=True,
+                )
+    return {
+        "tried": len(seeds),
+        "held": len(seeds) - len(fell),
+        "outcomes": dict(outcomes.most_common()),
+        "fell": fell,
+        "slowest": round(slowest, 2),
+        "seconds": round(time.monotonic() - start, 1),
+    }
 
 
 def merge(name: str, seeds: range, result: dict) -> pathlib.Path:
@@ -156,20 +193,36 @@ def merge(name: str, seeds: range, result: dict) -> pathlib.Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{name}.json"
     parts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    parts = [part for part in parts if part["seeds"][1] <= seeds.start or part["seeds"][0] >= seeds.stop]
-    parts.append({"seeds": [seeds.start, seeds.stop], "date": datetime.date.today().isoformat(), "commit": commit(), **result})
-    path.write_text(json.dumps(sorted(parts, key=lambda part: part["seeds"]), indent=1) + "\n", encoding="utf-8")
+    parts = [
+        part for part in parts if part["seeds"][1] <= seeds.start or part["seeds"][0] >= seeds.stop
+    ]
+    parts.append(
+        {
+            "seeds": [seeds.start, seeds.stop],
+            "date": datetime.date.today().isoformat(),
+            "commit": commit(),
+            **result,
+        }
+    )
+    path.write_text(
+        json.dumps(sorted(parts, key=lambda part: part["seeds"]), indent=1) + "\n", encoding="utf-8"
+    )
     return path
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a class, or records all results; returns 1 if a case fell."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    parser = argparse.ArgumentParser(prog="python -m tests.soak.attacks", allow_abbrev=False,
-                                     description=__doc__.splitlines()[0])
-    parser.add_argument("name", nargs="?", metavar="CLASS", choices=CLASSES, help=", ".join(CLASSES))
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak.attacks", allow_abbrev=False, description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "name", nargs="?", metavar="CLASS", choices=CLASSES, help=", ".join(CLASSES)
+    )
     parser.add_argument("--cases", type=int, help="number of cases; all of the class unless given")
-    parser.add_argument("--seed", type=int, default=0, help="the first case's seed; the others follow")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the first case's seed; the others follow"
+    )
     parser.add_argument("--record", action="store_true", help="write the table of what was tried")
     args = parser.parse_args(argv)
     if args.record:
@@ -182,7 +235,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     seeds = range(args.seed, args.seed + (args.cases or CLASSES[args.name][1]))
     save = functools.partial(merge, args.name) if args.name in LONGER else None
-    result = attack(args.name, seeds, progress=True, longest=LONGER.get(args.name, LONGEST), save=save)
+    result = attack(
+        args.name, seeds, progress=True, longest=LONGER.get(args.name, LONGEST), save=save
+    )
     path = FOLDER / f"{args.name}.json" if save else merge(args.name, seeds, result)
     print(json.dumps({key: value for key, value in result.items() if key != "fell"}, indent=1))
     print(f"{result['held']} of {result['tried']} held; {path}")

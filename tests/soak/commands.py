@@ -51,25 +51,44 @@ def commands(base: pathlib.Path) -> Case:
             fields["data"]["sources"] = [{"path": str(data)}]
         else:
             fields = damage_json(fields, generator)
-        path.write_text(yaml.safe_dump(fields) if generator.random() < 0.9 else json.dumps(fields)[:-9], encoding="utf-8")
+        path.write_text(
+            yaml.safe_dump(fields) if generator.random() < 0.9 else json.dumps(fields)[:-9],
+            encoding="utf-8",
+        )
         return ["--config", str(path)]
 
-    def prepares(folder: pathlib.Path, generator: np.random.Generator) -> tuple[Callable, list[str]]:
+    def prepares(
+        folder: pathlib.Path, generator: np.random.Generator
+    ) -> tuple[Callable, list[str]]:
         return prepare_command.main, damaged_recipe(folder, generator)
 
-    def inspects(folder: pathlib.Path, generator: np.random.Generator) -> tuple[Callable, list[str]]:
+    def inspects(
+        folder: pathlib.Path, generator: np.random.Generator
+    ) -> tuple[Callable, list[str]]:
         _, path = damaged_recipe(folder, generator)
         return inspect_data.main, [path]
 
-    def retrieves(folder: pathlib.Path, generator: np.random.Generator) -> tuple[Callable, list[str]]:
+    def retrieves(
+        folder: pathlib.Path, generator: np.random.Generator
+    ) -> tuple[Callable, list[str]]:
         cases, checkpoint = folder / "cases.jsonl", model
         cases.write_bytes((base / "cases.jsonl").read_bytes())
         if generator.random() < 0.5:
             cases.write_bytes(damage_bytes(cases.read_bytes(), generator))
         else:
             checkpoint = damaged_model(folder, generator)
-        return line_retrieval.main, ["--checkpoint", str(checkpoint), "--cases", str(cases), "--output", str(folder / "out"),
-                                     "--max-new-tokens", "2", "--compute-dtype", "float32"]
+        return line_retrieval.main, [
+            "--checkpoint",
+            str(checkpoint),
+            "--cases",
+            str(cases),
+            "--output",
+            str(folder / "out"),
+            "--max-new-tokens",
+            "2",
+            "--compute-dtype",
+            "float32",
+        ]
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         kind = (imports, exports, prepares, inspects, retrieves)[generator.integers(5)]

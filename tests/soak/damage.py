@@ -7,8 +7,35 @@ import shutil
 
 import numpy as np
 
-ODD = (None, True, False, 0, -1, 1, 7, 1.5, -0.5, 2**40, 2**70, 10**400, "", "x", "0", "\ud800", "a" * 10_000, [], {}, [None],
-       [1], [[]], {"a": 1}, {"": None}, "../../x", float("nan"), float("inf"))
+ODD = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    7,
+    1.5,
+    -0.5,
+    2**40,
+    2**70,
+    10**400,
+    "",
+    "x",
+    "0",
+    "\ud800",
+    "a" * 10_000,
+    [],
+    {},
+    [None],
+    [1],
+    [[]],
+    {"a": 1},
+    {"": None},
+    "../../x",
+    float("nan"),
+    float("inf"),
+)
 WAYS = ("removed", "emptied", "halved", "flipped", "folder")
 
 
@@ -19,9 +46,13 @@ def damage_bytes(content: bytes, generator: np.random.Generator) -> bytes:
     if kind == 0:
         return content[:position]
     if kind == 1:
-        return content[:position] + content[position + int(generator.integers(1, 64)):]
+        return content[:position] + content[position + int(generator.integers(1, 64)) :]
     if kind == 2:
-        return content[:position] + generator.bytes(int(generator.integers(1, 64))) + content[position:]
+        return (
+            content[:position]
+            + generator.bytes(int(generator.integers(1, 64)))
+            + content[position:]
+        )
     if kind == 3:
         return content[:position] + content
     spoilt = bytearray(content)
@@ -45,7 +76,11 @@ def damage_json(value: object, generator: np.random.Generator) -> object:
     if not containers or generator.random() < 0.02:
         return ODD[generator.integers(len(ODD))]
     part = containers[generator.integers(min(len(containers), 50))]
-    key = list(part)[generator.integers(len(part))] if isinstance(part, dict) else int(generator.integers(len(part)))
+    key = (
+        list(part)[generator.integers(len(part))]
+        if isinstance(part, dict)
+        else int(generator.integers(len(part)))
+    )
     kind = generator.random()
     if kind < 0.15:
         del part[key]
@@ -63,7 +98,10 @@ def damage_json_file(path: pathlib.Path, generator: np.random.Generator) -> None
     if generator.random() < 0.25:
         path.write_bytes(damage_bytes(path.read_bytes(), generator))
     else:
-        path.write_text(json.dumps(damage_json(json.loads(path.read_text(encoding="utf-8")), generator)), encoding="utf-8")
+        path.write_text(
+            json.dumps(damage_json(json.loads(path.read_text(encoding="utf-8")), generator)),
+            encoding="utf-8",
+        )
 
 
 def damage_file(path: pathlib.Path, way: str, generator: np.random.Generator) -> None:

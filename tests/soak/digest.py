@@ -24,7 +24,11 @@ def digest(run: str) -> str:
             value = np.asarray(array)
             total.update(f"{item} {name} {value.dtype} {value.shape}".encode() + value.tobytes())
     data = json.loads((path / "data" / "data.json").read_text(encoding="utf-8"))
-    total.update(json.dumps({name: value for name, value in data.items() if name not in NOT_TRAINED}, sort_keys=True).encode())
+    total.update(
+        json.dumps(
+            {name: value for name, value in data.items() if name not in NOT_TRAINED}, sort_keys=True
+        ).encode()
+    )
     return f"{step} {total.hexdigest()}"
 
 

@@ -27,22 +27,47 @@ def disk(base: pathlib.Path) -> Case:
     flags = ["--config", recipe, *FLAGS, *ONE_DEVICE]
 
     def train(folder: pathlib.Path, *others: object) -> tuple[str, list]:
-        return "train", [*flags, "--run_dir", folder / "run", "--data.prepared", folder / "prepared", "--compile_cache",
-                         base / "xla", *others]
+        return "train", [
+            *flags,
+            "--run_dir",
+            folder / "run",
+            "--data.prepared",
+            folder / "prepared",
+            "--compile_cache",
+            base / "xla",
+            *others,
+        ]
 
     def command(kind: str, folder: pathlib.Path) -> tuple[str, list]:
         """Returns the module and the arguments of a command that writes into `folder`."""
         return {
-            "prepare": lambda: ("scripts.prepare", [*flags, "--data.prepared", folder / "prepared"]),
+            "prepare": lambda: (
+                "scripts.prepare",
+                [*flags, "--data.prepared", folder / "prepared"],
+            ),
             "train": lambda: train(folder, "--logging.tensorboard", "true"),
             # As large as the run without its data, so that it fills up later.
             "metrics": lambda: train(folder, "--data.prepared", base / "prepared"),
-            "compile cache": lambda: train(base / kind / folder.parent.name, "--compile_cache", folder / "xla"),
+            "compile cache": lambda: train(
+                base / kind / folder.parent.name, "--compile_cache", folder / "xla"
+            ),
             "export": lambda: ("scripts.export_hf", [base / "imported", folder / "exported"]),
             "import": lambda: ("scripts.import_hf", [model, folder / "imported"]),
-            "retrieval": lambda: ("eval.line_retrieval", [
-                "--checkpoint", model, "--cases", cases, "--output", folder / "out", "--max-new-tokens", "2",
-                "--compute-dtype", "float32"]),
+            "retrieval": lambda: (
+                "eval.line_retrieval",
+                [
+                    "--checkpoint",
+                    model,
+                    "--cases",
+                    cases,
+                    "--output",
+                    folder / "out",
+                    "--max-new-tokens",
+                    "2",
+                    "--compute-dtype",
+                    "float32",
+                ],
+            ),
         }[kind]()
 
     def result(kind: str, folder: pathlib.Path) -> object:
@@ -64,7 +89,9 @@ def disk(base: pathlib.Path) -> Case:
             log = base / f"{kind}.log"
             if server().run(*command(kind, folder), log):
                 raise Fell(f"{kind}: {log.read_text()[-600:]}")
-            used = subprocess.run(["du", "-sk", folder], check=True, capture_output=True, text=True).stdout.split()[0]
+            used = subprocess.run(
+                ["du", "-sk", folder], check=True, capture_output=True, text=True
+            ).stdout.split()[0]
             truths[kind] = result(kind, folder), int(used)
         return truths[kind]
 
@@ -88,10 +115,16 @@ def disk(base: pathlib.Path) -> Case:
             resize(LARGE)
             log.unlink()
             if code and (again := server().run(*command(kind, disk_folder), log)):
-                raise Fell(f"{about}: with more room it ended with {again}: {log.read_text()[-500:]}")
+                raise Fell(
+                    f"{about}: with more room it ended with {again}: {log.read_text()[-500:]}"
+                )
             if (received := result(kind, disk_folder)) != expected:
                 raise Fell(f"{about}: another result: {_difference(received, expected)}")
-            if leftovers := [path.name for path in disk_folder.rglob("*") if path.name.startswith(".") or ".tmp" in path.name]:
+            if leftovers := [
+                path.name
+                for path in disk_folder.rglob("*")
+                if path.name.startswith(".") or ".tmp" in path.name
+            ]:
                 raise Fell(f"{about}: left {leftovers}")
         return f"{kind}: {'full' if code else 'went on without it'}"
 
@@ -104,7 +137,15 @@ def mounted(folder: pathlib.Path, kib: int) -> Iterator[Callable[[int], None]]:
     folder.mkdir()
 
     def mount(kib: int, *options: str) -> None:
-        command = ["mount", "-t", "tmpfs", "-o", ",".join([*options, f"size={kib}k"]), "tmpfs", str(folder)]
+        command = [
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            ",".join([*options, f"size={kib}k"]),
+            "tmpfs",
+            str(folder),
+        ]
         if subprocess.run(command, check=False, capture_output=True).returncode:
             raise Impossible("a small disk cannot be mounted: it needs root")
 
@@ -117,13 +158,19 @@ def mounted(folder: pathlib.Path, kib: int) -> Iterator[Callable[[int], None]]:
 
 def _digests(folder: pathlib.Path) -> dict[str, str]:
     """Returns a hash of every file without the folder's own path, but of those that hold times or are locks."""
-    return {path.relative_to(folder).as_posix(): hashlib.sha256(
-        path.read_bytes().replace(str(folder).encode(), b"")).hexdigest()
-            for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in ("lock", "README.md")}
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(
+            path.read_bytes().replace(str(folder).encode(), b"")
+        ).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("lock", "README.md")
+    }
 
 
 def _difference(received: object, expected: object) -> str:
     if isinstance(received, dict) and isinstance(expected, dict):
-        names = [name for name in {**expected, **received} if received.get(name) != expected.get(name)]
+        names = [
+            name for name in {**expected, **received} if received.get(name) != expected.get(name)
+        ]
         return f"{', '.join(names)}: {str(received.get(names[0]))[:200]}"
     return str(received)[:200]

@@ -42,7 +42,10 @@ def models(base: pathlib.Path) -> Case:
             source = open_model(str(copy))
             tokenizer = source.tokenizer()
             tokenizer.decode(tokenizer.encode("Who are you? <s> é"))
-            if math.prod((source.config.hidden_size, source.config.num_hidden_layers)) > FACTOR * 64:
+            if (
+                math.prod((source.config.hidden_size, source.config.num_hidden_layers))
+                > FACTOR * 64
+            ):
                 return "opened as a larger model"
             with contextlib.ExitStack() as stack:
                 for weight in source.stored(stack).values():
@@ -59,7 +62,10 @@ def adapters(base: pathlib.Path) -> Case:
     adapter = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"))
     config = small_model.CONFIG.with_adapter(adapter)
     generator = np.random.default_rng(0)
-    params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in adapter_layout(config)}
+    params = {
+        entry.name: generator.normal(size=entry.shape).astype(np.float32)
+        for entry in adapter_layout(config)
+    }
     write_adapter(params, config, "a base", base / "adapter")
     model = llama(config)
     shapes = {name: value.shape for name, value in read_adapter(base / "adapter", model).items()}
@@ -105,7 +111,10 @@ def line_cases(base: pathlib.Path) -> Case:
         with refusal(str(path)) as messages:
             read = cases.read(path)
             for group in score(outcome(line_case, "<1>", 100, 512, 100) for line_case in read):
-                if not 0 <= group.low <= group.accuracy <= group.high <= 1 or not 0 < group.chance <= 1:
+                if (
+                    not 0 <= group.low <= group.accuracy <= group.high <= 1
+                    or not 0 < group.chance <= 1
+                ):
                     raise Fell(f"scored {group}")
             if any(not 0 <= line_case.depth <= 1 for line_case in read):
                 raise Fell("a depth outside of the prompt")
@@ -136,18 +145,34 @@ def trajectories(base: pathlib.Path) -> Case:
             np.savez(path, **{key: value for key, value in arrays.items() if value is not None})
         with refusal(str(path)) as messages:
             episode = read_episode(path, task)
-            if any(not np.isfinite(part[1:]).all() or len(part) != len(episode.reward) for part in episode):
+            if any(
+                not np.isfinite(part[1:]).all() or len(part) != len(episode.reward)
+                for part in episode
+            ):
                 raise Fell("read with other lengths, or numbers that are not finite")
         if generator.random() < 0.04:
             prepared = prepare_trajectories(folder, task.name, folder / "prepared")
-            if len(prepared) + len(prepared.dropped) != len(files) or bool(prepared.dropped) != bool(messages):
-                raise Fell(f"prepared {len(prepared)} and left out {len(prepared.dropped)} of {len(files)}")
+            if len(prepared) + len(prepared.dropped) != len(files) or bool(
+                prepared.dropped
+            ) != bool(messages):
+                raise Fell(
+                    f"prepared {len(prepared)} and left out {len(prepared.dropped)} of {len(files)}"
+                )
         return "refused with the file's name" if messages else "read"
 
     return case
 
 
 def _damaged_array(array: np.ndarray, generator: np.random.Generator) -> np.ndarray | None:
-    changes = (None, array[:-1], array[:0], array[None], array * np.nan, array * np.inf, np.float32(1),
-               np.concatenate([array, array], -1), *(array.astype(kind) for kind in (str, complex, np.int64, bool, object)))
+    changes = (
+        None,
+        array[:-1],
+        array[:0],
+        array[None],
+        array * np.nan,
+        array * np.inf,
+        np.float32(1),
+        np.concatenate([array, array], -1),
+        *(array.astype(kind) for kind in (str, complex, np.int64, bool, object)),
+    )
     return changes[generator.integers(len(changes))]

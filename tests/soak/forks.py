@@ -25,9 +25,22 @@ from typing import Any
 from tests import quick_compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-IMPORTED = ("train", "trainer.loop", "trainer.text", "trainer.stages", "scripts.prepare", "scripts.export_hf",
-            "scripts.import_hf", "eval.line_retrieval", "eval.line_cases", "data.prepare", "trainer.huggingface.write",
-            "trainer.huggingface.card", "trainer.reporting.boards", "tests.soak.digest")
+IMPORTED = (
+    "train",
+    "trainer.loop",
+    "trainer.text",
+    "trainer.stages",
+    "scripts.prepare",
+    "scripts.export_hf",
+    "scripts.import_hf",
+    "eval.line_retrieval",
+    "eval.line_cases",
+    "data.prepare",
+    "trainer.huggingface.write",
+    "trainer.huggingface.card",
+    "trainer.reporting.boards",
+    "tests.soak.digest",
+)
 
 
 class Forked:
@@ -53,7 +66,9 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         """Sends a signal unless the process has ended."""
-        if self.poll() is None:  # the server has not waited for it, so that the number is still its own
+        if (
+            self.poll() is None
+        ):  # the server has not waited for it, so that the number is still its own
             os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -65,11 +80,22 @@ class Server:
     """The process that imports and forks."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compiler.XLA_FLAGS, "OMP_NUM_THREADS": "1",
-                       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": quick_compiler.XLA_FLAGS,
+            "OMP_NUM_THREADS": "1",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
         self._lock, self._started = threading.Lock(), []
-        self._process = subprocess.Popen([sys.executable, "-m", "tests.soak.forks"], cwd=ROOT, env=environment, text=True,
-                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.soak.forks"],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
     def ask(self, request: dict) -> Any:
         """Returns the server's answer to a request."""
@@ -80,16 +106,34 @@ class Server:
             raise RuntimeError("the server of forked processes has ended")
         return json.loads(line)
 
-    def start(self, module: str, arguments: Sequence[str], log: pathlib.Path, uid: int | None = None,
-              environment: dict[str, str] | None = None) -> Forked:
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: pathlib.Path,
+        uid: int | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> Forked:
         """Starts `module.main(arguments)` with its output added to `log`, as another user if `uid` is passed."""
-        request = {"module": module, "arguments": list(map(str, arguments)), "log": str(log), "uid": uid,
-                   "environment": environment or {}}
+        request = {
+            "module": module,
+            "arguments": list(map(str, arguments)),
+            "log": str(log),
+            "uid": uid,
+            "environment": environment or {},
+        }
         process = Forked(self, self.ask(request))
         self._started.append(process)
         return process
 
-    def run(self, module: str, arguments: Sequence[str], log: pathlib.Path, timeout: float = 300, **options: Any) -> int:
+    def run(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: pathlib.Path,
+        timeout: float = 300,
+        **options: Any,
+    ) -> int:
         """Starts a command as `start` does, waits for its end, and returns its exit code."""
         process = self.start(module, arguments, log, **options)
         try:
@@ -122,7 +166,10 @@ def _become(request: dict) -> None:
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        sys.stdout, sys.stderr = (
+            open(number, "w", buffering=1, closefd=False)  # noqa: SIM115
+            for number in (1, 2)
+        )
         os.environ.update(request["environment"])
         if request["uid"] is not None:
             os.setgroups([])
@@ -155,7 +202,9 @@ def main() -> None:
         importlib.import_module(name)
     answers, running = os.fdopen(os.dup(1), "w"), set()
     os.dup2(2, 1)
-    while line := os.read(0, 1 << 20):  # one request at a time, since the client waits for each answer
+    while line := os.read(
+        0, 1 << 20
+    ):  # one request at a time, since the client waits for each answer
         request = json.loads(line)
         if "poll" in request:
             if (answer := _poll(request["poll"])) is not None:

@@ -33,8 +33,11 @@ def sample(pid: int) -> dict[str, float]:
     status = pathlib.Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     anonymous = sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
-    return {"memory_mib": anonymous / 1024, "threads": int(fields["Threads"]),
-            "files": len(os.listdir(f"/proc/{pid}/fd"))}
+    return {
+        "memory_mib": anonymous / 1024,
+        "threads": int(fields["Threads"]),
+        "files": len(os.listdir(f"/proc/{pid}/fd")),
+    }
 
 
 def write_recipe(out: pathlib.Path) -> pathlib.Path:
@@ -58,9 +61,15 @@ def train(out: pathlib.Path, minutes: float, every: float) -> None:
         with (out / "samples.jsonl").open("w", encoding="utf-8") as file:
             while (seconds := time.monotonic() - start) < 60 * minutes:
                 if process.poll() is not None:
-                    raise SystemExit(f"the run ended after {seconds:.0f} s with {process.returncode}; see {run}.log")
+                    raise SystemExit(
+                        f"the run ended after {seconds:.0f} s with {process.returncode}; see {run}.log"
+                    )
                 if seconds >= next_sample:
-                    row = {"seconds": round(seconds, 1), "steps": small_run.steps_logged(run), **sample(process.pid)}
+                    row = {
+                        "seconds": round(seconds, 1),
+                        "steps": small_run.steps_logged(run),
+                        **sample(process.pid),
+                    }
                     file.write(json.dumps(row) + "\n")
                     file.flush()
                     next_sample += every
@@ -77,12 +86,18 @@ def train(out: pathlib.Path, minutes: float, every: float) -> None:
 def warmed_up(samples: list[dict]) -> list[dict]:
     """Returns the samples that show whether something grows: those since the first step, without WARM_UP of them."""
     training = [sample for sample in samples if sample["steps"]]
-    return training[int(len(training) * WARM_UP):]
+    return training[int(len(training) * WARM_UP) :]
 
 
 def slope(samples: list[dict], name: str) -> float:
     """Returns how much `name` grew per hour, by least squares."""
-    return float(np.polyfit([sample["seconds"] / 3600 for sample in samples], [sample[name] for sample in samples], 1)[0])
+    return float(
+        np.polyfit(
+            [sample["seconds"] / 3600 for sample in samples],
+            [sample[name] for sample in samples],
+            1,
+        )[0]
+    )
 
 
 def summarize(out: pathlib.Path) -> None:
@@ -92,36 +107,68 @@ def summarize(out: pathlib.Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    samples = [
+        json.loads(line)
+        for line in (out / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     rest = warmed_up(samples)
     minutes, steps = samples[-1]["seconds"] / 60, samples[-1]["steps"]
     figure, panels = plt.subplots(3, 1, figsize=(7, 6), sharex=True, layout="constrained")
     rows = {}
     for axes, (name, (label, limit)) in zip(panels, FLAT.items(), strict=True):
-        axes.plot([sample["seconds"] / 60 for sample in samples], [sample[name] for sample in samples], linewidth=1)
+        axes.plot(
+            [sample["seconds"] / 60 for sample in samples],
+            [sample[name] for sample in samples],
+            linewidth=1,
+        )
         axes.set(ylabel=label, ylim=(0, None))
         values, growth = [sample[name] for sample in rest], slope(rest, name)
-        rows[name] = row(f"{label}: growth an hour", f"{growth:+.1f} ({min(values):.0f} to "
-                         f"{max(values):.0f})", f"at most {limit}", growth <= limit)
+        rows[name] = row(
+            f"{label}: growth an hour",
+            f"{growth:+.1f} ({min(values):.0f} to {max(values):.0f})",
+            f"at most {limit}",
+            growth <= limit,
+        )
     panels[-1].set_xlabel("minutes since the start")
     figure.suptitle(f"{minutes:.0f} minutes, {steps:,} steps", fontsize="medium")
-    rows["length"] = row("length of the run", f"{minutes:.0f} minutes, {steps:,} steps", "60 minutes", minutes >= 59.5)
-    save("hour", measured("Memory, threads and open files of a long run", rows,
-                          "python -m tests.soak.hour --out OUT && python -m tests.soak.hour --summarize OUT",
-                          ["trainer/loop.py", "trainer/checkpoint/*.py", "tests/soak/hour.py"], seconds=60 * minutes,
-                          note="docs/robustness.md",
-                          facts=["A checkpoint every 100 steps and an evaluation every 200, on two simulated devices."]))
+    rows["length"] = row(
+        "length of the run",
+        f"{minutes:.0f} minutes, {steps:,} steps",
+        "60 minutes",
+        minutes >= 59.5,
+    )
+    save(
+        "hour",
+        measured(
+            "Memory, threads and open files of a long run",
+            rows,
+            "python -m tests.soak.hour --out OUT && python -m tests.soak.hour --summarize OUT",
+            ["trainer/loop.py", "trainer/checkpoint/*.py", "tests/soak/hour.py"],
+            seconds=60 * minutes,
+            note="docs/robustness.md",
+            facts=[
+                "A checkpoint every 100 steps and an evaluation every 200, on two simulated devices."
+            ],
+        ),
+    )
     figure.savefig(PICTURE, dpi=110)  # after the result, which says whether the tree had changes
     plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Trains, or draws and records; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.soak.hour", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak.hour", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / ".cache" / "soak" / "hour")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--every", type=float, default=5, help="seconds between samples")
-    parser.add_argument("--summarize", type=pathlib.Path, metavar="OUT", help="draw and record the samples of this folder")
+    parser.add_argument(
+        "--summarize",
+        type=pathlib.Path,
+        metavar="OUT",
+        help="draw and record the samples of this folder",
+    )
     args = parser.parse_args(argv)
     if args.summarize:
         summarize(args.summarize)

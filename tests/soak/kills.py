@@ -15,12 +15,34 @@ from tests.soak.forks import Forked, server
 from trainer.reporting.metrics import MEASURED
 
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 12, 3, 4
-FLAGS = ("--mesh.fsdp", "1", "--mesh.tensor", "1", "--train.steps", str(STEPS), "--checkpoint.every", str(SAVE_EVERY),
-         "--train.evaluate_every", str(EVALUATE_EVERY), *small_run.DENSE)
+FLAGS = (
+    "--mesh.fsdp",
+    "1",
+    "--mesh.tensor",
+    "1",
+    "--train.steps",
+    str(STEPS),
+    "--checkpoint.every",
+    str(SAVE_EVERY),
+    "--train.evaluate_every",
+    str(EVALUATE_EVERY),
+    *small_run.DENSE,
+)
 PHASES = ("start", "preparation", "compile", "training", "save", "evaluation", "export")
 # What each kill of a case aims at: a start over everything before the first step, then what follows it.
-AIMS = (("start", "preparation", "compile"), ("compile", "training", "save", "evaluation"), ("training", "save", "evaluation"))
-LONGEST_DELAY = {"start": 1.0, "preparation": 0.05, "compile": 2.0, "training": 0.3, "save": 0.3, "evaluation": 0.03}
+AIMS = (
+    ("start", "preparation", "compile"),
+    ("compile", "training", "save", "evaluation"),
+    ("training", "save", "evaluation"),
+)
+LONGEST_DELAY = {
+    "start": 1.0,
+    "preparation": 0.05,
+    "compile": 2.0,
+    "training": 0.3,
+    "save": 0.3,
+    "evaluation": 0.03,
+}
 # Within which a process ends whose neighbour was killed: at the start it waits 60 s for the other to come.
 ALONE_SECONDS = 90
 
@@ -37,7 +59,11 @@ def kills(base: pathlib.Path) -> Case:
             began = time.monotonic()
             export = _export(run, base / f"exported of {processes}", base)
             finish([export], base)
-            truths[processes] = (run_result(run, base), _files(base / f"exported of {processes}"), time.monotonic() - began)
+            truths[processes] = (
+                run_result(run, base),
+                _files(base / f"exported of {processes}"),
+                time.monotonic() - began,
+            )
         return truths[processes]
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
@@ -61,16 +87,24 @@ def kills(base: pathlib.Path) -> Case:
                 try:
                     code = process.wait(ALONE_SECONDS)
                 except subprocess.TimeoutExpired:
-                    raise Fell(f"process {number} had not ended after {ALONE_SECONDS} s, killed in {phase}") from None
+                    raise Fell(
+                        f"process {number} had not ended after {ALONE_SECONDS} s, killed in {phase}"
+                    ) from None
                 if code == 1:
                     raise Fell(f"process {number} ended with 1: {_log(folder)[-400:]}")
             killed.append(phase)
         finish(start(recipe, run, processes, folder, prepared), folder)
         if (received := run_result(run, folder)) != expected:
             difference = next(name for name in expected if expected[name] != received[name])
-            raise Fell(f"killed in {killed}: another {difference}: {str(received[difference])[:200]}")
-        leftovers = [path.name for parent in (run / "checkpoints", prepared) for path in parent.iterdir()
-                     if path.name.endswith(".tmp") or path.name.startswith(".")]
+            raise Fell(
+                f"killed in {killed}: another {difference}: {str(received[difference])[:200]}"
+            )
+        leftovers = [
+            path.name
+            for parent in (run / "checkpoints", prepared)
+            for path in parent.iterdir()
+            if path.name.endswith(".tmp") or path.name.startswith(".")
+        ]
         export, out = _export(run, folder / "exported", folder), folder / "exported"
         time.sleep(float(generator.uniform(0, export_seconds)))
         if export.poll() is None:
@@ -81,7 +115,9 @@ def kills(base: pathlib.Path) -> Case:
             finish([_export(run, out, folder)], folder)
         if _files(out) != exported:
             raise Fell("another export")
-        leftovers += [path.name for path in folder.iterdir() if "exported" in path.name and path != out]
+        leftovers += [
+            path.name for path in folder.iterdir() if "exported" in path.name and path != out
+        ]
         if leftovers:
             raise Fell(f"killed in {killed}: left {leftovers}")
         return f"{processes} processes, killed in {', '.join(killed) or 'nothing'}"
@@ -91,18 +127,50 @@ def kills(base: pathlib.Path) -> Case:
 
 def count(outcomes: dict[str, int]) -> dict[str, int]:
     """Returns how often cases with these outcomes were killed in each phase."""
-    return {phase: sum(number * outcome.count(phase) for outcome, number in outcomes.items()) for phase in PHASES}
+    return {
+        phase: sum(number * outcome.count(phase) for outcome, number in outcomes.items())
+        for phase in PHASES
+    }
 
 
-def start(recipe: pathlib.Path, run: pathlib.Path, processes: int, folder: pathlib.Path, prepared: pathlib.Path
-           ) -> list[Forked]:
+def start(
+    recipe: pathlib.Path,
+    run: pathlib.Path,
+    processes: int,
+    folder: pathlib.Path,
+    prepared: pathlib.Path,
+) -> list[Forked]:
     """Starts the run, with a log of its own in `folder`, and a compilation cache that all cases share."""
-    flags = ["--config", recipe, "--run_dir", run, *FLAGS, "--mesh.sequence", processes, "--mesh.simulate", processes,
-             "--data.prepared", prepared, "--compile_cache", recipe.parent / "xla"]
+    flags = [
+        "--config",
+        recipe,
+        "--run_dir",
+        run,
+        *FLAGS,
+        "--mesh.sequence",
+        processes,
+        "--mesh.simulate",
+        processes,
+        "--data.prepared",
+        prepared,
+        "--compile_cache",
+        recipe.parent / "xla",
+    ]
     (folder / "log").write_text("")
     port = free_port()
-    cluster = [["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.process_id", number,
-                "--distributed.num_processes", processes] if processes > 1 else [] for number in range(processes)]
+    cluster = [
+        [
+            "--distributed.coordinator",
+            f"127.0.0.1:{port}",
+            "--distributed.process_id",
+            number,
+            "--distributed.num_processes",
+            processes,
+        ]
+        if processes > 1
+        else []
+        for number in range(processes)
+    ]
     return [server().start("train", [*flags, *own], folder / "log") for own in cluster]
 
 
@@ -123,8 +191,13 @@ def _log(folder: pathlib.Path) -> str:
 
 def run_result(run: pathlib.Path, folder: pathlib.Path) -> dict[str, object]:
     """Returns what a run has logged, but for times and memory, and a hash of its last checkpoint."""
-    rows = {name: [{key: value for key, value in row.items() if key not in MEASURED}
-                   for row in small_run.rows(run / f"{name}.jsonl")] for name in ("metrics", "held_out")}
+    rows = {
+        name: [
+            {key: value for key, value in row.items() if key not in MEASURED}
+            for row in small_run.rows(run / f"{name}.jsonl")
+        ]
+        for name in ("metrics", "held_out")
+    }
     (folder / "digest").unlink(missing_ok=True)
     if server().run("tests.soak.digest", [run], folder / "digest"):
         raise Fell(f"its last checkpoint: {(folder / 'digest').read_text()[-400:]}")
@@ -132,7 +205,11 @@ def run_result(run: pathlib.Path, folder: pathlib.Path) -> dict[str, object]:
 
 
 def _files(folder: pathlib.Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "README.md"}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.name != "README.md"
+    }
 
 
 def _wait_for(aim: str, step: int, processes: list[Forked], folder: pathlib.Path) -> bool:
@@ -170,5 +247,9 @@ def _phase(run: pathlib.Path, folder: pathlib.Path) -> str:
     if not re.search(r"^step \d+/", log, re.MULTILINE):
         return "compile"
     held_out = run / "held_out.jsonl"
-    last = json.loads(held_out.read_bytes().splitlines()[-1])["step"] if held_out.stat().st_size else -1
+    last = (
+        json.loads(held_out.read_bytes().splitlines()[-1])["step"]
+        if held_out.stat().st_size
+        else -1
+    )
     return "evaluation" if logged % EVALUATE_EVERY == 0 and last < logged else "training"

@@ -47,11 +47,19 @@ class Part(NamedTuple):
     code: tuple[str, ...] = ("*.py",)
 
 
-OF_ATTENTION = ("model/__init__.py", "model/attention/*.py", "tests/__init__.py", "tests/model/__init__.py",
-                "tests/model/attention/*.py")
+OF_ATTENTION = (
+    "model/__init__.py",
+    "model/attention/*.py",
+    "tests/__init__.py",
+    "tests/model/__init__.py",
+    "tests/model/attention/*.py",
+)
 OF_TRAINING = ("data/*.py", "model/*.py", "planning/*.py", "trainer/*.py", "train.py", "tests/*.py")
 PARTS: dict[str, Part] = {
-    **{f"attention-{share}": Part((ATTENTION,), f"{share}/6", code=OF_ATTENTION) for share in range(1, 7)},
+    **{
+        f"attention-{share}": Part((ATTENTION,), f"{share}/6", code=OF_ATTENTION)
+        for share in range(1, 7)
+    },
     **{f"meshes-{share}": Part((MESHES,), f"{share}/3", code=OF_TRAINING) for share in range(1, 4)},
     "kernels": Part((KERNELS,), code=OF_TRAINING),
     "rest": Part(("tests",), ignored=(ATTENTION, MESHES, KERNELS)),
@@ -77,13 +85,18 @@ class Resume:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
-        share = items[self.number - 1::self.shares]
+        share = items[self.number - 1 :: self.shares]
         remaining = [item for item in share if item.nodeid not in self.passed]
         config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
-        print(f"{len(share) - len(remaining)} of {len(share)} tests passed before; {len(remaining)} to run", flush=True)
+        print(
+            f"{len(share) - len(remaining)} of {len(share)} tests passed before; {len(remaining)} to run",
+            flush=True,
+        )
         items[:] = remaining
         self.record.parent.mkdir(parents=True, exist_ok=True)
-        self.record.write_text("\n".join([self.code, *sorted(self.passed)]) + "\n", encoding="utf-8")
+        self.record.write_text(
+            "\n".join([self.code, *sorted(self.passed)]) + "\n", encoding="utf-8"
+        )
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" and report.passed:
@@ -94,7 +107,9 @@ class Resume:
     def pytest_runtest_teardown(self, item, nextitem):
         if nextitem is not None and resident_bytes() > MOST_MEMORY:
             self.goes_on = True
-            item.session.shouldstop = f"{resident_bytes() / 2**30:.1f} GiB are resident: going on in a new process"
+            item.session.shouldstop = (
+                f"{resident_bytes() / 2**30:.1f} GiB are resident: going on in a new process"
+            )
 
 
 def resident_bytes() -> int:
@@ -106,7 +121,9 @@ def resident_bytes() -> int:
 def code_hash(pathspecs: Sequence[str]) -> str:
     """Returns a hash of the version of JAX and of the repository's files that these git pathspecs name."""
     command = ["git", "ls-files", *pathspecs]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     files = [(ROOT / name).read_bytes() for name in names if (ROOT / name).exists()]
     return hashlib.sha256(b"".join([metadata.version("jax").encode(), *files])).hexdigest()
 
@@ -123,15 +140,21 @@ def run_part(part: str) -> int:
     arguments = [*paths, "-m", "slow", *(f"--ignore={path}" for path in ignored)]
     resume = Resume(RECORDS / f"{part}.passed", share, code_hash(pathspecs))
     code = pytest.main(arguments, plugins=[resume])
-    if resume.goes_on and len(resume.record.read_text(encoding="utf-8").splitlines()) > 1 + len(resume.passed):
+    if resume.goes_on and len(resume.record.read_text(encoding="utf-8").splitlines()) > 1 + len(
+        resume.passed
+    ):
         return GOES_ON
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the requested parts (all of them unless named) one after the other; returns 1 if a test failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"out of {', '.join(EVERY)}; all unless given")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"out of {', '.join(EVERY)}; all unless given"
+    )
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if unknown := [part for part in args.parts if part not in EVERY]:
@@ -145,10 +168,18 @@ def main(argv: list[str] | None = None) -> int:
         command = [sys.executable, "-m", "tests.soak", "--in-process", part]
         code = GOES_ON
         while code == GOES_ON:
-            code = subprocess.run(command, cwd=ROOT, check=False, env={"XLA_FLAGS": "", **os.environ}).returncode
-        results.append({"part": part, "exit_code": code, "minutes": round((time.monotonic() - start) / 60, 1)})
+            code = subprocess.run(
+                command, cwd=ROOT, check=False, env={"XLA_FLAGS": "", **os.environ}
+            ).returncode
+        results.append(
+            {"part": part, "exit_code": code, "minutes": round((time.monotonic() - start) / 60, 1)}
+        )
         RECORDS.mkdir(parents=True, exist_ok=True)
-        (RECORDS / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        (RECORDS / "results.json").write_text(
+            json.dumps(results, indent=1) + "\n", encoding="utf-8"
+        )
     for result in results:
-        print(f"{result['part']:12} {result['minutes']:6.1f} minutes, {'passed' if result['exit_code'] == 0 else 'FAILED'}")
+        print(
+            f"{result['part']:12} {result['minutes']:6.1f} minutes, {'passed' if result['exit_code'] == 0 else 'FAILED'}"
+        )
     return int(any(result["exit_code"] for result in results))

@@ -22,7 +22,9 @@ def races(base: pathlib.Path) -> Case:
 
     def whole() -> tuple[dict, float]:
         """Returns the result of a run that was started once, and its seconds."""
-        for name in ("first", "whole") if not truth else ():  # the first fills the cache of compiled programs
+        for name in (
+            ("first", "whole") if not truth else ()
+        ):  # the first fills the cache of compiled programs
             began = time.monotonic()
             finish(start(recipe, base / name, 1, base, base / f"prepared {name}"), base)
             truth[:] = [(run_result(base / name, base), time.monotonic() - began)]
@@ -51,7 +53,11 @@ def races(base: pathlib.Path) -> Case:
         for code, log in zip(codes, logs, strict=True):
             output = (log / "log").read_text(encoding="utf-8")
             errors = [line for line in output.splitlines() if line.startswith("error: ")]
-            if code not in (0, 2, 75) or "Traceback" in output or (code in (2, 75)) != (len(errors) == 1):
+            if (
+                code not in (0, 2, 75)
+                or "Traceback" in output
+                or (code in (2, 75)) != (len(errors) == 1)
+            ):
                 raise Fell(f"{way}: ended with {code}: {output[-500:]}")
             if errors and (str(run) not in errors[0] or "is training there" not in errors[0]):
                 raise Fell(f"{way}: {errors[0][:400]}")
@@ -59,9 +65,15 @@ def races(base: pathlib.Path) -> Case:
             raise Fell(f"{way}: neither start trained")
         if (received := run_result(run, folder)) != expected:
             difference = next(name for name in expected if expected[name] != received[name])
-            raise Fell(f"{way}, ended with {codes}: another {difference}: {str(received[difference])[:300]}")
-        if leftovers := [path.name for parent in (run / "checkpoints", folder / "prepared") for path in parent.iterdir()
-                         if path.name.endswith(".tmp") or path.name.startswith(".")]:
+            raise Fell(
+                f"{way}, ended with {codes}: another {difference}: {str(received[difference])[:300]}"
+            )
+        if leftovers := [
+            path.name
+            for parent in (run / "checkpoints", folder / "prepared")
+            for path in parent.iterdir()
+            if path.name.endswith(".tmp") or path.name.startswith(".")
+        ]:
             raise Fell(f"{way}: left {leftovers}")
         return f"{way}: {'one was refused' if 2 in codes else 'both ended well'}"
 

@@ -17,11 +17,60 @@ from trainer.config.fields import FIELDS
 DEEP = "[" * 200 + "]" * 200
 # YAML texts that take a field's place.
 VALUES = (
-    "null", "true", "'true'", "0", "-1", "1", "7", "1.5", "-0.0", ".nan", ".inf", "-.inf", "1e400", "1e-400", str(2**63),
-    str(-(2**63) - 1), "9" * 400, "9" * 5000, "''", "' '", "abc", "'" + "a" * 100_000 + "'", "'é漢字🙂'", r'"\u0000"',
-    r'"\ud800"', "[]", "[1]", "[null]", "[[1]]", "['a', 1, null]", "{}", "{a: 1}", "{1: 2}", "{null: null}", "{[1]: 2}", DEEP,
-    "2020-01-01", "!!binary aGVsbG8=", "!!set {a, b}", "!!python/object:os.system {}", "0x10", "0o17", "1_000", "12:30:45",
-    "~", "*undefined", "&a [*a]", "'../../..'", "/dev/null", "/proc/self/mem", "'$HOME'", "'*'", "'(['", "'%s%n{0}'",
+    "null",
+    "true",
+    "'true'",
+    "0",
+    "-1",
+    "1",
+    "7",
+    "1.5",
+    "-0.0",
+    ".nan",
+    ".inf",
+    "-.inf",
+    "1e400",
+    "1e-400",
+    str(2**63),
+    str(-(2**63) - 1),
+    "9" * 400,
+    "9" * 5000,
+    "''",
+    "' '",
+    "abc",
+    "'" + "a" * 100_000 + "'",
+    "'é漢字🙂'",
+    r'"\u0000"',
+    r'"\ud800"',
+    "[]",
+    "[1]",
+    "[null]",
+    "[[1]]",
+    "['a', 1, null]",
+    "{}",
+    "{a: 1}",
+    "{1: 2}",
+    "{null: null}",
+    "{[1]: 2}",
+    DEEP,
+    "2020-01-01",
+    "!!binary aGVsbG8=",
+    "!!set {a, b}",
+    "!!python/object:os.system {}",
+    "0x10",
+    "0o17",
+    "1_000",
+    "12:30:45",
+    "~",
+    "*undefined",
+    "&a [*a]",
+    "'../../..'",
+    "/dev/null",
+    "/proc/self/mem",
+    "'$HOME'",
+    "'*'",
+    "'(['",
+    "'%s%n{0}'",
     "!!float abc",
 )
 # Of these, the recipe's file is named in place of the field.
@@ -38,7 +87,9 @@ def recipes(base: pathlib.Path) -> Case:
     @mock.patch.object(parsing, "parser", parser)
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         field = fields[generator.integers(len(fields))]
-        kind = generator.choice(["value", "value", "value", "value", "typo", "twice", "section", "bytes"])
+        kind = generator.choice(
+            ["value", "value", "value", "value", "typo", "twice", "section", "bytes"]
+        )
         text, names = _attacked(good, field, str(kind), generator)
         path = folder / "recipe.yaml"
         path.write_bytes(text)
@@ -58,10 +109,14 @@ def recipes(base: pathlib.Path) -> Case:
 
 
 def _same(resolved: dict) -> str:
-    return json.dumps({key: value for key, value in resolved.items() if key != "data"}, sort_keys=True)
+    return json.dumps(
+        {key: value for key, value in resolved.items() if key != "data"}, sort_keys=True
+    )
 
 
-def _attacked(good: dict, field: str, kind: str, generator: np.random.Generator) -> tuple[bytes, list[str]]:
+def _attacked(
+    good: dict, field: str, kind: str, generator: np.random.Generator
+) -> tuple[bytes, list[str]]:
     """Returns the recipe's bytes, and texts of which a refusal has to contain one."""
     marker = "ATTACKED_VALUE"
     *sections, name = field.split(".")
@@ -76,7 +131,9 @@ def _attacked(good: dict, field: str, kind: str, generator: np.random.Generator)
     elif kind == "typo":
         letters = list(name)
         position = generator.integers(len(letters))
-        letters[position] = str(generator.choice(["", "x", letters[position] * 2, letters[position].upper()]))
+        letters[position] = str(
+            generator.choice(["", "x", letters[position] * 2, letters[position].upper()])
+        )
         misspelt = "".join(letters)
         if misspelt == name:
             misspelt += "_"
@@ -94,7 +151,11 @@ def _attacked(good: dict, field: str, kind: str, generator: np.random.Generator)
     content = text.encode("utf-8", "surrogatepass")
     # A value that YAML itself refuses, or that breaks the rule of another field with it, is named by the line or by that field.
     names += [f"line {line + 1}", name, *(f"{part}." for part in sections)]
-    if kind in ("bytes", "section") or value in NO_VALUES or value.startswith(("!!", "9" * 400, "20")):
+    if (
+        kind in ("bytes", "section")
+        or value in NO_VALUES
+        or value.startswith(("!!", "9" * 400, "20"))
+    ):
         names.append("recipe.yaml")
     if kind == "bytes":
         spoilt = bytearray(content)

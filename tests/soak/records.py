@@ -21,18 +21,114 @@ from data.turns import role_of
 from tests.soak.attacks import ROOT, Case, Fell, refusal
 
 PIECES = (
-    "hello", " ", "\n", "", "é漢字🙂", "\u2028", "\x00", "\ufeff", "\ud800", "<s>", "</s>", "<unk>", "<pad>", "<|im_start|>",
-    "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|begin_of_text|>", "USER:", "ASSISTANT:", "[INST]", "[/INST]",
-    "{{ messages }}", "{% for x in y %}", "a" * 800, "\u202e", "e\u0301" * 50, "<div>", "&lt;s&gt;", "＜s＞", "<s", ">", "</",
+    "hello",
+    " ",
+    "\n",
+    "",
+    "é漢字🙂",
+    "\u2028",
+    "\x00",
+    "\ufeff",
+    "\ud800",
+    "<s>",
+    "</s>",
+    "<unk>",
+    "<pad>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|start_header_id|>",
+    "<|begin_of_text|>",
+    "USER:",
+    "ASSISTANT:",
+    "[INST]",
+    "[/INST]",
+    "{{ messages }}",
+    "{% for x in y %}",
+    "a" * 800,
+    "\u202e",
+    "e\u0301" * 50,
+    "<div>",
+    "&lt;s&gt;",
+    "＜s＞",
+    "<s",
+    ">",
+    "</",
     "s>",
 )
-ROLES = ("human", "gpt", "user", "assistant", "system", "tool", "function", "bard", "", "Human", None, 1, [], {})
-ODD = (None, True, 0, -1, 1.5, float("nan"), float("inf"), 2**70, [], {}, [None], {"a": 1}, "", "x", [[[[1]]]], "\ud800")
+ROLES = (
+    "human",
+    "gpt",
+    "user",
+    "assistant",
+    "system",
+    "tool",
+    "function",
+    "bard",
+    "",
+    "Human",
+    None,
+    1,
+    [],
+    {},
+)
+ODD = (
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    float("nan"),
+    float("inf"),
+    2**70,
+    [],
+    {},
+    [None],
+    {"a": 1},
+    "",
+    "x",
+    [[[[1]]]],
+    "\ud800",
+)
 # Fields of turns and records: reasoning, flags, and what nobody reads.
-EXTRAS = ("reasoning_content", "reasoning", "thinking", "loss", "train", "training", "trainable", "weight", "mask", "name",
-          "tool_call_id", "loss_mask", "source", "score", "nested", "system", "instruction", "history", "messages")
+EXTRAS = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "loss",
+    "train",
+    "training",
+    "trainable",
+    "weight",
+    "mask",
+    "name",
+    "tool_call_id",
+    "loss_mask",
+    "source",
+    "score",
+    "nested",
+    "system",
+    "instruction",
+    "history",
+    "messages",
+)
 FLAGS = ("loss", "train", "training", "trainable", "weight", "mask")
-VALUES = ("VALUE", "VALUE", True, False, 0, 1, 0.5, None, "", [], {}, {"a": ["VALUE"]}, ["VALUE"], [0, 1])
+VALUES = (
+    "VALUE",
+    "VALUE",
+    True,
+    False,
+    0,
+    1,
+    0.5,
+    None,
+    "",
+    [],
+    {},
+    {"a": ["VALUE"]},
+    ["VALUE"],
+    [0, 1],
+)
 FORMATS = ("sharegpt", "sharegpt", "sharegpt", "text", "tokens")
 
 
@@ -50,10 +146,21 @@ def records(base: pathlib.Path) -> Case:
         line = json.dumps(raw)
         if generator.random() < 0.1:
             line = line[: generator.integers(1, len(line) + 1)]
-        first, last = (json.dumps({
-            "sharegpt": {"conversations": [{"from": "human", "value": word}, {"from": "gpt", "value": "b"}]},
-            "text": {"text": word}, "tokens": {"tokens": [number, 6, 7]},
-        }[format]) for number, word in enumerate(("one", "two")))
+        first, last = (
+            json.dumps(
+                {
+                    "sharegpt": {
+                        "conversations": [
+                            {"from": "human", "value": word},
+                            {"from": "gpt", "value": "b"},
+                        ]
+                    },
+                    "text": {"text": word},
+                    "tokens": {"tokens": [number, 6, 7]},
+                }[format]
+            )
+            for number, word in enumerate(("one", "two"))
+        )
         # The records around it are good, and have to be read whatever it is.
         path.write_text(f"{first}\n{line}\n{last}\n", encoding="utf-8")
         report = Report()
@@ -65,19 +172,35 @@ def records(base: pathlib.Path) -> Case:
         source = report.sources[0]
         dropped = sum(source.dropped.values())
         if source.records != source.kept + dropped or source.kept != len(kept):
-            raise Fell(f"{source.records} records, {source.kept} kept ({len(kept)} read), {dropped} dropped")
+            raise Fell(
+                f"{source.records} records, {source.kept} kept ({len(kept)} read), {dropped} dropped"
+            )
         if len(kept) == 3 and isinstance(kept[1], Conversation):
             check_nothing_vanished(raw, kept[1], source)
         for record in kept:
             encoded = encoder.encode(record)
             for document in encoded.documents:
-                if len(document.tokens) > 128 or document.tokens.min() < 0 or document.tokens.max() >= tokenizer.vocab_size:
+                if (
+                    len(document.tokens) > 128
+                    or document.tokens.min() < 0
+                    or document.tokens.max() >= tokenizer.vocab_size
+                ):
                     raise Fell("a document does not fit its row or the vocabulary")
-                if format != "tokens" and (leaked := set(document.tokens.tolist()) & (controls - written)):
+                if format != "tokens" and (
+                    leaked := set(document.tokens.tolist()) & (controls - written)
+                ):
                     raise Fell(f"control tokens {leaked} come from a text")
-                if format == "text" and set(document.tokens[1:-1].tolist()) & controls and len(encoded.documents) == 1:
+                if (
+                    format == "text"
+                    and set(document.tokens[1:-1].tolist()) & controls
+                    and len(encoded.documents) == 1
+                ):
                     raise Fell("a control token within a text")
-        return "kept" if len(kept) == 3 else f"dropped: {next(iter(source.dropped), 'unknown').split(':')[0]}"
+        return (
+            "kept"
+            if len(kept) == 3
+            else f"dropped: {next(iter(source.dropped), 'unknown').split(':')[0]}"
+        )
 
     return case
 
@@ -87,9 +210,15 @@ def check_nothing_vanished(raw: dict, kept: Conversation, report: SourceReport) 
 
     Text is looked for by words that no other field has, flags by their counts.
     """
-    said = repr([(m.content, m.reasoning, m.tool_calls, m.tool_call_id, m.name) for m in kept.messages]) + repr(kept.tools)
+    said = repr(
+        [(m.content, m.reasoning, m.tool_calls, m.tool_call_id, m.name) for m in kept.messages]
+    ) + repr(kept.tools)
     counted = [*report.unread, *report.repaired]
-    lists = [name for name in ("conversations", "messages") if isinstance(raw.get(name), list) and raw[name]]
+    lists = [
+        name
+        for name in ("conversations", "messages")
+        if isinstance(raw.get(name), list) and raw[name]
+    ]
     turns = [turn for turn in raw[lists[0]] if isinstance(turn, dict)] if lists else []
     others = {name: value for name, value in raw.items() if name not in lists[:1]}
     for where, fields in [("record", others), *(("turn", turn) for turn in turns)]:
@@ -98,31 +227,48 @@ def check_nothing_vanished(raw: dict, kept: Conversation, report: SourceReport) 
                 continue
             words = set(re.findall(r"VALUE\d+", json.dumps(value)))
             is_flag = name in (*FLAGS, "loss_mask") and not words
-            named = any(f"{where} field `{printable(str(name))[:80]}`" == entry or f"`{name}`" in entry for entry in counted)
+            named = any(
+                f"{where} field `{printable(str(name))[:80]}`" == entry or f"`{name}`" in entry
+                for entry in counted
+            )
             if not named and not (words and all(word in said for word in words)):
                 trailing = where == "turn" and "unanswered last turn dropped" in report.repaired
-                is_answer = where == "turn" and role_of(str(fields.get("from", fields.get("role")))) == "assistant"
+                is_answer = (
+                    where == "turn"
+                    and role_of(str(fields.get("from", fields.get("role")))) == "assistant"
+                )
                 if not (is_flag and _changes_nothing(name, value, is_answer)) and not trailing:
-                    raise Fell(f"the {where}'s field {name!r} with {value!r} vanished; counted: {counted}")
+                    raise Fell(
+                        f"the {where}'s field {name!r} with {value!r} vanished; counted: {counted}"
+                    )
 
 
 def _changes_nothing(name: str, value: object, is_answer: bool) -> bool:
     """Returns whether a flag says what holds without it, so that there is nothing to count."""
     if name == "loss_mask":
         return isinstance(value, list) and all(value)
-    return bool(value) == (is_answer == (name != "mask")) or (name == "mask" and not is_answer) or (
-        bool(value) and not is_answer)  # which is counted for all flags together
+    return (
+        bool(value) == (is_answer == (name != "mask"))
+        or (name == "mask" and not is_answer)
+        or (bool(value) and not is_answer)
+    )  # which is counted for all flags together
 
 
 def _extra(generator: np.random.Generator, numbers: Iterator[int]) -> dict:
     """Returns a few fields with values of every kind; every text in them is another word."""
+
     def numbered(value: object) -> object:
         if isinstance(value, dict):
             return {key: numbered(inner) for key, inner in value.items()}
-        return [numbered(inner) for inner in value] if isinstance(value, list) else (
-            f"VALUE{next(numbers)}" if value == "VALUE" else value)
+        return (
+            [numbered(inner) for inner in value]
+            if isinstance(value, list)
+            else (f"VALUE{next(numbers)}" if value == "VALUE" else value)
+        )
 
-    names = generator.choice(np.array(EXTRAS, dtype=object), size=generator.integers(0, 4), replace=False)
+    names = generator.choice(
+        np.array(EXTRAS, dtype=object), size=generator.integers(0, 4), replace=False
+    )
     return {str(name): numbered(VALUES[generator.integers(len(VALUES))]) for name in names}
 
 
@@ -139,21 +285,40 @@ def _record(format: str, generator: np.random.Generator) -> object:
     if format == "text":
         raw: dict = {"text": _odd(generator, _text(generator))}
         if generator.random() < 0.3:
-            raw = {"prompt": _odd(generator, _text(generator)), "completion": _odd(generator, _text(generator))}
+            raw = {
+                "prompt": _odd(generator, _text(generator)),
+                "completion": _odd(generator, _text(generator)),
+            }
     elif format == "tokens":
         count = int(generator.integers(0, 200))
-        raw = {"tokens": _odd(generator, [_odd(generator, int(token), 0.01) for token in generator.integers(-2, 1100, count)])}
+        raw = {
+            "tokens": _odd(
+                generator,
+                [
+                    _odd(generator, int(token), 0.01)
+                    for token in generator.integers(-2, 1100, count)
+                ],
+            )
+        }
         if generator.random() < 0.5:
-            raw["loss_mask"] = _odd(generator, [int(bit) for bit in generator.integers(0, 2, count)])
+            raw["loss_mask"] = _odd(
+                generator, [int(bit) for bit in generator.integers(0, 2, count)]
+            )
         if generator.random() < 0.3:
             raw["labels"] = _odd(generator, [-100] * count)
     else:
-        keys = [("from", "value", "conversations"), ("role", "content", "messages")][generator.integers(2)]
+        keys = [("from", "value", "conversations"), ("role", "content", "messages")][
+            generator.integers(2)
+        ]
         usual = ["human", "gpt"] if keys[0] == "from" else ["user", "assistant"]
         turns: list = []
         numbers = itertools.count(1000)
         for number in range(generator.integers(0, 9)):
-            role = ROLES[generator.integers(len(ROLES))] if generator.random() < 0.1 else usual[number % 2]
+            role = (
+                ROLES[generator.integers(len(ROLES))]
+                if generator.random() < 0.1
+                else usual[number % 2]
+            )
             turn: object = {keys[0]: role, keys[1]: _odd(generator, _text(generator))}
             if generator.random() < 0.3:
                 turn = {**_extra(generator, numbers), **turn}

@@ -23,7 +23,9 @@ def runs(base: pathlib.Path) -> Case:
         finish(start(recipe, base / "whole", 1, base, base / "prepared"), base)
         expected.update(run_result(base / "whole", base))
         process = start(recipe, stopped, 1, base, base / "prepared")[0]
-        while process.poll() is None and not (stopped / "checkpoints" / str(2 * SAVE_EVERY)).is_dir():
+        while (
+            process.poll() is None and not (stopped / "checkpoints" / str(2 * SAVE_EVERY)).is_dir()
+        ):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait(60)
@@ -51,11 +53,15 @@ def runs(base: pathlib.Path) -> Case:
             raise Fell(f"{name} {way}: another checkpoint")
         outcome = "the same rows"
         for file in ("metrics", "held_out"):
-            rows, truth = ({row["step"]: row for row in result[file]} for result in (received, expected))
+            rows, truth = (
+                {row["step"]: row for row in result[file]} for result in (received, expected)
+            )
             if rows != truth:
                 outcome = "lost or changed rows told of"
                 if name.name not in output:
-                    raise Fell(f"{name} {way}: {file} lost or changed rows without a word: {len(rows)} of {len(truth)} left")
+                    raise Fell(
+                        f"{name} {way}: {file} lost or changed rows without a word: {len(rows)} of {len(truth)} left"
+                    )
         return f"the same checkpoint, {outcome}"
 
     return case

@@ -29,16 +29,29 @@ def checkpoints(base: pathlib.Path) -> Case:
     saved = {}
     with CheckpointStore(base / "run") as store:
         for step in (10, 20):
-            model = {name: jax.numpy.asarray(generator.normal(size=(8, 8)), "float32") for name in ("a.weight", "b.weight")}
+            model = {
+                name: jax.numpy.asarray(generator.normal(size=(8, 8)), "float32")
+                for name in ("a.weight", "b.weight")
+            }
             saved[step] = model, OPTIMIZER.init(model), {"step": step}
-            store.save(step, model=model, optimizer=saved[step][1], data={"step": step}, assets=base / "assets")
+            store.save(
+                step,
+                model=model,
+                optimizer=saved[step][1],
+                data={"step": step},
+                assets=base / "assets",
+            )
     files = _files(base / "run" / "checkpoints" / "20")
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), saved[20][:2])
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), saved[20][:2]
+    )
 
     def check(path: pathlib.Path) -> int:
         restored = restore(path, *abstract)
         expected = jax.tree.leaves(saved[restored.step][:2])
-        for value, truth in zip(jax.tree.leaves((restored.model, restored.optimizer)), expected, strict=True):
+        for value, truth in zip(
+            jax.tree.leaves((restored.model, restored.optimizer)), expected, strict=True
+        ):
             if np.asarray(value).tobytes() != np.asarray(truth).tobytes():
                 raise Fell(f"checkpoint {restored.step} was restored with other numbers")
         if restored.data != saved[restored.step][2]:
@@ -68,7 +81,11 @@ def prepared(base: pathlib.Path) -> Case:
     def documents(folder: pathlib.Path) -> list[bytes]:
         source = Source(str(base / "conversations.json"))
         made = prepare([source], tokenizer, 128, folder, held_out_fraction=0.2, progress=False)
-        return [_bytes(split, number) for split in (made.train, made.held_out) for number in range(len(split))]
+        return [
+            _bytes(split, number)
+            for split in (made.train, made.held_out)
+            for number in range(len(split))
+        ]
 
     truth = documents(base / "prepared")
     files = _files(base / "prepared")

@@ -38,8 +38,12 @@ def slow_store(folder: pathlib.Path, seconds: float) -> Iterator[Waits]:
     def slowed(call: Callable) -> Callable:
         @functools.wraps(call)
         def slow(path, *args, **kwargs):
-            writes = call not in (builtins_open, io_open) or set("wax+") & set((args or [kwargs.get("mode", "r")])[0])
-            writes = writes and (call is not os_open or (args[0] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)))
+            writes = call not in (builtins_open, io_open) or set("wax+") & set(
+                (args or [kwargs.get("mode", "r")])[0]
+            )
+            writes = writes and (
+                call is not os_open or (args[0] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            )
             if writes and isinstance(path, str | os.PathLike) and str(folder) in os.fspath(path):
                 main = threading.current_thread() is threading.main_thread()
                 waits.calls.append((call.__name__, os.path.relpath(path, folder), main))
@@ -86,15 +90,45 @@ def measure(folder: pathlib.Path) -> dict:
 
     recipe, printed = small_run.recipe(folder, ROOT, conversations=24), io.StringIO()
     run = folder / "run"
-    command = ["--config", str(recipe), "--run_dir", str(run), "--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.sequence", "1",
-               "--mesh.simulate", "1", "--train.steps", "8", "--train.evaluate_every", "0", "--checkpoint.every", "2",
-               *small_run.DENSE]
-    with slow_store(run / "checkpoints", DELAY) as waits, contextlib.redirect_stderr(printed), \
-            mock.patch.object(CheckpointStore, "save", timed(CheckpointStore.save, held)), \
-            mock.patch.object(CheckpointStore, "wait", timed(CheckpointStore.wait, waited)):
+    command = [
+        "--config",
+        str(recipe),
+        "--run_dir",
+        str(run),
+        "--mesh.fsdp",
+        "1",
+        "--mesh.tensor",
+        "1",
+        "--mesh.sequence",
+        "1",
+        "--mesh.simulate",
+        "1",
+        "--train.steps",
+        "8",
+        "--train.evaluate_every",
+        "0",
+        "--checkpoint.every",
+        "2",
+        *small_run.DENSE,
+    ]
+    with (
+        slow_store(run / "checkpoints", DELAY) as waits,
+        contextlib.redirect_stderr(printed),
+        mock.patch.object(CheckpointStore, "save", timed(CheckpointStore.save, held)),
+        mock.patch.object(CheckpointStore, "wait", timed(CheckpointStore.wait, waited)),
+    ):
         assert train.main(command) == 0, printed.getvalue()
-    return {"held": held, "waited": waited, "written": DELAY * len(waits.others()), "calls": waits.main(),
-            "said": [line for line in printed.getvalue().splitlines() if "until the checkpoint before" in line]}
+    return {
+        "held": held,
+        "waited": waited,
+        "written": DELAY * len(waits.others()),
+        "calls": waits.main(),
+        "said": [
+            line
+            for line in printed.getvalue().splitlines()
+            if "until the checkpoint before" in line
+        ],
+    }
 
 
 def main() -> int:
@@ -104,15 +138,35 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         result = measure(pathlib.Path(temporary))
     saves, calls = len(result["held"]), result["calls"]
-    save("slow_store", measured("A store that answers slowly", {
-        "calls": row("files and folders that training waits for", str(len(calls)), "0", not calls),
-        "held": row("longest that a save holds a step, the copy included", f"{max(result['held']):.1f} s",
-                    f"below the {result['written'] / saves:.1f} s of writing", max(result["held"]) < result["written"] / saves),
-        "said": row("saves that waited for the one before, and said so", f"{len(result['said'])} of {saves - 1}", "all",
-                    len(result["said"]) == saves - 1),
-    }, "python -m tests.soak.slow_store", ["trainer/loop.py", "trainer/checkpoint/*.py", "tests/soak/slow_store.py"],
-        note="docs/robustness.md",
-        facts=[f"Every call of Python's that changes the folder of checkpoints takes {DELAY} s; a save every 2 steps."]))
+    save(
+        "slow_store",
+        measured(
+            "A store that answers slowly",
+            {
+                "calls": row(
+                    "files and folders that training waits for", str(len(calls)), "0", not calls
+                ),
+                "held": row(
+                    "longest that a save holds a step, the copy included",
+                    f"{max(result['held']):.1f} s",
+                    f"below the {result['written'] / saves:.1f} s of writing",
+                    max(result["held"]) < result["written"] / saves,
+                ),
+                "said": row(
+                    "saves that waited for the one before, and said so",
+                    f"{len(result['said'])} of {saves - 1}",
+                    "all",
+                    len(result["said"]) == saves - 1,
+                ),
+            },
+            "python -m tests.soak.slow_store",
+            ["trainer/loop.py", "trainer/checkpoint/*.py", "tests/soak/slow_store.py"],
+            note="docs/robustness.md",
+            facts=[
+                f"Every call of Python's that changes the folder of checkpoints takes {DELAY} s; a save every 2 steps."
+            ],
+        ),
+    )
     return 0
 
 

@@ -39,27 +39,48 @@ def record(folder: pathlib.Path) -> None:
         if sum(part["tried"] for part in parts):
             rows[name] = _row(name, parts)
     rows = {name: rows[name] for name in CLASSES if name in rows}
-    save("robustness", measured("Attacks on what users and machines get wrong", rows, "python -m tests.soak.attacks CLASS",
-                                DEPENDS_ON, note="docs/robustness.md",
-                                facts=["Each class was attacked at the commit that its row in docs/robustness.md names."]))
+    save(
+        "robustness",
+        measured(
+            "Attacks on what users and machines get wrong",
+            rows,
+            "python -m tests.soak.attacks CLASS",
+            DEPENDS_ON,
+            note="docs/robustness.md",
+            facts=[
+                "Each class was attacked at the commit that its row in docs/robustness.md names."
+            ],
+        ),
+    )
     lines = ["| attacked | held | slowest, s | commit |", "|---|---|---|---|"]
-    lines += [f"| {row['what']} | {row['found']} | {row['slowest']} | {row['commit']} |" for row in rows.values()]
+    lines += [
+        f"| {row['what']} | {row['found']} | {row['slowest']} | {row['commit']} |"
+        for row in rows.values()
+    ]
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text("\n".join([before + BEGIN, *lines, "", rows["kills"]["hits"], END + after]), encoding="utf-8")
+    PAGE.write_text(
+        "\n".join([before + BEGIN, *lines, "", rows["kills"]["hits"], END + after]),
+        encoding="utf-8",
+    )
 
 
 def _row(name: str, parts: list[dict[str, Any]]) -> dict[str, str]:
     """Returns the row of a class from the counts of its parts, with the commit of today."""
     tried, held = (sum(part[key] for part in parts) for key in ("tried", "held"))
-    about, more = ABOUT[name], {"slowest": f"{max(part['slowest'] for part in parts):.1f}", "commit": commit()}
+    about, more = (
+        ABOUT[name],
+        {"slowest": f"{max(part['slowest'] for part in parts):.1f}", "commit": commit()},
+    )
     if name == "kills":
         outcomes: collections.Counter[str] = collections.Counter()
         for part in parts:
             outcomes.update(part["outcomes"])
         kills = count(outcomes)
         about += f", {sum(kills.values())} kills"
-        more["hits"] = f"The kills hit {', '.join(f'{phase} {number}' for phase, number in kills.items())} times."
+        more["hits"] = (
+            f"The kills hit {', '.join(f'{phase} {number}' for phase, number in kills.items())} times."
+        )
     goal = f"all, each within {LONGER.get(name, LONGEST)} s"
     return row(about, f"{held:,} of {tried:,}", goal, held == tried, **more)

@@ -15,7 +15,9 @@ QUICK = [name for name in attacks.CLASSES if name not in (*attacks.LONGER, "comm
 @pytest.mark.parametrize("name", QUICK)
 def test_a_few_of_every_class_hold(name):
     result = attack(name, range(10**6, 10**6 + 12))
-    assert result["fell"] == [] and result["held"] == result["tried"] == 12 == sum(result["outcomes"].values())
+    assert result["fell"] == [] and result["held"] == result["tried"] == 12 == sum(
+        result["outcomes"].values()
+    )
 
 
 @pytest.mark.slow
@@ -53,7 +55,9 @@ def test_fields_that_vanish_fall(monkeypatch):
 
 def test_a_checkpoint_with_other_numbers_falls(monkeypatch):
     def changed(path, model, optimizer):
-        restored = restore(path.parents[1] / "checkpoints" / "10" if path.name == "20" else path, model, optimizer)
+        restored = restore(
+            path.parents[1] / "checkpoints" / "10" if path.name == "20" else path, model, optimizer
+        )
         return restored._replace(model={name: value + 1 for name, value in restored.model.items()})
 
     monkeypatch.setattr(saved, "restore", changed)
@@ -62,7 +66,11 @@ def test_a_checkpoint_with_other_numbers_falls(monkeypatch):
 
 def test_other_documents_fall(monkeypatch):
     calls = []
-    monkeypatch.setattr(saved, "_bytes", lambda documents, number: calls.append(number) or len(calls).to_bytes(4, "big"))
+    monkeypatch.setattr(
+        saved,
+        "_bytes",
+        lambda documents, number: calls.append(number) or len(calls).to_bytes(4, "big"),
+    )
     assert attack("prepared", range(2))["held"] == 0
 
 

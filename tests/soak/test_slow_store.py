@@ -11,8 +11,28 @@ from tests.soak.slow_store import slow_store
 def test_a_save_that_waits_says_so(small_recipe, tmp_path, capfd):
     run = tmp_path / "run"
     with slow_store(run / "checkpoints", 0.2) as waits:
-        assert train.main(["--config", str(small_recipe), "--run_dir", str(run), "--train.steps", "6", "--train.evaluate_every",
-                           "0", "--checkpoint.every", "2", *small_run.DENSE]) == 0
-    said = [line for line in capfd.readouterr().err.splitlines() if "until the checkpoint before was written" in line]
+        assert (
+            train.main(
+                [
+                    "--config",
+                    str(small_recipe),
+                    "--run_dir",
+                    str(run),
+                    "--train.steps",
+                    "6",
+                    "--train.evaluate_every",
+                    "0",
+                    "--checkpoint.every",
+                    "2",
+                    *small_run.DENSE,
+                ]
+            )
+            == 0
+        )
+    said = [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if "until the checkpoint before was written" in line
+    ]
     assert [line.split(": waited")[0] for line in said] == ["step 4", "step 6"]
     assert waits.others() and not waits.main()

@@ -1,4 +1,5 @@
 """A run that trains adapters beside a pretrained base: its checkpoints, how it goes on, what is exported, what is refused."""
+
 import dataclasses
 import json
 import pathlib
@@ -25,7 +26,13 @@ from trainer.text import TextObjective
 
 STEPS = 4
 DECAY = 0.3  # of the average of the weights
-ADAPTER = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "down_proj"], "train": ["norm"], "dropout": 0.25}
+ADAPTER = {
+    "rank": 2,
+    "alpha": 4.0,
+    "targets": ["q_proj", "down_proj"],
+    "train": ["norm"],
+    "dropout": 0.25,
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +42,32 @@ def command(small_recipe, hf_model, tmp_path_factory):
     written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     written["model"] = {"compute_dtype": "float32"}
     written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0}
-    written |= {"mesh": {"data": 4, "fsdp": 2, "simulate": 8}, "attention": {"kernel": "reference"}, "adapter": ADAPTER}
+    written |= {
+        "mesh": {"data": 4, "fsdp": 2, "simulate": 8},
+        "attention": {"kernel": "reference"},
+        "adapter": ADAPTER,
+    }
     written["train"] = {"steps": STEPS, "batch_size": 8}
-    written["optimizer"] |= {"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0, "average_decay": DECAY}
+    written["optimizer"] |= {
+        "learning_rate": 0.02,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "average_decay": DECAY,
+    }
     written["checkpoint"] = {"every": 1, "keep": STEPS}
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(written), encoding="utf-8")
 
     def line(run, *flags, model=hf_model):
-        return ["--config", str(path), "--run_dir", str(folder / run), "--model.path", str(model), *flags]
+        return [
+            "--config",
+            str(path),
+            "--run_dir",
+            str(folder / run),
+            "--model.path",
+            str(model),
+            *flags,
+        ]
 
     return line
 
@@ -57,9 +81,15 @@ def run(command):
     uninterrupted = average(folder / "checkpoints" / str(STEPS))
     for step in range(3, STEPS + 1):
         shutil.rmtree(folder / "checkpoints" / str(step))
-    before = [json.loads(line)["loss_nats_per_target"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    before = [
+        json.loads(line)["loss_nats_per_target"]
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert train.main(arguments) == 0
-    after = [json.loads(line)["loss_nats_per_target"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    after = [
+        json.loads(line)["loss_nats_per_target"]
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert before == after and after[-1] < after[0] - 0.05
     for name, x in average(folder / "checkpoints" / str(STEPS)).items():
         assert x.tobytes() == uninterrupted[name].tobytes(), name
@@ -72,7 +102,11 @@ def average(checkpoint):
 
 
 def parameters(source, adapter=True):
-    config = dataclasses.replace(source.config, adapter=source.adapter.config) if adapter else source.config
+    config = (
+        dataclasses.replace(source.config, adapter=source.adapter.config)
+        if adapter
+        else source.config
+    )
     return source.read(llama(config))
 
 
@@ -80,23 +114,40 @@ def test_checkpoints_hold_adapters_and_their_moments_alone(run):
     """By name, for the model and the optimizer; the file of PEFT's configuration lies among the assets."""
     checkpoint = run / "checkpoints" / str(STEPS)
     names = set(stored_arrays(checkpoint, "model"))
-    parts = {f"layers.{module}.lora_{part}" for module in ("self_attn.q_proj", "mlp.down_proj") for part in "AB"}
-    norms = {"norm.weight", "layers.input_layernorm.weight", "layers.post_attention_layernorm.weight"}
+    parts = {
+        f"layers.{module}.lora_{part}"
+        for module in ("self_attn.q_proj", "mlp.down_proj")
+        for part in "AB"
+    }
+    norms = {
+        "norm.weight",
+        "layers.input_layernorm.weight",
+        "layers.post_attention_layernorm.weight",
+    }
     assert names == parts | norms
     moments = {name for name in stored_arrays(checkpoint, "optimizer") if ".mu." in name}
     assert {name.partition(".mu.")[2] for name in moments} == names
     adapter, _ = peft.read_config(checkpoint / "assets")
-    assert (adapter.rank, adapter.projections, adapter.train) == (2, ("q_proj", "down_proj"), ("norm",))
+    assert (adapter.rank, adapter.projections, adapter.train) == (
+        2,
+        ("q_proj", "down_proj"),
+        ("norm",),
+    )
     assert adapter.dropout == 0.25
 
 
 def test_the_average_is_that_of_the_saved_parameters_and_is_exported(run, tmp_path):
     """Recomputed in float64 from the parameters of each step's checkpoint; with a start in the middle of the run."""
     saved = [restore_model(run / "checkpoints" / str(step)) for step in range(1, STEPS + 1)]
-    expected = {name: np.asarray(x, np.float64) for name, x in average(run / "checkpoints" / "1").items()}
+    expected = {
+        name: np.asarray(x, np.float64) for name, x in average(run / "checkpoints" / "1").items()
+    }
     for step, params in enumerate(saved[1:], start=2):
         decay = min(DECAY, (1 + step) / (10 + step))
-        expected = {name: decay * x + (1 - decay) * np.asarray(params[name], np.float64) for name, x in expected.items()}
+        expected = {
+            name: decay * x + (1 - decay) * np.asarray(params[name], np.float64)
+            for name, x in expected.items()
+        }
     averaged = average(run / "checkpoints" / str(STEPS))
     assert averaged.keys() == expected.keys() == saved[-1].keys()
     for name, x in expected.items():
@@ -118,17 +169,28 @@ def test_the_run_its_export_and_the_merged_model_are_one_model(run, hf_model, tm
     assert (named["base_model_name_or_path"], named["revision"]) == ("org/base", "v1")
     assert "base_model: org/base\n" in (tmp_path / "named/README.md").read_text()
     assert export_hf.main([str(run), str(tmp_path / "whole"), "--merge"]) == 0
-    ours, through_peft = parameters(open_model(str(run))), parameters(open_adapter(str(tmp_path / "peft"), str(hf_model)))
+    ours, through_peft = (
+        parameters(open_model(str(run))),
+        parameters(open_adapter(str(tmp_path / "peft"), str(hf_model))),
+    )
     assert ours.keys() == through_peft.keys()
     for name, x in ours.items():
         assert np.array_equal(x, through_peft[name]), name
     whole = open_model(str(tmp_path / "whole"))
     tokens = np.random.default_rng(0).integers(0, 1024, (1, 32), np.int32)
-    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens),
-             **dict.fromkeys(("index", "positions"), np.arange(32, dtype=np.int32)[None])}
+    batch = {
+        "tokens": tokens,
+        "segment_ids": np.ones_like(tokens),
+        **dict.fromkeys(("index", "positions"), np.arange(32, dtype=np.int32)[None]),
+    }
     adapted = llama(dataclasses.replace(whole.config, adapter=open_model(str(run)).adapter.config))
-    logits = [np.asarray(jax.jit(model.logits)(params, batch))
-              for model, params in ((adapted, ours), (llama(whole.config), parameters(whole, adapter=False)))]
+    logits = [
+        np.asarray(jax.jit(model.logits)(params, batch))
+        for model, params in (
+            (adapted, ours),
+            (llama(whole.config), parameters(whole, adapter=False)),
+        )
+    ]
     assert np.abs(logits[0] - logits[1]).max() <= 1e-5 * np.abs(logits[0]).max()
 
 
@@ -145,12 +207,16 @@ def test_another_base_is_refused(run, command, hf_model, tmp_path, capfd):
         open_adapter(str(run), str(other))
 
 
-@pytest.mark.parametrize(("flags", "facts"), [
-    (["--model.trainable", ".*norm.*"], ["model.trainable", "adapter.train"]),
-    (["--adapter.rank", "64"], ["adapter.rank: found 64", "at most 32"]),
-    (["--adapter.targets", "[qkv]"], ["adapter.targets", "'qkv'", "q_proj"]),
-    (["--adapter.path", "/nowhere"], ["/nowhere", "no adapter_config.json here"]),
-], ids=str)
+@pytest.mark.parametrize(
+    ("flags", "facts"),
+    [
+        (["--model.trainable", ".*norm.*"], ["model.trainable", "adapter.train"]),
+        (["--adapter.rank", "64"], ["adapter.rank: found 64", "at most 32"]),
+        (["--adapter.targets", "[qkv]"], ["adapter.targets", "'qkv'", "q_proj"]),
+        (["--adapter.path", "/nowhere"], ["/nowhere", "no adapter_config.json here"]),
+    ],
+    ids=str,
+)
 def test_bad_input_is_one_line(command, capfd, flags, facts):
     """With the field, what was found and what would work."""
     capfd.readouterr()
@@ -162,16 +228,33 @@ def test_bad_input_is_one_line(command, capfd, flags, facts):
 def test_a_run_goes_on_from_a_peft_adapter(run, command, tmp_path, capfd):
     """It begins with the adapter's loss, and takes over its dropout. Another rank, and an adapter as base, are refused."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
-    last, first = ([json.loads(line)["loss_nats_per_target"] for line in (run / "metrics.jsonl").read_text().splitlines()][i]
-                   for i in (-1, 0))
-    arguments = command("again", "--adapter.path", str(tmp_path / "peft"), "--train.steps", "1",
-                        "--adapter.dropout", "null")
+    last, first = (
+        [
+            json.loads(line)["loss_nats_per_target"]
+            for line in (run / "metrics.jsonl").read_text().splitlines()
+        ][i]
+        for i in (-1, 0)
+    )
+    arguments = command(
+        "again",
+        "--adapter.path",
+        str(tmp_path / "peft"),
+        "--train.steps",
+        "1",
+        "--adapter.dropout",
+        "null",
+    )
     assert train.main(arguments) == 0
     assert peft.read_config(pathlib.Path(arguments[3]) / "checkpoints/1/assets")[0].dropout == 0.25
-    begun = json.loads((pathlib.Path(arguments[3]) / "metrics.jsonl").read_text())["loss_nats_per_target"]
+    begun = json.loads((pathlib.Path(arguments[3]) / "metrics.jsonl").read_text())[
+        "loss_nats_per_target"
+    ]
     assert abs(begun - last) < abs(begun - first)
     capfd.readouterr()
-    assert train.main(command("more", "--adapter.path", str(tmp_path / "peft"), "--adapter.rank", "4")) == 2
+    assert (
+        train.main(command("more", "--adapter.path", str(tmp_path / "peft"), "--adapter.rank", "4"))
+        == 2
+    )
     assert "adapter.rank: found 4; the adapter in" in capfd.readouterr().err
     assert train.main(command("more", model=run)) == 2
     assert "is an adapter; --adapter.path goes on with it" in capfd.readouterr().err
@@ -182,7 +265,10 @@ def test_what_the_recipe_says_of_the_model_holds_beside_a_run_s_adapter_too(run,
     plain = choose_model(ModelConfig(path=str(hf_model)), str(run))
     trained = LlamaConfig.from_hf(run / f"checkpoints/{STEPS}/assets")
     assert plain.config == trained and plain.adapter.folder.parent.parent == run
-    assert plain.tokenizer().fingerprint == choose_model(ModelConfig(path=str(hf_model))).tokenizer().fingerprint
+    assert (
+        plain.tokenizer().fingerprint
+        == choose_model(ModelConfig(path=str(hf_model))).tokenizer().fingerprint
+    )
     data = DataConfig(template="vicuna_v1.1", sources=(SourceConfig("a.json"),))
     section = ModelConfig(path=str(hf_model), overrides={"rope_theta": 5e4})
     source, _ = for_templates(choose_model(section, str(run)).ending_at([7]), data)
@@ -195,14 +281,27 @@ def test_what_the_recipe_says_of_the_model_holds_beside_a_run_s_adapter_too(run,
 def test_tokens_that_a_run_s_adapter_lacks_are_refused(run, command, capfd):
     """Rows that were trained, or drawn, would not be those of a larger vocabulary."""
     capfd.readouterr()
-    flags = ["--adapter.path", str(run), "--data.template", "chatml", "--data.add_control_tokens", "true"]
+    flags = [
+        "--adapter.path",
+        str(run),
+        "--data.template",
+        "chatml",
+        "--data.add_control_tokens",
+        "true",
+    ]
     assert train.main(command("larger", *flags)) == 2
-    assert "data.add_control_tokens: the templates need 2 tokens that the run of" in capfd.readouterr().err
+    assert (
+        "data.add_control_tokens: the templates need 2 tokens that the run of"
+        in capfd.readouterr().err
+    )
 
 
 def test_stages_train_the_same_adapters_one_after_the_other(command, hf_model):
     """The second begins with those of the first, at its positions and beside the same base."""
-    stages = [{"context_length": 128, "steps": 2, "rope": {"rope_theta": 5e4}}, {"context_length": 128, "steps": 1}]
+    stages = [
+        {"context_length": 128, "steps": 2, "rope": {"rope_theta": 5e4}},
+        {"context_length": 128, "steps": 1},
+    ]
     arguments = command("staged", "--stages", json.dumps(stages))
     assert train.main(arguments) == 0
     first, second = stages_of(load(arguments))

@@ -1,4 +1,5 @@
 """The moving average of the weights: numpy's, and counted by the planner. A run with one is in test_adapter_run.py."""
+
 import functools
 
 import jax
@@ -21,19 +22,30 @@ DECAY = 0.3
 @pytest.mark.parametrize("fields", [{}, {"moment_dtype": "bfloat16"}, {"name": "lion"}])
 def test_it_is_numpys_average_of_the_parameters_after_each_step(fields):
     config = OptimizerConfig(learning_rate=0.1, average_decay=DECAY, **fields)
-    optimizer, plain = make_optimizer(config, 20), make_optimizer(OptimizerConfig(learning_rate=0.1, **fields), 20)
+    optimizer, plain = (
+        make_optimizer(config, 20),
+        make_optimizer(OptimizerConfig(learning_rate=0.1, **fields), 20),
+    )
     random = np.random.default_rng(0)
-    params = {"norm.weight": jnp.ones(5), "layers.mlp.up_proj.weight": jnp.asarray(random.normal(size=(2, 3, 4)), jnp.float32)}
+    params = {
+        "norm.weight": jnp.ones(5),
+        "layers.mlp.up_proj.weight": jnp.asarray(random.normal(size=(2, 3, 4)), jnp.float32),
+    }
     expected = {name: np.asarray(x, np.float64) for name, x in params.items()}
     state, plain_state = optimizer.init(params), plain.init(params)
     for step in range(1, 15):
-        gradient = {name: jnp.asarray(random.normal(size=x.shape), jnp.float32) for name, x in params.items()}
+        gradient = {
+            name: jnp.asarray(random.normal(size=x.shape), jnp.float32)
+            for name, x in params.items()
+        }
         updates, state = optimizer.update(gradient, state, params)
         same, plain_state = plain.update(gradient, plain_state, params)
         jax.tree.map(np.testing.assert_array_equal, updates, same)
         params = optax.apply_updates(params, updates)
         decay = min(DECAY, (1 + step) / (10 + step))
-        expected = {name: decay * x + (1 - decay) * np.asarray(params[name]) for name, x in expected.items()}
+        expected = {
+            name: decay * x + (1 - decay) * np.asarray(params[name]) for name, x in expected.items()
+        }
     for name, x in expected.items():
         assert state[2].average[name].dtype == jnp.float32
         np.testing.assert_allclose(state[2].average[name], x, rtol=1e-5, atol=1e-6)
@@ -42,14 +54,22 @@ def test_it_is_numpys_average_of_the_parameters_after_each_step(fields):
 
 def test_it_is_the_same_where_moments_come_from_the_host_layer_by_layer():
     """The update that `memory.moments_on_host` takes, against that of all parameters at once, to rounding."""
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, average_decay=DECAY, clip_norm=0.0), 20)
+    optimizer = make_optimizer(
+        OptimizerConfig(learning_rate=0.1, average_decay=DECAY, clip_norm=0.0), 20
+    )
     random = np.random.default_rng(1)
-    params = {"norm.weight": jnp.ones(5), "layers.mlp.up_proj.weight": jnp.asarray(random.normal(size=(3, 3, 4)), jnp.float32)}
+    params = {
+        "norm.weight": jnp.ones(5),
+        "layers.mlp.up_proj.weight": jnp.asarray(random.normal(size=(3, 3, 4)), jnp.float32),
+    }
     state = streamed_state = optimizer.init(params)
     streamed_params = params
     update = jax.jit(functools.partial(streamed_update, optimizer))
     for _ in range(3):
-        gradient = {name: jnp.asarray(random.normal(size=x.shape), jnp.float32) for name, x in params.items()}
+        gradient = {
+            name: jnp.asarray(random.normal(size=x.shape), jnp.float32)
+            for name, x in params.items()
+        }
         updates, state = optimizer.update(gradient, state, params)
         params = optax.apply_updates(params, updates)
         streamed_params, streamed_state = update(gradient, streamed_state, streamed_params)
@@ -60,14 +80,33 @@ def test_it_is_the_same_where_moments_come_from_the_host_layer_by_layer():
 
 def test_a_checkpoint_without_one_says_so(whole_run, tmp_path, capsys):
     assert export_hf.main([str(whole_run), str(tmp_path / "out"), "--average"]) == 2
-    assert "holds no average of the weights; training keeps one with optimizer.average_decay" in capsys.readouterr().err
+    assert (
+        "holds no average of the weights; training keeps one with optimizer.average_decay"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_planner_counts_it_and_a_decay_of_one_is_refused(small_recipe):
-    model = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                        num_key_value_heads=2)
-    sizes = [parts_gib(RunConfig(optimizer=OptimizerConfig(average_decay=decay, moment_dtype="bfloat16")), model)
-             for decay in (0.0, 0.9)]
-    assert sizes[0]["moments"] == sizes[0]["parameters"] and sizes[1]["moments"] == 2 * sizes[0]["moments"]
-    with pytest.raises(Exception, match=r"optimizer\.average_decay: found 1\.0, needs a number from 0 to below 1"):
+    model = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    sizes = [
+        parts_gib(
+            RunConfig(optimizer=OptimizerConfig(average_decay=decay, moment_dtype="bfloat16")),
+            model,
+        )
+        for decay in (0.0, 0.9)
+    ]
+    assert (
+        sizes[0]["moments"] == sizes[0]["parameters"]
+        and sizes[1]["moments"] == 2 * sizes[0]["moments"]
+    )
+    with pytest.raises(
+        Exception, match=r"optimizer\.average_decay: found 1\.0, needs a number from 0 to below 1"
+    ):
         load(["--config", str(small_recipe), "--optimizer.average_decay", "1"])

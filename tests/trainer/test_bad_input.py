@@ -18,9 +18,14 @@ from scripts import export_hf, import_hf
 def refused(small_recipe, tmp_path, capfd):
     """Gives the one line that train.py says of a recipe with the flags given."""
 
-    def call(*flags: str, recipe: pathlib.Path = small_recipe, run: pathlib.Path | None = None) -> str:
+    def call(
+        *flags: str, recipe: pathlib.Path = small_recipe, run: pathlib.Path | None = None
+    ) -> str:
         capfd.readouterr()
-        assert train.main(["--config", str(recipe), "--run_dir", str(run or tmp_path / "run"), *flags]) == 2
+        assert (
+            train.main(["--config", str(recipe), "--run_dir", str(run or tmp_path / "run"), *flags])
+            == 2
+        )
         said = capfd.readouterr().err.splitlines()
         assert len(said) == 1 and said[0].startswith("error: "), said
         return said[0]
@@ -47,15 +52,31 @@ def test_a_loss_that_is_not_finite_names_step_and_records(refused, small_recipe,
     said = refused(*flags)
     assert "step 2: loss_nats_per_target is nan" in said and "--train.non_finite skip" in said
     records = said.split("its records are ")[1].split(";")[0].split(", ")
-    known = {record["id"] for record in json.loads((small_recipe.parent / "conversations.json").read_text())}
+    known = {
+        record["id"]
+        for record in json.loads((small_recipe.parent / "conversations.json").read_text())
+    }
     assert records and set(records) <= known
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert len(metrics.read_text().splitlines()) == 1
-    command = ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), *flags, "--train.non_finite", "skip"]
+    command = [
+        "--config",
+        str(small_recipe),
+        "--run_dir",
+        str(tmp_path / "run"),
+        *flags,
+        "--train.non_finite",
+        "skip",
+    ]
     assert train.main(command) == 0
-    warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: step ")]
-    assert len(warnings) == len(metrics.read_text().splitlines()) - 1 and "step 2: loss_nats_per_target is nan" in warnings[0]
+    warnings = [
+        line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: step ")
+    ]
+    assert (
+        len(warnings) == len(metrics.read_text().splitlines()) - 1
+        and "step 2: loss_nats_per_target is nan" in warnings[0]
+    )
     assert all("skipped" in line for line in warnings)
 
 
@@ -73,7 +94,10 @@ def flip(path: pathlib.Path) -> None:
 
 def spoil_checkpoint(checkpoint: pathlib.Path) -> str:
     """Damages its largest parameter file; gives the file's name."""
-    victim = max((path for path in (checkpoint / "model").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    victim = max(
+        (path for path in (checkpoint / "model").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     flip(victim)
     return victim.name
 
@@ -88,7 +112,10 @@ def spoil_checkpoint(checkpoint: pathlib.Path) -> str:
         ("", ["the file is empty"]),
         ("[]", ["holds no records"]),
         ("hello", ["not JSON"]),
-        ('[{"conversations": []}, {"text": "a"}]', ["none of its 2 records is a usable conversation", "1 x empty record"]),
+        (
+            '[{"conversations": []}, {"text": "a"}]',
+            ["none of its 2 records is a usable conversation", "1 x empty record"],
+        ),
         ('[{"conversations": [{"from": "human"', ["none of its 1 records", "cut off"]),
     ],
 )
@@ -98,7 +125,9 @@ def test_no_usable_data(refused, tmp_path, content, words):
         write(path, content)
     said = refused("--data.path", str(path))
     assert all(word in said for word in [str(path), *words]), said
-    assert not (tmp_path / "run").exists(), "a run that could not begin leaves its folder to the next try"
+    assert not (tmp_path / "run").exists(), (
+        "a run that could not begin leaves its folder to the next try"
+    )
 
 
 def test_cut_json_is_used_as_far_as_it_is_whole(tmp_path, small_recipe, model_copy, capfd):
@@ -106,7 +135,14 @@ def test_cut_json_is_used_as_far_as_it_is_whole(tmp_path, small_recipe, model_co
     whole = (small_recipe.parent / "conversations.json").read_text(encoding="utf-8")
     path = write(tmp_path / "cut.json", whole[: len(whole) // 2])
     (model_copy / "model.safetensors").unlink()  # so that the call ends before it compiles
-    arguments = ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), "--data.path", path]
+    arguments = [
+        "--config",
+        str(small_recipe),
+        "--run_dir",
+        str(tmp_path / "run"),
+        "--data.path",
+        path,
+    ]
     capfd.readouterr()
     assert train.main([*arguments, "--model.path", str(model_copy)]) == 2
     report, said = capfd.readouterr()
@@ -115,13 +151,19 @@ def test_cut_json_is_used_as_far_as_it_is_whole(tmp_path, small_recipe, model_co
     records, kept = (int(word) for word in used.removeprefix(f"{path}: ").split() if word.isdigit())
     assert 10 < kept < records
     assert "cut off or malformed JSON" in report
-    assert report.splitlines()[-1].startswith(f"warning: {path}: the file is cut off in record {records} "), "last: it is seen"
+    assert report.splitlines()[-1].startswith(
+        f"warning: {path}: the file is cut off in record {records} "
+    ), "last: it is seen"
 
 
 @pytest.mark.slow
 def test_other_data_are_refused(refused, small_recipe, run_copy, tmp_path):
     records = json.loads((small_recipe.parent / "conversations.json").read_text(encoding="utf-8"))
-    said = refused("--data.path", write(tmp_path / "conversations.json", json.dumps(records[:50])), run=run_copy)
+    said = refused(
+        "--data.path",
+        write(tmp_path / "conversations.json", json.dumps(records[:50])),
+        run=run_copy,
+    )
     assert "was trained on other data" in said and str(run_copy) in said
 
 
@@ -131,9 +173,15 @@ def test_other_data_are_refused(refused, small_recipe, run_copy, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--mesh.simulate", "0", "--mesh.tensor", "1"], ["fsdp 2 x tensor 1 x sequence 2 is 4 devices", "found 8"]),
+        (
+            ["--mesh.simulate", "0", "--mesh.tensor", "1"],
+            ["fsdp 2 x tensor 1 x sequence 2 is 4 devices", "found 8"],
+        ),
         (["--mesh.tensor", "4"], ["mesh.simulate: found 8", "16"]),
-        (["--data.context_length", "127"], ["data.context_length: found 127", "next good length is 128"]),
+        (
+            ["--data.context_length", "127"],
+            ["data.context_length: found 127", "next good length is 128"],
+        ),
         (["--train.batch_size", "3"], ["train.batch_size: found 3", "next good size is 4"]),
         (["--optimizer.lerning_rate", "1"], ["lerning_rate", "learning_rate"]),
         (["--train.steps", "many"], ["train.steps", "many"]),
@@ -162,12 +210,20 @@ def test_no_recipe(refused, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--memory.remat", "every_k", "--memory.every_k", "3"], ["memory.every_k: 3 does not divide 2 layers; 1, 2 do"]),
-        (["--memory.query_chunks", "2"], ["memory.remat: found 'save_attention'", "valid: nothing, offload"]),
+        (
+            ["--memory.remat", "every_k", "--memory.every_k", "3"],
+            ["memory.every_k: 3 does not divide 2 layers; 1, 2 do"],
+        ),
+        (
+            ["--memory.query_chunks", "2"],
+            ["memory.remat: found 'save_attention'", "valid: nothing, offload"],
+        ),
         (["--attention.schedule", "{name: ulysses, degree: 3}"], ["degree", "3"]),
     ],
 )
-def test_what_a_step_cannot_be_made_of_leaves_the_folder_to_the_next_try(refused, tmp_path, flags, words):
+def test_what_a_step_cannot_be_made_of_leaves_the_folder_to_the_next_try(
+    refused, tmp_path, flags, words
+):
     said = refused(*flags)
     assert all(word in said for word in words), said
     assert not (tmp_path / "run").exists()
@@ -175,7 +231,9 @@ def test_what_a_step_cannot_be_made_of_leaves_the_folder_to_the_next_try(refused
 
 def test_run_directory_of_another_run(refused, whole_run):
     said = refused("--optimizer.learning_rate", "0.5", run=whole_run)
-    assert "optimizer.learning_rate is 0.002 there and 0.5 now" in said and "another --run_dir" in said
+    assert (
+        "optimizer.learning_rate is 0.002 there and 0.5 now" in said and "another --run_dir" in said
+    )
 
 
 def test_run_directory_that_is_none(refused, tmp_path):
@@ -189,7 +247,12 @@ def test_prepared_data_in_the_run_directory_are_no_strangers(refused, model_copy
     """After a start that failed once the data were prepared, the next one does not refuse the folder."""
     (model_copy / "model.safetensors").unlink()
     for _ in range(2):
-        flags = ["--model.path", str(model_copy), "--data.prepared", str(tmp_path / "run" / "prepared")]
+        flags = [
+            "--model.path",
+            str(model_copy),
+            "--data.prepared",
+            str(tmp_path / "run" / "prepared"),
+        ]
         assert "no weights here" in refused(*flags) and os.listdir(tmp_path / "run") == ["prepared"]
 
 
@@ -197,7 +260,9 @@ def test_every_checkpoint_damaged(refused, run_copy):
     name = spoil_checkpoint(run_copy / "checkpoints/40")
     spoil_checkpoint(run_copy / "checkpoints/35")
     said = refused(run=run_copy)
-    assert "every checkpoint is damaged" in said and "checkpoints/40: model/" in said and name in said
+    assert (
+        "every checkpoint is damaged" in said and "checkpoints/40: model/" in said and name in said
+    )
 
 
 def test_damaged_checkpoint_as_model(refused, run_copy, tmp_path, capfd):
@@ -215,8 +280,10 @@ def test_damaged_checkpoint_as_model(refused, run_copy, tmp_path, capfd):
 def test_foreign_folder_as_checkpoint(refused, run_copy, tmp_path, capfd):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
-    assert f"{foreign}: no manifest.json (a checkpoint), no checkpoints/ (a run) and no config.json" in refused(
-        "--model.path", str(foreign))
+    assert (
+        f"{foreign}: no manifest.json (a checkpoint), no checkpoints/ (a run) and no config.json"
+        in refused("--model.path", str(foreign))
+    )
     write(foreign / "manifest.json", '{"icons": []}')
     assert f"{foreign}: not a checkpoint of this project" in refused("--model.path", str(foreign))
     for step in ("35", "40"):
@@ -238,7 +305,9 @@ def change_tensors(folder: pathlib.Path, change) -> None:
 
 def change_config(folder: pathlib.Path, **fields) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **fields}), encoding="utf-8")
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), **fields}), encoding="utf-8"
+    )
 
 
 def pickled(folder: pathlib.Path) -> None:
@@ -255,19 +324,43 @@ UP = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda folder: change_tensors(folder, lambda t: t.pop(UP)), [f"tensor {UP} is missing", "[64, 32]"]),
-        (lambda folder: change_tensors(folder, lambda t: t.update({UP: t[UP].T.copy()})),
-         [f"tensor {UP} has shape [32, 64]", "[64, 32]"]),
+        (
+            lambda folder: change_tensors(folder, lambda t: t.pop(UP)),
+            [f"tensor {UP} is missing", "[64, 32]"],
+        ),
+        (
+            lambda folder: change_tensors(folder, lambda t: t.update({UP: t[UP].T.copy()})),
+            [f"tensor {UP} has shape [32, 64]", "[64, 32]"],
+        ),
         (pickled, ["only pickled weights", "pytorch_model.bin", "refused"]),
         (cut, ["model.safetensors"]),
-        (lambda folder: change_config(folder, model_type="mixtral", architectures=["MixtralForCausalLM"]),
-         ["MixtralForCausalLM", "mixtures of experts are not supported", "LlamaForCausalLM"]),
-        (lambda folder: change_config(folder, model_type="gpt2", architectures=None), ["'gpt2'", "needs one of llama"]),
+        (
+            lambda folder: change_config(
+                folder, model_type="mixtral", architectures=["MixtralForCausalLM"]
+            ),
+            ["MixtralForCausalLM", "mixtures of experts are not supported", "LlamaForCausalLM"],
+        ),
+        (
+            lambda folder: change_config(folder, model_type="gpt2", architectures=None),
+            ["'gpt2'", "needs one of llama"],
+        ),
         (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer"]),
-        (lambda folder: change_config(folder, vocab_size=1000), ["model.tokenizer", "1000 rows of vocabulary"]),
+        (
+            lambda folder: change_config(folder, vocab_size=1000),
+            ["model.tokenizer", "1000 rows of vocabulary"],
+        ),
     ],
-    ids=["missing tensor", "misshapen tensor", "pickled", "cut file", "architecture", "model type", "no tokenizer", "vocab"],
-)  # fmt: skip
+    ids=[
+        "missing tensor",
+        "misshapen tensor",
+        "pickled",
+        "cut file",
+        "architecture",
+        "model type",
+        "no tokenizer",
+        "vocab",
+    ],
+)
 def test_model_that_cannot_be_used(refused, model_copy, tmp_path, spoil, words, capfd):
     spoil(model_copy)
     said = refused("--model.path", str(model_copy))
@@ -285,11 +378,17 @@ def test_model_that_cannot_be_used(refused, model_copy, tmp_path, spoil, words, 
 def test_a_folder_that_orbax_would_take_for_a_pattern(refused, model_copy, tmp_path, capfd):
     run = tmp_path / "lr[0.1]" / "run"
     said = refused(run=run)
-    assert f"run_dir: {run} has [ in it" in said and "would work" in said and not run.parent.exists()
+    assert (
+        f"run_dir: {run} has [ in it" in said and "would work" in said and not run.parent.exists()
+    )
     target = tmp_path / "a*b"
     assert import_hf.main([str(model_copy), str(target)]) == 2
     said = capfd.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith(f"error: CHECKPOINT: {target} has * in it") and not target.exists()
+    assert (
+        len(said) == 1
+        and said[0].startswith(f"error: CHECKPOINT: {target} has * in it")
+        and not target.exists()
+    )
 
 
 def test_model_that_is_not_there(refused, monkeypatch):
@@ -331,11 +430,23 @@ trainer.entry.leave(import_hf.main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("moment", ["import", "callback", "writing"])
-def test_ctrl_c_ends_an_import_in_one_line_and_the_next_one_is_whole(hf_model, tmp_path, repository, moment):
+def test_ctrl_c_ends_an_import_in_one_line_and_the_next_one_is_whole(
+    hf_model, tmp_path, repository, moment
+):
     target = tmp_path / "imported"
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED.replace("{moment}", moment), str(hf_model), str(target)],
-                          cwd=repository, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr, done.stdout) == (130, "stopped\n", "") and not target.exists()
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.replace("{moment}", moment), str(hf_model), str(target)],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (
+        130,
+        "stopped\n",
+        "",
+    ) and not target.exists()
     if moment == "writing":
         assert (tmp_path / "imported.tmp").is_dir()
         assert import_hf.main([str(hf_model), str(target)]) == 0

@@ -1,4 +1,5 @@
 """The best checkpoint is kept and found, and a run ends where it no longer becomes better; also over several starts."""
+
 import contextlib
 import itertools
 import signal
@@ -28,9 +29,27 @@ def start(small_recipe, tmp_path, monkeypatch, capfd):
 
     def begin(*flags, steps=16):
         capfd.readouterr()
-        code = train.main(["--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), "--train.steps", str(steps),
-                           "--train.evaluate_every", "2", "--checkpoint.every", "5", "--checkpoint.keep", "1",
-                           "--optimizer.schedule", "constant", "--checkpoint.best", LOSS, *flags])
+        code = train.main(
+            [
+                "--config",
+                str(small_recipe),
+                "--run_dir",
+                str(tmp_path / "run"),
+                "--train.steps",
+                str(steps),
+                "--train.evaluate_every",
+                "2",
+                "--checkpoint.every",
+                "5",
+                "--checkpoint.keep",
+                "1",
+                "--optimizer.schedule",
+                "constant",
+                "--checkpoint.best",
+                LOSS,
+                *flags,
+            ]
+        )
         return code, capfd.readouterr().err
 
     return begin
@@ -46,7 +65,10 @@ def test_a_run_stops_when_its_patience_ends_and_keeps_the_best(start, tmp_path):
     assert f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in said
     assert f"best: {tmp_path}/run/checkpoints/8 ({LOSS} 2.5)" in said
     assert len(small_run.rows(tmp_path / "run" / "metrics.jsonl")) == 14
-    assert find_checkpoint(tmp_path / "run").name == "14" and find_checkpoint(tmp_path / "run" / "best").name == "8"
+    assert (
+        find_checkpoint(tmp_path / "run").name == "14"
+        and find_checkpoint(tmp_path / "run" / "best").name == "8"
+    )
     assert open_model(str(tmp_path / "run" / "best")).folder.name == "8"
     code, said = start("--checkpoint.patience", "3")
     assert code == 0 and "already stopped at step 14" in said and saved(tmp_path) == [8, 14]
@@ -70,7 +92,11 @@ def test_over_several_starts_it_is_the_same_run(start, tmp_path):
 
 def test_a_metric_that_nothing_measures_is_refused(start):
     code, said = start("--checkpoint.best", "accuracy")
-    assert code == 2 and f"checkpoint.best: found 'accuracy', which no evaluation measures; measured here are {LOSS}" in said
+    assert (
+        code == 2
+        and f"checkpoint.best: found 'accuracy', which no evaluation measures; measured here are {LOSS}"
+        in said
+    )
 
 
 def test_a_metric_that_nothing_measures_is_refused_where_a_run_goes_on_with_it(start, tmp_path):
@@ -82,19 +108,30 @@ def test_a_metric_that_nothing_measures_is_refused_where_a_run_goes_on_with_it(s
     assert [row["step"] for row in small_run.rows(tmp_path / "run/held_out.jsonl")] == [0, 2, 4]
 
 
-def test_patience_that_ends_in_the_evaluation_after_a_preemption_ends_the_run(start, tmp_path, monkeypatch):
+def test_patience_that_ends_in_the_evaluation_after_a_preemption_ends_the_run(
+    start, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patched:
         steps = itertools.count(1)
-        patched.setattr(loop, "notices", lambda: contextlib.nullcontext(lambda: signal.SIGTERM if next(steps) == 14 else None))
+        patched.setattr(
+            loop,
+            "notices",
+            lambda: contextlib.nullcontext(lambda: signal.SIGTERM if next(steps) == 14 else None),
+        )
         code, _ = start("--checkpoint.patience", "3")
     assert code == 128 + signal.SIGTERM and saved(tmp_path) == [8, 14]
     code, said = start("--checkpoint.patience", "3")
-    assert code == 0 and f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in said
+    assert (
+        code == 0
+        and f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in said
+    )
     assert len(small_run.rows(tmp_path / "run" / "metrics.jsonl")) == 14
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_run_that_never_measures_a_finite_number_stops_and_says_so(start, tmp_path, monkeypatch, loss):
+def test_a_run_that_never_measures_a_finite_number_stops_and_says_so(
+    start, tmp_path, monkeypatch, loss
+):
     monkeypatch.setattr(HeldOutLoss, "run", lambda self, params, step: {LOSS: loss})
     for words in ("stopped at step 4", "already stopped at step 4"):
         code, said = start("--checkpoint.patience", "2", steps=6)
@@ -103,19 +140,25 @@ def test_a_run_that_never_measures_a_finite_number_stops_and_says_so(start, tmp_
 
 
 def test_patience_needs_a_metric(small_recipe):
-    with pytest.raises(Exception, match=r"checkpoint\.patience: found 2, needs 0, or checkpoint\.best"):
+    with pytest.raises(
+        Exception, match=r"checkpoint\.patience: found 2, needs 0, or checkpoint\.best"
+    ):
         load(["--config", str(small_recipe), "--checkpoint.patience", "2"])
 
 
 def test_a_run_without_a_best_checkpoint_says_so(whole_run):
-    with pytest.raises(ValueError, match=r"best: this run has measured no best checkpoint; checkpoint\.best names the metric"):
+    with pytest.raises(
+        ValueError,
+        match=r"best: this run has measured no best checkpoint; checkpoint\.best names the metric",
+    ):
         find_checkpoint(whole_run / "best")
 
 
 def test_the_highest_may_be_the_best_and_another_metric_begins_anew():
     best = BestCheckpoint(CheckpointConfig(best="accuracy", best_is="highest", patience=2))
-    assert [best.update(step, {"accuracy": value}) for step, value in enumerate((0.5, 0.4, 0.6, 0.6), 1)] == [
-        True, False, True, False]
+    assert [
+        best.update(step, {"accuracy": value}) for step, value in enumerate((0.5, 0.4, 0.6, 0.6), 1)
+    ] == [True, False, True, False]
     assert (best.step, best.waited, best.exhausted) == (3, 1, False)
     again = BestCheckpoint.restored(best.config, best.data)
     assert again == best and not again.update(5, {"loss": 1.0}) and again == best

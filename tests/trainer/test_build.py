@@ -11,7 +11,11 @@ from trainer.build import build_llama, window_notes
 from trainer.config.schema import DataConfig, MeshConfig, RunConfig
 
 GLOBAL = RunConfig(attention=AttentionConfig(global_tokens=4))
-LAYERS = {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
+LAYERS = {
+    "num_hidden_layers": 2,
+    "layer_types": ("sliding_attention", "full_attention"),
+    "sliding_window": 9,
+}
 
 
 def test_global_tokens_go_with_the_models_own_window():
@@ -20,19 +24,29 @@ def test_global_tokens_go_with_the_models_own_window():
 
 
 def test_global_tokens_go_with_the_window_of_some_layers():
-    gemma = tiny(family="gemma3_text", **FAMILIES["gemma3_text"].computes, **LAYERS, local_rope=RopeConfig())
+    gemma = tiny(
+        family="gemma3_text", **FAMILIES["gemma3_text"].computes, **LAYERS, local_rope=RopeConfig()
+    )
     built = build_llama(GLOBAL, gemma, mesh_of({}))
-    assert [built.attention(kind.window).mask for kind in gemma.layer_kinds] == [Mask(window=9, global_tokens=4), Mask()]
+    assert [built.attention(kind.window).mask for kind in gemma.layer_kinds] == [
+        Mask(window=9, global_tokens=4),
+        Mask(),
+    ]
 
 
 def test_global_tokens_without_any_window_are_refused():
-    with pytest.raises(ValueError, match=r"^attention\.global_tokens is 4; without .* give a window, or 0$"):
+    with pytest.raises(
+        ValueError, match=r"^attention\.global_tokens is 4; without .* give a window, or 0$"
+    ):
         build_llama(GLOBAL, tiny(), mesh_of({}))
 
 
 @pytest.mark.parametrize(("key_heads", "told"), [(2, True), (8, False)])
 def test_what_would_save_more_than_a_window_is_told_by_the_models_heads(key_heads, told):
-    config = RunConfig(attention=AttentionConfig(schedule="ulysses", window=100), mesh=MeshConfig(sequence=8),
-                       data=DataConfig(context_length=512))
-    line, = window_notes(config, tiny(num_key_value_heads=key_heads, head_dim=64))
+    config = RunConfig(
+        attention=AttentionConfig(schedule="ulysses", window=100),
+        mesh=MeshConfig(sequence=8),
+        data=DataConfig(context_length=512),
+    )
+    (line,) = window_notes(config, tiny(num_key_value_heads=key_heads, head_dim=64))
     assert ("2 other devices" in line) == told

@@ -3,6 +3,7 @@
 A small model on a v5e slice of 2 x 4 chips as fsdp 2 x tensor 2 x sequence 2: every size is large enough to be split, and no
 activation has as many elements as any parameter, so that a number of elements tells what is sent.
 """
+
 import math
 from collections import Counter
 
@@ -24,8 +25,14 @@ GATHERS = 1
 MESH = MeshConfig(fsdp=2, tensor=2, sequence=2)
 RING = MeshConfig(tensor=2, sequence=4)
 CONTEXT, ROWS = 8192, 2
-CONFIG = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
-                     num_key_value_heads=4)
+CONFIG = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +48,14 @@ def parameters():
     model = Llama(CONFIG, make_mesh(MESH, topology_devices("v5e:2x4")))
     layers, others = {}, {}
     for name, parameter in model.parameters.items():
-        axes = [axis for entry in model.specs[name] for axis in ((entry,) if isinstance(entry, str) else entry or ())]
-        assert set(STORAGE_AXES) <= set(axes), f"{name} is not split over all devices that share a batch"
+        axes = [
+            axis
+            for entry in model.specs[name]
+            for axis in ((entry,) if isinstance(entry, str) else entry or ())
+        ]
+        assert set(STORAGE_AXES) <= set(axes), (
+            f"{name} is not split over all devices that share a batch"
+        )
         elements = math.prod(parameter.shape) // (MESH.tensor if "tensor" in axes else 1)
         if name.startswith("layers."):
             layers[name] = elements // CONFIG.num_hidden_layers
@@ -54,22 +67,38 @@ def parameters():
 
 # Since one kernel makes attention's backward pass on v5e, where two did, the layer that the compiler takes out of the loop has
 # two hops of gradients with no kernel beside them (docs/notes/limits.md).
-ONE_KERNEL = pytest.mark.xfail(strict=True, reason="two hops of one layer's gradients run beside no kernel")
+ONE_KERNEL = pytest.mark.xfail(
+    strict=True, reason="two hops of one layer's gradients run beside no kernel"
+)
 
 
-@pytest.fixture(scope="module", params=[
-    pytest.param(("v5e:2x4", "offload"), id="v5e:2x4 offload", marks=[pytest.mark.slow, ONE_KERNEL]),
-    pytest.param(("v4:2x2x2", "save_attention"), id="v4:2x2x2 save_attention", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            ("v5e:2x4", "offload"), id="v5e:2x4 offload", marks=[pytest.mark.slow, ONE_KERNEL]
+        ),
+        pytest.param(
+            ("v4:2x2x2", "save_attention"), id="v4:2x2x2 save_attention", marks=pytest.mark.slow
+        ),
+    ],
+)
 def prefetching(request):
     """The collectives of a step whose layers' weights ride the ring."""
     topology, remat = request.param
-    compiled = compile_step(CONFIG, topology_devices(topology), CONTEXT, mesh=RING, remat=remat, prefetch=True)
+    compiled = compile_step(
+        CONFIG, topology_devices(topology), CONTEXT, mesh=RING, remat=remat, prefetch=True
+    )
     return crossings(compiled.as_text())
 
 
 def of(step, kind, **wanted):
-    return [collective for collective in step
-            if collective.kind == kind and all(getattr(collective, name) == value for name, value in wanted.items())]
+    return [
+        collective
+        for collective in step
+        if collective.kind == kind
+        and all(getattr(collective, name) == value for name, value in wanted.items())
+    ]
 
 
 def sizes(collectives):
@@ -87,9 +116,13 @@ def test_nothing_else_is_gathered(step, parameters):
     """No hidden state, no key, no logits, no token; and no parameter again for each chunk of the sequence."""
     gathers = of(step, "all-gather")
     assert max(collective.loops for collective in gathers) == 1
-    assert {dtype for collective in gathers for dtype, _ in collective.results} == {"bf16"}, "in compute precision"
+    assert {dtype for collective in gathers for dtype, _ in collective.results} == {"bf16"}, (
+        "in compute precision"
+    )
     outside, others = sizes(of(gathers, "all-gather", loops=0)), Counter(parameters[1].values())
-    assert others.keys() == outside.keys() and all(count <= 2 * others[size] for size, count in outside.items())
+    assert others.keys() == outside.keys() and all(
+        count <= 2 * others[size] for size, count in outside.items()
+    )
 
 
 def test_gradients_are_summed_in_float32(step, parameters):
@@ -99,17 +132,27 @@ def test_gradients_are_summed_in_float32(step, parameters):
     scatters = of(step, "reduce-scatter")
     assert {dtype for collective in scatters for dtype, _ in collective.results} == {"f32"}
     for loops, part in ((1, layers), (0, others)):
-        matrices = Counter(elements // shards for name, elements in part.items() if not name.endswith("norm.weight"))
+        matrices = Counter(
+            elements // shards
+            for name, elements in part.items()
+            if not name.endswith("norm.weight")
+        )
         assert sizes(of(scatters, "reduce-scatter", loops=loops)) == matrices
     tokens = CONTEXT * ROWS // MESH.fsdp // MESH.sequence
     for collective in of(step, "all-reduce"):
         for dtype, elements in collective.results:
-            assert dtype == "f32" or (dtype == "bf16" and elements in (tokens * 512, tokens // 2 * 512)), collective
+            assert dtype == "f32" or (
+                dtype == "bf16" and elements in (tokens * 512, tokens // 2 * 512)
+            ), collective
 
 
 def test_hidden_states_are_summed_over_tensor_as_often_as_the_cost_model_counts(step):
-    sums = Counter((collective.loops > 0, collective.backward) for collective in of(step, "all-reduce")
-                   for dtype, _ in collective.results if dtype == "bf16")
+    sums = Counter(
+        (collective.loops > 0, collective.backward)
+        for collective in of(step, "all-reduce")
+        for dtype, _ in collective.results
+        if dtype == "bf16"
+    )
     assert (sums[True, False], sums[True, True]) == (FORWARD_SUMS, BACKWARD_SUMS)
     assert sums[False, False] + sums[False, True] == OUTER_SUMS
 
@@ -121,22 +164,38 @@ def test_the_ring_sends_keys_values_their_gradients_and_coordinates(step):
     permutes = of(step, "collective-permute")
     assert {collective.results for collective in permutes} == {(array,) for array in allowed}
     # Forward: K and V in one. Backward: the same, and two hops of their gradients, in float32 where sums go on.
-    assert Counter(collective.backward for collective in permutes if collective.results[0][0] != "s32") == {False: 1, True: 3}
-    assert not of(step, "all-to-all") and {collective.kind for collective in step} < set(COLLECTIVES)
+    assert Counter(
+        collective.backward for collective in permutes if collective.results[0][0] != "s32"
+    ) == {False: 1, True: 3}
+    assert not of(step, "all-to-all") and {collective.kind for collective in step} < set(
+        COLLECTIVES
+    )
 
 
 def test_prefetched_weights_and_their_gradients_ride_behind_kernels(prefetching):
     """No layer gathers or scatters: its weights come with the ring in both directions, and only hops home have no kernel."""
-    assert not [collective for collective in prefetching
-                if collective.kind in ("all-gather", "reduce-scatter") and collective.loops]
+    assert not [
+        collective
+        for collective in prefetching
+        if collective.kind in ("all-gather", "reduce-scatter") and collective.loops
+    ]
     model = Llama(CONFIG, make_mesh(RING, topology_devices("v5e:2x4")))
-    layer = sum(math.prod(parameter.shape[1:]) // (RING.tensor if "tensor" in str(model.specs[name]) else 1)
-                for name, parameter in model.parameters.items() if name.startswith("layers."))
+    layer = sum(
+        math.prod(parameter.shape[1:]) // (RING.tensor if "tensor" in str(model.specs[name]) else 1)
+        for name, parameter in model.parameters.items()
+        if name.startswith("layers.")
+    )
     shard = layer // RING.sequence
     for dtype in ("bf16", "f32"):
-        riding = [collective for collective in of(prefetching, "collective-permute") if collective.results == ((dtype, shard),)]
+        riding = [
+            collective
+            for collective in of(prefetching, "collective-permute")
+            if collective.results == ((dtype, shard),)
+        ]
         # Of the layers, and of one peeled off them.
         home = Counter(collective.computation for collective in riding if not collective.kernels)
-        assert len(riding) > home.total() and max(home.values(), default=0) <= (dtype == "f32"), home
+        assert len(riding) > home.total() and max(home.values(), default=0) <= (dtype == "f32"), (
+            home
+        )
     weights = of(prefetching, "collective-permute", results=(("bf16", shard),))
     assert {collective.backward for collective in weights} == {False, True}

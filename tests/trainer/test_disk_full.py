@@ -17,7 +17,15 @@ def small_disk(tmp_path):
     folder.mkdir()
 
     def resize(kib, *options):
-        command = ["mount", "-t", "tmpfs", "-o", ",".join([*options, f"size={kib}k"]), "tmpfs", str(folder)]
+        command = [
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            ",".join([*options, f"size={kib}k"]),
+            "tmpfs",
+            str(folder),
+        ]
         return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
     if not resize(4):
@@ -49,5 +57,6 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_with_more_room(
         assert not list((disk / "prepared").glob(".*"))
     rows, expected = (small_run.rows(folder / "metrics.jsonl") for folder in (run, whole_run))
     assert [(row["step"], row["loss_nats_per_target"]) for row in rows] == [
-        (row["step"], row["loss_nats_per_target"]) for row in expected]
+        (row["step"], row["loss_nats_per_target"]) for row in expected
+    ]
     shutil.rmtree(run)

@@ -1,4 +1,5 @@
 """What every command does around its work: where compiled programs are kept, and what is said when memory runs out."""
+
 import errno
 import importlib
 import os
@@ -28,8 +29,12 @@ jax.jit(lambda x: x + 1)(1.0).block_until_ready()
 
 @pytest.mark.parametrize("named", [True, False], ids=["by the recipe", "by the environment"])
 def test_compiled_programs_are_kept_where_it_is_said(tmp_path, repository, named):
-    subprocess.run([sys.executable, "-c", PROGRAM, *(["~/shared"] if named else [])], cwd=repository, check=True,
-                   env={**os.environ, "LONGSTRIPE_CACHE": "~/own", "HOME": str(tmp_path)})
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, *(["~/shared"] if named else [])],
+        cwd=repository,
+        check=True,
+        env={**os.environ, "LONGSTRIPE_CACHE": "~/own", "HOME": str(tmp_path)},
+    )
     kept = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
     assert kept == {"shared" if named else "own"}
 
@@ -40,13 +45,19 @@ def too_large_for_this_machine():
 
 def too_large_for_a_chip():
     where = jax.sharding.SingleDeviceSharding(topology_devices("v5e:2x2")[0])
-    x = jax.ShapeDtypeStruct((60_000, 60_000), jnp.float32, sharding=where)  # 13.4 GiB, and their product as much again
+    x = jax.ShapeDtypeStruct(
+        (60_000, 60_000), jnp.float32, sharding=where
+    )  # 13.4 GiB, and their product as much again
     jax.jit(lambda x: jnp.sin(x) @ x.T @ jnp.cos(x)).lower(x).compile()
 
 
-@pytest.mark.parametrize(("work", "needed"), [
-    (too_large_for_this_machine, f"{4 << 44} bytes"), (too_large_for_a_chip, "15.75G"),
-])
+@pytest.mark.parametrize(
+    ("work", "needed"),
+    [
+        (too_large_for_this_machine, f"{4 << 44} bytes"),
+        (too_large_for_a_chip, "15.75G"),
+    ],
+)
 def test_out_of_memory_is_one_line_with_ways_out(work, needed, capfd):
     """By the CPU's runtime and by the TPU's compiler, in their own words."""
     with pytest.raises(jax.errors.JaxRuntimeError):
@@ -73,16 +84,24 @@ def test_the_other_processes_are_told_of_every_error(monkeypatch):
 
     told = []
     monkeypatch.setattr(cluster, "client", lambda: object())
-    monkeypatch.setattr(cluster, "leave_others", lambda error, code: told.append((type(error), code)))
+    monkeypatch.setattr(
+        cluster, "leave_others", lambda error, code: told.append((type(error), code))
+    )
     with pytest.raises(KeyError):
         entry.run(broken)
     assert told == [(KeyError, 1)]
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["Unable to allocate 9 TiB"], "error: out of memory: Unable to allocate 9 TiB; a host with more memory"),
-    ([], "error: out of memory: the host has no more; a host with more memory"),
-])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["Unable to allocate 9 TiB"],
+            "error: out of memory: Unable to allocate 9 TiB; a host with more memory",
+        ),
+        ([], "error: out of memory: the host has no more; a host with more memory"),
+    ],
+)
 def test_a_host_without_memory_is_one_line(words, said, capsys):
     def work():
         raise MemoryError(*words)
@@ -91,12 +110,23 @@ def test_a_host_without_memory_is_one_line(words, said, capsys):
     assert capsys.readouterr().err.startswith(said)
 
 
-@pytest.mark.parametrize("command", ["scripts.inspect_data", "eval.line_retrieval", "scripts.loss_by_position"])
+@pytest.mark.parametrize(
+    "command", ["scripts.inspect_data", "eval.line_retrieval", "scripts.loss_by_position"]
+)
 def test_ctrl_c_during_a_commands_imports_is_one_line(command, tmp_path, repository):
     """A numpy that sends it stands before the real one."""
-    (tmp_path / "numpy.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
-    done = subprocess.run([sys.executable, "-m", command], cwd=repository, capture_output=True, text=True, timeout=60,
-                          check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    (tmp_path / "numpy.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", command],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
@@ -136,17 +166,27 @@ def test_ctrl_c_is_one_line_although_what_it_left_half_made_cannot_be_deleted(ca
 
 def test_a_full_disk_is_named_by_the_commands_output(tmp_path, capsys):
     """Python's error for a full disk in the middle of a file names no file."""
+
     def work():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     assert entry.run(work, tmp_path / "out") == 75
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'out'}: No space left on device; with more room")
+    assert capsys.readouterr().err.startswith(
+        f"error: {tmp_path / 'out'}: No space left on device; with more room"
+    )
 
 
-@pytest.mark.parametrize("name, arguments", [
-    ("line_retrieval", ["--lines", "4"]), ("needle", ["--tokens", "64"]), ("ruler", ["--tokens", "64"]),
-    ("coreference", ["--tokens", "64"]), ("in_context", []), ("harness", ["--tasks", "x"]),
-])
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("line_retrieval", ["--lines", "4"]),
+        ("needle", ["--tokens", "64"]),
+        ("ruler", ["--tokens", "64"]),
+        ("coreference", ["--tokens", "64"]),
+        ("in_context", []),
+        ("harness", ["--tasks", "x"]),
+    ],
+)
 def test_every_evaluation_names_its_output(name, arguments, tmp_path, monkeypatch, capsys):
     module = importlib.import_module(f"eval.{name}")
 
@@ -161,8 +201,11 @@ def test_every_evaluation_names_its_output(name, arguments, tmp_path, monkeypatc
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_lost_connection_is_one_line_for_a_process_of_several(joined, monkeypatch, capsys):
     """Process 1 of two was killed within a gather."""
+
     def work():
-        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer\nat x")
+        raise jax.errors.JaxRuntimeError(
+            "UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer\nat x"
+        )
 
     monkeypatch.setattr(cluster, "client", lambda: object() if joined else None)
     if not joined:
@@ -172,4 +215,6 @@ def test_a_lost_connection_is_one_line_for_a_process_of_several(joined, monkeypa
     assert entry.run(work) == 75
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert said.startswith("error: the connection to another process was lost (UNKNOWN: Gloo AllGather")
+    assert said.startswith(
+        "error: the connection to another process was lost (UNKNOWN: Gloo AllGather"
+    )

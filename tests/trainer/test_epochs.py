@@ -1,4 +1,5 @@
 """train.epochs: the run has the steps that so many passes over its data take; metrics say how far it has come."""
+
 import dataclasses
 import math
 
@@ -11,19 +12,27 @@ from trainer.config.load import load
 from trainer.config.schema import TrainConfig
 
 
-@pytest.mark.parametrize(("epochs", "rows", "steps"), [(None, 10, 100), (3, 10, 8), (0.01, 10, 1), (1, 8, 2), (2.5, 7, 5),
-                                                       (0.07, 400, 7)])
+@pytest.mark.parametrize(
+    ("epochs", "rows", "steps"),
+    [(None, 10, 100), (3, 10, 8), (0.01, 10, 1), (1, 8, 2), (2.5, 7, 5), (0.07, 400, 7)],
+)
 def test_steps_of_epochs(epochs, rows, steps):
     assert TrainConfig(batch_size=4, epochs=epochs).for_epochs(rows).steps == steps
 
 
 def test_rows_without_end_have_no_epochs():
-    with pytest.raises(ValueError, match=r"train\.epochs: found 2, needs to be left out where rows are drawn without end"):
+    with pytest.raises(
+        ValueError,
+        match=r"train\.epochs: found 2, needs to be left out where rows are drawn without end",
+    ):
         TrainConfig(epochs=2).for_epochs(None)
 
 
 def test_an_epoch_without_rows_is_refused():
-    with pytest.raises(ValueError, match=r"train\.epochs: found 2, needs to be left out where the sources' weights leave no"):
+    with pytest.raises(
+        ValueError,
+        match=r"train\.epochs: found 2, needs to be left out where the sources' weights leave no",
+    ):
         TrainConfig(epochs=2).for_epochs(0)
 
 
@@ -35,13 +44,23 @@ def test_epochs_are_positive(small_recipe, epochs):
 
 def test_a_run_of_epochs_is_the_run_of_its_steps_and_goes_on(small_recipe, tmp_path, capfd):
     run = tmp_path / "run"
-    words = ["--config", str(small_recipe), "--run_dir", str(run), "--train.evaluate_every", "0", "--optimizer.schedule",
-             "constant"]
+    words = [
+        "--config",
+        str(small_recipe),
+        "--run_dir",
+        str(run),
+        "--train.evaluate_every",
+        "0",
+        "--optimizer.schedule",
+        "constant",
+    ]
     assert train.main([*words, "--train.epochs", "0.1"]) == 0
     first = small_run.rows(run / "metrics.jsonl")
     rows = 4 / first[0]["epoch"]
     assert rows == round(rows) and len(first) == math.ceil(0.1 * rows / 4)
-    assert yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["train"]["steps"] == len(first)
+    assert yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["train"][
+        "steps"
+    ] == len(first)
     # The same command finds the run finished; the steps that the epochs take are the same run; twice the epochs make it longer.
     assert train.main([*words, "--train.epochs", "0.1"]) == 0
     assert train.main([*words, "--train.steps", str(len(first))]) == 0
@@ -57,8 +76,19 @@ def test_a_run_of_epochs_is_the_run_of_its_steps_and_goes_on(small_recipe, tmp_p
 
 
 def test_stages_have_steps(small_recipe):
-    with pytest.raises(Exception, match=r"train\.epochs: found 1\.0, needs to be left out with stages"):
-        load(["--config", str(small_recipe), "--train.epochs", "1", "--stages", '[{"context_length": 64}]'])
+    with pytest.raises(
+        Exception, match=r"train\.epochs: found 1\.0, needs to be left out with stages"
+    ):
+        load(
+            [
+                "--config",
+                str(small_recipe),
+                "--train.epochs",
+                "1",
+                "--stages",
+                '[{"context_length": 64}]',
+            ]
+        )
 
 
 def test_the_section_keeps_its_other_fields():

@@ -10,27 +10,56 @@ from trainer import loop
 
 
 def command(small_recipe, run, *flags):
-    return ["--config", str(small_recipe), "--run_dir", str(run), "--train.evaluate_every", "0", *small_run.DENSE, *flags]
+    return [
+        "--config",
+        str(small_recipe),
+        "--run_dir",
+        str(run),
+        "--train.evaluate_every",
+        "0",
+        *small_run.DENSE,
+        *flags,
+    ]
 
 
 def test_an_update_that_overflows_is_not_saved(small_recipe, tmp_path, capfd):
     """The learning rate has a finite loss in its first step, and parameters without end after it."""
     run = tmp_path / "run"
-    code = train.main(command(small_recipe, run, "--optimizer.learning_rate", "3e38", "--optimizer.warmup_steps", "0",
-                              "--train.steps", "1", "--optimizer.weight_decay", "1e10"))
+    code = train.main(
+        command(
+            small_recipe,
+            run,
+            "--optimizer.learning_rate",
+            "3e38",
+            "--optimizer.warmup_steps",
+            "0",
+            "--train.steps",
+            "1",
+            "--optimizer.weight_decay",
+            "1e10",
+        )
+    )
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert code == 2 and len(said) == 1 and "is not finite after the update, so nothing is saved" in said[0]
+    assert (
+        code == 2
+        and len(said) == 1
+        and "is not finite after the update, so nothing is saved" in said[0]
+    )
     assert not list(run.glob("checkpoints/[0-9]*"))
 
 
-def test_a_run_whose_steps_were_all_skipped_is_no_success(small_recipe, tmp_path, monkeypatch, capfd):
+def test_a_run_whose_steps_were_all_skipped_is_no_success(
+    small_recipe, tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr(loop._Training, "_check_finite", lambda training, metrics: False)
     for _ in range(2):  # and again when the same command finds it finished
         assert train.main(command(small_recipe, tmp_path / "run", "--train.steps", "2")) == 2
         assert "all 2 steps were skipped" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("values", "finite"), [([1.0, 2], True), ([1, np.nan], False), ([np.inf, 1], False)])
+@pytest.mark.parametrize(
+    ("values", "finite"), [([1.0, 2], True), ([1, np.nan], False), ([np.inf, 1], False)]
+)
 def test_what_is_finite(values, finite):
     assert loop._is_finite(jnp.asarray(values, jnp.float32)) is finite
     assert loop._is_finite(jnp.asarray([1, 2], jnp.int32))

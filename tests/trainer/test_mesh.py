@@ -1,4 +1,5 @@
 """Which devices an axis runs along: near ones by mesh.order, those of other slices and hosts by mesh.dcn."""
+
 import itertools
 import re
 import types
@@ -27,8 +28,17 @@ def two_slices():
 
 def gpus(hosts: int, each: int):
     """What JAX tells of the GPUs of several hosts, one process a host."""
-    return [types.SimpleNamespace(id=host * each + gpu, process_index=host, slice_index=0, platform="gpu", device_kind="GPU")
-            for host in range(hosts) for gpu in range(each)]
+    return [
+        types.SimpleNamespace(
+            id=host * each + gpu,
+            process_index=host,
+            slice_index=0,
+            platform="gpu",
+            device_kind="GPU",
+        )
+        for host in range(hosts)
+        for gpu in range(each)
+    ]
 
 
 def lines(devices: np.ndarray, axes, along: str) -> np.ndarray:
@@ -38,25 +48,41 @@ def lines(devices: np.ndarray, axes, along: str) -> np.ndarray:
 
 def crossing(mesh, key) -> set[str]:
     """The axes along which `key` of the devices changes."""
-    return {axis for axis in MESH_AXES for line in lines(mesh.devices, MESH_AXES, axis)
-            if len({key(device) for device in line}) > 1}
+    return {
+        axis
+        for axis in MESH_AXES
+        for line in lines(mesh.devices, MESH_AXES, axis)
+        if len({key(device) for device in line}) > 1
+    }
 
 
-@pytest.mark.parametrize(("sizes", "dcn"), [
-    ({"data": 2, "fsdp": 2, "sequence": 2}, "data"), ({"fsdp": 4, "tensor": 2}, "fsdp"),
-    ({"tensor": 2, "sequence": 4}, "sequence"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "dcn"),
+    [
+        ({"data": 2, "fsdp": 2, "sequence": 2}, "data"),
+        ({"fsdp": 4, "tensor": 2}, "fsdp"),
+        ({"tensor": 2, "sequence": 4}, "sequence"),
+    ],
+)
 def test_only_the_axis_named_by_dcn_crosses_from_slice_to_slice(two_slices, sizes, dcn):
     mesh = make_mesh(MeshConfig(**sizes, dcn={dcn: 2}), two_slices)
     assert crossing(mesh, lambda device: device.slice_index) == {dcn}
-    for line in lines(mesh.devices, MESH_AXES, dcn):  # each slice's part of the axis is in one piece
-        assert [device.slice_index for device in line] == sorted(device.slice_index for device in line)
-    assert {axis: size for axis, size in mesh.shape.items() if size > 1} == sizes and memory_gib("2xv5e:2x2") == 15.75
+    for line in lines(
+        mesh.devices, MESH_AXES, dcn
+    ):  # each slice's part of the axis is in one piece
+        assert [device.slice_index for device in line] == sorted(
+            device.slice_index for device in line
+        )
+    assert {axis: size for axis, size in mesh.shape.items() if size > 1} == sizes and memory_gib(
+        "2xv5e:2x2"
+    ) == 15.75
 
 
 @pytest.mark.parametrize("dcn", [{}, {"data": 1}, {"fsdp": 4}])
 def test_factors_that_are_not_the_slices_are_told(two_slices, dcn):
-    with pytest.raises(UserError, match=r"mesh\.dcn: found .* for devices of 2 slices; .* \{data: 2\}"):
+    with pytest.raises(
+        UserError, match=r"mesh\.dcn: found .* for devices of 2 slices; .* \{data: 2\}"
+    ):
         make_mesh(MeshConfig(data=2, fsdp=4, dcn=dcn), two_slices)
 
 
@@ -66,12 +92,17 @@ def test_the_last_axis_of_the_order_has_the_nearest_devices(last):
     mesh = make_mesh(MeshConfig(tensor=4, sequence=4, order=order), topology_devices("v5e:4x4"))
     assert mesh.axis_names == MESH_AXES and mesh.devices.shape == (1, 1, 4, 4)
     for line in lines(mesh.devices, MESH_AXES, last):
-        assert all(sum(np.abs(np.subtract(device.coords, neighbour.coords))) == 1
-                   for device, neighbour in itertools.pairwise(line))
+        assert all(
+            sum(np.abs(np.subtract(device.coords, neighbour.coords))) == 1
+            for device, neighbour in itertools.pairwise(line)
+        )
 
 
 def test_one_process_that_simulates_has_no_slow_network():
-    assert make_mesh(MeshConfig(data=2, dcn={"data": 2}, simulate=2), jax.devices()[:2]).shape["data"] == 2
+    assert (
+        make_mesh(MeshConfig(data=2, dcn={"data": 2}, simulate=2), jax.devices()[:2]).shape["data"]
+        == 2
+    )
 
 
 def test_tensor_stays_in_a_host_of_gpus():
@@ -79,10 +110,16 @@ def test_tensor_stays_in_a_host_of_gpus():
     devices = gpus(4, 8)
     for axes, hosts in ((ORDER, 1), (MESH_AXES, 2)):
         placed = _placed(config, axes, devices)
-        assert {len({device.process_index for device in line}) for line in lines(placed, axes, "tensor")} == {hosts}
-    across = _placed(MeshConfig(fsdp=8, tensor=2, sequence=2, dcn={"sequence": 2, "fsdp": 2}), ORDER, devices)
+        assert {
+            len({device.process_index for device in line}) for line in lines(placed, axes, "tensor")
+        } == {hosts}
+    across = _placed(
+        MeshConfig(fsdp=8, tensor=2, sequence=2, dcn={"sequence": 2, "fsdp": 2}), ORDER, devices
+    )
     for axis, hosts in (("tensor", 1), ("sequence", 2), ("fsdp", 2)):
-        assert {len({device.process_index for device in line}) for line in lines(across, ORDER, axis)} == {hosts}
+        assert {
+            len({device.process_index for device in line}) for line in lines(across, ORDER, axis)
+        } == {hosts}
     with pytest.raises(UserError, match=r"for devices of 4 hosts"):
         _placed(MeshConfig(fsdp=32, dcn={"fsdp": 2}), ORDER, devices)
 
@@ -91,13 +128,31 @@ def test_tensor_stays_in_a_host_of_gpus():
 def test_between_slices_nothing_goes_but_the_sums_of_gradients(two_slices):
     """The TPU compiler's text of the step: collectives number the devices of a slice, what goes between slices is a send to the
     network's own runtime, which says what for. Each gradient crosses as the shard that a device holds, once."""
-    config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=2)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
     mesh = MeshConfig(data=2, fsdp=2, sequence=2, dcn={"data": 2})
     module = parse(compile_step(config, two_slices, 1024, batch=4, mesh=mesh).as_text())
-    all_instructions = [instruction for instructions in module.computations.values() for instruction in instructions]
-    inside = [instruction for instruction in all_instructions if instruction.opcode.removesuffix("-start") in COLLECTIVES]
-    assert inside and all(max(group) < 4 for instruction in inside if instruction.attribute("replica_groups")
-                          for group in groups(instruction.attribute("replica_groups"), 4))
+    all_instructions = [
+        instruction for instructions in module.computations.values() for instruction in instructions
+    ]
+    inside = [
+        instruction
+        for instruction in all_instructions
+        if instruction.opcode.removesuffix("-start") in COLLECTIVES
+    ]
+    assert inside and all(
+        max(group) < 4
+        for instruction in inside
+        if instruction.attribute("replica_groups")
+        for group in groups(instruction.attribute("replica_groups"), 4)
+    )
     sent = [instruction for instruction in all_instructions if instruction.opcode == "send"]
-    assert sent and {re.search(r'transfer_type="(\w+)"', instruction.rest)[1] for instruction in sent} == {"ALL_REDUCE"}
+    assert sent and {
+        re.search(r'transfer_type="(\w+)"', instruction.rest)[1] for instruction in sent
+    } == {"ALL_REDUCE"}

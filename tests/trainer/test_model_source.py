@@ -19,7 +19,9 @@ from trainer.model_source import choose_model, for_templates, open_model
 def chosen(repository):
     def choose(preset, **overrides):
         tokenizer = str(repository / "data/fixtures/tiny_tokenizer")
-        return choose_model(ModelConfig(preset=preset, tokenizer=tokenizer, overrides=overrides)).config
+        return choose_model(
+            ModelConfig(preset=preset, tokenizer=tokenizer, overrides=overrides)
+        ).config
 
     return choose
 
@@ -29,7 +31,10 @@ def test_rope_theta_leaves_the_rest_of_the_preset(chosen):
     config = chosen("llama-3.1-8b", rope_theta=100)
     assert config.to_hf()["rope_theta"] == 100 != preset.rope.theta
     assert dataclasses.replace(config.rope, theta=preset.rope.theta) == preset.rope
-    assert (config.hidden_size, config.num_key_value_heads) == (preset.hidden_size, preset.num_key_value_heads)
+    assert (config.hidden_size, config.num_key_value_heads) == (
+        preset.hidden_size,
+        preset.num_key_value_heads,
+    )
 
 
 def test_rope_theta_that_is_none(chosen):
@@ -39,26 +44,46 @@ def test_rope_theta_that_is_none(chosen):
 
 @pytest.mark.parametrize("value", [None, {"theta": 1e4}])
 def test_what_a_recipe_cannot_say_of_a_model_is_no_field_of_it(chosen, value):
-    with pytest.raises(UserError, match=r"^model\.overrides: unknown field 'local_rope'; valid: .*rope_scaling"):
+    with pytest.raises(
+        UserError, match=r"^model\.overrides: unknown field 'local_rope'; valid: .*rope_scaling"
+    ):
         chosen("gemma-3-1b", local_rope=value)
 
 
-@pytest.mark.parametrize(("preset", "overrides", "heads", "key_heads", "head_dim"), [
-    ("llama-7b", {"hidden_size": 2048}, 32, 32, 64),
-    ("llama-7b", {"num_attention_heads": 16}, 16, 16, 256),
-    ("llama-3.1-8b", {"num_attention_heads": 16}, 16, 8, 256),
-    ("llama-3.1-8b", {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}, 16, 4, 128),
-    ("smollm2-135m", {"hidden_size": 1152}, 9, 3, 128),
-    ("tiny", {"hidden_size": 128}, 4, 2, 32),  # names its head_dim
-    (None, {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}, 4, 2, 8),
-])  # fmt: skip
-def test_what_a_preset_names_stays_and_what_it_leaves_out_follows(chosen, preset, overrides, heads, key_heads, head_dim):
+@pytest.mark.parametrize(
+    ("preset", "overrides", "heads", "key_heads", "head_dim"),
+    [
+        ("llama-7b", {"hidden_size": 2048}, 32, 32, 64),
+        ("llama-7b", {"num_attention_heads": 16}, 16, 16, 256),
+        ("llama-3.1-8b", {"num_attention_heads": 16}, 16, 8, 256),
+        (
+            "llama-3.1-8b",
+            {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
+            16,
+            4,
+            128,
+        ),
+        ("smollm2-135m", {"hidden_size": 1152}, 9, 3, 128),
+        ("tiny", {"hidden_size": 128}, 4, 2, 32),  # names its head_dim
+        (None, {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}, 4, 2, 8),
+    ],
+)
+def test_what_a_preset_names_stays_and_what_it_leaves_out_follows(
+    chosen, preset, overrides, heads, key_heads, head_dim
+):
     config = chosen(preset, **overrides)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (heads, key_heads, head_dim)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (
+        heads,
+        key_heads,
+        head_dim,
+    )
 
 
 def test_key_heads_that_do_not_divide_the_heads_are_refused(chosen):
-    with pytest.raises(ValueError, match="num_key_value_heads: 8 does not divide num_attention_heads 12; these do: 1, 2, 3"):
+    with pytest.raises(
+        ValueError,
+        match="num_key_value_heads: 8 does not divide num_attention_heads 12; these do: 1, 2, 3",
+    ):
         chosen("llama-3.1-8b", num_attention_heads=12, hidden_size=768)
 
 
@@ -67,34 +92,51 @@ def base(repository, tmp_path):
     """Of a base model: the tokenizer has a chat's tokens (1024, 1025) and ends texts with </s> (2), as the config does."""
     bare = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
     bare.with_controls(["<|im_start|>", "<|im_end|>"]).save(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(LlamaConfig.preset("tiny", vocab_size=1026).to_hf()))
+    (tmp_path / "config.json").write_text(
+        json.dumps(LlamaConfig.preset("tiny", vocab_size=1026).to_hf())
+    )
     return tmp_path
 
 
-SOURCES = {"chat": SourceConfig("a.json"), "book": SourceConfig("b.txt", "text"),
-           "other chat": SourceConfig("c.json", template="vicuna_v1.1")}  # fmt: skip
+SOURCES = {
+    "chat": SourceConfig("a.json"),
+    "book": SourceConfig("b.txt", "text"),
+    "other chat": SourceConfig("c.json", template="vicuna_v1.1"),
+}
 
 
-@pytest.mark.parametrize(("names", "ends"), [
-    (["chat"], (2, 1025)),
-    (["book", "chat", "other chat"], (2, 1025)),
-    (["other chat", "chat"], 2),
-    (["book"], 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (["chat"], (2, 1025)),
+        (["book", "chat", "other chat"], (2, 1025)),
+        (["other chat", "chat"], 2),
+        (["book"], 2),
+    ],
+)
 @pytest.mark.parametrize("add", [False, True])
 def test_the_model_stops_where_its_first_conversations_answers_end(base, names, ends, add):
     """Whether the tokens of the template had to be added or not; texts alone leave a model as it was."""
-    data = DataConfig(template="chatml", add_control_tokens=add, sources=tuple(SOURCES[name] for name in names))
+    data = DataConfig(
+        template="chatml", add_control_tokens=add, sources=tuple(SOURCES[name] for name in names)
+    )
     source, tokenizer = for_templates(open_model(str(base)), data)
-    assert source.config.eos_token_id == ends and tokenizer.vocab_size == source.config.vocab_size == 1026
+    assert (
+        source.config.eos_token_id == ends
+        and tokenizer.vocab_size == source.config.vocab_size == 1026
+    )
 
 
 def test_what_ends_an_answer_by_the_generation_config_alone_is_kept(base):
-    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1025, 2], "temperature": 0.6}))
+    (base / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1025, 2], "temperature": 0.6})
+    )
     source = open_model(str(base))
     assert source.config.eos_token_id == (2, 1025)
     shutil.copytree(base, base / "assets")
-    dataclasses.replace(source, kind="checkpoint", folder=base).write_assets(base / "out", source.tokenizer(), "x", "")
+    dataclasses.replace(source, kind="checkpoint", folder=base).write_assets(
+        base / "out", source.tokenizer(), "x", ""
+    )
     written = json.loads((base / "out/generation_config.json").read_text())
     assert sorted(written["eos_token_id"]) == [2, 1025] and written["temperature"] == 0.6
     (base / "generation_config.json").write_text("[]")
@@ -102,24 +144,41 @@ def test_what_ends_an_answer_by_the_generation_config_alone_is_kept(base):
         open_model(str(base))
 
 
-@pytest.mark.parametrize(("said", "trained", "written"), [(64, 128, 128), (256, 128, 256), (None, 128, None)])
-def test_the_tokenizer_takes_texts_as_long_as_the_model_was_trained_at(base, said, trained, written):
+@pytest.mark.parametrize(
+    ("said", "trained", "written"), [(64, 128, 128), (256, 128, 256), (None, 128, None)]
+)
+def test_the_tokenizer_takes_texts_as_long_as_the_model_was_trained_at(
+    base, said, trained, written
+):
     """Of the length before it, transformers would cut longer texts, or warn of them; a larger one, or none, stays."""
     settings = json.loads((base / "tokenizer_config.json").read_text())
     (base / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": said}))
     shutil.copytree(base, base / "assets")
     source = dataclasses.replace(open_model(str(base)), kind="checkpoint", folder=base)
     config = dataclasses.replace(source.config, max_position_embeddings=trained)
-    dataclasses.replace(source, config=config).write_assets(base / "out", source.tokenizer(), "x", "")
+    dataclasses.replace(source, config=config).write_assets(
+        base / "out", source.tokenizer(), "x", ""
+    )
     exported = json.loads((base / "out/tokenizer_config.json").read_text())
-    assert exported["model_max_length"] == written and exported["eos_token"] == settings["eos_token"]
+    assert (
+        exported["model_max_length"] == written and exported["eos_token"] == settings["eos_token"]
+    )
 
 
 def test_line_retrieval_asks_and_stops_as_the_template_says(base):
     """The end of a turn ends an answer, whatever the model's config knows of it."""
     tokenizer, config = Tokenizer.load(base), LlamaConfig.from_hf(base)
-    case, = generate(2, 1, key_style="short")
-    assert stop_ids(config, tokenizer, "chatml") == (2, 1025) and stop_ids(config, tokenizer, "vicuna_v1.1") == (2,)
-    chat, plain = (prompt_ids(Prompt(case.prompt, 1), tokenizer, template) for template in ("chatml", None))
-    assert tokenizer.decode(chat, skip_control=False) == f"<|im_start|>user\n{case.prompt}<|im_end|>\n<|im_start|>assistant\n"
-    assert plain == [1, *tokenizer.encode(case.prompt)] and stop_ids(config, tokenizer, None) == (2,)
+    (case,) = generate(2, 1, key_style="short")
+    assert stop_ids(config, tokenizer, "chatml") == (2, 1025) and stop_ids(
+        config, tokenizer, "vicuna_v1.1"
+    ) == (2,)
+    chat, plain = (
+        prompt_ids(Prompt(case.prompt, 1), tokenizer, template) for template in ("chatml", None)
+    )
+    assert (
+        tokenizer.decode(chat, skip_control=False)
+        == f"<|im_start|>user\n{case.prompt}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert plain == [1, *tokenizer.encode(case.prompt)] and stop_ids(config, tokenizer, None) == (
+        2,
+    )

@@ -1,4 +1,5 @@
 """What recipes and commands accept by name, and what there is: lists in several rooms that must not drift apart."""
+
 import re
 import typing
 
@@ -26,9 +27,15 @@ def accepted(section, field):
     return typing.get_args(kind)
 
 
-@pytest.mark.parametrize(("section", "field", "there"), [
-    (schema.MemoryConfig, "remat", POLICIES), (schema.AttentionConfig, "kernel", KERNELS),
-    (schema.AttentionConfig, "layout", LAYOUTS), (schema.MeshConfig, "order", MESH_AXES)])
+@pytest.mark.parametrize(
+    ("section", "field", "there"),
+    [
+        (schema.MemoryConfig, "remat", POLICIES),
+        (schema.AttentionConfig, "kernel", KERNELS),
+        (schema.AttentionConfig, "layout", LAYOUTS),
+        (schema.MeshConfig, "order", MESH_AXES),
+    ],
+)
 def test_a_recipe_accepts_what_there_is(section, field, there):
     assert sorted(accepted(section, field)) == sorted(there)
 
@@ -37,12 +44,16 @@ def test_schedules_are_those_of_the_table():
     assert tuple(SCHEDULES) == names.SCHEDULES
     assert set(plan_search.SCHEDULES) < set(SCHEDULES)
     for name, schedule in SCHEDULES.items():
-        assert schedule.__module__ == f"model.attention.schedules.{name}", "errors name a schedule's options by its file"
+        assert schedule.__module__ == f"model.attention.schedules.{name}", (
+            "errors name a schedule's options by its file"
+        )
 
 
 def test_the_plan_accepts_every_policy_and_no_other(capsys):
     job = ["--model", "tiny", "--topology", "v4:2x2x1", "--context", "1024", "--remat"]
-    assert [plan_options.parser().parse_args([*job, name]).remat for name in POLICIES] == list(POLICIES)
+    assert [plan_options.parser().parse_args([*job, name]).remat for name in POLICIES] == list(
+        POLICIES
+    )
     with pytest.raises(SystemExit):
         plan_options.parser().parse_args([*job, "some"])
     listed = re.search(r"choose from (.*)\)", capsys.readouterr().err)[1]
@@ -51,11 +62,20 @@ def test_the_plan_accepts_every_policy_and_no_other(capsys):
 
 def test_policies_named_elsewhere_are_policies():
     assert set(REMAT) == set(POLICIES)
-    searched = plan_search.policies(Job.of("tiny", "v5e:2x2", 1024, mesh=schema.MeshConfig(sequence=4)))
-    assert {job.run.memory.remat for job in searched} | {*QUERY_CHUNK_POLICIES, *PREFETCH_POLICIES} <= set(POLICIES)
+    searched = plan_search.policies(
+        Job.of("tiny", "v5e:2x2", 1024, mesh=schema.MeshConfig(sequence=4))
+    )
+    assert {job.run.memory.remat for job in searched} | {
+        *QUERY_CHUNK_POLICIES,
+        *PREFETCH_POLICIES,
+    } <= set(POLICIES)
 
 
 def test_axes_split_over_tensor_are_decisions_of_parallel():
     parallel = TensorParallel(2, True, False, True, 128, 8, 2)
     assert {axis: getattr(parallel, axis) for axis, rule in RULES.items() if rule.tensor} == {
-        "heads": True, "kv_heads": False, "mlp": True, "vocab": True}
+        "heads": True,
+        "kv_heads": False,
+        "mlp": True,
+        "vocab": True,
+    }

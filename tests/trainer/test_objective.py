@@ -1,4 +1,5 @@
 """The contract of objectives and evaluations: a small regression on continuous arrays goes through the whole loop."""
+
 import json
 import os
 import signal
@@ -42,27 +43,52 @@ class Regression(Objective):
     def __init__(self, config, mesh):
         specs = {"layers.weight": PartitionSpec(), "bias": PartitionSpec()}
         self.model = SimpleNamespace(
-            mesh=mesh, config=tiny(), mask=Mask(), specs=specs, own_shapes={"layers.weight": (1, 3, 2), "bias": (2,)},
-            parameters={"layers.weight": Parameter((1, 3, 2), ("layers", "embed", "vocab")),
-                        "bias": Parameter((2,), ("vocab",))},
-            shardings={name: NamedSharding(mesh, spec) for name, spec in specs.items()})
+            mesh=mesh,
+            config=tiny(),
+            mask=Mask(),
+            specs=specs,
+            own_shapes={"layers.weight": (1, 3, 2), "bias": (2,)},
+            parameters={
+                "layers.weight": Parameter((1, 3, 2), ("layers", "embed", "vocab")),
+                "bias": Parameter((2,), ("vocab",)),
+            },
+            shardings={name: NamedSharding(mesh, spec) for name, spec in specs.items()},
+        )
 
     def loss(self, params, batch):
-        errors = batch["observations"] @ params["layers.weight"][0] + params["bias"] - batch["actions"]
+        errors = (
+            batch["observations"] @ params["layers.weight"][0] + params["bias"] - batch["actions"]
+        )
         none = jnp.zeros(0)
-        return LossSums((batch["weights"] * (errors**2).sum((1, 2))).sum(), batch["weights"].sum(), SourceSums(none, none), {})
+        return LossSums(
+            (batch["weights"] * (errors**2).sum((1, 2))).sum(),
+            batch["weights"].sum(),
+            SourceSums(none, none),
+            {},
+        )
 
     def abstract_batch(self):
         tokens = PartitionSpec(BATCH_AXES, "sequence")
-        shapes = {"observations": ((ROWS, LENGTH, 3), tokens), "actions": ((ROWS, LENGTH, 2), tokens),
-                  "weights": ((ROWS,), PartitionSpec(BATCH_AXES))}
-        return {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(self.model.mesh, spec))
-                for name, (shape, spec) in shapes.items()}
+        shapes = {
+            "observations": ((ROWS, LENGTH, 3), tokens),
+            "actions": ((ROWS, LENGTH, 2), tokens),
+            "weights": ((ROWS,), PartitionSpec(BATCH_AXES)),
+        }
+        return {
+            name: jax.ShapeDtypeStruct(
+                shape, jnp.float32, sharding=NamedSharding(self.model.mesh, spec)
+            )
+            for name, (shape, spec) in shapes.items()
+        }
 
     def batch(self, seed):
         rng = np.random.default_rng(seed)
         observations = rng.normal(size=(ROWS, LENGTH, 3)).astype(np.float32)
-        return {"observations": observations, "actions": observations @ TRUTH, "weights": np.arange(ROWS, dtype=np.float32)}
+        return {
+            "observations": observations,
+            "actions": observations @ TRUTH,
+            "weights": np.arange(ROWS, dtype=np.float32),
+        }
 
     def batches(self, step):
         while True:
@@ -75,7 +101,10 @@ class Regression(Objective):
         yield self.batch(1000)
 
     def to_device(self, batch):
-        return {name: jax.device_put(batch[name], abstract.sharding) for name, abstract in self.abstract_batch().items()}
+        return {
+            name: jax.device_put(batch[name], abstract.sharding)
+            for name, abstract in self.abstract_batch().items()
+        }
 
     def record_ids(self, step):
         return [f"episode {step}"]
@@ -84,7 +113,9 @@ class Regression(Objective):
         return np.full(ROWS, LENGTH)
 
     def read_params(self):
-        return {name: jnp.zeros(parameter.shape) for name, parameter in self.model.parameters.items()}
+        return {
+            name: jnp.zeros(parameter.shape) for name, parameter in self.model.parameters.items()
+        }
 
     def write_assets(self, folder):
         folder.mkdir()
@@ -107,18 +138,30 @@ class WeightError:
 def run(folder, objective=Regression, accumulation=1):
     """Trains in `folder`; the rows of its three logs, without measurements."""
     config = RunConfig(
-        name="regression", run_dir=str(folder), mesh=MeshConfig(data=2, fsdp=2, sequence=2, simulate=8),
-        optimizer=OptimizerConfig(learning_rate=0.1), checkpoint=CheckpointConfig(every=0),
-        train=TrainConfig(steps=STEPS, batch_size=ROWS, accumulation=accumulation, evaluate_every=3),
-        logging=LoggingConfig(tensorboard=False, console=False))
-    assert train(config, objective, [HeldOutLoss(every=3), WeightError()]) == folder / "checkpoints" / str(STEPS)
+        name="regression",
+        run_dir=str(folder),
+        mesh=MeshConfig(data=2, fsdp=2, sequence=2, simulate=8),
+        optimizer=OptimizerConfig(learning_rate=0.1),
+        checkpoint=CheckpointConfig(every=0),
+        train=TrainConfig(
+            steps=STEPS, batch_size=ROWS, accumulation=accumulation, evaluate_every=3
+        ),
+        logging=LoggingConfig(tensorboard=False, console=False),
+    )
+    assert train(
+        config, objective, [HeldOutLoss(every=3), WeightError()]
+    ) == folder / "checkpoints" / str(STEPS)
     return logs(folder)
 
 
 def logs(folder):
-    return {name: [{key: x for key, x in json.loads(line).items() if key not in MEASURED}
-                   for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-            for name in ("metrics", "held_out", "weight_error")}
+    return {
+        name: [
+            {key: x for key, x in json.loads(line).items() if key not in MEASURED}
+            for line in (folder / f"{name}.jsonl").read_text().splitlines()
+        ]
+        for name in ("metrics", "held_out", "weight_error")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +173,17 @@ def test_any_arrays_are_trained_on_and_metrics_have_the_objectives_names(whole):
     assert [row["step"] for row in whole["metrics"]] == list(range(1, STEPS + 1))
     first, last = whole["held_out"][0], whole["held_out"][-1]
     assert [row["step"] for row in whole["held_out"]] == [0, 3, 6]
-    assert last["held_out_squared_error"] < first["held_out_squared_error"] and last["held_out_rows"] == sum(range(ROWS))
-    assert whole["metrics"][0]["rows"] == sum(range(ROWS)) and whole["metrics"][0]["padding_share"] == 0
+    assert last["held_out_squared_error"] < first["held_out_squared_error"] and last[
+        "held_out_rows"
+    ] == sum(range(ROWS))
+    assert (
+        whole["metrics"][0]["rows"] == sum(range(ROWS))
+        and whole["metrics"][0]["padding_share"] == 0
+    )
     batch = Regression.batch(None, 0)
-    expected = (batch["weights"] * (batch["actions"] ** 2).sum((1, 2))).sum() / batch["weights"].sum()
+    expected = (batch["weights"] * (batch["actions"] ** 2).sum((1, 2))).sum() / batch[
+        "weights"
+    ].sum()
     assert whole["metrics"][0]["squared_error"] == pytest.approx(expected, rel=1e-5)
 
 

@@ -1,4 +1,5 @@
 """Optimizers and courses of the learning rate, against optax's own and formulas written out, sharded and not."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,17 +11,30 @@ from data.errors import UserError
 from planning.parts import parts_gib
 from tests.model.build import mesh_of, tiny
 from trainer.config.checks import check
-from trainer.config.schema import DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, RunConfig, SourceConfig
+from trainer.config.schema import (
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SourceConfig,
+)
 from trainer.optimizer import abstract_state, learning_rate, make_optimizer, moment_count
 
 STEPS, WARMUP, PEAK = 20, 4, 0.5
 MESH = {"fsdp": 2, "tensor": 2, "sequence": 2}
-SPECS = {"layers.self_attn.q_proj.weight": PartitionSpec(None, ("fsdp", "sequence"), "tensor"),
-         "layers.self_attn.o_proj.weight": PartitionSpec(None, "tensor", None, ("fsdp", "sequence")),
-         "layers.input_layernorm.weight": PartitionSpec(None, ("fsdp", "sequence")),
-         "embed_tokens.weight": PartitionSpec("tensor", ("fsdp", "sequence"))}
-SHAPES = {"layers.self_attn.q_proj.weight": (2, 256, 4, 64), "layers.self_attn.o_proj.weight": (2, 4, 64, 256),
-          "layers.input_layernorm.weight": (2, 256), "embed_tokens.weight": (512, 256)}
+SPECS = {
+    "layers.self_attn.q_proj.weight": PartitionSpec(None, ("fsdp", "sequence"), "tensor"),
+    "layers.self_attn.o_proj.weight": PartitionSpec(None, "tensor", None, ("fsdp", "sequence")),
+    "layers.input_layernorm.weight": PartitionSpec(None, ("fsdp", "sequence")),
+    "embed_tokens.weight": PartitionSpec("tensor", ("fsdp", "sequence")),
+}
+SHAPES = {
+    "layers.self_attn.q_proj.weight": (2, 256, 4, 64),
+    "layers.self_attn.o_proj.weight": (2, 4, 64, 256),
+    "layers.input_layernorm.weight": (2, 256),
+    "embed_tokens.weight": (512, 256),
+}
 NAMES = ("adamw", "lion", "adafactor", "muon")
 
 
@@ -29,8 +43,10 @@ def rates(schedule, **fields):
     return np.array([learning_rate(config, STEPS, jnp.int32(step)) for step in range(STEPS)])
 
 
-@pytest.mark.parametrize(("schedule", "first", "last"), [("cosine", WARMUP, 0.1), ("linear", WARMUP, 0.1), ("wsd", 15, 0.1),
-                                                         ("constant", WARMUP, 1.0)])
+@pytest.mark.parametrize(
+    ("schedule", "first", "last"),
+    [("cosine", WARMUP, 0.1), ("linear", WARMUP, 0.1), ("wsd", 15, 0.1), ("constant", WARMUP, 1.0)],
+)
 def test_the_learning_rate_is_optaxs(schedule, first, last):
     decay = optax.cosine_decay_schedule if schedule == "cosine" else None
     expected = [PEAK * (step + 1) / WARMUP for step in range(WARMUP)]
@@ -42,13 +58,19 @@ def test_the_learning_rate_is_optaxs(schedule, first, last):
     np.testing.assert_allclose(rates(schedule, decay_fraction=0.25), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("schedule", "stable"), [("constant", STEPS), ("wsd", 15), ("linear", 0), ("cosine", 0)])
+@pytest.mark.parametrize(
+    ("schedule", "stable"), [("constant", STEPS), ("wsd", 15), ("linear", 0), ("cosine", 0)]
+)
 def test_what_is_stable_is_the_same_in_a_longer_run(schedule, stable):
     config = OptimizerConfig(schedule=schedule, warmup_steps=WARMUP, decay_fraction=0.25)
     assert config.stable_steps(STEPS) == stable
-    same = [float(learning_rate(config, STEPS, step)) == float(learning_rate(config, 2 * STEPS, step))
-            for step in map(jnp.int32, range(WARMUP, STEPS))]
-    assert all(same[:max(stable - WARMUP, 0)]) and (schedule == "constant" or not any(same[max(stable - WARMUP, 0):]))
+    same = [
+        float(learning_rate(config, STEPS, step)) == float(learning_rate(config, 2 * STEPS, step))
+        for step in map(jnp.int32, range(WARMUP, STEPS))
+    ]
+    assert all(same[: max(stable - WARMUP, 0)]) and (
+        schedule == "constant" or not any(same[max(stable - WARMUP, 0) :])
+    )
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
@@ -57,44 +79,64 @@ def test_a_share_of_the_steps_warms_up_as_its_steps_do(schedule):
     shared = [float(learning_rate(config, STEPS, jnp.int32(step))) for step in range(STEPS)]
     np.testing.assert_array_equal(shared, rates(schedule))
     assert config.stable_steps(STEPS) == 0, "of a longer run the warm-up is longer"
-    with pytest.raises(ValueError, match=r"optimizer\.warmup_fraction: found 0\.1, needs to be left out with .*warmup_steps"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer\.warmup_fraction: found 0\.1, needs to be left out with .*warmup_steps",
+    ):
         OptimizerConfig(warmup_fraction=0.1, warmup_steps=1)
 
 
 def trained(config, mesh):
     """The parameters after three steps with gradients of a fixed seed, and the state's leaves as the mesh holds them."""
     random = np.random.default_rng(0)
-    abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, SPECS[name]))
-                for name, shape in SHAPES.items()}
-    params = {name: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding) for name, x in abstract.items()}
+    abstract = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, SPECS[name]))
+        for name, shape in SHAPES.items()
+    }
+    params = {
+        name: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding)
+        for name, x in abstract.items()
+    }
     optimizer = make_optimizer(config, STEPS)
     states = abstract_state(optimizer, abstract, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, states)
     state = jax.jit(optimizer.init, out_shardings=shardings)(params)
-    jax.tree.map(lambda x, y: np.testing.assert_equal((x.shape, x.dtype), (y.shape, y.dtype)), state, states)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_equal((x.shape, x.dtype), (y.shape, y.dtype)), state, states
+    )
 
     def step(params, state, gradient):
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
 
-    step = jax.jit(step, out_shardings=({name: x.sharding for name, x in abstract.items()}, shardings))
+    step = jax.jit(
+        step, out_shardings=({name: x.sharding for name, x in abstract.items()}, shardings)
+    )
     for _ in range(3):
-        gradient = {name: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding)
-                    for name, x in abstract.items()}
+        gradient = {
+            name: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding)
+            for name, x in abstract.items()
+        }
         params, state = step(params, state, gradient)
     return {name: np.asarray(x) for name, x in params.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sharded_optimizer_is_that_of_one_device(name):
-    config = OptimizerConfig(name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0)
+    config = OptimizerConfig(
+        name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0
+    )
     sharded, alone = trained(config, mesh_of(MESH)), trained(config, mesh_of({}))
     for parameter, value in alone.items():
-        np.testing.assert_allclose(sharded[parameter], value, rtol=1e-4, atol=1e-5, err_msg=parameter)
+        np.testing.assert_allclose(
+            sharded[parameter], value, rtol=1e-4, atol=1e-5, err_msg=parameter
+        )
 
 
 def test_lions_step_is_the_sign_of_its_interpolated_moment():
-    config = OptimizerConfig(name="lion", learning_rate=0.1, beta1=0.9, beta2=0.99, schedule="constant", clip_norm=0.0)
+    config = OptimizerConfig(
+        name="lion", learning_rate=0.1, beta1=0.9, beta2=0.99, schedule="constant", clip_norm=0.0
+    )
     optimizer, params = make_optimizer(config, STEPS), {"w.weight": jnp.array([1.0, 2.0])}
     state, moment, value = optimizer.init(params), np.zeros(2), np.array([1.0, 2.0])
     for gradient in (np.array([1.0, -1.0]), np.array([-3.0, 0.5])):
@@ -115,7 +157,10 @@ def test_muons_update_of_a_layers_matrix_is_orthogonal():
     for name in ("layers.self_attn.q_proj.weight", "layers.self_attn.o_proj.weight"):
         for layer in np.asarray(updates[name]).reshape(2, 256, 256):
             values = np.linalg.svd(layer, compute_uv=False)
-            assert values.max() < 2 * np.median(values) and (values > 0.5 * np.median(values)).mean() > 0.95
+            assert (
+                values.max() < 2 * np.median(values)
+                and (values > 0.5 * np.median(values)).mean() > 0.95
+            )
     # AdamW's first update has the same size in every number.
     assert np.ptp(np.abs(np.asarray(updates["embed_tokens.weight"]))) < 1e-2
 
@@ -123,10 +168,17 @@ def test_muons_update_of_a_layers_matrix_is_orthogonal():
 @pytest.mark.parametrize("name", NAMES)
 def test_doras_lengths_are_no_matrices(name):
     """Neither decayed nor, by Muon, made orthogonal: a gradient in one layer alone leaves the other's lengths as they are."""
-    config = OptimizerConfig(name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0)
-    optimizer, lengths = make_optimizer(config, STEPS), "layers.self_attn.o_proj.lora_magnitude_vector"
+    config = OptimizerConfig(
+        name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0
+    )
+    optimizer, lengths = (
+        make_optimizer(config, STEPS),
+        "layers.self_attn.o_proj.lora_magnitude_vector",
+    )
     params = {lengths: jnp.full((2, 128), 3.0)}
-    updates, _ = optimizer.update({lengths: jnp.zeros((2, 128)).at[0].set(1.0)}, optimizer.init(params), params)
+    updates, _ = optimizer.update(
+        {lengths: jnp.zeros((2, 128)).at[0].set(1.0)}, optimizer.init(params), params
+    )
     assert not np.any(updates[lengths][1])
     assert np.ptp(updates[lengths][0]) < 1e-6 and np.all(updates[lengths][0] < 0)
 
@@ -134,19 +186,39 @@ def test_doras_lengths_are_no_matrices(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_planned_moments_are_the_states(name):
     mesh, config = mesh_of({}), OptimizerConfig(name=name)
-    abstract = {parameter: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
-                for parameter, shape in SHAPES.items()}
-    held = sum(x.size for x in jax.tree.leaves(abstract_state(make_optimizer(config, STEPS), abstract, mesh)))
-    planned = sum(moment_count(config, parameter) * np.prod(shape) for parameter, shape in SHAPES.items())
-    assert held == pytest.approx(planned, abs=0.02 * sum(np.prod(shape) for shape in SHAPES.values()))
-    sizes = {chosen: parts_gib(RunConfig(optimizer=OptimizerConfig(name=chosen)), tiny())["moments"]
-             for chosen in (name, "adamw")}
+    abstract = {
+        parameter: jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())
+        )
+        for parameter, shape in SHAPES.items()
+    }
+    held = sum(
+        x.size
+        for x in jax.tree.leaves(abstract_state(make_optimizer(config, STEPS), abstract, mesh))
+    )
+    planned = sum(
+        moment_count(config, parameter) * np.prod(shape) for parameter, shape in SHAPES.items()
+    )
+    assert held == pytest.approx(
+        planned, abs=0.02 * sum(np.prod(shape) for shape in SHAPES.values())
+    )
+    sizes = {
+        chosen: parts_gib(RunConfig(optimizer=OptimizerConfig(name=chosen)), tiny())["moments"]
+        for chosen in (name, "adamw")
+    }
     assert sizes[name] <= sizes["adamw"]
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_what_is_not_elementwise_cannot_be_streamed_from_the_host(name):
-    config = RunConfig(model=ModelConfig(preset="tiny", tokenizer="t"), data=DataConfig(sources=(SourceConfig("a.json"),)),
-                       optimizer=OptimizerConfig(name=name), memory=MemoryConfig(moments_on_host=True))
-    with pytest.raises(UserError, match=f"optimizer.name: found '{name}', needs adamw or lion with memory.moments_on_host"):
+    config = RunConfig(
+        model=ModelConfig(preset="tiny", tokenizer="t"),
+        data=DataConfig(sources=(SourceConfig("a.json"),)),
+        optimizer=OptimizerConfig(name=name),
+        memory=MemoryConfig(moments_on_host=True),
+    )
+    with pytest.raises(
+        UserError,
+        match=f"optimizer.name: found '{name}', needs adamw or lion with memory.moments_on_host",
+    ):
         check(config)

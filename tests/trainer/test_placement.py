@@ -1,4 +1,5 @@
 """The ring on a slice of TPUs: a closed walk over neighbours, whose permutes the compiler of v5e makes asynchronous."""
+
 import itertools
 
 import jax
@@ -14,8 +15,22 @@ from trainer.mesh import make_mesh
 from trainer.placement import closed_walk
 
 
-@pytest.mark.parametrize("cells", [(1,), (2,), (1, 2, 1), (2, 2), (4, 3), (3, 4), (8, 2), (4, 4, 4), (3, 3, 2), (1, 16, 16),
-                                   (2, 3, 5, 2)])
+@pytest.mark.parametrize(
+    "cells",
+    [
+        (1,),
+        (2,),
+        (1, 2, 1),
+        (2, 2),
+        (4, 3),
+        (3, 4),
+        (8, 2),
+        (4, 4, 4),
+        (3, 3, 2),
+        (1, 16, 16),
+        (2, 3, 5, 2),
+    ],
+)
 def test_a_closed_walk_meets_every_cell_once_and_steps_to_neighbours(cells):
     walk = closed_walk(cells)
     assert sorted(walk) == list(range(np.prod(cells)))
@@ -30,17 +45,29 @@ def test_where_there_is_none(cells):
     assert closed_walk(cells) is None
 
 
-@pytest.mark.parametrize(("topology", "axes"), [
-    ("v5e:8x8", {"sequence": 64}), ("v5e:8x8", {"tensor": 4, "sequence": 16}),
-    ("v5e:16x16", {"fsdp": 4, "tensor": 2, "sequence": 32}),
-    ("v4:4x4x4", {"tensor": 8, "sequence": 8}), ("v3:4x4", {"sequence": 32})], ids=str)
+@pytest.mark.parametrize(
+    ("topology", "axes"),
+    [
+        ("v5e:8x8", {"sequence": 64}),
+        ("v5e:8x8", {"tensor": 4, "sequence": 16}),
+        ("v5e:16x16", {"fsdp": 4, "tensor": 2, "sequence": 32}),
+        ("v4:4x4x4", {"tensor": 8, "sequence": 8}),
+        ("v3:4x4", {"sequence": 32}),
+    ],
+    ids=str,
+)
 def test_every_ring_of_a_mesh_is_such_a_walk(topology, axes):
     """From cell to cell: with the devices of a cell along `tensor`, all hops of a ring are as long as a cell, and straight."""
     mesh = make_mesh(MeshConfig(**axes), topology_devices(topology))
     assert len({device.id for device in mesh.devices.flat}) == mesh.size
     for ring in np.moveaxis(mesh.devices, 3, -1).reshape(-1, axes["sequence"]):
         for device, neighbour in itertools.pairwise([*ring, ring[0]]):
-            apart = np.abs(np.subtract((*device.coords, device.core_on_chip), (*neighbour.coords, neighbour.core_on_chip)))
+            apart = np.abs(
+                np.subtract(
+                    (*device.coords, device.core_on_chip),
+                    (*neighbour.coords, neighbour.core_on_chip),
+                )
+            )
             assert np.count_nonzero(apart) == 1 and apart.max() <= axes.get("tensor", 1)
 
 
@@ -59,11 +86,22 @@ def compiled_ring(mesh) -> str:
     def local(x, w):
         def step(carry, _):
             x, y = carry
-            return (lax.ppermute(x, "sequence", [(i, (i + 1) % size) for i in range(size)]), jnp.tanh(y @ w) + x), None
+            return (
+                lax.ppermute(x, "sequence", [(i, (i + 1) % size) for i in range(size)]),
+                jnp.tanh(y @ w) + x,
+            ), None
 
         return lax.scan(step, (x, x), None, length=3)[0][1]
 
-    ring = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False))
-    x = jax.ShapeDtypeStruct((mesh.size * 1024, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, rows))
-    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
+    ring = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False
+        )
+    )
+    x = jax.ShapeDtypeStruct(
+        (mesh.size * 1024, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, rows)
+    )
+    w = jax.ShapeDtypeStruct(
+        (1024, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
+    )
     return ring.lower(x, w).compile().as_text()

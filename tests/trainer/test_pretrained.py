@@ -34,8 +34,12 @@ def recipe(small_recipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrained")
     written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     written["model"] = {"compute_dtype": "float32", "overrides": {"rope_theta": THETA}}
-    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0, "context_length": LENGTH,
-                        "prepared": str(folder / "prepared")}
+    written["data"] |= {
+        "held_out_path": None,
+        "held_out_fraction": 0.0,
+        "context_length": LENGTH,
+        "prepared": str(folder / "prepared"),
+    }
     written |= {"mesh": {"data": 8, "simulate": 8}, "attention": {"kernel": "reference"}}
     written["train"] = {"steps": STEPS, "batch_size": 8}
     path = folder / "recipe.yaml"
@@ -44,7 +48,15 @@ def recipe(small_recipe, tmp_path_factory):
 
 
 def command(recipe: pathlib.Path, model: pathlib.Path, *flags: str) -> list[str]:
-    return ["--config", str(recipe), "--run_dir", str(recipe.parent / "run"), "--model.path", str(model), *flags]
+    return [
+        "--config",
+        str(recipe),
+        "--run_dir",
+        str(recipe.parent / "run"),
+        "--model.path",
+        str(model),
+        *flags,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +71,9 @@ def run(recipe, hf_model, order):
     evaluate is not asked for, since there is nothing held out."""
     model = pathlib.Path(shutil.copytree(hf_model, recipe.parent / "model"))
     written = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    (model / "config.json").write_text(json.dumps({**written, "max_position_embeddings": OWN_LENGTH}), encoding="utf-8")
+    (model / "config.json").write_text(
+        json.dumps({**written, "max_position_embeddings": OWN_LENGTH}), encoding="utf-8"
+    )
     batches, check = TextObjective.batches, _Training._check_finite
 
     def vanishing(objective, step):
@@ -79,7 +93,12 @@ def run(recipe, hf_model, order):
         patch.setattr(TextObjective, "batches", vanishing)
         patch.setattr(StepBuilder, "lower_evaluate", compiled_for_nothing)
         patch.setattr(_Training, "_check_finite", told)
-        assert train.main(command(recipe, model, "--checkpoint.every", "1", "--checkpoint.keep", str(STEPS))) == 0
+        assert (
+            train.main(
+                command(recipe, model, "--checkpoint.every", "1", "--checkpoint.keep", str(STEPS))
+            )
+            == 0
+        )
     return recipe.parent / "run"
 
 
@@ -92,22 +111,34 @@ def test_saves_need_nothing_of_a_model_that_has_vanished_since_the_start(run, hf
     saved = sorted((run / "checkpoints").iterdir())
     assert [path.name for path in saved] == [str(step + 1) for step in range(STEPS)]
     for checkpoint in saved:
-        assert json.loads((checkpoint / "assets" / "source_dtype.json").read_text(encoding="utf-8"))["dtype"] == "float32"
-        assert (checkpoint / "assets" / "tokenizer.json").read_bytes() == (hf_model / "tokenizer.json").read_bytes()
+        assert (
+            json.loads((checkpoint / "assets" / "source_dtype.json").read_text(encoding="utf-8"))[
+                "dtype"
+            ]
+            == "float32"
+        )
+        assert (checkpoint / "assets" / "tokenizer.json").read_bytes() == (
+            hf_model / "tokenizer.json"
+        ).read_bytes()
 
 
 def test_export_and_evaluation_see_the_trained_length_and_the_new_base(run, tmp_path):
     assert export_hf.main([str(run), str(tmp_path / "hf")]) == 0
     exported = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
     longest = longest_document(run)
-    assert LENGTH > exported.max_position_embeddings == longest > OWN_LENGTH, "no length that no document had"
-    assert exported.rope_parameters["rope_theta"] == THETA and open_model(str(run)).config.max_position_embeddings == longest
+    assert LENGTH > exported.max_position_embeddings == longest > OWN_LENGTH, (
+        "no length that no document had"
+    )
+    assert (
+        exported.rope_parameters["rope_theta"] == THETA
+        and open_model(str(run)).config.max_position_embeddings == longest
+    )
 
 
 def longest_document(run):
     """The tokens of the run's longest document, by the arrays that lie in its prepared folder."""
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    index, = pathlib.Path(config["data"]["prepared"]).glob("*/" + INDEX)
+    (index,) = pathlib.Path(config["data"]["prepared"]).glob("*/" + INDEX)
     return int(np.load(index)["length"].max())
 
 
@@ -119,12 +150,21 @@ def test_a_model_that_was_trained_here_is_compared_once(run, name, monkeypatch):
     source = open_model(str(run / name))
     params = source.read(Llama(source.config, make_mesh(MeshConfig(data=8))))
     parts = [path for path in compared if "model" in path.relative_to(run).parts]
-    assert parts and len(parts) == len(set(parts)) and all(np.isfinite(x).all() for x in params.values())
+    assert (
+        parts
+        and len(parts) == len(set(parts))
+        and all(np.isfinite(x).all() for x in params.values())
+    )
 
 
-def test_a_moved_model_and_moved_data_are_known_again(run, recipe, hf_model, small_recipe, tmp_path, capfd):
+def test_a_moved_model_and_moved_data_are_known_again(
+    run, recipe, hf_model, small_recipe, tmp_path, capfd
+):
     data = shutil.copyfile(small_recipe.parent / "conversations.json", tmp_path / "moved.json")
-    assert train.main(command(recipe, hf_model, "--data.path", str(data), "--checkpoint.every", "1")) == 0
+    assert (
+        train.main(command(recipe, hf_model, "--data.path", str(data), "--checkpoint.every", "1"))
+        == 0
+    )
     assert f"already trained to step {STEPS}" in capfd.readouterr().err
 
 
@@ -133,8 +173,10 @@ def spoil_weights(folder: pathlib.Path) -> None:
     path = folder / "model.safetensors"
     content = bytearray(path.read_bytes())
     size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:8 + size])
-    start, end = (8 + size + offset for offset in header["model.layers.1.mlp.up_proj.weight"]["data_offsets"])
+    header = json.loads(content[8 : 8 + size])
+    start, end = (
+        8 + size + offset for offset in header["model.layers.1.mlp.up_proj.weight"]["data_offsets"]
+    )
     content[start:end] = bytes(byte ^ 255 for byte in content[start:end])
     path.write_bytes(content)
 
@@ -146,4 +188,8 @@ def test_another_model_of_the_same_shape_is_refused(run, recipe, hf_model, tmp_p
     capfd.readouterr()
     assert train.main(command(recipe, other)) == 2
     said = capfd.readouterr().err
-    assert said.count("\n") == 1 and f"checkpoints/{STEPS}: began with another model" in said and "--run_dir" in said
+    assert (
+        said.count("\n") == 1
+        and f"checkpoints/{STEPS}: began with another model" in said
+        and "--run_dir" in said
+    )

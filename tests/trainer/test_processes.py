@@ -43,7 +43,9 @@ def compiled_as_the_tests_programs(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", small_run.XLA_FLAGS)
 
 
-def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(whole_run, small_recipe, repository):
+def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(
+    whole_run, small_recipe, repository
+):
     """8 devices in 2 processes, fsdp 2 x tensor 2 x sequence 2; one of them prepares the data; process 1 is killed after the
     first checkpoint."""
     run = small_recipe.parent / "two processes"
@@ -53,7 +55,9 @@ def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(wh
         building.update(prepared.glob(".*"))
         return list(run.glob("checkpoints/[0-9]*/manifest.json"))
 
-    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run), "--data.prepared", str(prepared)])
+    running = launch_local.start(
+        2, ["--config", str(small_recipe), "--run_dir", str(run), "--data.prepared", str(prepared)]
+    )
     try:
         wait_for(saved, running)
         [made] = prepared.iterdir()
@@ -84,7 +88,10 @@ def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recip
         launch_local.end(running)
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
     said = f"stopped (Ctrl-C): saved {run / 'checkpoints' / str(saved)}; the same command resumes the run"
-    assert capfd.readouterr().err.count(said) == 1 and small_run.steps_logged(run) == saved < small_run.STEPS
+    assert (
+        capfd.readouterr().err.count(said) == 1
+        and small_run.steps_logged(run) == saved < small_run.STEPS
+    )
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
 
@@ -111,7 +118,12 @@ sys.exit(train.main())
 
 @pytest.mark.slow
 def test_two_processes_that_another_start_overtook_both_go_on_from_what_it_saved(
-    whole_run, small_recipe, tmp_path, repository, monkeypatch, capfd,
+    whole_run,
+    small_recipe,
+    tmp_path,
+    repository,
+    monkeypatch,
+    capfd,
 ):
     """That one was killed after its checkpoint 35."""
     run = tmp_path / "run"
@@ -137,7 +149,9 @@ def test_saved_by_four_processes_two_go_on_and_then_one(whole_run, small_recipe,
     run = tmp_path / "run"
     for processes in (4, 2):
         before = small_run.steps_logged(run)
-        running = launch_local.start(processes, ["--config", str(small_recipe), "--run_dir", str(run)])
+        running = launch_local.start(
+            processes, ["--config", str(small_recipe), "--run_dir", str(run)]
+        )
         try:
             wait_for(lambda before=before: small_run.steps_logged(run) >= before + 3, running)
             running[-1].send_signal(signal.SIGTERM)
@@ -149,13 +163,19 @@ def test_saved_by_four_processes_two_go_on_and_then_one(whole_run, small_recipe,
     rows, alone = (small_run.rows(folder / "metrics.jsonl") for folder in (run, whole_run))
     agree(rows, alone)
     for name in ("target_tokens", "padding_share"):  # would tell another order of the batches
-        assert [row[name] for row in rows] == [row[name] for row in alone] and len({row[name] for row in alone}) > 10
+        assert [row[name] for row in rows] == [row[name] for row in alone] and len(
+            {row[name] for row in alone}
+        ) > 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(small_recipe, tmp_path, victim, capfd):
-    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")])
+def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(
+    small_recipe, tmp_path, victim, capfd
+):
+    running = launch_local.start(
+        2, ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")]
+    )
     try:
         wait_for(lambda: small_run.steps_logged(tmp_path / "run"), running)
         running[victim].kill()
@@ -164,31 +184,52 @@ def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(smal
         launch_local.end(running)
     said, patience = "", time.monotonic() + 10  # the launcher's thread passes it on
     # Either the next sum over the processes fails, or JAX misses the other's heartbeat first and ends the process itself.
-    while "the connection to another process was lost" not in said and "another task died" not in said:
+    while (
+        "the connection to another process was lost" not in said and "another task died" not in said
+    ):
         assert time.monotonic() < patience, said
         said += capfd.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_fails_alone_ends_all_with_its_line(small_recipe, tmp_path, repository, victim):
+def test_a_process_that_fails_alone_ends_all_with_its_line(
+    small_recipe, tmp_path, repository, victim
+):
     address, running = f"127.0.0.1:{launch_local.free_port()}", []
     for number in range(2):
-        flags = ["--distributed.coordinator", address, "--distributed.process_id", str(number), "--distributed.num_processes",
-                 "2", *(["--model.tokenizer", "/missing"] if number == victim else [])]
-        running.append(small_run.start(repository, small_recipe, tmp_path / "run", *flags, log=tmp_path / f"log{number}"))
+        flags = [
+            "--distributed.coordinator",
+            address,
+            "--distributed.process_id",
+            str(number),
+            "--distributed.num_processes",
+            "2",
+            *(["--model.tokenizer", "/missing"] if number == victim else []),
+        ]
+        running.append(
+            small_run.start(
+                repository, small_recipe, tmp_path / "run", *flags, log=tmp_path / f"log{number}"
+            )
+        )
     start = time.monotonic()
     assert [process.wait(120) for process in running] == [2, 2] and time.monotonic() - start < 60
     said = [(tmp_path / f"log{number}").read_text().splitlines() for number in range(2)]
     assert [len(lines) for lines in said] == [1, 1]
     assert said[victim][0].startswith("error: /missing: no such file or folder")
-    assert said[1 - victim][0].startswith(f"error: process {victim} of 2 failed: /missing: no such file or folder")
+    assert said[1 - victim][0].startswith(
+        f"error: process {victim} of 2 failed: /missing: no such file or folder"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_stands_still_for_20_seconds_is_waited_for(small_recipe, whole_run, tmp_path, victim):
-    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")])
+def test_a_process_that_stands_still_for_20_seconds_is_waited_for(
+    small_recipe, whole_run, tmp_path, victim
+):
+    running = launch_local.start(
+        2, ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")]
+    )
     try:
         wait_for(lambda: small_run.steps_logged(tmp_path / "run") >= 2, running)
         running[victim].send_signal(signal.SIGSTOP)
@@ -198,21 +239,28 @@ def test_a_process_that_stands_still_for_20_seconds_is_waited_for(small_recipe, 
     finally:
         running[victim].send_signal(signal.SIGCONT)
         launch_local.end(running)
-    agree(small_run.rows(tmp_path / "run/metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
+    agree(
+        small_run.rows(tmp_path / "run/metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl")
+    )
 
 
 @pytest.mark.slow
 def test_one_of_two_killed_ten_times_is_the_run_that_never_was(small_recipe, tmp_path, monkeypatch):
     """kill -9 of either process, one to three steps (by a fixed seed) after the last, ten times over: each time the other
     ends by itself within a minute, and the last start ends with what two processes give that nobody stopped, bitwise."""
+
     def start(run):
-        return launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run), *SMALLER])
+        return launch_local.start(
+            2, ["--config", str(small_recipe), "--run_dir", str(run), *SMALLER]
+        )
 
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     whole, run, random = tmp_path / "whole", tmp_path / "run", np.random.default_rng(10)
     assert launch_local.wait(start(whole)) == 0
     step, seconds = 0, []
-    for victim, steps in zip(random.integers(2, size=10), random.integers(1, 4, size=10), strict=True):
+    for victim, steps in zip(
+        random.integers(2, size=10), random.integers(1, 4, size=10), strict=True
+    ):
         step += int(steps)
         running = start(run)
         try:
@@ -222,19 +270,33 @@ def test_one_of_two_killed_ten_times_is_the_run_that_never_was(small_recipe, tmp
             assert running[1 - victim].wait(60) != 0
             seconds.append(time.monotonic() - killed)
             step = small_run.steps_logged(run)
-            print(f"process {victim} killed after step {step}; the other ended after {seconds[-1]:.1f} s")
+            print(
+                f"process {victim} killed after step {step}; the other ended after {seconds[-1]:.1f} s"
+            )
         finally:
             launch_local.end(running)
     assert step < small_run.STEPS and launch_local.wait(start(run)) == 0
     assert max(seconds) < 60
     last = f"checkpoints/{small_run.STEPS}"
     for item in ("model", "optimizer"):
-        after, expected = ({name: np.asarray(x) for name, x in checkpoint.stored_arrays(folder / last, item).items()}
-                           for folder in (run, whole))
-        assert after.keys() == expected.keys() and all(after[name].tobytes() == expected[name].tobytes() for name in expected)
+        after, expected = (
+            {
+                name: np.asarray(x)
+                for name, x in checkpoint.stored_arrays(folder / last, item).items()
+            }
+            for folder in (run, whole)
+        )
+        assert after.keys() == expected.keys() and all(
+            after[name].tobytes() == expected[name].tobytes() for name in expected
+        )
     for name in ("metrics.jsonl", "held_out.jsonl"):
-        after, expected = ([{key: x for key, x in row.items() if key not in MEASURED} for row in small_run.rows(folder / name)]
-                           for folder in (run, whole))
+        after, expected = (
+            [
+                {key: x for key, x in row.items() if key not in MEASURED}
+                for row in small_run.rows(folder / name)
+            ]
+            for folder in (run, whole)
+        )
         assert after == expected
 
 
@@ -250,7 +312,9 @@ def agree(rows, expected):
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, right in zip(rows, expected, strict=True):
         for name in right.keys() - set(MEASURED):
-            np.testing.assert_allclose(row[name], right[name], rtol=2e-6 if name == "grad_norm" else 1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                row[name], right[name], rtol=2e-6 if name == "grad_norm" else 1e-6, err_msg=name
+            )
 
 
 def test_the_launcher_ends_all_with_the_first_that_fails(capsys):
@@ -263,7 +327,9 @@ def test_the_launcher_ends_all_with_the_first_that_fails(capsys):
     assert launch_local.wait(processes(slow, "raise SystemExit(3)", slow)) == 3
     assert "process 1 ended with 3" in capsys.readouterr().err
     assert launch_local.wait(processes("import os; os.kill(os.getpid(), 9)", slow)) == 137
-    assert "process 0 was lost (signal 9)" in capsys.readouterr().err and time.monotonic() - start < 20
+    assert (
+        "process 0 was lost (signal 9)" in capsys.readouterr().err and time.monotonic() - start < 20
+    )
 
 
 @pytest.fixture
@@ -278,6 +344,7 @@ def as_two(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: thread.number)
     with ThreadPoolExecutor(2) as pool:
+
         def call(work):
             def process(number):
                 thread.number, thread.client = number, clients[number]
@@ -328,13 +395,18 @@ def test_an_error_of_another_process_is_all_processes(as_two):
 
 
 def test_processes_that_are_alike_go_on(as_two):
-    assert [future.result() for future in as_two(lambda number: cluster.require_same({"a": (1, 2), "b": None}))] == [None, None]
+    assert [
+        future.result()
+        for future in as_two(lambda number: cluster.require_same({"a": (1, 2), "b": None}))
+    ] == [None, None]
 
 
 def test_processes_that_differ_are_named(as_two):
     """All of them stop: by the difference, or by the words of the one that found it."""
-    said = (r"process 1: data is 'x1' there and 'x0' in process 0; all processes need the same code, recipe, flags, model and "
-            "data")
+    said = (
+        r"process 1: data is 'x1' there and 'x0' in process 0; all processes need the same code, recipe, flags, model and "
+        "data"
+    )
     for future in as_two(lambda number: cluster.require_same({"same": 1, "data": f"x{number}"})):
         with pytest.raises(UserError, match=said):
             future.result()
@@ -342,9 +414,16 @@ def test_processes_that_differ_are_named(as_two):
 
 def test_training_begins_with_the_comparison(small_recipe, tmp_path, monkeypatch, capsys):
     """Of fingerprints, and of fields that other machines or places may not have otherwise."""
+
     def differ(values):
         assert values["the data's fingerprint"] and values["the model's fingerprint"] == ""
-        assert {"optimizer.learning_rate", "mesh.fsdp", "memory.remat", "train.steps", "checkpoint.every"} <= values.keys()
+        assert {
+            "optimizer.learning_rate",
+            "mesh.fsdp",
+            "memory.remat",
+            "train.steps",
+            "checkpoint.every",
+        } <= values.keys()
         assert not {"run_dir", "data.prepared", "distributed", "model.path"} & values.keys()
         raise UserError("compared")
 
@@ -370,8 +449,10 @@ if sys.argv[2] in ("all", str(number)):
     sys.exit(2)
 time.sleep(100)
 """
-LAUNCH = "import pathlib, sys; from scripts import launch_local; launch_local.TRAIN = pathlib.Path(sys.argv[1]); " \
-         "sys.exit(launch_local.main(['--processes', '3', *sys.argv[2:]]))"
+LAUNCH = (
+    "import pathlib, sys; from scripts import launch_local; launch_local.TRAIN = pathlib.Path(sys.argv[1]); "
+    "sys.exit(launch_local.main(['--processes', '3', *sys.argv[2:]]))"
+)
 
 
 @pytest.fixture
@@ -381,8 +462,13 @@ def launched(tmp_path, repository):
 
     def launch(how):
         started = tmp_path / how
-        process = subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path / "train.py"), str(started), how],
-                                   cwd=repository, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(tmp_path / "train.py"), str(started), how],
+            cwd=repository,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         wait_for(lambda: len(list(tmp_path.glob(f"{how}.*"))) == 3 or process.poll(), [])
         return process
 
@@ -401,7 +487,11 @@ def test_the_launchers_ctrl_c_comes_to_each_once_and_they_end_in_order(launched)
 def test_an_error_is_told_once_whoever_met_it(launched, whose):
     launcher = launched(whose)
     said = launcher.communicate(timeout=60)[1]
-    assert launcher.returncode == 2 and said.count("error: found 7") == 1 and said.count("ended with 2") == 1
+    assert (
+        launcher.returncode == 2
+        and said.count("error: found 7") == 1
+        and said.count("ended with 2") == 1
+    )
 
 
 def test_the_launchers_help_says_that_train_s_flags_follow(capsys):
@@ -411,11 +501,20 @@ def test_the_launchers_help_says_that_train_s_flags_follow(capsys):
     assert "--config RECIPE.yaml [--section.field value ...]" in said and "train.py --help" in said
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ({"coordinator": "here:1", "process_id": 0}, ["distributed.num_processes", "together"]),
-    ({"coordinator": "here:1", "process_id": 2, "num_processes": 2}, ["distributed.process_id", "found 2", "0 .. 1"]),
-    ({"coordinator": "here", "process_id": 0, "num_processes": 2}, ["distributed.coordinator", "HOST:PORT"]),
-])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"coordinator": "here:1", "process_id": 0}, ["distributed.num_processes", "together"]),
+        (
+            {"coordinator": "here:1", "process_id": 2, "num_processes": 2},
+            ["distributed.process_id", "found 2", "0 .. 1"],
+        ),
+        (
+            {"coordinator": "here", "process_id": 0, "num_processes": 2},
+            ["distributed.coordinator", "HOST:PORT"],
+        ),
+    ],
+)
 def test_flags_that_do_not_fit_are_told(given, words):
     with pytest.raises(ValueError) as error:
         DistributedConfig(**given)
@@ -423,12 +522,16 @@ def test_flags_that_do_not_fit_are_told(given, words):
 
 
 def test_simulated_devices_are_divided_among_the_processes():
-    with pytest.raises(UserError, match=r"mesh\.simulate: found 8, which 3 processes do not divide; 9 would work"):
+    with pytest.raises(
+        UserError, match=r"mesh\.simulate: found 8, which 3 processes do not divide; 9 would work"
+    ):
         simulate(8, 3)
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
-@pytest.mark.parametrize("sizes", [{"sequence": 8}, {"fsdp": 2, "sequence": 4}, {"data": 2, "tensor": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"sequence": 8}, {"fsdp": 2, "sequence": 4}, {"data": 2, "tensor": 4}], ids=str
+)
 def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes, layout):
     """Four processes with two devices each, as seen by each: their parts, put together, are the whole batch."""
     rows, length = 4, 64
@@ -438,13 +541,18 @@ def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes,
     whole = permute(loader.batch(1), order)
     together = {name: np.full_like(x, -1) for name, x in whole.items()}
     for process in range(4):
-        held = [where.devices_indices_map((rows, length))[device] for device in jax.devices()[2 * process:2 * process + 2]]
+        held = [
+            where.devices_indices_map((rows, length))[device]
+            for device in jax.devices()[2 * process : 2 * process + 2]
+        ]
         part = part_of_slices(held, rows, length)
         natural, within = local_order(part, order)
         batch = permute(loader.batch(1, rows=part.rows, indices=natural), within)
         share = len(part.rows) * len(part.tokens)
         assert sum(x.nbytes for x in batch.values()) == 24 * share
-        assert share <= 2 * rows * length // (8 // mesh.shape["tensor"]), "no more than two devices' parts"
+        assert share <= 2 * rows * length // (8 // mesh.shape["tensor"]), (
+            "no more than two devices' parts"
+        )
         for name, x in batch.items():
             together[name][np.ix_(part.rows, part.tokens)] = x
     for name, x in whole.items():
@@ -453,12 +561,20 @@ def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes,
 
 def test_a_document_that_is_all_elsewhere_is_not_read(prepared, monkeypatch):
     loader, read, get = Loader(prepared, 64, 4, 0), [], Documents.__getitem__
-    monkeypatch.setattr(Documents, "__getitem__", lambda self, number: read.append(number) or get(self, number))
+    monkeypatch.setattr(
+        Documents, "__getitem__", lambda self, number: read.append(number) or get(self, number)
+    )
     places = np.arange(8)
     part = loader.batch(1, rows=[0, 3], indices=places)
     pieces = [loader._plan(0).row(number) for number in (4, 7)]
-    assert read == [number for row in pieces for (number, _, _), at in zip(
-        row, np.cumsum([0, *(length for _, _, length in row)]), strict=False) if at < 8]
+    assert read == [
+        number
+        for row in pieces
+        for (number, _, _), at in zip(
+            row, np.cumsum([0, *(length for _, _, length in row)]), strict=False
+        )
+        if at < 8
+    ]
     np.testing.assert_array_equal(part["index"], [places, places])
     assert loader.lengths(1).sum() == (loader.batch(1)["segment_ids"] > 0).sum()
 

@@ -1,4 +1,5 @@
 """A run that trains adapters beside weights in NF4: it goes on, is evaluated and exported, and what cannot be is refused."""
+
 import dataclasses
 import json
 import pathlib
@@ -29,15 +30,26 @@ STEPS = 4
 def base(tmp_path_factory, repository):
     """Returns a Hugging Face folder of a small LLaMA whose sizes are multiples of 64."""
     folder = tmp_path_factory.mktemp("base")
-    config = LlamaConfig(vocab_size=1024, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, head_dim=64, max_position_embeddings=128)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=128,
+    )
     tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
     (folder / "assets").mkdir()
     tokenizer.save(folder / "assets", None)
     write_source_dtype(folder / "assets", "float32")
     (folder / "assets" / "config.json").write_text(json.dumps(config.to_hf()), encoding="utf-8")
     generator = np.random.default_rng(0)
-    params = {entry.name: (0.1 * generator.normal(size=entry.shape)).astype(np.float32) for entry in hf_layout(config)}
+    params = {
+        entry.name: (0.1 * generator.normal(size=entry.shape)).astype(np.float32)
+        for entry in hf_layout(config)
+    }
     write_hf(params, config, folder / "assets", folder / "hf")
     return folder / "hf"
 
@@ -49,21 +61,35 @@ def command(small_recipe, base, tmp_path_factory):
     written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     written["model"] = {"compute_dtype": "float32"}
     written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0}
-    written |= {"mesh": {"data": 4, "fsdp": 2, "simulate": 8}, "attention": {"kernel": "reference"},
-                "adapter": {"rank": 2, "alpha": 4.0, "quantize": "nf4"}}
+    written |= {
+        "mesh": {"data": 4, "fsdp": 2, "simulate": 8},
+        "attention": {"kernel": "reference"},
+        "adapter": {"rank": 2, "alpha": 4.0, "quantize": "nf4"},
+    }
     written["train"] = {"steps": STEPS, "batch_size": 8}
     written["optimizer"] |= {"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0}
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(written), encoding="utf-8")
 
     def line(run, *flags, model=base):
-        return ["--config", str(path), "--run_dir", str(folder / run), "--model.path", str(model), *flags]
+        return [
+            "--config",
+            str(path),
+            "--run_dir",
+            str(folder / run),
+            "--model.path",
+            str(model),
+            *flags,
+        ]
 
     return line
 
 
 def losses(folder):
-    return [json.loads(line)["loss_nats_per_target"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss_nats_per_target"]
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +135,16 @@ def test_the_merged_model_is_that_of_the_numbers_of_the_codes(run, tmp_path, cap
     assert source.adapter.config.quantize == "nf4"
     adapted = llama(dataclasses.replace(whole.config, adapter=source.adapter.config))
     tokens = np.random.default_rng(0).integers(0, 1024, (1, 32), np.int32)
-    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens),
-             **dict.fromkeys(("index", "positions"), np.arange(32, dtype=np.int32)[None])}
+    batch = {
+        "tokens": tokens,
+        "segment_ids": np.ones_like(tokens),
+        **dict.fromkeys(("index", "positions"), np.arange(32, dtype=np.int32)[None]),
+    }
     plain = llama(whole.config)
-    logits = [np.asarray(jax.jit(model.logits)(params, batch))
-              for model, params in ((adapted, source.read(adapted)), (plain, whole.read(plain)))]
+    logits = [
+        np.asarray(jax.jit(model.logits)(params, batch))
+        for model, params in ((adapted, source.read(adapted)), (plain, whole.read(plain)))
+    ]
     assert np.abs(logits[0] - logits[1]).max() <= 1e-5 * np.abs(logits[0]).max()
 
 
@@ -122,21 +153,73 @@ def test_evaluations_take_the_run_and_its_exports_beside_one_base(run, base, tmp
     """The same answers from the run's folder and, both in one command, from the run and PEFT's folder with --quantize; each has
     its own output. Without it PEFT's stands beside plain weights, and a journal of the other kind is refused."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
-    flags = ["--sequence", "8", "--lines", "2", "--count", "3", "--max-new-tokens", "4", "--compute-dtype", "float32",
-             "--template", "vicuna_v1.1"]
+    flags = [
+        "--sequence",
+        "8",
+        "--lines",
+        "2",
+        "--count",
+        "3",
+        "--max-new-tokens",
+        "4",
+        "--compute-dtype",
+        "float32",
+        "--template",
+        "vicuna_v1.1",
+    ]
     alone, both = str(tmp_path / "alone"), str(tmp_path / "both")
     assert line_retrieval.main(["--checkpoint", str(run), "--output", alone, *flags]) == 0
-    beside = ["--checkpoint", str(base), "--output", both, "--adapter", str(run), str(tmp_path / "peft"), *flags]
+    beside = [
+        "--checkpoint",
+        str(base),
+        "--output",
+        both,
+        "--adapter",
+        str(run),
+        str(tmp_path / "peft"),
+        *flags,
+    ]
     assert line_retrieval.main([*beside, "--quantize", "nf4"]) == 0
-    results = [json.loads((tmp_path / folder / "results.json").read_text()) for folder in ("alone", "both/run", "both/peft")]
-    cases = [(tmp_path / folder / "cases.jsonl").read_text() for folder in ("alone", "both/run", "both/peft")]
+    results = [
+        json.loads((tmp_path / folder / "results.json").read_text())
+        for folder in ("alone", "both/run", "both/peft")
+    ]
+    cases = [
+        (tmp_path / folder / "cases.jsonl").read_text()
+        for folder in ("alone", "both/run", "both/peft")
+    ]
     assert cases[0] == cases[1] == cases[2]
     assert [result["about"]["quantize"] for result in results] == ["nf4"] * 3
     capfd.readouterr()
-    assert line_retrieval.main(["--checkpoint", str(base), "--output", f"{both}/peft", "--adapter", str(tmp_path / "peft"),
-                                *flags]) == 2
+    assert (
+        line_retrieval.main(
+            [
+                "--checkpoint",
+                str(base),
+                "--output",
+                f"{both}/peft",
+                "--adapter",
+                str(tmp_path / "peft"),
+                *flags,
+            ]
+        )
+        == 2
+    )
     assert "has answers with quantize = 'nf4', now it is 'none'" in capfd.readouterr().err
-    assert line_retrieval.main(["--checkpoint", str(base), "--output", str(tmp_path / "x"), "--quantize", "nf4", *flags]) == 2
+    assert (
+        line_retrieval.main(
+            [
+                "--checkpoint",
+                str(base),
+                "--output",
+                str(tmp_path / "x"),
+                "--quantize",
+                "nf4",
+                *flags,
+            ]
+        )
+        == 2
+    )
     assert "--quantize: found nf4" in capfd.readouterr().err
 
 
@@ -154,14 +237,23 @@ def test_stored_codes_are_taken_as_they_are(base, tmp_path):
         open_model(str(folder)).read(llama(open_model(str(base)).config))
 
 
-@pytest.mark.parametrize(("config", "facts"), [
-    ({"quant_method": "gptq", "bits": 4}, ["quantization_config", "'gptq'", "unquantised"]),
-    ({"quant_method": "awq", "bits": 4}, ["'awq'", "adapter.quantize"]),
-    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["load_in_4bit", "None"]),
-], ids=str)
+@pytest.mark.parametrize(
+    ("config", "facts"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, ["quantization_config", "'gptq'", "unquantised"]),
+        ({"quant_method": "awq", "bits": 4}, ["'awq'", "adapter.quantize"]),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["load_in_4bit", "None"]),
+    ],
+    ids=str,
+)
 def test_other_kinds_are_named_and_refused(base, tmp_path, config, facts):
     """In one line, with what would work."""
-    content = {**json.loads((base / "config.json").read_text(encoding="utf-8")), "quantization_config": config}
+    content = {
+        **json.loads((base / "config.json").read_text(encoding="utf-8")),
+        "quantization_config": config,
+    }
     with pytest.raises(ValueError) as error:
         LlamaConfig.from_hf_dict(content)
-    assert all(fact in str(error.value) for fact in facts) and "\n" not in str(error.value), error.value
+    assert all(fact in str(error.value) for fact in facts) and "\n" not in str(error.value), (
+        error.value
+    )

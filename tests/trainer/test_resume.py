@@ -35,12 +35,20 @@ def objective(whole_run):
 def final_state(objective):
     """Gives parameters, moments and data state of a run's last checkpoint, as host arrays by name."""
     run_config = objective.config
-    builder = StepBuilder.of(run_config, objective.model, objective.loss, objective.abstract_batch())
+    builder = StepBuilder.of(
+        run_config, objective.model, objective.loss, objective.abstract_batch()
+    )
 
     def read(run):
-        restored = checkpoint.restore(run / "checkpoints" / str(small_run.STEPS), builder.abstract_params,
-                                      builder.abstract_optimizer)
-        arrays = {**restored.model, **{f"optimizer {name}": x for name, x in flatten(restored.optimizer).items()}}
+        restored = checkpoint.restore(
+            run / "checkpoints" / str(small_run.STEPS),
+            builder.abstract_params,
+            builder.abstract_optimizer,
+        )
+        arrays = {
+            **restored.model,
+            **{f"optimizer {name}": x for name, x in flatten(restored.optimizer).items()},
+        }
         return {name: np.asarray(x) for name, x in arrays.items()}, restored.data
 
     return read
@@ -55,33 +63,54 @@ def assert_same_run(run, whole, final_state):
         assert x.dtype == arrays[name].dtype and x.tobytes() == arrays[name].tobytes(), name
     assert data.keys() == expected_data.keys() and data["step"] == small_run.STEPS
     assert {key: x for key, x in data.items() if key not in NOT_TRAINED} == {
-        key: x for key, x in expected_data.items() if key not in NOT_TRAINED}
+        key: x for key, x in expected_data.items() if key not in NOT_TRAINED
+    }
     for name in ("metrics.jsonl", "held_out.jsonl"):
-        rows, wanted = ([{key: value for key, value in row.items() if key not in MEASURED} for row in small_run.rows(r / name)]
-                         for r in (run, whole))
+        rows, wanted = (
+            [
+                {key: value for key, value in row.items() if key not in MEASURED}
+                for row in small_run.rows(r / name)
+            ]
+            for r in (run, whole)
+        )
         assert rows == wanted, name
-    assert [row["step"] for row in small_run.rows(run / "metrics.jsonl")] == list(range(1, small_run.STEPS + 1))
+    assert [row["step"] for row in small_run.rows(run / "metrics.jsonl")] == list(
+        range(1, small_run.STEPS + 1)
+    )
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["35", "40"]
 
 
-def test_killed_twice_is_the_uninterrupted_run(tmp_path, repository, small_recipe, whole_run, final_state):
+def test_killed_twice_is_the_uninterrupted_run(
+    tmp_path, repository, small_recipe, whole_run, final_state
+):
     for attempt in range(5):
         run = tmp_path / str(attempt)
-        kills = [small_run.kill_when(small_run.start(repository, small_recipe, run), run,
-                                     lambda r=run: small_run.steps_logged(r) >= 20)]
+        kills = [
+            small_run.kill_when(
+                small_run.start(repository, small_recipe, run),
+                run,
+                lambda r=run: small_run.steps_logged(r) >= 20,
+            )
+        ]
         if not kills[0]:  # a machine too busy to kill in time: another try
             continue
         logged = small_run.steps_logged(run)
         assert 20 <= logged < small_run.STEPS
         # The second start cuts the log back to its checkpoint; wait until it has, then for one of its saves.
-        saved = max(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
+        saved = max(
+            int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit()
+        )
         before = {path.name for path in (run / "checkpoints").iterdir()}
 
         def saving(r=run, before=before, saved=saved):
             names = {path.name for path in (r / "checkpoints").iterdir()} - before
-            return small_run.steps_logged(r) > saved and any(re.fullmatch(r"\d+\.tmp", name) for name in names)
+            return small_run.steps_logged(r) > saved and any(
+                re.fullmatch(r"\d+\.tmp", name) for name in names
+            )
 
-        kills.append(small_run.kill_when(small_run.start(repository, small_recipe, run), run, saving))
+        kills.append(
+            small_run.kill_when(small_run.start(repository, small_recipe, run), run, saving)
+        )
         small_run.finish(small_run.start(repository, small_recipe, run), run)
         assert_same_run(run, whole_run, final_state)
         if all(kills):
@@ -90,19 +119,31 @@ def test_killed_twice_is_the_uninterrupted_run(tmp_path, repository, small_recip
 
 
 def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_with_it(
-    tmp_path, monkeypatch, small_recipe, whole_run, final_state, capfd,
+    tmp_path,
+    monkeypatch,
+    small_recipe,
+    whole_run,
+    final_state,
+    capfd,
 ):
     """SIGTERM at a step whose held-out loss is due, and whose checkpoint is not; Ctrl-C at one of the next start's."""
     run = tmp_path / "run"
-    stops = {2 * small_run.EVALUATE_EVERY: ("preempted (SIGTERM)", signal.SIGTERM, 143),
-             small_run.STEPS - 7: ("stopped (Ctrl-C)", signal.SIGINT, 130)}
+    stops = {
+        2 * small_run.EVALUATE_EVERY: ("preempted (SIGTERM)", signal.SIGTERM, 143),
+        small_run.STEPS - 7: ("stopped (Ctrl-C)", signal.SIGINT, 130),
+    }
     assert all(step % small_run.SAVE_EVERY for step in stops)
-    check, handlers = _Training._check_finite, [signal.getsignal(told) for _, told, _ in stops.values()]
+    check, handlers = (
+        _Training._check_finite,
+        [signal.getsignal(told) for _, told, _ in stops.values()],
+    )
 
     def told(training, metrics):  # while that step is counted
         is_finite = check(training, metrics)
         if training.step + 1 == step and training.step == small_run.steps_logged(run):
-            with pytest.raises(UserError, match=f"{run}: process {os.getpid()} on .* is training there since "):
+            with pytest.raises(
+                UserError, match=f"{run}: process {os.getpid()} on .* is training there since "
+            ):
                 open_run(training.config)
             os.kill(os.getpid(), number)
         return is_finite
@@ -111,18 +152,32 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     command = ["--config", str(small_recipe), "--run_dir", str(run)]
     for step, (how, number, code) in stops.items():  # noqa: B007 - `told` reads them
         assert train.main(command) == code
-        assert f"{how}: saved {run / 'checkpoints' / str(step)}; the same command resumes the run" in capfd.readouterr().err
+        assert (
+            f"{how}: saved {run / 'checkpoints' / str(step)}; the same command resumes the run"
+            in capfd.readouterr().err
+        )
         assert small_run.steps_logged(run) == step
     assert [signal.getsignal(told) for _, told, _ in stops.values()] == handlers
     assert train.main(command) == 0
-    assert f"going on from step {step} ({run / 'checkpoints' / str(step)})\n" in capfd.readouterr().err
+    assert (
+        f"going on from step {step} ({run / 'checkpoints' / str(step)})\n" in capfd.readouterr().err
+    )
     assert_same_run(run, whole_run, final_state)
 
 
-@pytest.mark.parametrize("words", [pytest.param("already trained to step 40", marks=pytest.mark.slow),
-                                   "going on from step 35"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param("already trained to step 40", marks=pytest.mark.slow), "going on from step 35"],
+)
 def test_a_start_that_another_overtook_goes_on_from_what_that_one_saved(
-    tmp_path, monkeypatch, repository, small_recipe, whole_run, final_state, capfd, words,
+    tmp_path,
+    monkeypatch,
+    repository,
+    small_recipe,
+    whole_run,
+    final_state,
+    capfd,
+    words,
 ):
     """While this one compiles, another begins in the same folder, and has come to its end, or was killed after its checkpoint
     35, before this one has the lock."""
@@ -145,14 +200,38 @@ def test_a_start_that_another_overtook_goes_on_from_what_that_one_saved(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [("--optimizer.schedule", "constant"),
-                                      ("--optimizer.schedule", "wsd", "--optimizer.decay_fraction", "0.25")], ids=" ".join)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ("--optimizer.schedule", "constant"),
+        ("--optimizer.schedule", "wsd", "--optimizer.decay_fraction", "0.25"),
+    ],
+    ids=" ".join,
+)
 def test_a_run_made_longer_is_the_run_that_was_long_at_once(small_recipe, tmp_path, schedule):
     """8 steps, then 12 of the same run: bitwise the 12 steps, from a checkpoint before any decay."""
+
     def finish(run, steps):
-        assert train.main(["--config", str(small_recipe), "--run_dir", str(run), "--train.steps", str(steps), *schedule,
-                           "--checkpoint.every", "6", "--train.evaluate_every", "0",
-                           "--optimizer.average_decay", "0.9"]) == 0
+        assert (
+            train.main(
+                [
+                    "--config",
+                    str(small_recipe),
+                    "--run_dir",
+                    str(run),
+                    "--train.steps",
+                    str(steps),
+                    *schedule,
+                    "--checkpoint.every",
+                    "6",
+                    "--train.evaluate_every",
+                    "0",
+                    "--optimizer.average_decay",
+                    "0.9",
+                ]
+            )
+            == 0
+        )
 
     finish(tmp_path / "at once", 12)
     finish(tmp_path / "longer", 8)
@@ -160,13 +239,20 @@ def test_a_run_made_longer_is_the_run_that_was_long_at_once(small_recipe, tmp_pa
         shutil.rmtree(tmp_path / "longer" / "checkpoints" / "8")
     finish(tmp_path / "longer", 12)
     for item in ("model", "optimizer"):
-        arrays, expected = (checkpoint.stored_arrays(tmp_path / run / "checkpoints" / "12", item)
-                            for run in ("longer", "at once"))
+        arrays, expected = (
+            checkpoint.stored_arrays(tmp_path / run / "checkpoints" / "12", item)
+            for run in ("longer", "at once")
+        )
         assert arrays.keys() == expected.keys()
         for name, x in expected.items():
             assert np.asarray(arrays[name]).tobytes() == np.asarray(x).tobytes(), name
-    rows, at_once = ([{key: value for key, value in row.items() if key not in MEASURED}
-                      for row in small_run.rows(tmp_path / run / "metrics.jsonl")] for run in ("longer", "at once"))
+    rows, at_once = (
+        [
+            {key: value for key, value in row.items() if key not in MEASURED}
+            for row in small_run.rows(tmp_path / run / "metrics.jsonl")
+        ]
+        for run in ("longer", "at once")
+    )
     assert rows == at_once
 
 
@@ -186,22 +272,46 @@ def test_a_finished_run_is_left_alone(whole_run, small_recipe, capfd):
         return {path: path.stat().st_mtime_ns for path in (whole_run / "checkpoints").rglob("*")}
 
     before, metrics = contents(), (whole_run / "metrics.jsonl").read_bytes()
-    assert train.main(["--config", str(small_recipe), "--run_dir", str(whole_run), "--logging.tensorboard", "true"]) == 0
-    assert "already trained to step 40" in capfd.readouterr().err and not (whole_run / "tensorboard").exists()
+    assert (
+        train.main(
+            [
+                "--config",
+                str(small_recipe),
+                "--run_dir",
+                str(whole_run),
+                "--logging.tensorboard",
+                "true",
+            ]
+        )
+        == 0
+    )
+    assert (
+        "already trained to step 40" in capfd.readouterr().err
+        and not (whole_run / "tensorboard").exists()
+    )
     assert contents() == before and (whole_run / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_used(tmp_path, whole_run, small_recipe, final_state, capfd):
+def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_used(
+    tmp_path, whole_run, small_recipe, final_state, capfd
+):
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)
-    victim = max((run / "checkpoints/40/model").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    victim = max(
+        (run / "checkpoints/40/model").rglob("*"),
+        key=lambda path: path.stat().st_size * path.is_file(),
+    )
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
     said = capfd.readouterr().err
     warning = next(line for line in said.splitlines() if line.startswith("warning: "))
-    assert "checkpoints/40" in warning and victim.name in warning and "using the checkpoint before" in warning
+    assert (
+        "checkpoints/40" in warning
+        and victim.name in warning
+        and "using the checkpoint before" in warning
+    )
     assert f"\ngoing on from step 35 ({run / 'checkpoints/35'})\n" in said
     assert_same_run(run, whole_run, final_state)
     assert json.loads((run / "checkpoints/40/manifest.json").read_text())["items"]

@@ -4,6 +4,7 @@ One uneven loss mask (the first rows hold some 40 times the targets of the last)
 set here: every mesh, layout, accumulation and policy and four schedules at least once; heads that are padded, and all
 combinations with `make soak` (for the schedules that came later with accumulation 2 alone, of which they know nothing).
 """
+
 import functools
 import itertools
 import re
@@ -47,8 +48,13 @@ def compiled(mesh, schedule, accumulation, remat, heads=HEADS):
     """A model and its compiled step; the layout is none of its business."""
     config = tiny(num_attention_heads=heads[0], num_key_value_heads=heads[1])
     model = llama(config, MESHES[mesh], schedule=schedule, remat=remat)
-    builder = StepBuilder(model, model.loss, text_batch(ROWS, LENGTH, model.mesh), OPTIMIZER,
-                          TrainConfig(steps=STEPS, accumulation=accumulation))
+    builder = StepBuilder(
+        model,
+        model.loss,
+        text_batch(ROWS, LENGTH, model.mesh),
+        OPTIMIZER,
+        TrainConfig(steps=STEPS, accumulation=accumulation),
+    )
     return model, builder, builder.lower_train().compile()
 
 
@@ -60,7 +66,9 @@ def curve(mesh, layout, schedule, accumulation, remat, heads=HEADS):
     state, figures = builder.init_optimizer(params), []
     for number in range(STEPS):
         batch, _ = permuted(packed_batch(model.config, ROWS, LENGTH, seed=number), model, layout)
-        params, state, metrics = step(params, {}, state, place_batch(batch, model.mesh), np.int32(number))
+        params, state, metrics = step(
+            params, {}, state, place_batch(batch, model.mesh), np.int32(number)
+        )
         figures.append([float(metrics.loss), float(metrics.grad_norm)])
     return np.array(figures)
 
@@ -68,7 +76,9 @@ def curve(mesh, layout, schedule, accumulation, remat, heads=HEADS):
 def assert_same_training(choice, heads=HEADS):
     got, expected = curve(*choice, heads), curve(*PLAIN, heads)
     error = np.abs(got / expected - 1).max(1)
-    assert error[0] <= 1e-5 and error[-1] <= 1e-4, f"{choice}: step 1 off by {error[0]:.1e}, step 20 by {error[-1]:.1e}"
+    assert error[0] <= 1e-5 and error[-1] <= 1e-4, (
+        f"{choice}: step 1 off by {error[0]:.1e}, step 20 by {error[-1]:.1e}"
+    )
 
 
 @pytest.mark.parametrize("choice", COVERING, ids=", ".join(["%s"] * 5).__mod__)
@@ -91,7 +101,9 @@ def test_the_parameters_move():
     batch = place_batch(packed_batch(model.config, ROWS, LENGTH), model.mesh)
     before = model.init(0)
     after, _, _ = step(model.init(0), {}, builder.init_optimizer(before), batch, np.int32(0))
-    assert all(np.abs(np.asarray(after[name]) - np.asarray(x)).max() > 5e-5 for name, x in before.items())
+    assert all(
+        np.abs(np.asarray(after[name]) - np.asarray(x)).max() > 5e-5 for name, x in before.items()
+    )
 
 
 @pytest.mark.slow
@@ -112,8 +124,15 @@ def test_no_token_moves_to_be_in_a_part():
 def test_the_mask_is_one_where_a_mean_of_means_is_wrong():
     """Over the 4 parts of 'accumulation 4', that mean is off by far more than the tolerance; ours is not (above)."""
     model, _, _ = compiled(PLAIN[0], *PLAIN[2:])
-    batch, params, loss = packed_batch(model.config, ROWS, LENGTH), model.init(0), jax.jit(mean_loss(model))
-    parts = [loss(params, {name: x[start:start + 8] for name, x in batch.items()}) for start in range(0, ROWS, 8)]
+    batch, params, loss = (
+        packed_batch(model.config, ROWS, LENGTH),
+        model.init(0),
+        jax.jit(mean_loss(model)),
+    )
+    parts = [
+        loss(params, {name: x[start : start + 8] for name, x in batch.items()})
+        for start in range(0, ROWS, 8)
+    ]
     means, weights = (np.array(x, np.float64) for x in zip(*parts, strict=True))
     assert weights.max() > 4 * weights.min()
     right = (means * weights).sum() / weights.sum()

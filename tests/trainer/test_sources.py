@@ -1,4 +1,5 @@
 """The loss of each source where several are mixed: against sums by hand over the losses of single tokens, on several meshes."""
+
 import dataclasses
 import functools
 
@@ -39,17 +40,24 @@ def by_hand() -> tuple[dict[str, float], float]:
 def test_each_sources_loss_is_the_mean_over_its_own_targets():
     """Over the whole mesh and all parts of the batch; a source without a target is not a number, and spoils nothing."""
     model = llama(tiny(), MESHES["fsdp 2 x tensor 2 x sequence 2"], **ALL_AT_ONCE)
-    builder = StepBuilder(model, functools.partial(model.loss, sources=len(NAMES)),
-                          text_batch(ROWS, LENGTH, model.mesh, with_sources=True),
-                          train_config=TrainConfig(steps=10, accumulation=2))
+    builder = StepBuilder(
+        model,
+        functools.partial(model.loss, sources=len(NAMES)),
+        text_batch(ROWS, LENGTH, model.mesh, with_sources=True),
+        train_config=TrainConfig(steps=10, accumulation=2),
+    )
     batch, _ = permuted(mixed_batch(), model)
     params, placed = model.init(0), place_batch(batch, model.mesh)
     evaluated = builder.lower_evaluate().compile()(params, placed)
     sums, weights = evaluated.by_source
-    _, _, metrics = builder.lower_train().compile()(params, {}, builder.init_optimizer(params), placed, np.int32(0))
+    _, _, metrics = builder.lower_train().compile()(
+        params, {}, builder.init_optimizer(params), placed, np.int32(0)
+    )
     means, total = by_hand()
     by_source = dict(zip(NAMES, map(float, metrics.loss_by_source), strict=True))
-    assert abs(means["chats"] / means["books"] - 1) > 1e-3, "else one mean would serve for the other"
+    assert abs(means["chats"] / means["books"] - 1) > 1e-3, (
+        "else one mean would serve for the other"
+    )
     assert float(metrics.loss) == pytest.approx(total, rel=1e-5)
     assert float(evaluated.total / evaluated.weight) == pytest.approx(total, rel=1e-5)
     for i, (name, mean) in enumerate(means.items()):
@@ -61,10 +69,17 @@ def test_each_sources_loss_is_the_mean_over_its_own_targets():
 def test_the_loader_knows_each_tokens_source(tmp_path, repository):
     """Texts of one letter each: the token tells the source."""
     for name, text in (("a", "a" * 40), ("b", "b" * 40)):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(f'{{"text": "{text}{i}"}}' for i in range(5)))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "\n".join(f'{{"text": "{text}{i}"}}' for i in range(5))
+        )
     tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
-    made = prepare([Source(str(tmp_path / f"{name}.jsonl"), "text") for name in "ab"], tokenizer, 64, tmp_path / "prepared",
-                   progress=False)
+    made = prepare(
+        [Source(str(tmp_path / f"{name}.jsonl"), "text") for name in "ab"],
+        tokenizer,
+        64,
+        tmp_path / "prepared",
+        progress=False,
+    )
     rows = len(Loader(made, 64, 1, seed=0))
     batch = Loader(made, 64, rows, seed=0, with_sources=True).batch(0)
     assert batch["source_ids"].dtype == np.int32 and set(np.unique(batch["source_ids"])) == {0, 1}
@@ -72,7 +87,9 @@ def test_the_loader_knows_each_tokens_source(tmp_path, repository):
         for segment in range(1, batch["segment_ids"][row].max() + 1):
             in_document = batch["segment_ids"][row] == segment
             text = tokenizer.decode(batch["tokens"][row][in_document].tolist())
-            assert {"ab"[number] for number in batch["source_ids"][row][in_document]} == set(text) & {"a", "b"}
+            assert {"ab"[number] for number in batch["source_ids"][row][in_document]} == set(
+                text
+            ) & {"a", "b"}
     assert not batch["source_ids"][batch["segment_ids"] == 0].any()
     assert "source_ids" not in Loader(made, 64, 2, seed=0).batch(0)
 
@@ -83,5 +100,9 @@ def test_sources_are_called_like_their_files():
         return source_names(dataclasses.replace(RunConfig(), data=data))
 
     assert names("gs://x/chats.jsonl.gz", "books/") == ("chats", "books")
-    assert names("a/train.json", "b/train.json", held_out="c/train.json") == ("train", "train_2", "train_3")
+    assert names("a/train.json", "b/train.json", held_out="c/train.json") == (
+        "train",
+        "train_2",
+        "train_3",
+    )
     assert names("chats.json", held_out="more.json") == (), "one source has the loss of all"

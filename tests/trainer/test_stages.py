@@ -1,4 +1,5 @@
 """A curriculum in one run: each stage goes on from the one before, and the same command goes on in any stage, bitwise."""
+
 import dataclasses
 import json
 import os
@@ -20,9 +21,17 @@ from trainer.model_source import open_model
 from trainer.stages import stages_of, train_stages
 from trainer.text import TextObjective
 
-STAGES = [{"context_length": 128, "steps": 9, "batch_size": 8, "learning_rate": 3e-3},
-          {"context_length": 256, "steps": 8, "mesh": {"fsdp": 1, "sequence": 4}},
-          {"context_length": 512, "steps": 7, "batch_size": 2, "warmup_steps": 2, "rope": {"rope_theta": 50000.0}}]
+STAGES = [
+    {"context_length": 128, "steps": 9, "batch_size": 8, "learning_rate": 3e-3},
+    {"context_length": 256, "steps": 8, "mesh": {"fsdp": 1, "sequence": 4}},
+    {
+        "context_length": 512,
+        "steps": 7,
+        "batch_size": 2,
+        "warmup_steps": 2,
+        "rope": {"rope_theta": 50000.0},
+    },
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +41,9 @@ def recipe(tmp_path_factory, repository):
     written = yaml.safe_load(path.read_text())
     short = line_cases.Wording("Learn:\n", "* {key} = {number}\n", "What is {key}?")
     line_cases.write(line_cases.generate(5, 1, wording=short), folder / "like.jsonl")
-    written["data"]["sources"].append({"path": f"synthetic:lines?count=30&like={folder}/like.jsonl", "weight": 0.5})
+    written["data"]["sources"].append(
+        {"path": f"synthetic:lines?count=30&like={folder}/like.jsonl", "weight": 0.5}
+    )
     written["checkpoint"] = {"every": 3, "keep": 2}
     path.write_text(yaml.safe_dump(written | {"stages": STAGES}))
     return path
@@ -41,28 +52,66 @@ def recipe(tmp_path_factory, repository):
 def test_each_stage_is_a_run_that_begins_with_the_one_before(recipe):
     config = load(["--config", str(recipe), "--run_dir", "runs/x"])
     first, second, third = stages_of(config)
-    assert [str(stage.folder) for stage in (first, second, third)] == ["runs/x/stages/1", "runs/x/stages/2", "runs/x"]
-    assert first.model == config.model and second.model.path == "runs/x/stages/1" and third.model.path == "runs/x/stages/2"
-    assert third.model.overrides == {"rope_theta": 50000.0} and not second.model.overrides and second.model.tokenizer is None
+    assert [str(stage.folder) for stage in (first, second, third)] == [
+        "runs/x/stages/1",
+        "runs/x/stages/2",
+        "runs/x",
+    ]
+    assert (
+        first.model == config.model
+        and second.model.path == "runs/x/stages/1"
+        and third.model.path == "runs/x/stages/2"
+    )
+    assert (
+        third.model.overrides == {"rope_theta": 50000.0}
+        and not second.model.overrides
+        and second.model.tokenizer is None
+    )
     assert [stage.data.context_length for stage in (first, second, third)] == [128, 256, 512]
     assert [stage.train.batch_size for stage in (first, second, third)] == [8, 4, 2]
     assert [stage.train.steps for stage in (first, second, third)] == [9, 8, 7]
     assert [stage.optimizer.learning_rate for stage in (first, second, third)] == [3e-3, 2e-3, 2e-3]
     assert [stage.optimizer.warmup_steps for stage in (first, second, third)] == [5, 5, 2]
-    assert [(stage.mesh.fsdp, stage.mesh.sequence) for stage in (first, second, third)] == [(2, 2), (1, 4), (2, 2)]
-    assert len({stage.data.seed for stage in (first, second, third)}) == 3 and not any(s.stages for s in (first, second, third))
+    assert [(stage.mesh.fsdp, stage.mesh.sequence) for stage in (first, second, third)] == [
+        (2, 2),
+        (1, 4),
+        (2, 2),
+    ]
+    assert len({stage.data.seed for stage in (first, second, third)}) == 3 and not any(
+        s.stages for s in (first, second, third)
+    )
     plain = dataclasses.replace(config, stages=())
     assert stages_of(plain) == [plain]
 
 
 def test_stages_of_adapters_keep_the_base_and_its_positions(recipe):
-    config = load(["--config", str(recipe), "--run_dir", "runs/x", "--model.path", "hf", "--adapter.rank", "8"])
-    given = dataclasses.replace(config.stages[0], rope={"rope_theta": 7.0, "max_position_embeddings": 256})
+    config = load(
+        [
+            "--config",
+            str(recipe),
+            "--run_dir",
+            "runs/x",
+            "--model.path",
+            "hf",
+            "--adapter.rank",
+            "8",
+        ]
+    )
+    given = dataclasses.replace(
+        config.stages[0], rope={"rope_theta": 7.0, "max_position_embeddings": 256}
+    )
     config = dataclasses.replace(config, stages=(given, *config.stages[1:]))
     assert [stage.model.path for stage in stages_of(config)] == ["hf"] * 3
-    assert [stage.adapter.path for stage in stages_of(config)] == [None, "runs/x/stages/1", "runs/x/stages/2"]
+    assert [stage.adapter.path for stage in stages_of(config)] == [
+        None,
+        "runs/x/stages/1",
+        "runs/x/stages/2",
+    ]
     assert [stage.model.overrides for stage in stages_of(config)] == [
-        given.rope, given.rope, given.rope | {"rope_theta": 50000.0}]
+        given.rope,
+        given.rope,
+        given.rope | {"rope_theta": 50000.0},
+    ]
 
 
 def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
@@ -76,7 +125,10 @@ def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
 
     train_stages(config, remember)
     assert follows == [True, True, False]
-    assert trained == [128, 256, 512] and "stage 2 of 3: 256 tokens, 8 steps" in capsys.readouterr().out
+    assert (
+        trained == [128, 256, 512]
+        and "stage 2 of 3: 256 tokens, 8 steps" in capsys.readouterr().out
+    )
     for stage in stages_of(config)[:2]:
         stage.folder.mkdir(parents=True)
         (stage.folder / "config.yaml").write_text(dump(stage))
@@ -89,7 +141,16 @@ def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
 
 
 def test_a_single_stage_is_trained_as_the_stage_says(recipe, tmp_path):
-    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run"), "--stages", json.dumps(STAGES[2:])])
+    config = load(
+        [
+            "--config",
+            str(recipe),
+            "--run_dir",
+            str(tmp_path / "run"),
+            "--stages",
+            json.dumps(STAGES[2:]),
+        ]
+    )
     trained = []
     train_stages(config, lambda *run: trained.append(run))
     assert trained == [(stages_of(config)[0], False)] and trained[0][0].data.context_length == 512
@@ -102,15 +163,19 @@ def test_one_process_says_for_all_which_stage_is_next(recipe, tmp_path, monkeypa
     for stage in stages_of(config)[:2] if process == 0 else []:
         stage.folder.mkdir(parents=True)
         (stage.folder / "config.yaml").write_text(dump(stage))
-    monkeypatch.setattr("trainer.stages.first_then_others", lambda work, encode: (
-        work(None) if process == 0 else work(encode(1))))
+    monkeypatch.setattr(
+        "trainer.stages.first_then_others",
+        lambda work, encode: work(None) if process == 0 else work(encode(1)),
+    )
     trained = []
     train_stages(config, lambda stage, stage_follows: trained.append(stage.data.context_length))
     assert trained == [256, 512]
 
 
 @pytest.mark.parametrize("during", ["its last step", "its last evaluation"])
-def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(recipe, tmp_path, monkeypatch, capfd, during):
+def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
+    recipe, tmp_path, monkeypatch, capfd, during
+):
     lengths = TextObjective.lengths
 
     def notified(objective, step):
@@ -124,7 +189,14 @@ def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(recipe, tmp
         return {}
 
     run = tmp_path / "run"
-    words = ["--config", str(recipe), "--run_dir", str(run), "--stages", json.dumps([{"context_length": 128, "steps": 2}] * 2)]
+    words = [
+        "--config",
+        str(recipe),
+        "--run_dir",
+        str(run),
+        "--stages",
+        json.dumps([{"context_length": 128, "steps": 2}] * 2),
+    ]
     with monkeypatch.context() as patched:
         patched.setattr(TextObjective, "lengths", notified)
         patched.setattr(HeldOutLoss, "run", measure)
@@ -135,15 +207,36 @@ def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(recipe, tmp
     assert (run / "checkpoints/2").exists()
 
 
-@pytest.mark.parametrize(("stage", "words"), [
-    ({"steps": 3}, "stages[0].context_length: missing"),
-    ({"context_length": 64, "step": 3}, "unknown field stages[0].step (did you mean stages[0].steps?)"),
-    ({"context_length": 63}, "stages[0]: data.context_length: found 63, needs a multiple of mesh.sequence = 2"),
-    ({"context_length": 64, "batch_size": 3}, "stages[0]: train.batch_size: found 3, needs a multiple"),
-    ({"context_length": 64, "mesh": {"sequence": 4}}, "stages[0]: mesh.simulate: found 8, needs the number of devices"),
-    ({"context_length": 64, "mesh": {"rows": 4}}, "stages[0].mesh: found 'rows'; the axes are data, fsdp, tensor, sequence"),
-    ({"context_length": 64, "rope": {"theta": 4}}, "stages.rope: found {'theta': 4}, needs fields out of"),
-])
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ({"steps": 3}, "stages[0].context_length: missing"),
+        (
+            {"context_length": 64, "step": 3},
+            "unknown field stages[0].step (did you mean stages[0].steps?)",
+        ),
+        (
+            {"context_length": 63},
+            "stages[0]: data.context_length: found 63, needs a multiple of mesh.sequence = 2",
+        ),
+        (
+            {"context_length": 64, "batch_size": 3},
+            "stages[0]: train.batch_size: found 3, needs a multiple",
+        ),
+        (
+            {"context_length": 64, "mesh": {"sequence": 4}},
+            "stages[0]: mesh.simulate: found 8, needs the number of devices",
+        ),
+        (
+            {"context_length": 64, "mesh": {"rows": 4}},
+            "stages[0].mesh: found 'rows'; the axes are data, fsdp, tensor, sequence",
+        ),
+        (
+            {"context_length": 64, "rope": {"theta": 4}},
+            "stages.rope: found {'theta': 4}, needs fields out of",
+        ),
+    ],
+)
 def test_stages_that_do_not_fit_are_refused(recipe, tmp_path, capsys, monkeypatch, stage, words):
     monkeypatch.setattr("trainer.loop.train", lambda *_, **__: pytest.fail("trained"))
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
@@ -166,7 +259,9 @@ def test_killed_in_each_stage_it_goes_on_bitwise(recipe, repository, tmp_path):
     small_run.finish(small_run.start(repository, recipe, whole), whole)
     for folder, step in (("stages/1", 5), ("stages/2", 4), ("", 5)):
         process = small_run.start(repository, recipe, run)
-        assert small_run.kill_when(process, run, lambda at=run / folder, step=step: small_run.steps_logged(at) >= step), folder
+        assert small_run.kill_when(
+            process, run, lambda at=run / folder, step=step: small_run.steps_logged(at) >= step
+        ), folder
     small_run.finish(small_run.start(repository, recipe, run), run)
     for folder, steps in (("stages/1", 9), ("stages/2", 8), ("", 7)):
         params = []
@@ -175,11 +270,20 @@ def test_killed_in_each_stage_it_goes_on_bitwise(recipe, repository, tmp_path):
             assert source.folder.name == str(steps)
             params.append(source.read(Llama(source.config, mesh_of({}), "local")))
         for name, array in params[1].items():
-            assert np.asarray(array).tobytes() == np.asarray(params[0][name]).tobytes(), (folder, name)
-        rows = [[row["loss_nats_per_target"] for row in small_run.rows(root / folder / "metrics.jsonl")]
-                for root in (run, whole)]
+            assert np.asarray(array).tobytes() == np.asarray(params[0][name]).tobytes(), (
+                folder,
+                name,
+            )
+        rows = [
+            [row["loss_nats_per_target"] for row in small_run.rows(root / folder / "metrics.jsonl")]
+            for root in (run, whole)
+        ]
         assert rows[0] == rows[1] and len(rows[0]) == steps
     assert open_model(str(run)).config.rope.theta == 50000.0
     for folder in ("stages/1", "stages/2", ""):  # a batch without exercises does not name them
         rows = small_run.rows(run / folder / "metrics.jsonl")
-        assert any(np.isfinite(row["loss_by_source/lines"]) for row in rows if "loss_by_source/lines" in row), folder
+        assert any(
+            np.isfinite(row["loss_by_source/lines"])
+            for row in rows
+            if "loss_by_source/lines" in row
+        ), folder

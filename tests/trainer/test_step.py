@@ -1,4 +1,5 @@
 """The training step's options: accumulation in float32, frozen parts, bfloat16 moments, steps that are not finite."""
+
 import dataclasses
 import functools
 from types import SimpleNamespace
@@ -27,49 +28,88 @@ ON_DEVICE = MemoryConfig()
 
 
 @functools.cache
-def built(mesh="one", trainable=".*", optimizer=OPTIMIZER, non_finite="stop", memory=ON_DEVICE, config=None):
+def built(
+    mesh="one",
+    trainable=".*",
+    optimizer=OPTIMIZER,
+    non_finite="stop",
+    memory=ON_DEVICE,
+    config=None,
+):
     """A model, its builder and its compiled step."""
-    options = {name: getattr(memory, name) for name in ("remat", "every_k", "attention_groups", "query_chunks")}
+    options = {
+        name: getattr(memory, name)
+        for name in ("remat", "every_k", "attention_groups", "query_chunks")
+    }
     model = llama(config or tiny(), MESHES[mesh], **ALL_AT_ONCE, **options)
-    builder = StepBuilder(model, model.loss, text_batch(ROWS, LENGTH, model.mesh), optimizer,
-                          TrainConfig(steps=20, non_finite=non_finite), memory, trainable)
+    builder = StepBuilder(
+        model,
+        model.loss,
+        text_batch(ROWS, LENGTH, model.mesh),
+        optimizer,
+        TrainConfig(steps=20, non_finite=non_finite),
+        memory,
+        trainable,
+    )
     return model, builder, builder.lower_train().compile()
 
 
 def one_step(model, builder, step, batch):
     """(parameters before, trained parameters after, optimizer state after, metrics) of the first step."""
     before = model.init(0)
-    params = {name: jax.device_put(jnp.copy(x), builder.abstract_params[name].sharding) for name, x in before.items()}
+    params = {
+        name: jax.device_put(jnp.copy(x), builder.abstract_params[name].sharding)
+        for name, x in before.items()
+    }
     trained = {name: params.pop(name) for name in builder.trainable}
     frozen = params
-    after, state, metrics = step(trained, frozen, builder.init_optimizer(trained), place_batch(batch, model.mesh),
-                                 np.int32(0))
+    after, state, metrics = step(
+        trained,
+        frozen,
+        builder.init_optimizer(trained),
+        place_batch(batch, model.mesh),
+        np.int32(0),
+    )
     return before, after, state, metrics
 
 
 def first_moments(state) -> dict:
     """Adam's first moments, name -> array: after one step, without clipping, a tenth of the gradient."""
-    (moments,) = [leaf.mu for leaf in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(leaf, "mu")]
+    (moments,) = [
+        leaf.mu
+        for leaf in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu"))
+        if hasattr(leaf, "mu")
+    ]
     return {name: np.asarray(x) for name, x in moments.items()}
 
 
 def test_parts_are_added_in_float32():
     """Eight parts in bfloat16, one with a gradient of 512 and seven of 1: a bfloat16 accumulator would stop at 512."""
-    model = SimpleNamespace(mesh=mesh_of({}), config=tiny(), parameters={"w": Parameter((1,), ("norm",))})
+    model = SimpleNamespace(
+        mesh=mesh_of({}), config=tiny(), parameters={"w": Parameter((1,), ("norm",))}
+    )
     model.shardings = {"w": NamedSharding(model.mesh, PartitionSpec())}
 
     def loss(params, batch):
         none = jnp.zeros(0)
         narrow = params["w"].astype(jnp.bfloat16) * batch["tokens"].astype(jnp.bfloat16)
-        return LossSums(jnp.sum(narrow.astype(jnp.float32) * batch["loss_weights"]), jnp.sum(batch["loss_weights"]),
-                        SourceSums(none, none), {})
+        return LossSums(
+            jnp.sum(narrow.astype(jnp.float32) * batch["loss_weights"]),
+            jnp.sum(batch["loss_weights"]),
+            SourceSums(none, none),
+            {},
+        )
 
-    builder = StepBuilder(model, loss, text_batch(8, 1, model.mesh), OPTIMIZER, TrainConfig(steps=20, accumulation=8))
+    builder = StepBuilder(
+        model, loss, text_batch(8, 1, model.mesh), OPTIMIZER, TrainConfig(steps=20, accumulation=8)
+    )
     batch = {name: np.ones((8, 1), x.dtype) for name, x in builder.abstract_batch.items()}
     batch["tokens"][0] = 512
     params = {"w": jnp.ones(1)}
     state = builder.init_optimizer(params)
-    _, state, metrics = builder.lower_train().compile()(params, {}, state, place_batch(batch, model.mesh), np.int32(0))
+    _, state, metrics = builder.lower_train().compile()(
+        params, {}, state, place_batch(batch, model.mesh), np.int32(0)
+    )
     assert float(metrics.grad_norm) == 519 / 8
     one_by_one = functools.reduce(jnp.add, jnp.asarray(batch["tokens"][:, 0], jnp.bfloat16))
     assert float(one_by_one) == 512
@@ -78,31 +118,59 @@ def test_parts_are_added_in_float32():
 @pytest.mark.parametrize("weight", [1.0, np.inf], ids=["finite", "not finite"])
 def test_moments_on_the_host_are_of_clipped_gradients_and_stay_where_a_step_is_not_finite(weight):
     """A toy model of one layer stack and one other parameter beside optax's own AdamW on plain arrays."""
-    model = SimpleNamespace(mesh=mesh_of({}), config=tiny(), parameters={
-        "layers.w": Parameter((2, 3), ("layers", "norm")), "v": Parameter((4,), ("norm",))})
-    model.shardings = {name: NamedSharding(model.mesh, PartitionSpec()) for name in model.parameters}
+    model = SimpleNamespace(
+        mesh=mesh_of({}),
+        config=tiny(),
+        parameters={
+            "layers.w": Parameter((2, 3), ("layers", "norm")),
+            "v": Parameter((4,), ("norm",)),
+        },
+    )
+    model.shardings = {
+        name: NamedSharding(model.mesh, PartitionSpec()) for name in model.parameters
+    }
 
     def loss(params, batch):
         none = jnp.zeros(0)
         total = 30 * jnp.sum(params["layers.w"] ** 2) + jnp.sum(params["v"] ** 3)
-        return LossSums(total * batch["loss_weights"].sum(), batch["loss_weights"].sum(), SourceSums(none, none), {})
+        return LossSums(
+            total * batch["loss_weights"].sum(),
+            batch["loss_weights"].sum(),
+            SourceSums(none, none),
+            {},
+        )
 
-    optimizer = OptimizerConfig(learning_rate=0.1, final_fraction=1.0, clip_norm=0.5, weight_decay=0.0, warmup_steps=0)
-    builder = StepBuilder(model, loss, text_batch(1, 1, model.mesh), optimizer, TrainConfig(steps=20, non_finite="skip"),
-                          MemoryConfig(moments_on_host=True))
+    optimizer = OptimizerConfig(
+        learning_rate=0.1, final_fraction=1.0, clip_norm=0.5, weight_decay=0.0, warmup_steps=0
+    )
+    builder = StepBuilder(
+        model,
+        loss,
+        text_batch(1, 1, model.mesh),
+        optimizer,
+        TrainConfig(steps=20, non_finite="skip"),
+        MemoryConfig(moments_on_host=True),
+    )
     before = {"layers.w": jnp.arange(6.0).reshape(2, 3), "v": jnp.ones(4)}
-    batch = {name: np.full((1, 1), weight if name == "loss_weights" else 1, x.dtype)
-             for name, x in builder.abstract_batch.items()}
+    batch = {
+        name: np.full((1, 1), weight if name == "loss_weights" else 1, x.dtype)
+        for name, x in builder.abstract_batch.items()
+    }
     state = builder.init_optimizer(before)
     after, state, metrics = builder.lower_train().compile()(
-        jax.tree.map(jnp.copy, before), {}, state, place_batch(batch, model.mesh), np.int32(0))
+        jax.tree.map(jnp.copy, before), {}, state, place_batch(batch, model.mesh), np.int32(0)
+    )
     gradient = {"layers.w": 60 * np.asarray(before["layers.w"]), "v": np.full(4, 3.0)}
     norm = np.sqrt(sum((x**2).sum() for x in gradient.values()))
     moments = first_moments(state)
     if np.isfinite(weight):
         assert float(metrics.grad_norm) == pytest.approx(norm)
     for name, x in gradient.items():
-        expected = (1 - optimizer.beta1) * x * optimizer.clip_norm / norm if np.isfinite(weight) else np.zeros_like(x)
+        expected = (
+            (1 - optimizer.beta1) * x * optimizer.clip_norm / norm
+            if np.isfinite(weight)
+            else np.zeros_like(x)
+        )
         np.testing.assert_allclose(moments[name], expected, rtol=1e-5)
         assert np.isfinite(weight) != np.array_equal(after[name], before[name])
 
@@ -122,7 +190,9 @@ def test_frozen_parameters_have_no_moments_and_no_gradients():
     norm = np.sqrt(sum((np.float64(10 * expected[name]) ** 2).sum() for name in names))
     assert abs(float(metrics.grad_norm) / norm - 1) <= 1e-5
     sent = [collectives(step.as_text())["reduce-scatter"] for _, _, step in (everything, some)]
-    assert sent == [len(some[0].parameters), len(names)] == [12, 4], "one for each gradient, the layers' in a scan"
+    assert sent == [len(some[0].parameters), len(names)] == [12, 4], (
+        "one for each gradient, the layers' in a scan"
+    )
 
 
 def test_bfloat16_moments():
@@ -134,7 +204,9 @@ def test_bfloat16_moments():
         params, losses = model.init(0), []
         state = builder.init_optimizer(params)
         for number in range(20):
-            params, state, metrics = step(params, {}, state, place_batch(batch, model.mesh), np.int32(number))
+            params, state, metrics = step(
+                params, {}, state, place_batch(batch, model.mesh), np.int32(number)
+            )
             losses.append(float(metrics.loss))
         assert {x.dtype.name for x in jax.tree.leaves(state) if x.ndim} == {dtype}
         assert all(x.dtype == jnp.float32 for x in params.values())
@@ -146,16 +218,24 @@ def test_bfloat16_moments():
 
 
 @pytest.mark.slow  # equal to the bit only with the compiler's default flags, which soak uses
-@pytest.mark.parametrize("memory", [MemoryConfig(moments_on_host=True),
-                                    MemoryConfig(moments_on_host=True, parameters_on_host=True)],
-                         ids=["moments", "parameters too"])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        MemoryConfig(moments_on_host=True),
+        MemoryConfig(moments_on_host=True, parameters_on_host=True),
+    ],
+    ids=["moments", "parameters too"],
+)
 def test_what_lies_on_the_host(tmp_path, memory):
     """It comes back to pinned host memory, but for rounding what it is on the devices, and a checkpoint restores it there.
 
     Two compiled programs: with jax 0.10 they agree to the bit, with 0.12 some numbers differ in their last one. Clipping, which
     looks at all parameters at once, is met.
     """
-    batch, optimizer = packed_batch(tiny(), ROWS, LENGTH), dataclasses.replace(OPTIMIZER, clip_norm=0.5, weight_decay=0.1)
+    batch, optimizer = (
+        packed_batch(tiny(), ROWS, LENGTH),
+        dataclasses.replace(OPTIMIZER, clip_norm=0.5, weight_decay=0.1),
+    )
     model, builder, step = built("fsdp 8", optimizer=optimizer, memory=memory)
     _, on_device, state, metrics = one_step(*built("fsdp 8", optimizer=optimizer), batch)
     _, on_host, host_state, host_metrics = one_step(model, builder, step, batch)
@@ -173,52 +253,104 @@ def test_what_lies_on_the_host(tmp_path, memory):
     assets = tmp_path / "assets"
     assets.mkdir()
     with CheckpointStore(tmp_path / "run", keep=1) as store:
-        store.save(1, model=on_host, optimizer=host_state, data={"step": 1, "fingerprint": ""}, assets=assets)
+        store.save(
+            1,
+            model=on_host,
+            optimizer=host_state,
+            data={"step": 1, "fingerprint": ""},
+            assets=assets,
+        )
         store.wait()
         restored = store.restore(1, builder.abstract_params, builder.abstract_optimizer)
-    for x, y in zip(jax.tree.leaves((restored.model, restored.optimizer)), jax.tree.leaves((on_host, host_state)), strict=True):
+    for x, y in zip(
+        jax.tree.leaves((restored.model, restored.optimizer)),
+        jax.tree.leaves((on_host, host_state)),
+        strict=True,
+    ):
         assert x.sharding == y.sharding
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-GEMMA = tiny(family="gemma3_text", num_hidden_layers=3, sliding_window=9, **FAMILIES["gemma3_text"].computes,
-             layer_types=("sliding_attention", "full_attention", "sliding_attention"))
+GEMMA = tiny(
+    family="gemma3_text",
+    num_hidden_layers=3,
+    sliding_window=9,
+    **FAMILIES["gemma3_text"].computes,
+    layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+)
 SMOLLM = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "memory"), [
-    (GEMMA, {}), (GEMMA, {"remat": "offload_attention"}), (GEMMA, {"attention_groups": 2}),
-    (GEMMA, {"query_chunks": 2, "remat": "nothing"}),
-    (SMOLLM, {"remat": "offload_every_k", "every_k": 2})],
-    ids=["a layer left over", "activations too", "groups of heads", "query chunks", "groups of layers"])
+@pytest.mark.parametrize(
+    ("config", "memory"),
+    [
+        (GEMMA, {}),
+        (GEMMA, {"remat": "offload_attention"}),
+        (GEMMA, {"attention_groups": 2}),
+        (GEMMA, {"query_chunks": 2, "remat": "nothing"}),
+        (SMOLLM, {"remat": "offload_every_k", "every_k": 2}),
+    ],
+    ids=[
+        "a layer left over",
+        "activations too",
+        "groups of heads",
+        "query chunks",
+        "groups of layers",
+    ],
+)
 def test_layers_of_two_kinds_on_the_host(config, memory):
     """Their gradients are those of a model on the devices, of which the layers' period is 2 as well."""
-    batch, optimizer = packed_batch(config, ROWS, LENGTH), dataclasses.replace(OPTIMIZER, clip_norm=0.5)
+    batch, optimizer = (
+        packed_batch(config, ROWS, LENGTH),
+        dataclasses.replace(OPTIMIZER, clip_norm=0.5),
+    )
     on_host = MemoryConfig(**memory, moments_on_host=True, parameters_on_host=True)
     expected = one_step(*built("fsdp 8", optimizer=optimizer, config=config), batch)
-    _, there, state, metrics = one_step(*built("fsdp 8", optimizer=optimizer, memory=on_host, config=config), batch)
+    _, there, state, metrics = one_step(
+        *built("fsdp 8", optimizer=optimizer, memory=on_host, config=config), batch
+    )
     assert {x.sharding.memory_kind for x in there.values()} == {"pinned_host"}
     assert float(metrics.loss) == pytest.approx(float(expected[-1].loss), rel=1e-6)
     for name, moment in first_moments(expected[2]).items():
-        assert np.abs(first_moments(state)[name] - moment).max() <= 1e-5 * np.abs(moment).max(), name
+        assert np.abs(first_moments(state)[name] - moment).max() <= 1e-5 * np.abs(moment).max(), (
+            name
+        )
 
 
-@pytest.mark.parametrize(("skip", "on_host"), [
-    (True, False), pytest.param(False, False, marks=pytest.mark.slow), pytest.param(True, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("skip", "on_host"),
+    [
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_that_is_not_finite(skip, on_host):
     """Skipped, it leaves parameters and moments bitwise as they were; not skipped, it spoils them."""
-    run = built(non_finite="skip" if skip else "stop", memory=MemoryConfig(moments_on_host=on_host, parameters_on_host=on_host))
+    run = built(
+        non_finite="skip" if skip else "stop",
+        memory=MemoryConfig(moments_on_host=on_host, parameters_on_host=on_host),
+    )
     batch = packed_batch(tiny(), ROWS, LENGTH)
-    broken = {**batch, "loss_weights": np.where(batch["loss_weights"] > 0, np.inf, 0).astype(np.float32)}
+    broken = {
+        **batch,
+        "loss_weights": np.where(batch["loss_weights"] > 0, np.inf, 0).astype(np.float32),
+    }
     before, after, state, metrics = one_step(*run, broken)
     assert not np.isfinite(float(metrics.loss))
-    unchanged = [np.array_equal(np.asarray(after[name]), np.asarray(x)) for name, x in before.items()]
+    unchanged = [
+        np.array_equal(np.asarray(after[name]), np.asarray(x)) for name, x in before.items()
+    ]
     moments = [np.asarray(x) for x in jax.tree.leaves(state) if x.ndim]
     if skip:
         assert all(unchanged) and not any(x.any() for x in moments)
-        assert {int(x) for x in jax.tree.leaves(state) if not x.ndim} == {1}, "the counters, and the rate, go on"
+        assert {int(x) for x in jax.tree.leaves(state) if not x.ndim} == {1}, (
+            "the counters, and the rate, go on"
+        )
         _, after, _, _ = one_step(*run, batch)
-        assert not any(np.array_equal(np.asarray(after[name]), np.asarray(x)) for name, x in before.items())
+        assert not any(
+            np.array_equal(np.asarray(after[name]), np.asarray(x)) for name, x in before.items()
+        )
     else:
         assert not any(unchanged) and not all(np.isfinite(x).all() for x in moments)

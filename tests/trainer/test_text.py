@@ -1,4 +1,5 @@
 """What a text objective says about its data: the report once, and a warning where nothing is held out."""
+
 import json
 import pathlib
 import shutil
@@ -14,6 +15,7 @@ from trainer.text import TextObjective
 @pytest.fixture
 def opened(small_recipe, tmp_path):
     """Returns a function that opens the small recipe's objective with some flags more."""
+
     def opened(*flags):
         config = load(["--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), *flags])
         return TextObjective(config, make_mesh(config.mesh))
@@ -35,7 +37,10 @@ def test_a_held_out_set_is_never_silently_empty(opened, small_recipe, tmp_path, 
     source = json.dumps([{"path": str(small_recipe.parent / "conversations.json")}])
     flags = ("--data.sources", source, "--data.held_out_path", "null")
     assert not opened(*flags, "--data.held_out_fraction", "1.0e-9").has_held_out
-    assert "warning: there is no held-out loss: data.held_out_fraction 1e-09 of " in capsys.readouterr().err
+    assert (
+        "warning: there is no held-out loss: data.held_out_fraction 1e-09 of "
+        in capsys.readouterr().err
+    )
     assert not opened(*flags, "--data.held_out_fraction", "0").has_held_out, "as asked for"
     assert "warning" not in capsys.readouterr().err
     assert opened().has_held_out
@@ -45,10 +50,13 @@ def test_a_held_out_set_is_never_silently_empty(opened, small_recipe, tmp_path, 
 @pytest.fixture
 def pretrained(hf_model, tmp_path):
     """Returns a function that makes a pretrained model's folder with a trained length and a chat template of its own."""
+
     def pretrained(length, template):
         folder = pathlib.Path(shutil.copytree(hf_model, tmp_path / "model", dirs_exist_ok=True))
-        for name, change in (("config.json", {"max_position_embeddings": length}),
-                             ("tokenizer_config.json", {"chat_template": template})):
+        for name, change in (
+            ("config.json", {"max_position_embeddings": length}),
+            ("tokenizer_config.json", {"chat_template": template}),
+        ):
             written = json.loads((folder / name).read_text(encoding="utf-8"))
             (folder / name).write_text(json.dumps({**written, **change}), encoding="utf-8")
         for path in folder.glob("chat_template*"):
@@ -58,9 +66,11 @@ def pretrained(hf_model, tmp_path):
     return pretrained
 
 
-OWN = ("{% for message in messages %}{{ '[' + message['role'] + '] ' + message['content'] }}"
-       "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-       "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}")
+OWN = (
+    "{% for message in messages %}{{ '[' + message['role'] + '] ' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
+)
 
 
 def test_a_model_is_trained_and_written_with_its_own_template(opened, pretrained, tmp_path):
@@ -72,17 +82,30 @@ def test_a_model_is_trained_and_written_with_its_own_template(opened, pretrained
 
 
 def test_a_model_without_a_template_asks_for_a_choice(opened, pretrained):
-    with pytest.raises(UserError, match=r"data\.template.*the model's own.*choose one, such as --data\.template vicuna_v1\.1"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.template.*the model's own.*choose one, such as --data\.template vicuna_v1\.1",
+    ):
         opened("--model.path", pretrained(512, None))
 
 
-def test_documents_beyond_the_trained_length_are_said_and_no_other_length_is_claimed(opened, pretrained, tmp_path, capsys):
+def test_documents_beyond_the_trained_length_are_said_and_no_other_length_is_claimed(
+    opened, pretrained, tmp_path, capsys
+):
     model = pretrained(32, OWN)
-    objective = opened("--model.path", model, "--data.context_length", "256", "--mesh.simulate", "8")
-    longest = max(len(objective.prepared.train[index].tokens) for index in range(len(objective.prepared.train)))
+    objective = opened(
+        "--model.path", model, "--data.context_length", "256", "--mesh.simulate", "8"
+    )
+    longest = max(
+        len(objective.prepared.train[index].tokens)
+        for index in range(len(objective.prepared.train))
+    )
     assert 32 < longest < 256
     said = capsys.readouterr().err
-    assert f"warning: documents up to {longest} tokens, trained for 32: set rope_scaling, such as --model.overrides" in said
+    assert (
+        f"warning: documents up to {longest} tokens, trained for 32: set rope_scaling, such as --model.overrides"
+        in said
+    )
     objective.write_assets(tmp_path / "assets")
     config = json.loads((tmp_path / "assets" / "config.json").read_text(encoding="utf-8"))
     assert config["max_position_embeddings"] == longest
@@ -90,5 +113,14 @@ def test_documents_beyond_the_trained_length_are_said_and_no_other_length_is_cla
     proposed = said.split("--model.overrides '")[1].split("'")[0]
     opened("--model.path", model, "--data.context_length", "256", "--model.overrides", proposed)
     assert "trained for" not in capsys.readouterr().err
-    opened("--model.path", model, "--data.context_length", "256", "--model.overrides", '{"rope_theta": 50000.0}')
-    assert "trained for" not in capsys.readouterr().err, "a recipe that chooses the base has seen to the length"
+    opened(
+        "--model.path",
+        model,
+        "--data.context_length",
+        "256",
+        "--model.overrides",
+        '{"rope_theta": 50000.0}',
+    )
+    assert "trained for" not in capsys.readouterr().err, (
+        "a recipe that chooses the base has seen to the length"
+    )

@@ -1,4 +1,5 @@
 """The objective of trajectories, on made-up episodes: its batches, what it refuses, and a run that is gone on with."""
+
 import dataclasses
 import json
 import shutil
@@ -30,8 +31,14 @@ from trainer.mesh import make_mesh
 from trainer.stages import stages_of
 from trainer.trajectories import ASSET, TrajectoryObjective, stored_shape
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "max_position_embeddings": 256}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +49,28 @@ def episodes(tmp_path_factory):
 
 def run_config(episodes, folder, mesh=None, train_config=None, **options):
     options = {"in_context": 2, "action_repeat": 2, **options}
-    tokens = options["in_context"] * (options.get("decisions") or 10) * (4 if options.get("conditioning") != "none" else 2)
+    tokens = (
+        options["in_context"]
+        * (options.get("decisions") or 10)
+        * (4 if options.get("conditioning") != "none" else 2)
+    )
     return RunConfig(
-        name="made", run_dir=str(folder / "run"), model=ModelConfig(overrides=SHAPE, compute_dtype="float32"),
-        data=DataConfig(context_length=tokens, prepared=str(folder / "prepared"), held_out_fraction=0.25),
-        trajectories=TrajectoryConfig(path=str(episodes), task="cartpole_swingup", **options), mesh=MeshConfig(**(mesh or {})),
+        name="made",
+        run_dir=str(folder / "run"),
+        model=ModelConfig(overrides=SHAPE, compute_dtype="float32"),
+        data=DataConfig(
+            context_length=tokens, prepared=str(folder / "prepared"), held_out_fraction=0.25
+        ),
+        trajectories=TrajectoryConfig(path=str(episodes), task="cartpole_swingup", **options),
+        mesh=MeshConfig(**(mesh or {})),
         attention=AttentionConfig(layout="striped" if mesh else "contiguous"),
         train=TrainConfig(**{"steps": 3, "batch_size": 4, **(train_config or {})}),
-        logging=LoggingConfig(tensorboard=False, console=False))
+        logging=LoggingConfig(tensorboard=False, console=False),
+    )
 
 
 def objective_of(config):
-    return TrajectoryObjective(config, make_mesh(config.mesh, jax.devices()[:config.mesh.devices]))
+    return TrajectoryObjective(config, make_mesh(config.mesh, jax.devices()[: config.mesh.devices]))
 
 
 def test_rows_are_different_episodes_by_ascending_return(episodes, tmp_path):
@@ -76,36 +93,64 @@ def test_batches_depend_on_the_step_alone(episodes, tmp_path):
 
 def test_held_out_episodes_are_never_trained_on(episodes, tmp_path):
     objective = objective_of(run_config(episodes, tmp_path))
-    trained = {tuple(state) for step in range(20) for batch in [next(objective.batches(step))]
-               for state in batch["values"][batch["kinds"] == 1]}
-    held_out = {tuple(state) for batch in objective.held_out() for state in batch["values"][batch["kinds"] == 1]}
+    trained = {
+        tuple(state)
+        for step in range(20)
+        for batch in [next(objective.batches(step))]
+        for state in batch["values"][batch["kinds"] == 1]
+    }
+    held_out = {
+        tuple(state)
+        for batch in objective.held_out()
+        for state in batch["values"][batch["kinds"] == 1]
+    }
     assert held_out and not trained & held_out
 
 
 def test_cloning_takes_the_best(episodes, tmp_path):
-    objective = objective_of(run_config(episodes, tmp_path, in_context=1, conditioning="none", best=0.25))
+    objective = objective_of(
+        run_config(episodes, tmp_path, in_context=1, conditioning="none", best=0.25)
+    )
     assert sorted(objective.prepared.returns[objective.contexts.episodes])[0] >= 20 - 1e-3
     assert set(np.unique(next(objective.batches(0))["kinds"])) == {1, 2}
 
 
 def test_flops_are_counted_by_the_tokens_that_attend_to_each_other(episodes, tmp_path):
-    assert objective_of(run_config(episodes, tmp_path, decisions=4)).lengths(0).tolist() == [2 * 4 * 4] * 4
+    assert (
+        objective_of(run_config(episodes, tmp_path, decisions=4)).lengths(0).tolist()
+        == [2 * 4 * 4] * 4
+    )
 
 
 def test_a_mesh_changes_no_token(episodes, tmp_path):
     """Every device's tokens together are those of one device, in the layout's order."""
-    single, many = (objective_of(run_config(episodes, tmp_path, mesh)) for mesh in ({}, {"fsdp": 2, "sequence": 4}))
+    single, many = (
+        objective_of(run_config(episodes, tmp_path, mesh))
+        for mesh in ({}, {"fsdp": 2, "sequence": 4})
+    )
     whole, sharded = next(single.batches(5)), many.to_device(next(many.batches(5)))
     for name, array in sharded.items():
         assert array.sharding == many.abstract_batch()[name].sharding
         np.testing.assert_array_equal(np.asarray(array), whole[name][:, many.order])
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"in_context": 13}, "trajectories.in_context: found 13, but .* has 12 episodes to train on"),
-    ({"action_repeat": 21}, "trajectories.action_repeat: found 21, but the shortest episode of .* has 20 steps; at most 20"),
-    ({"action_repeat": 1, "in_context": 2}, "data.context_length: found 80, needs at least 160 for 2 episodes of 20 decisions"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"in_context": 13},
+            "trajectories.in_context: found 13, but .* has 12 episodes to train on",
+        ),
+        (
+            {"action_repeat": 21},
+            "trajectories.action_repeat: found 21, but the shortest episode of .* has 20 steps; at most 20",
+        ),
+        (
+            {"action_repeat": 1, "in_context": 2},
+            "data.context_length: found 80, needs at least 160 for 2 episodes of 20 decisions",
+        ),
+    ],
+)
 def test_what_does_not_go_together_is_named(episodes, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         objective_of(run_config(episodes, tmp_path, **changes))
@@ -114,15 +159,22 @@ def test_what_does_not_go_together_is_named(episodes, tmp_path, changes, message
 def test_the_shortest_row_that_would_do_is_that_of_the_decisions_taken(episodes, tmp_path):
     config = run_config(episodes, tmp_path, decisions=5)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, context_length=24))
-    with pytest.raises(UserError, match=r"found 24, needs at least 40 for 2 episodes of 5 decisions"):
+    with pytest.raises(
+        UserError, match=r"found 24, needs at least 40 for 2 episodes of 5 decisions"
+    ):
         objective_of(config)
 
 
 def test_too_few_held_out_episodes_are_a_warning(episodes, tmp_path, capfd):
-    assert objective_of(run_config(episodes, tmp_path)).has_held_out and "warning" not in capfd.readouterr().err
+    assert (
+        objective_of(run_config(episodes, tmp_path)).has_held_out
+        and "warning" not in capfd.readouterr().err
+    )
     assert not objective_of(run_config(episodes, tmp_path, in_context=4)).has_held_out
-    assert "there is no held-out loss: data.held_out_fraction 0.25 of 12 episodes is 3, and a context takes 4" in (
-        capfd.readouterr().err)
+    assert (
+        "there is no held-out loss: data.held_out_fraction 0.25 of 12 episodes is 3, and a context takes 4"
+        in (capfd.readouterr().err)
+    )
 
 
 def test_a_recipe_that_says_too_much_is_refused(episodes, tmp_path):
@@ -135,23 +187,40 @@ def test_a_recipe_that_says_too_much_is_refused(episodes, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_later_stage_begins_with_the_earlier_ones_parameters_and_holds_out_the_same_episodes(episodes, tmp_path):
-    config = run_config(episodes, tmp_path, mesh={"sequence": 8}, in_context=1)  # as `train` takes all devices
+def test_a_later_stage_begins_with_the_earlier_ones_parameters_and_holds_out_the_same_episodes(
+    episodes, tmp_path
+):
+    config = run_config(
+        episodes, tmp_path, mesh={"sequence": 8}, in_context=1
+    )  # as `train` takes all devices
     stages = StageConfig(40, steps=2, in_context=1), StageConfig(80, steps=2, in_context=2)
     config = dataclasses.replace(config, stages=stages)
     first, second = stages_of(config)
-    assert (first.trajectories.in_context, second.trajectories.in_context) == (1, 2) and first.data.seed != second.data.seed
+    assert (first.trajectories.in_context, second.trajectories.in_context) == (
+        1,
+        2,
+    ) and first.data.seed != second.data.seed
     folder = train(first, TrajectoryObjective, [])
     objective = objective_of(second)
     stored = restore_model(folder)
     for name, array in objective.read_params().items():
         np.testing.assert_array_equal(np.asarray(array), stored[name])
     assert objective.origin and not objective_of(first).origin
-    held_out = [{tuple(state) for batch in stage.held_out() for state in batch["values"][batch["kinds"] == 1]}
-                for stage in (objective_of(first), objective)]
+    held_out = [
+        {
+            tuple(state)
+            for batch in stage.held_out()
+            for state in batch["values"][batch["kinds"] == 1]
+        }
+        for stage in (objective_of(first), objective)
+    ]
     assert held_out[0] & held_out[1]
-    trained = {tuple(state) for step in range(9) for batch in [next(objective.batches(step))]
-               for state in batch["values"][batch["kinds"] == 1]}
+    trained = {
+        tuple(state)
+        for step in range(9)
+        for batch in [next(objective.batches(step))]
+        for state in batch["values"][batch["kinds"] == 1]
+    }
     assert not trained & (held_out[0] | held_out[1])
 
 
@@ -164,11 +233,16 @@ def test_a_model_of_text_is_no_beginning(episodes, tmp_path):
 
 def test_stopped_and_continued_it_is_the_same_run(episodes, tmp_path):
     """Trained at once, and gone on with from the checkpoint of the second step."""
+
     def run(folder):
         config = run_config(episodes, tmp_path, {"fsdp": 4, "sequence": 2})
-        config = dataclasses.replace(config, run_dir=str(folder), checkpoint=CheckpointConfig(every=1, keep=3))
+        config = dataclasses.replace(
+            config, run_dir=str(folder), checkpoint=CheckpointConfig(every=1, keep=3)
+        )
         newest = train(config, TrajectoryObjective, [HeldOutLoss()])
-        return newest, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return newest, [
+            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     whole, rows = run(tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
@@ -176,9 +250,14 @@ def test_stopped_and_continued_it_is_the_same_run(episodes, tmp_path):
     again, rows_again = run(tmp_path / "again")
     for name, array in restore_model(whole).items():
         np.testing.assert_array_equal(restore_model(again)[name], array)
-    losses = [[row["squared_error_per_action"] for row in run_rows] for run_rows in (rows, rows_again)]
+    losses = [
+        [row["squared_error_per_action"] for row in run_rows] for run_rows in (rows, rows_again)
+    ]
     assert losses[0] == losses[1] and [row["actions"] for row in rows] == [4 * 2 * 10] * 3
     inputs = json.loads((whole / "assets" / ASSET).read_text())
     assert inputs["task"] == "cartpole_swingup" and inputs["target_return"] == pytest.approx(24)
-    assert configuration.load(["--config", str(whole / "assets/run.yaml")]).trajectories.in_context == 2
+    assert (
+        configuration.load(["--config", str(whole / "assets/run.yaml")]).trajectories.in_context
+        == 2
+    )
     assert "held_out_squared_error_per_action" in (tmp_path / "whole/held_out.jsonl").read_text()

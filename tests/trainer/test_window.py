@@ -1,4 +1,5 @@
 """A recipe with a sliding window and global tokens: train.py runs it, its checkpoint keeps it, evaluation and export see it."""
+
 import json
 import math
 
@@ -32,7 +33,9 @@ def run(tmp_path_factory, repository):
 
 def test_train_runs_it_and_its_checkpoint_says_so(run):
     rows = small_run.rows(run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3] and all(math.isfinite(row["loss_nats_per_target"]) for row in rows)
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(
+        math.isfinite(row["loss_nats_per_target"]) for row in rows
+    )
     for path in (run, run / "checkpoints", run / "checkpoints" / "3"):
         opened = open_model(str(path))
         assert opened.mask == MASK and opened.folder == run / "checkpoints" / "3"
@@ -48,14 +51,32 @@ def test_line_retrieval_answers_under_the_same_mask(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(model.decode, "Generator", Generator)
     monkeypatch.setattr(entry, "keep_compiled", lambda: None)
-    line_retrieval.evaluate(line_retrieval.parse(
-        ["--checkpoint", str(run), "--lines", "2", "--count", "1", "--sequence", "8", "--output", str(tmp_path / "found")]))
+    line_retrieval.evaluate(
+        line_retrieval.parse(
+            [
+                "--checkpoint",
+                str(run),
+                "--lines",
+                "2",
+                "--count",
+                "1",
+                "--sequence",
+                "8",
+                "--output",
+                str(tmp_path / "found"),
+            ]
+        )
+    )
     assert seen == [MASK]
 
 
 def test_export_warns_that_a_llama_config_cannot_say_it(run, tmp_path, capsys):
     assert export_hf.main([str(run), str(tmp_path / "hf")]) == 0
-    warning, = (line for line in capsys.readouterr().err.splitlines() if line.startswith("warning"))
+    (warning,) = (
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")
+    )
     assert "attention.window = 24" in warning and "attention.global_tokens = 4" in warning
-    assert "sliding_window" not in json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
+    assert "sliding_window" not in json.loads(
+        (tmp_path / "hf" / "config.json").read_text(encoding="utf-8")
+    )
     assert open_model(str(tmp_path / "hf")).mask == Mask()

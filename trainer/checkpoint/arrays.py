@@ -1,4 +1,5 @@
 """The arrays of a checkpoint's item on disk, opened with TensorStore, which Orbax writes them with."""
+
 from __future__ import annotations
 
 import json
@@ -21,17 +22,33 @@ def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
     """
     base = (folder / item).as_uri() + "/"
     try:
-        entries = json.loads((folder / item / "_METADATA").read_text(encoding="utf-8"))["tree_metadata"].values()
+        entries = json.loads((folder / item / "_METADATA").read_text(encoding="utf-8"))[
+            "tree_metadata"
+        ].values()
         names = [".".join(part["key"] for part in entry["key_metadata"]) for entry in entries]
-        opening = {name: tensorstore.open({"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}},
-                                          open=True, read=True) for name in names}
+        opening = {
+            name: tensorstore.open(
+                {
+                    "driver": "zarr",
+                    "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
+                },
+                open=True,
+                read=True,
+            )
+            for name in names
+        }
         return {name: array.result() for name, array in opening.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{folder}: finds no index of the arrays of {item} ({str(error).splitlines()[0]}); an older "
-                           "checkpoint would work, or a path without *, ?, [ and backslash") from error
+        raise DamagedError(
+            f"{folder}: finds no index of the arrays of {item} ({str(error).splitlines()[0]}); an older "
+            "checkpoint would work, or a path without *, ?, [ and backslash"
+        ) from error
 
 
 def stored_shapes(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Name -> shape and dtype of each array of an item; errors as in `open_arrays`."""
     arrays = open_arrays(folder, item)
-    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype) for name, array in arrays.items()}
+    return {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype.numpy_dtype)
+        for name, array in arrays.items()
+    }

@@ -26,7 +26,9 @@ class ForeignError(ValueError):
     """A folder is no checkpoint of this project."""
 
 
-def write_manifest(folder: Path, items: list[str], shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+def write_manifest(
+    folder: Path, items: list[str], shapes: Mapping[str, Sequence[int]] | None = None
+) -> None:
     """Lists every file below `folder` in `folder`/manifest.json, and makes all of them durable.
 
     The manifest is the last file written: a folder without one is not a checkpoint.
@@ -35,13 +37,21 @@ def write_manifest(folder: Path, items: list[str], shapes: Mapping[str, Sequence
       items: the names of the checkpoint's items.
       shapes: the parameters' own shapes, without padding; None where they are not known.
     """
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST
+    )
     with ThreadPoolExecutor(_threads()) as pool:
         sealed = list(pool.map(_seal, files))
     names = [path.relative_to(folder).as_posix() for path in files]
-    content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "items": sorted(items),
-                               "files": {name: {"size": size, "sha256": digest}
-                                         for name, (size, digest) in zip(names, sealed, strict=True)}}
+    content: dict[str, Any] = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "items": sorted(items),
+        "files": {
+            name: {"size": size, "sha256": digest}
+            for name, (size, digest) in zip(names, sealed, strict=True)
+        },
+    }
     if shapes is not None:
         content["shapes"] = {name: list(shape) for name, shape in shapes.items()}
     (folder / MANIFEST).write_bytes(_serialise(content))
@@ -71,15 +81,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise DamagedError(f"{folder}: {MANIFEST} is damaged (not JSON)") from None
     if not isinstance(content, dict) or "format" not in content or "files" not in content:
-        raise ForeignError(f"{folder}: not a checkpoint of this project (another kind of {MANIFEST})")
+        raise ForeignError(
+            f"{folder}: not a checkpoint of this project (another kind of {MANIFEST})"
+        )
     checksum = content.pop("sha256", None)
     # The bytes, not only the content: otherwise a flipped bit in a key or in white space would go unseen.
     if checksum != _checksum(content) or data != _serialise(content):
         raise DamagedError(f"{folder}: {MANIFEST} is damaged (its own checksum differs)")
     if content["format"] != _FORMAT:
-        raise ForeignError(f"{folder}: not a checkpoint of this project (format {content['format']!r})")
+        raise ForeignError(
+            f"{folder}: not a checkpoint of this project (format {content['format']!r})"
+        )
     if content["version"] != _VERSION:
-        raise ForeignError(f"{folder}: checkpoint version {content['version']}; this release reads {_VERSION}")
+        raise ForeignError(
+            f"{folder}: checkpoint version {content['version']}; this release reads {_VERSION}"
+        )
     return content
 
 
@@ -101,8 +117,11 @@ def verify(folder: Path, items: Sequence[str] | None = None) -> dict[str, Any]:
       DamagedError: names the first file, by name, that is missing or differs.
     """
     content = read_manifest(folder)
-    records = [(name, record) for name, record in content["files"].items()
-               if items is None or name.split("/", 1)[0] in items]
+    records = [
+        (name, record)
+        for name, record in content["files"].items()
+        if items is None or name.split("/", 1)[0] in items
+    ]
 
     def problem(name_and_record: tuple[str, dict[str, Any]]) -> str | None:
         name, record = name_and_record

@@ -1,4 +1,5 @@
 """One save of a checkpoint: arrays are copied to the host at once; threads write, read back and publish everything."""
+
 from __future__ import annotations
 
 import json
@@ -48,7 +49,11 @@ class Saving:
     """A save in progress. All arrays are on the host when the constructor returns; a thread does the rest."""
 
     def __init__(
-        self, target: Path, contents: Contents, after: Callable[[Path], None] | None = None, copy: bool = True,
+        self,
+        target: Path,
+        contents: Contents,
+        after: Callable[[Path], None] | None = None,
+        copy: bool = True,
     ) -> None:
         """Begins to save.
 
@@ -62,26 +67,42 @@ class Saving:
         self.scratch = target.with_name(target.name + ".tmp")
         self.parameter_shapes = contents.shapes
         if not contents.assets.is_dir():
-            raise ValueError(f"{contents.assets}: no such folder; a checkpoint holds the assets of its model")
+            raise ValueError(
+                f"{contents.assets}: no such folder; a checkpoint holds the assets of its model"
+            )
         self.assets = contents.assets
-        self.data = None if contents.data is None else json.dumps(dict(contents.data), indent=1, allow_nan=False) + "\n"
+        self.data = (
+            None
+            if contents.data is None
+            else json.dumps(dict(contents.data), indent=1, allow_nan=False) + "\n"
+        )
         if jax.process_index() == 0:
-            shutil.rmtree(self.scratch, ignore_errors=True)  # of a process that was killed; Orbax's thread makes it anew
+            shutil.rmtree(
+                self.scratch, ignore_errors=True
+            )  # of a process that was killed; Orbax's thread makes it anew
         barrier(f"checkpoint {target.name} begins")
         trees = {"model": _flat_model(contents.model)}
         if contents.optimizer is not None:
             trees["optimizer"] = flatten(contents.optimizer)
-        self.array_shapes = {item: {name: np.shape(value) for name, value in tree.items()} for item, tree in trees.items()}
+        self.array_shapes = {
+            item: {name: np.shape(value) for name, value in tree.items()}
+            for item, tree in trees.items()
+        }
         self.items = [*trees, "assets", *(["data"] if self.data is not None else [])]
         self.checkpointers: list[ocp.AsyncCheckpointer] = []
         try:
             for item, tree in trees.items():
-                self._start(item, {name: _host_copy(value) for name, value in tree.items()} if copy else tree)
+                self._start(
+                    item,
+                    {name: _host_copy(value) for name, value in tree.items()} if copy else tree,
+                )
         except BaseException:
             self._close()
             raise
         # Not a daemon: a program that ends without waiting still finishes its last checkpoint.
-        self.thread = threading.Thread(target=self._finish, name=f"checkpoint-{target.name}", daemon=False)
+        self.thread = threading.Thread(
+            target=self._finish, name=f"checkpoint-{target.name}", daemon=False
+        )
         self.thread.start()
 
     def wait(self) -> None:
@@ -96,7 +117,10 @@ class Saving:
         checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         self.checkpointers.append(checkpointer)
         # One piece per layer, so that a reader of one layer reads no other.
-        pieces = {name: ocp.SaveArgs(shard_axes=(0,) if name.startswith("layers.") else ()) for name in arrays}
+        pieces = {
+            name: ocp.SaveArgs(shard_axes=(0,) if name.startswith("layers.") else ())
+            for name in arrays
+        }
         checkpointer.save(self.scratch / item, args=ocp.args.PyTreeSave(arrays, pieces))
 
     def _finish(self) -> None:
@@ -110,7 +134,9 @@ class Saving:
                 self._read_back()  # before the manifest makes it a checkpoint, and before any older one is removed
                 self._write_plain_items()  # here, as a slow store may take as long for them as training for several steps
                 write_manifest(self.scratch, self.items, self.parameter_shapes)
-                if self.target.exists():  # a damaged checkpoint of this step, which training has reached again
+                if (
+                    self.target.exists()
+                ):  # a damaged checkpoint of this step, which training has reached again
                     remove(self.target)
                 self.scratch.rename(self.target)
                 sync(self.target.parent)  # the name, before an older checkpoint is removed for it
@@ -133,8 +159,12 @@ class Saving:
     def _read_back(self) -> None:
         """Raises DamagedError unless the arrays on disk have the names and shapes of those that were saved."""
         for item, shapes in self.array_shapes.items():
-            if {name: array.shape for name, array in stored_shapes(self.scratch, item).items()} != shapes:
-                raise DamagedError(f"{self.scratch}: the arrays of {item} are not those that were saved")
+            if {
+                name: array.shape for name, array in stored_shapes(self.scratch, item).items()
+            } != shapes:
+                raise DamagedError(
+                    f"{self.scratch}: the arrays of {item} are not those that were saved"
+                )
 
     def _close(self) -> None:
         for checkpointer in self.checkpointers:
@@ -152,7 +182,9 @@ def _remove_leftovers(target: Path, scratch: Path) -> None:
 def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in model.items():
         if not isinstance(name, str) or not hasattr(value, "shape"):
-            raise ValueError(f"model: must be a flat dictionary name -> array, found {name!r}: {type(value)}")
+            raise ValueError(
+                f"model: must be a flat dictionary name -> array, found {name!r}: {type(value)}"
+            )
     return dict(model)
 
 

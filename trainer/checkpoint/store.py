@@ -84,27 +84,41 @@ class CheckpointStore:
         """The steps that have a folder, ascending, those of damaged checkpoints included."""
         if not self.folder.is_dir():
             return []
-        folders = (path for path in self.folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir())
+        folders = (
+            path for path in self.folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()
+        )
         return sorted(int(path.name) for path in folders)
 
     def steps_for_all(self) -> list[int]:
         """`steps` as process 0 sees them, in every process."""
-        return first_then_others(lambda message: self.steps() if message is None else json.loads(message), json.dumps)
+        return first_then_others(
+            lambda message: self.steps() if message is None else json.loads(message), json.dumps
+        )
 
     def path(self, step: int) -> Path:
         """The folder of `step`'s checkpoint."""
         return self.folder / str(step)
 
     def save(
-        self, step: int, *, model: Mapping[str, Any], assets: str | Path, optimizer: Any = None,
-        data: Mapping[str, Any] | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None,
+        self,
+        step: int,
+        *,
+        model: Mapping[str, Any],
+        assets: str | Path,
+        optimizer: Any = None,
+        data: Mapping[str, Any] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """Begins to save, and returns as soon as the arrays are copied to the host, so they may be donated at once.
 
         Waits for the save before, whose error, if it had one, is raised here. The arguments are those of `Contents`.
         """
         self.wait()
-        self._saving = Saving(self.path(step), Contents(model, Path(assets), optimizer, data, shapes), after=self._retain)
+        self._saving = Saving(
+            self.path(step),
+            Contents(model, Path(assets), optimizer, data, shapes),
+            after=self._retain,
+        )
 
     def wait(self) -> None:
         """Waits until the last save is on disk and counts. Raises its error if it failed."""
@@ -149,11 +163,15 @@ class CheckpointStore:
         if problems and all(isinstance(problem, ForeignError) for problem in problems):
             raise problems[0]
         if problems:
-            raise ValueError(f"{self.folder}: every checkpoint is damaged (newest: {problems[0]}); "
-                             "start again in another run directory, or restore them from a copy")
+            raise ValueError(
+                f"{self.folder}: every checkpoint is damaged (newest: {problems[0]}); "
+                "start again in another run directory, or restore them from a copy"
+            )
         return None
 
-    def restore(self, step: int, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None) -> Restored:
+    def restore(
+        self, step: int, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None
+    ) -> Restored:
         """Restores `step`, which `latest_good` has verified; arguments and errors as in the function `restore`."""
         return restore(self.path(step), abstract_model, abstract_optimizer, verified=True)
 
@@ -161,14 +179,19 @@ class CheckpointStore:
         """Deletes the oldest good checkpoints beyond `keep`. Damaged ones are neither counted nor deleted."""
         self._damaged.discard(int(saved.name))
         good = [step for step in self.steps() if step not in self._damaged]
-        for step in good[:-self.keep]:
+        for step in good[: -self.keep]:
             if step != self.protected:
                 remove(self.path(step))
 
 
 def save_checkpoint(
-    path: str | Path, *, model: Mapping[str, Any], assets: str | Path, optimizer: Any = None,
-    data: Mapping[str, Any] | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None,
+    path: str | Path,
+    *,
+    model: Mapping[str, Any],
+    assets: str | Path,
+    optimizer: Any = None,
+    data: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Writes one checkpoint at `path` and waits for it. The arguments are those of `Contents`.
 
@@ -176,7 +199,11 @@ def save_checkpoint(
       UserError: something exists at `path` already.
     """
     # Nobody writes into the arrays while we wait, so they need not be copied.
-    Saving(new_folder(Path(path).absolute()), Contents(model, Path(assets), optimizer, data, shapes), copy=False).wait()
+    Saving(
+        new_folder(Path(path).absolute()),
+        Contents(model, Path(assets), optimizer, data, shapes),
+        copy=False,
+    ).wait()
 
 
 def _in_first_process(work: Callable[[], int]) -> int:
@@ -211,12 +238,17 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
         if step is not None:
             return store.path(step)
     if path.name.endswith(".tmp"):
-        raise ForeignError(f"{path}: a checkpoint that was never finished; its run's folder finds the last good one")
+        raise ForeignError(
+            f"{path}: a checkpoint that was never finished; its run's folder finds the last good one"
+        )
     if (path / "config.json").exists():
         raise ForeignError(
-            f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes one of it")
-    raise ForeignError(f"{path}: no {MANIFEST} (a checkpoint), no {CHECKPOINTS}/ (a run) and no config.json (a Hugging Face "
-                       "model) is in this folder")
+            f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes one of it"
+        )
+    raise ForeignError(
+        f"{path}: no {MANIFEST} (a checkpoint), no {CHECKPOINTS}/ (a run) and no config.json (a Hugging Face "
+        "model) is in this folder"
+    )
 
 
 def best_or_itself(path: Path) -> Path:
@@ -230,7 +262,9 @@ def best_or_itself(path: Path) -> Path:
         return path
     best = (read_data(run) or {}).get("best") or {}
     if best.get("step") is None:
-        raise ForeignError(f"{path}: this run has measured no best checkpoint; checkpoint.best names the metric for one")
+        raise ForeignError(
+            f"{path}: this run has measured no best checkpoint; checkpoint.best names the metric for one"
+        )
     return CheckpointStore(run).path(best["step"])
 
 
@@ -246,7 +280,11 @@ def read_data(path: str | Path) -> dict[str, Any] | None:
 
 
 def restore(
-    path: str | Path, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None, *, verified: bool = False,
+    path: str | Path,
+    abstract_model: Mapping[str, Any],
+    abstract_optimizer: Any = None,
+    *,
+    verified: bool = False,
 ) -> Restored:
     """Restores a checkpoint, or a run's newest good one, onto the shardings of the abstract trees, on any mesh.
 
@@ -272,8 +310,12 @@ def restore(
 
 
 def restore_model(
-    path: str | Path, shardings: Mapping[str, Any] | jax.sharding.Sharding | None = None, *, dtype: Any = None,
-    shapes: Mapping[str, tuple[int, ...]] | None = None, verified: bool = False,
+    path: str | Path,
+    shardings: Mapping[str, Any] | jax.sharding.Sharding | None = None,
+    *,
+    dtype: Any = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    verified: bool = False,
 ) -> dict[str, Any]:
     """Restores the parameters alone: for evaluation and export, which never read moments.
 
@@ -291,7 +333,9 @@ def restore_model(
     for name, stored in _stored(folder, "model").items():
         sharding = shardings.get(name) if isinstance(shardings, Mapping) else shardings
         if isinstance(shardings, Mapping) and sharding is None:
-            raise ValueError(f"{folder}: parameter {name} is in the checkpoint, but not in the model asked for")
+            raise ValueError(
+                f"{folder}: parameter {name} is in the checkpoint, but not in the model asked for"
+            )
         if isinstance(sharding, jax.ShapeDtypeStruct):
             abstract[name] = sharding
         else:
@@ -304,10 +348,15 @@ def restore_model(
     params = _restore_item(folder, "model", abstract)
     if dtype is None:
         return params
-    return {name: value.astype(dtype[name] if isinstance(dtype, Mapping) else dtype) for name, value in params.items()}
+    return {
+        name: value.astype(dtype[name] if isinstance(dtype, Mapping) else dtype)
+        for name, value in params.items()
+    }
 
 
-def stored_parameters(path: str | Path, *, verified: bool = False) -> dict[str, tensorstore.TensorStore]:
+def stored_parameters(
+    path: str | Path, *, verified: bool = False
+) -> dict[str, tensorstore.TensorStore]:
     """`stored_arrays` of the parameters, for export, which needs one layer's tensor at a time."""
     return stored_arrays(path, "model", verified=verified)
 
@@ -322,11 +371,15 @@ def stored_average(path: str | Path) -> dict[str, tensorstore.TensorStore]:
     arrays = stored_arrays(folder, "optimizer") if (folder / "optimizer").is_dir() else {}
     average = {name.partition(mark)[2]: array for name, array in arrays.items() if mark in name}
     if not average:
-        raise ForeignError(f"{folder}: holds no average of the weights; training keeps one with optimizer.average_decay")
+        raise ForeignError(
+            f"{folder}: holds no average of the weights; training keeps one with optimizer.average_decay"
+        )
     return average
 
 
-def stored_arrays(path: str | Path, item: str, *, verified: bool = False) -> dict[str, tensorstore.TensorStore]:
+def stored_arrays(
+    path: str | Path, item: str, *, verified: bool = False
+) -> dict[str, tensorstore.TensorStore]:
     """The arrays of an item (model, optimizer) by name, on disk: indexing one reads that part (`numpy.asarray(array[layer])`).
 
     Errors as in `restore`.
@@ -342,11 +395,18 @@ def _restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str
     arguments = {}
     for name, leaf in abstract.items():
         sharding = getattr(leaf, "sharding", None)
-        arguments[name] = ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(
-            sharding=sharding, global_shape=tuple(leaf.shape), dtype=leaf.dtype, strict=False)
+        arguments[name] = (
+            ocp.RestoreArgs(restore_type=np.ndarray)
+            if sharding is None
+            else ocp.ArrayRestoreArgs(
+                sharding=sharding, global_shape=tuple(leaf.shape), dtype=leaf.dtype, strict=False
+            )
+        )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        arrays = checkpointer.restore(folder / item, args=ocp.args.PyTreeRestore(
-            item=dict.fromkeys(abstract, 0), restore_args=arguments))
+        arrays = checkpointer.restore(
+            folder / item,
+            args=ocp.args.PyTreeRestore(item=dict.fromkeys(abstract, 0), restore_args=arguments),
+        )
     return {name: arrays[name] for name in abstract}
 
 
@@ -361,9 +421,13 @@ def _check_arrays(folder: Path, item: str, abstract: dict[str, Any]) -> None:
         if name not in stored:
             raise ValueError(f"{folder}: {kind} {name} is not in the checkpoint")
         array = stored[name]
-        if array.dtype != leaf.dtype or not _fits(folder, name, tuple(array.shape), tuple(np.shape(leaf))):
-            raise ValueError(f"{folder}: {kind} {name} is {array.dtype}{list(array.shape)} in the checkpoint, and "
-                             f"{np.dtype(leaf.dtype)}{list(np.shape(leaf))} in this run")
+        if array.dtype != leaf.dtype or not _fits(
+            folder, name, tuple(array.shape), tuple(np.shape(leaf))
+        ):
+            raise ValueError(
+                f"{folder}: {kind} {name} is {array.dtype}{list(array.shape)} in the checkpoint, and "
+                f"{np.dtype(leaf.dtype)}{list(np.shape(leaf))} in this run"
+            )
     for name in stored:
         if name not in abstract:
             raise ValueError(f"{folder}: {kind} {name} is in the checkpoint, but not in this run")
@@ -375,7 +439,9 @@ def _fits(folder: Path, name: str, stored: tuple[int, ...], requested: tuple[int
         return True
     # An optimizer's array is named by its path in the state, which ends with its parameter's name.
     shapes = _recorded_shapes(folder)
-    own = next((shape for parameter, shape in shapes.items() if f".{name}".endswith(f".{parameter}")), None)
+    own = next(
+        (shape for parameter, shape in shapes.items() if f".{name}".endswith(f".{parameter}")), None
+    )
     return own is not None and fits(name, stored, requested, own)
 
 
@@ -402,5 +468,11 @@ def _stored(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
 def _require_item(folder: Path, item: str) -> None:
     """Raises ForeignError if the checkpoint does not have the item."""
     if item not in read_manifest(folder)["items"]:
-        raise ForeignError(f"{folder}: this checkpoint has no {item}" + (
-            " (an imported or exported model: start a run from it as model.path)" if item == "optimizer" else ""))
+        raise ForeignError(
+            f"{folder}: this checkpoint has no {item}"
+            + (
+                " (an imported or exported model: start a run from it as model.path)"
+                if item == "optimizer"
+                else ""
+            )
+        )

@@ -37,35 +37,68 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
 def _check_model(model: ModelConfig) -> None:
     """A section may be incomplete while it is put together; a run needs a model and a tokenizer."""
     if not (model.path or model.preset or model.overrides):
-        raise ValueError("model.path: no model; give --model.path HF_DIR, or for a model from scratch model.preset or "
-                         "model.overrides")
-    require(bool(model.path or model.tokenizer), "model.tokenizer", model.tokenizer,
-            "a tokenizer's folder for a model from scratch")
+        raise ValueError(
+            "model.path: no model; give --model.path HF_DIR, or for a model from scratch model.preset or "
+            "model.overrides"
+        )
+    require(
+        bool(model.path or model.tokenizer),
+        "model.tokenizer",
+        model.tokenizer,
+        "a tokenizer's folder for a model from scratch",
+    )
 
 
 def _check_trajectories(config: RunConfig) -> None:
     """A model of trajectories begins from scratch or from another such model, and reads no text."""
     model = config.model
-    require(bool(model.path or model.preset or model.overrides), "model.preset", model.preset,
-            "a shape, here or as model.overrides, or in model.path a run on trajectories")
-    require(not config.data.sources, "data.sources", [source.path for source in config.data.sources],
-            "to be left out with trajectories.path; keep one of them")
+    require(
+        bool(model.path or model.preset or model.overrides),
+        "model.preset",
+        model.preset,
+        "a shape, here or as model.overrides, or in model.path a run on trajectories",
+    )
+    require(
+        not config.data.sources,
+        "data.sources",
+        [source.path for source in config.data.sources],
+        "to be left out with trajectories.path; keep one of them",
+    )
 
 
 def _check_adapter(config: RunConfig) -> None:
     """Adapters stand beside a pretrained language model, and say themselves what is trained."""
     if config.adapter.rank:
-        require(not config.trajectories.path, "adapter.rank", config.adapter.rank,
-                "0 with trajectories: their model begins from scratch")
-        require(config.model.trainable == ".*", "model.trainable", config.model.trainable,
-                "to be left out with adapters; adapter.train names modules that are trained beside them")
+        require(
+            not config.trajectories.path,
+            "adapter.rank",
+            config.adapter.rank,
+            "0 with trajectories: their model begins from scratch",
+        )
+        require(
+            config.model.trainable == ".*",
+            "model.trainable",
+            config.model.trainable,
+            "to be left out with adapters; adapter.train names modules that are trained beside them",
+        )
 
 
 def _check_optimizer(config: RunConfig) -> None:
     """What is updated layer by layer, on its way from the host, is updated number by number."""
-    on_host = next((name for name in ("moments_on_host", "parameters_on_host") if getattr(config.memory, name)), None)
-    require(on_host is None or config.optimizer.name in ("adamw", "lion"), "optimizer.name", config.optimizer.name,
-            f"adamw or lion with memory.{on_host}")
+    on_host = next(
+        (
+            name
+            for name in ("moments_on_host", "parameters_on_host")
+            if getattr(config.memory, name)
+        ),
+        None,
+    )
+    require(
+        on_host is None or config.optimizer.name in ("adamw", "lion"),
+        "optimizer.name",
+        config.optimizer.name,
+        f"adamw or lion with memory.{on_host}",
+    )
 
 
 def _check_data(data: DataConfig) -> None:
@@ -76,39 +109,67 @@ def _check_data(data: DataConfig) -> None:
 def _check_sequence(config: RunConfig) -> None:
     """The context length must divide over the devices and chunks that share it."""
     mesh, attention, length = config.mesh, config.attention, config.data.context_length
-    require(attention.schedule_name != "local" or mesh.sequence == 1, "attention.schedule", attention.schedule,
-            f"to attend across mesh.sequence = {mesh.sequence} shards, as local cannot; use ring or all_gather")
+    require(
+        attention.schedule_name != "local" or mesh.sequence == 1,
+        "attention.schedule",
+        attention.schedule,
+        f"to attend across mesh.sequence = {mesh.sequence} shards, as local cannot; use ring or all_gather",
+    )
     zigzag = attention.layout == "zigzag"  # gives each device two pieces of the sequence
     pieces = mesh.sequence * (2 if zigzag else 1)
     shorter, longer = length // pieces * pieces, -(-length // pieces) * pieces
-    require(length % pieces == 0, "data.context_length", length,
-            f"a multiple of {'2 * ' if zigzag else ''}mesh.sequence = {pieces}{' (zigzag)' if zigzag else ''}; "
-            f"the next good length is {longer}{f' (or {shorter})' if shorter else ''}")
+    require(
+        length % pieces == 0,
+        "data.context_length",
+        length,
+        f"a multiple of {'2 * ' if zigzag else ''}mesh.sequence = {pieces}{' (zigzag)' if zigzag else ''}; "
+        f"the next good length is {longer}{f' (or {shorter})' if shorter else ''}",
+    )
     local_tokens = length // mesh.sequence
-    require(local_tokens % config.memory.query_chunks == 0, "memory.query_chunks", config.memory.query_chunks,
-            f"a divisor of a device's {local_tokens} tokens")
+    require(
+        local_tokens % config.memory.query_chunks == 0,
+        "memory.query_chunks",
+        config.memory.query_chunks,
+        f"a divisor of a device's {local_tokens} tokens",
+    )
     shards = mesh.sequence * mesh.tensor
-    require(not mesh.sequence_parallel or length % shards == 0, "data.context_length", length,
-            f"a multiple of mesh.sequence * mesh.tensor = {shards} with mesh.sequence_parallel")
+    require(
+        not mesh.sequence_parallel or length % shards == 0,
+        "data.context_length",
+        length,
+        f"a multiple of mesh.sequence * mesh.tensor = {shards} with mesh.sequence_parallel",
+    )
 
 
 def _check_batch(config: RunConfig) -> None:
     """A batch must divide over the devices and microbatches that share it."""
     mesh, batch_size = config.mesh, config.train.batch_size
     rows = mesh.data * mesh.fsdp * config.train.accumulation
-    require(batch_size % rows == 0, "train.batch_size", batch_size,
-            f"a multiple of mesh.data * mesh.fsdp * train.accumulation = {rows}; the next good size is "
-            f"{-(-batch_size // rows) * rows}")
+    require(
+        batch_size % rows == 0,
+        "train.batch_size",
+        batch_size,
+        f"a multiple of mesh.data * mesh.fsdp * train.accumulation = {rows}; the next good size is "
+        f"{-(-batch_size // rows) * rows}",
+    )
 
 
 def _check_stages(config: RunConfig) -> None:
     """The fields of each stage are checked with it, in trainer.stages."""
-    require(config.train.epochs is None or not config.stages, "train.epochs", config.train.epochs,
-            "to be left out with stages, each of which has its steps")
+    require(
+        config.train.epochs is None or not config.stages,
+        "train.epochs",
+        config.train.epochs,
+        "to be left out with stages, each of which has its steps",
+    )
 
 
 def _check_profile(config: RunConfig) -> None:
     """A profile ends before the run does."""
     steps = config.logging.profile_steps
-    require(not steps or config.train.epochs is not None or steps[1] <= config.train.steps, "logging.profile_steps", steps,
-            f"a last step of at most train.steps = {config.train.steps}")
+    require(
+        not steps or config.train.epochs is not None or steps[1] <= config.train.steps,
+        "logging.profile_steps",
+        steps,
+        f"a last step of at most train.steps = {config.train.steps}",
+    )

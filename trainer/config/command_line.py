@@ -46,11 +46,15 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
         if name == "--config":
             recipe = text if equals else next(words, None)
             if recipe is None:
-                raise UserError("command line: --config needs the path of a recipe, such as configs/quickstart.yaml")
+                raise UserError(
+                    "command line: --config needs the path of a recipe, such as configs/quickstart.yaml"
+                )
             recipes.append(recipe)
             continue
         if not name.startswith("--"):
-            flag = f"--config {word}" if word.endswith((".yaml", ".yml")) else "--section.field value"
+            flag = (
+                f"--config {word}" if word.endswith((".yaml", ".yml")) else "--section.field value"
+            )
             raise UserError(f"command line: {word!r} belongs to no flag; write {flag}")
         is_set = name == "--data.clean"  # a section that a name of a set may stand for
         if not is_set:
@@ -60,8 +64,10 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
             raise UserError(f"command line: {name} needs a value")
         if is_set:
             rules = clean_set(value, "command line: --data.clean")
-            flags += [Flag(f"data.clean.{field}", rule if isinstance(rule, str) else json.dumps(rule))
-                      for field, rule in rules.items()]
+            flags += [
+                Flag(f"data.clean.{field}", rule if isinstance(rule, str) else json.dumps(rule))
+                for field, rule in rules.items()
+            ]
             continue
         flags.append(Flag(name.removeprefix("--"), value))
     if len(recipes) != 1:
@@ -75,17 +81,23 @@ def _check_name(name: str, own: Iterable[str]) -> None:
     if name.startswith(("data.sources.", "data.sources+")):
         raise UserError(
             f"command line: --{name} cannot edit one of the sources; give --data.path FILE for one source, "
-            "or the whole list as --data.sources '[{\"path\": \"FILE\"}]'"
+            'or the whole list as --data.sources \'[{"path": "FILE"}]\''
         )
     if name in SECTIONS:
-        raise UserError(f"command line: --{name} is a section; its fields are {', '.join(_fields_of(name))}")
+        raise UserError(
+            f"command line: --{name} is a section; its fields are {', '.join(_fields_of(name))}"
+        )
     if name in FIELDS or name.startswith(tuple(f"{mapping}." for mapping in MAPPINGS)):
         return
     section = name.split(".")[0]
     if section in SECTIONS:
         valid = _fields_of(section)
     else:  # the sections, rather than all their ninety fields
-        valid = [*own, *(field for field in FIELDS if "." not in field), *(f"{part}.*" for part in SECTIONS if "." not in part)]
+        valid = [
+            *own,
+            *(field for field in FIELDS if "." not in field),
+            *(f"{part}.*" for part in SECTIONS if "." not in part),
+        ]
     hint = suggestion(name, [*own, "config", "help", *FIELDS], "--")
     raise UserError(f"command line: unknown field --{name}{hint}; valid: {', '.join(valid)}")
 
@@ -107,8 +119,10 @@ def _check_values(flags: list[Flag]) -> None:
         for other, other_value in earlier:
             replaced = other.name == flag.name and isinstance(other_value, dict | list)
             if replaced or other.name.startswith(f"{flag.name}."):
-                raise UserError(f"command line: --{flag.name} {flag.text} would drop --{other.name} {other.text} before it; "
-                                f"write both as one --{flag.name}")
+                raise UserError(
+                    f"command line: --{flag.name} {flag.text} would drop --{other.name} {other.text} before it; "
+                    f"write both as one --{flag.name}"
+                )
         if flag.name in LISTS and isinstance(value, list):
             check_list(flag.name, value, "command line")
         earlier.append((flag, value))

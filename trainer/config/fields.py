@@ -22,7 +22,9 @@ def _sections(cls: type, prefix: str = "") -> dict[str, type]:
     sections: dict[str, type] = {}
     for field in dataclasses.fields(cls):
         if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
-            sections |= {prefix + field.name: field.type} | _sections(field.type, f"{prefix}{field.name}.")
+            sections |= {prefix + field.name: field.type} | _sections(
+                field.type, f"{prefix}{field.name}."
+            )
     return sections
 
 
@@ -31,7 +33,9 @@ SECTIONS = _sections(RunConfig)
 FIELDS: dict[str, Any] = {
     name: kind
     for section, cls in {"": RunConfig, **SECTIONS}.items()
-    for field, kind in typing.get_type_hints(cls).items()  # types also where a module's annotations are texts
+    for field, kind in typing.get_type_hints(
+        cls
+    ).items()  # types also where a module's annotations are texts
     if (name := f"{section}.{field}".lstrip(".")) not in SECTIONS
 }
 # Fields that are lists of sections; the first field of such a section is required.
@@ -42,12 +46,32 @@ MAPPINGS = ("model.overrides", "attention.schedule")
 _ELSEWHERE = {
     "checkpoint.every": ("save_steps", "checkpoint_period", "save_interval"),
     "checkpoint.keep": ("save_total_limit",),
-    "data.context_length": ("max_seq_length", "max_seq_len", "seq_len", "seq_length", "sequence_length", "max_target_length",
-                            "cutoff_len", "model_max_length", "block_size"),
+    "data.context_length": (
+        "max_seq_length",
+        "max_seq_len",
+        "seq_len",
+        "seq_length",
+        "sequence_length",
+        "max_target_length",
+        "cutoff_len",
+        "model_max_length",
+        "block_size",
+    ),
     "data.path": ("dataset", "dataset_name", "train_file", "data_path"),
     "data.held_out_fraction": ("val_size", "val_split", "eval_fraction"),
-    "memory.remat": ("gradient_checkpointing", "remat_policy", "activation_checkpointing", "recompute_activations"),
-    "mesh.sequence": ("context_parallel_size", "cp", "sequence_parallel_size", "ring_size", "sp_degree"),
+    "memory.remat": (
+        "gradient_checkpointing",
+        "remat_policy",
+        "activation_checkpointing",
+        "recompute_activations",
+    ),
+    "mesh.sequence": (
+        "context_parallel_size",
+        "cp",
+        "sequence_parallel_size",
+        "ring_size",
+        "sp_degree",
+    ),
     "mesh.tensor": ("tensor_parallel_size", "tp", "tp_size", "tensor_model_parallel_size"),
     "mesh.fsdp": ("fsdp_size", "dp_shard", "zero_stage", "ici_fsdp_parallelism"),
     "model.compute_dtype": ("bf16", "fp16", "dtype", "torch_dtype", "precision", "mixed_precision"),
@@ -59,8 +83,19 @@ _ELSEWHERE = {
     "optimizer.warmup_fraction": ("warmup_ratio", "lr_warmup_fraction", "warmup_steps_fraction"),
     "optimizer.warmup_steps": ("warmup", "num_warmup_steps", "warmup_iters", "lr_warmup"),
     "run_dir": ("output_dir", "save_dir", "out_dir", "base_output_directory", "logdir"),
-    "train.accumulation": ("gradient_accumulation_steps", "grad_accum", "gradient_accumulation", "accumulate_grad_batches"),
-    "train.batch_size": ("per_device_train_batch_size", "micro_batch_size", "global_batch_size", "bs", "batch"),
+    "train.accumulation": (
+        "gradient_accumulation_steps",
+        "grad_accum",
+        "gradient_accumulation",
+        "accumulate_grad_batches",
+    ),
+    "train.batch_size": (
+        "per_device_train_batch_size",
+        "micro_batch_size",
+        "global_batch_size",
+        "bs",
+        "batch",
+    ),
     "train.evaluate_every": ("eval_steps", "eval_interval", "eval_every"),
     "train.log_every": ("logging_steps", "log_interval", "log_period"),
     "train.epochs": ("num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"),
@@ -111,7 +146,9 @@ def clean_set(name: str, field: str) -> dict[str, Any]:
       UserError: no set has this name.
     """
     if name not in SETS:
-        raise UserError(f"{field}: found {name!r}; {', '.join(SETS)}, or fields of the section, would work")
+        raise UserError(
+            f"{field}: found {name!r}; {', '.join(SETS)}, or fields of the section, would work"
+        )
     return dict(SETS[name])
 
 
@@ -124,19 +161,27 @@ def check_list(field: str, entries: Any, source: str) -> None:
     cls = LISTS[field]
     names = field_names(cls)
     if not isinstance(entries, list | tuple):
-        raise UserError(f"{source}: {field} expects a list of {{{', '.join(names)}}}, found {entries!r}")
+        raise UserError(
+            f"{source}: {field} expects a list of {{{', '.join(names)}}}, found {entries!r}"
+        )
     for index, entry in enumerate(entries):
         check_keys(entry, cls, f"{field}[{index}].", source)
         if names[0] not in entry:
-            raise UserError(f"{source}: {field}[{index}].{names[0]}: missing; it has {', '.join(names)}")
+            raise UserError(
+                f"{source}: {field}[{index}].{names[0]}: missing; it has {', '.join(names)}"
+            )
 
 
 def check_keys(section: Any, cls: type, prefix: str, source: str) -> None:
     """Refuses what is no mapping, and keys that are no fields of the dataclass `cls`; `prefix` begins the names in messages."""
     valid = field_names(cls)
     if not isinstance(section, Mapping):
-        raise UserError(f"{source}: {prefix[:-1]} expects the fields {', '.join(valid)}, found {section!r}")
+        raise UserError(
+            f"{source}: {prefix[:-1]} expects the fields {', '.join(valid)}, found {section!r}"
+        )
     for key in section:
         if key not in valid:
             hint = suggestion(str(key), valid, prefix)
-            raise UserError(f"{source}: unknown field {prefix}{key}{hint}; valid: {', '.join(valid)}")
+            raise UserError(
+                f"{source}: unknown field {prefix}{key}{hint}; valid: {', '.join(valid)}"
+            )

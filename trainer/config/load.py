@@ -36,7 +36,7 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
     from . import parsing  # jsonargparse, which commands that read no recipe do without
 
     if asks := {"-h", "--help"} & set(argv):
-        print(parsing.help_text(next(iter(argv[argv.index(asks.pop()) + 1:]), "")))
+        print(parsing.help_text(next(iter(argv[argv.index(asks.pop()) + 1 :]), "")))
         raise SystemExit(0)
     words = command_line.split(argv, own)
     recipe = _without_replaced(_read(words.recipe), {flag.name: flag.text for flag in words.flags})
@@ -62,7 +62,9 @@ def check_version(written: Mapping[str, Any], source: str) -> None:
     """Raises UserError for a recipe or resolved configuration of another version; one without a version is VERSION's."""
     version = written.get("config_version", VERSION)
     if version != VERSION:
-        raise UserError(f"{source}: config_version: found {version!r}, needs {VERSION}, which is all that this code reads")
+        raise UserError(
+            f"{source}: config_version: found {version!r}, needs {VERSION}, which is all that this code reads"
+        )
 
 
 def _read(recipe: str) -> dict[str, Any]:
@@ -73,14 +75,21 @@ def _read(recipe: str) -> dict[str, Any]:
         folder = pathlib.Path(recipe).parent
         recipes = sorted(str(path) for path in folder.glob("*.yaml")) if folder.is_dir() else []
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{recipe}: cannot read the recipe ({reason}); beside it: {', '.join(recipes) or 'none'}") from error
+        raise UserError(
+            f"{recipe}: cannot read the recipe ({reason}); beside it: {', '.join(recipes) or 'none'}"
+        ) from error
     written = parse(text, recipe)
     if not isinstance(written, dict):
-        raise UserError(f"{recipe}: expected sections such as model: and data:, found {type(written).__name__}")
+        raise UserError(
+            f"{recipe}: expected sections such as model: and data:, found {type(written).__name__}"
+        )
     check_version(written, recipe)
     data = written.get("data")
     if isinstance(data, dict) and isinstance(data.get("clean"), str):
-        written = {**written, "data": {**data, "clean": clean_set(data["clean"], f"{recipe}: data.clean")}}
+        written = {
+            **written,
+            "data": {**data, "clean": clean_set(data["clean"], f"{recipe}: data.clean")},
+        }
     check_names(written, recipe)
     return written
 
@@ -95,8 +104,12 @@ def _without_replaced(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> di
     """
     for pair in (("data.path", "data.sources"), ("train.steps", "train.epochs")):
         if set(pair) <= flags.keys():
-            raise UserError(f"command line: --{pair[0]} and --{pair[1]} exclude each other; give one")
-    model, data, train, attention = (dict(recipe.get(section, {})) for section in ("model", "data", "train", "attention"))
+            raise UserError(
+                f"command line: --{pair[0]} and --{pair[1]} exclude each other; give one"
+            )
+    model, data, train, attention = (
+        dict(recipe.get(section, {})) for section in ("model", "data", "train", "attention")
+    )
     if "data.path" in flags and len(data.get("sources") or []) != 1:
         data.pop("sources", None)
     if "data.sources" in flags:
@@ -105,12 +118,22 @@ def _without_replaced(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> di
         train.pop("epochs", None)
     if "model.path" in flags:
         overrides = model.get("overrides")
-        if model.pop("preset", None) or not isinstance(overrides, dict) or not set(overrides) <= set(POSITIONS):
+        if (
+            model.pop("preset", None)
+            or not isinstance(overrides, dict)
+            or not set(overrides) <= set(POSITIONS)
+        ):
             model.pop("overrides", None)
         if "model.tokenizer" not in flags:
             model.pop("tokenizer", None)
-    if flags.get("attention.kernel") in [name for name, limits in LIMITS.items() if limits.own_tiles]:
-        attention = {name: value for name, value in attention.items() if name not in ("query_tile", "key_tile")}
+    if flags.get("attention.kernel") in [
+        name for name, limits in LIMITS.items() if limits.own_tiles
+    ]:
+        attention = {
+            name: value
+            for name, value in attention.items()
+            if name not in ("query_tile", "key_tile")
+        }
     return {**recipe, "model": model, "data": data, "train": train, "attention": attention}
 
 
@@ -118,9 +141,11 @@ def _with_one_source(config: RunConfig) -> RunConfig:
     """The configuration with data.path written out as the one source, with the other fields of the recipe's if it has one."""
     if not config.data.path:
         return config
-    source, = config.data.sources or (SourceConfig(path=""),)
+    (source,) = config.data.sources or (SourceConfig(path=""),)
     sources = (dataclasses.replace(source, path=config.data.path),)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=None, sources=sources))
+    return dataclasses.replace(
+        config, data=dataclasses.replace(config.data, path=None, sources=sources)
+    )
 
 
 # Fields whose defaults have changed; a run that began before goes on with the values that its folder holds.
@@ -137,8 +162,11 @@ def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> 
         given = field in flags or _entry(recipe, field) is not None
         if given or value in (None, default) or not isinstance(value, type(default)):
             continue
-        print(f"{config.folder}: goes on with {field} {printable(str(value))}, as it began; the default is now {default}",
-              file=sys.stderr, flush=True)
+        print(
+            f"{config.folder}: goes on with {field} {printable(str(value))}, as it began; the default is now {default}",
+            file=sys.stderr,
+            flush=True,
+        )
         config = _with_value(config, field.split("."), value)
     return config
 
@@ -175,8 +203,10 @@ def _refuse_without_effect(flags: set[str], config: RunConfig) -> None:
     stages = () if "stages" in flags else config.stages
     for field, name in STAGED.items():
         if field in flags and stages and all(stage.replaces(name) for stage in stages):
-            raise UserError(f"command line: --{field} has no effect, since each of the recipe's stages has its own {name}; "
-                            "change them in the recipe, or give them as --stages")
+            raise UserError(
+                f"command line: --{field} has no effect, since each of the recipe's stages has its own {name}; "
+                "change them in the recipe, or give them as --stages"
+            )
 
 
 def _plain(value: Any) -> Any:

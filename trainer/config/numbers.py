@@ -1,4 +1,5 @@
 """Numbers of a recipe in the precision in which they are used: float32 and int32 on the devices."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -22,7 +23,9 @@ def refusal(config: Any) -> str | None:
     The message says the field, what was found and what would work.
     """
     for field, number in _numbers(config, ""):
-        needs = _float_needs(field, number) if isinstance(number, float) else _int_needs(field, number)
+        needs = (
+            _float_needs(field, number) if isinstance(number, float) else _int_needs(field, number)
+        )
         if needs:
             return f"{field}: found {number!r}, needs {needs}"
     return None

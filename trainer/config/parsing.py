@@ -16,7 +16,14 @@ from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, check_keys, field_names, 
 from .schema import RunConfig
 
 # What jsonargparse raises for a value that its type refuses.
-_REFUSED = (argparse.ArgumentError, jsonargparse.ArgumentError, TypeError, ValueError, KeyError, OverflowError)
+_REFUSED = (
+    argparse.ArgumentError,
+    jsonargparse.ArgumentError,
+    TypeError,
+    ValueError,
+    KeyError,
+    OverflowError,
+)
 
 
 _Section = TypeVar("_Section")
@@ -35,7 +42,8 @@ def parser() -> jsonargparse.ArgumentParser:
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     # Abbreviations are off because `--mesh.seq` would be taken silently.
     made = jsonargparse.ArgumentParser(
-        prog="train.py", description="Fine-tune a model.", exit_on_error=False, allow_abbrev=False)
+        prog="train.py", description="Fine-tune a model.", exit_on_error=False, allow_abbrev=False
+    )
     made.add_argument("--config", metavar="RECIPE.yaml", help="The recipe (required).")
     made.add_class_arguments(RunConfig)
     return made
@@ -51,10 +59,15 @@ def help_text(section: str = "") -> str:
     if not section:
         return made.format_help()
     if section not in SECTIONS:
-        raise UserError(f"--help: {section} is no section{suggestion(section, SECTIONS)}; sections are {', '.join(SECTIONS)}")
+        raise UserError(
+            f"--help: {section} is no section{suggestion(section, SECTIONS)}; sections are {', '.join(SECTIONS)}"
+        )
     made.usage = made.description = argparse.SUPPRESS
-    made._action_groups = [group for group in made._action_groups
-                           if any(action.dest.startswith(f"{section}.") for action in group._group_actions)]
+    made._action_groups = [
+        group
+        for group in made._action_groups
+        if any(action.dest.startswith(f"{section}.") for action in group._group_actions)
+    ]
     return made.format_help()
 
 
@@ -74,10 +87,15 @@ def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:
     if command_line.flags:
         source = f"{source} with the command line"
         try:
-            namespace = made.parse_args([word for flag in command_line.flags for word in flag.words], namespace=namespace)
+            namespace = made.parse_args(
+                [word for flag in command_line.flags for word in flag.words], namespace=namespace
+            )
         except _REFUSED as error:
             _raise_refused(_flag_values(command_line), "command line", error)
-        _refuse_null((_Value(field, kind, namespace.get(field)) for field, kind in FIELDS.items()), "command line")
+        _refuse_null(
+            (_Value(field, kind, namespace.get(field)) for field, kind in FIELDS.items()),
+            "command line",
+        )
     try:
         sections = made.instantiate(namespace)
         return RunConfig(**{name: sections[name] for name in field_names(RunConfig)})
@@ -121,11 +139,15 @@ def _raise_refused(values: Iterator[_Value], source: str, error: Exception) -> t
         single.add_argument("--value", type=kind)
         try:
             if isinstance(value, _Words):
-                single.parse_args(["--value", str(value)])  # a list in another class of str is refused
+                single.parse_args(
+                    ["--value", str(value)]
+                )  # a list in another class of str is refused
             else:
                 single.parse_object({"value": value})
         except _REFUSED:
-            raise UserError(f"{source}: {field}: found {value}, expects {describe(kind)}") from error
+            raise UserError(
+                f"{source}: {field}: found {value}, expects {describe(kind)}"
+            ) from error
     raise UserError(f"{source}: {' '.join(str(error).split())}") from error
 
 
@@ -133,7 +155,9 @@ def _refuse_null(values: Iterable[_Value], source: str) -> None:
     """Raises a UserError for the first null of a field whose type has none; jsonargparse takes null for every type."""
     for field, kind, value in values:
         if value is None and kind is not Any and type(None) not in typing.get_args(kind):
-            raise UserError(f"{source}: {field}: found null, expects {describe(kind)}; left out, it has its default")
+            raise UserError(
+                f"{source}: {field}: found null, expects {describe(kind)}; left out, it has its default"
+            )
 
 
 class _Words(str):

@@ -1,4 +1,5 @@
 """The recipes that come with the project, as a list."""
+
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
@@ -9,9 +10,18 @@ def recipe_list(folder: Path = FOLDER) -> str:
     paths = sorted(folder.rglob("*.yaml"))
     names = [path.relative_to(folder.parent).as_posix() for path in paths]
     width = max(map(len, names), default=0)
-    lines = [f"  {name:{width}}  {_headline(path)}" for name, path in zip(names, paths, strict=True)]
-    return "\n".join(["Recipes:", *lines, "", "python train.py --config RECIPE [--section.field value ...]; --help [SECTION] "
-                      "describes every field."])
+    lines = [
+        f"  {name:{width}}  {_headline(path)}" for name, path in zip(names, paths, strict=True)
+    ]
+    return "\n".join(
+        [
+            "Recipes:",
+            *lines,
+            "",
+            "python train.py --config RECIPE [--section.field value ...]; --help [SECTION] "
+            "describes every field.",
+        ]
+    )
 
 
 def _headline(path: Path) -> str:

@@ -61,14 +61,24 @@ class ModelConfig:
     """Seed of the initialiser of a model from scratch."""
 
     def __post_init__(self) -> None:
-        require(not (self.path and self.preset), "model.preset", self.preset,
-                "to be left out where model.path is given; keep one of them")
-        require(not self.path or set(self.overrides) <= set(POSITIONS), "model.overrides", self.overrides,
-                f"the others left out: model.path fixes all but {', '.join(POSITIONS)}")
+        require(
+            not (self.path and self.preset),
+            "model.preset",
+            self.preset,
+            "to be left out where model.path is given; keep one of them",
+        )
+        require(
+            not self.path or set(self.overrides) <= set(POSITIONS),
+            "model.overrides",
+            self.overrides,
+            f"the others left out: model.path fixes all but {', '.join(POSITIONS)}",
+        )
         try:
             re.compile(self.trainable)
         except re.error as error:
-            raise ValueError(f"model.trainable: found {self.trainable!r}, needs a regular expression: {error}") from error
+            raise ValueError(
+                f"model.trainable: found {self.trainable!r}, needs a regular expression: {error}"
+            ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +140,21 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require_at_least(self, "data", 1, "context_length")
-        require(0 <= self.held_out_fraction < 1, "data.held_out_fraction", self.held_out_fraction,
-                "a share from 0 to below 1")
+        require(
+            0 <= self.held_out_fraction < 1,
+            "data.held_out_fraction",
+            self.held_out_fraction,
+            "a share from 0 to below 1",
+        )
         # The day itself is recorded: a run that goes on tomorrow keeps it.
         object.__setattr__(self, "template_date", _date(self.template_date))
         for index, source in enumerate(self.sources):
-            require(source.weight > 0, f"data.sources[{index}].weight", source.weight, "a positive number")
+            require(
+                source.weight > 0,
+                f"data.sources[{index}].weight",
+                source.weight,
+                "a positive number",
+            )
 
 
 def _date(text: str) -> str:
@@ -145,7 +164,9 @@ def _date(text: str) -> str:
     try:
         return datetime.date.fromisoformat(text).isoformat()
     except ValueError:
-        raise ValueError(f"data.template_date: found {text!r}, needs a date as YYYY-MM-DD, or today") from None
+        raise ValueError(
+            f"data.template_date: found {text!r}, needs a date as YYYY-MM-DD, or today"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,14 +195,31 @@ class MeshConfig:
     def __post_init__(self) -> None:
         _require_at_least(self, "mesh", 1, *MESH_AXES)
         _require_at_least(self, "mesh", 0, "simulate")
-        divisors = all(axis in MESH_AXES and isinstance(factor, int) and factor >= 1 and getattr(self, axis) % factor == 0
-                       for axis, factor in self.dcn.items())
-        require(divisors, "mesh.dcn", self.dcn,
-                f"factors of the axes, such as {{data: 2}}, each a divisor of its axis in {self.product}")
-        require(sorted(self.order) in ([], sorted(MESH_AXES)), "mesh.order", self.order,
-                f"all four axes, each once: {', '.join(MESH_AXES)}")
-        require(self.simulate in (0, self.devices), "mesh.simulate", self.simulate,
-                f"the number of devices that the mesh takes, {self.product}: simulate {self.devices}, or change the mesh")
+        divisors = all(
+            axis in MESH_AXES
+            and isinstance(factor, int)
+            and factor >= 1
+            and getattr(self, axis) % factor == 0
+            for axis, factor in self.dcn.items()
+        )
+        require(
+            divisors,
+            "mesh.dcn",
+            self.dcn,
+            f"factors of the axes, such as {{data: 2}}, each a divisor of its axis in {self.product}",
+        )
+        require(
+            sorted(self.order) in ([], sorted(MESH_AXES)),
+            "mesh.order",
+            self.order,
+            f"all four axes, each once: {', '.join(MESH_AXES)}",
+        )
+        require(
+            self.simulate in (0, self.devices),
+            "mesh.simulate",
+            self.simulate,
+            f"the number of devices that the mesh takes, {self.product}: simulate {self.devices}, or change the mesh",
+        )
 
     @property
     def devices(self) -> int:
@@ -217,17 +255,37 @@ class DistributedConfig:
     def __post_init__(self) -> None:
         for name in ("stall_minutes", "compile_minutes", "save_minutes", "evaluate_minutes"):
             minutes = getattr(self, name)
-            require(0 <= minutes < math.inf, f"distributed.{name}", minutes, "minutes, or 0 for no limit")
-        given = {"coordinator": self.coordinator, "process_id": self.process_id, "num_processes": self.num_processes}
+            require(
+                0 <= minutes < math.inf,
+                f"distributed.{name}",
+                minutes,
+                "minutes, or 0 for no limit",
+            )
+        given = {
+            "coordinator": self.coordinator,
+            "process_id": self.process_id,
+            "num_processes": self.num_processes,
+        }
         missing = [name for name, value in given.items() if value is None]
         if len(missing) == len(given):
             return
         if self.coordinator is None or self.process_id is None or self.num_processes is None:
-            raise ValueError(f"distributed.{missing[0]}: missing; coordinator, process_id and num_processes are given "
-                             "together, or none of them where JAX finds its cluster by itself")
-        require(0 <= self.process_id < self.num_processes, "distributed.process_id", self.process_id,
-                f"one of 0 .. {self.num_processes - 1} for {self.num_processes} processes")
-        require(":" in self.coordinator, "distributed.coordinator", self.coordinator, "HOST:PORT of process 0")
+            raise ValueError(
+                f"distributed.{missing[0]}: missing; coordinator, process_id and num_processes are given "
+                "together, or none of them where JAX finds its cluster by itself"
+            )
+        require(
+            0 <= self.process_id < self.num_processes,
+            "distributed.process_id",
+            self.process_id,
+            f"one of 0 .. {self.num_processes - 1} for {self.num_processes} processes",
+        )
+        require(
+            ":" in self.coordinator,
+            "distributed.coordinator",
+            self.coordinator,
+            "HOST:PORT of process 0",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,18 +328,41 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _require_at_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
-        require(0 < self.learning_rate < math.inf, "optimizer.learning_rate", self.learning_rate, "a positive number")
-        require(not (self.warmup_steps and self.warmup_fraction), "optimizer.warmup_fraction", self.warmup_fraction,
-                "to be left out with optimizer.warmup_steps; keep one of them")
+        require(
+            0 < self.learning_rate < math.inf,
+            "optimizer.learning_rate",
+            self.learning_rate,
+            "a positive number",
+        )
+        require(
+            not (self.warmup_steps and self.warmup_fraction),
+            "optimizer.warmup_fraction",
+            self.warmup_fraction,
+            "to be left out with optimizer.warmup_steps; keep one of them",
+        )
         for name in ("final_fraction", "decay_fraction", "warmup_fraction"):
-            require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "a share between 0 and 1")
-        require(0 <= self.average_decay < 1, "optimizer.average_decay", self.average_decay, "a number from 0 to below 1")
+            require(
+                0 <= getattr(self, name) <= 1,
+                f"optimizer.{name}",
+                getattr(self, name),
+                "a share between 0 and 1",
+            )
+        require(
+            0 <= self.average_decay < 1,
+            "optimizer.average_decay",
+            self.average_decay,
+            "a number from 0 to below 1",
+        )
         require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             require(0 <= beta < 1, f"optimizer.{name}", beta, "a number from 0 to below 1")
             # bfloat16 has 8 bits: a moment that loses less than 1/256 of itself a step would never shrink.
-            require(self.moment_dtype == "float32" or beta <= 0.99, f"optimizer.{name}", beta,
-                    "at most 0.99 with optimizer.moment_dtype bfloat16")
+            require(
+                self.moment_dtype == "float32" or beta <= 0.99,
+                f"optimizer.{name}",
+                beta,
+                "at most 0.99 with optimizer.moment_dtype bfloat16",
+            )
 
     def stable_steps(self, steps: int) -> int:
         """Returns the number of first steps whose learning rate would be the same in a longer run than one of `steps`."""
@@ -293,7 +374,9 @@ class OptimizerConfig:
 
     def first_steps(self, steps: int) -> int:
         """Returns the number of first steps in which the learning rate rises, of `steps`."""
-        return math.ceil(self.warmup_fraction * steps) if self.warmup_fraction else self.warmup_steps
+        return (
+            math.ceil(self.warmup_fraction * steps) if self.warmup_fraction else self.warmup_steps
+        )
 
     def decay_steps(self, steps: int) -> int:
         """Returns the number of last steps in which the schedule wsd decays, of `steps`."""
@@ -324,7 +407,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require_at_least(self, "train", 1, "steps", "batch_size", "accumulation", "log_every")
         _require_at_least(self, "train", 0, "evaluate_every")
-        require(self.epochs is None or 0 < self.epochs < math.inf, "train.epochs", self.epochs, "a positive number")
+        require(
+            self.epochs is None or 0 < self.epochs < math.inf,
+            "train.epochs",
+            self.epochs,
+            "a positive number",
+        )
 
     def for_epochs(self, rows: int | None) -> "TrainConfig":
         """Returns the section with the steps that its epochs take; itself without epochs.
@@ -337,11 +425,21 @@ class TrainConfig:
         """
         if self.epochs is None:
             return self
-        require(rows is not None, "train.epochs", self.epochs,
-                "to be left out where rows are drawn without end; give train.steps")
-        require(rows != 0, "train.epochs", self.epochs,
-                "to be left out where the sources' weights leave no row in the first epoch; give train.steps")
-        steps = round(self.epochs * (rows or 0) / self.batch_size, 9)  # 0.07 * 100 is a little more than 7
+        require(
+            rows is not None,
+            "train.epochs",
+            self.epochs,
+            "to be left out where rows are drawn without end; give train.steps",
+        )
+        require(
+            rows != 0,
+            "train.epochs",
+            self.epochs,
+            "to be left out where the sources' weights leave no row in the first epoch; give train.steps",
+        )
+        steps = round(
+            self.epochs * (rows or 0) / self.batch_size, 9
+        )  # 0.07 * 100 is a little more than 7
         return dataclasses.replace(self, steps=max(1, math.ceil(steps)))
 
 
@@ -364,8 +462,12 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _require_at_least(self, "checkpoint", 0, "every", "patience")
         _require_at_least(self, "checkpoint", 1, "keep")
-        require(self.best is not None or not self.patience, "checkpoint.patience", self.patience,
-                "0, or checkpoint.best with the name of a metric")
+        require(
+            self.best is not None or not self.patience,
+            "checkpoint.patience",
+            self.patience,
+            "0, or checkpoint.best with the name of a metric",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,8 +485,12 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         steps = self.profile_steps
-        require(not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1]), "logging.profile_steps", steps,
-                "the first and the last step of a profile, counted from 1, or []")
+        require(
+            not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1]),
+            "logging.profile_steps",
+            steps,
+            "the first and the last step of a profile, counted from 1, or []",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,8 +518,15 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         _require_at_least(self, "stages", 1, "context_length")
-        _require_at_least(self, "stages", 0, "steps", "batch_size", "in_context", "accumulation", "learning_rate")
-        require(set(self.rope) <= set(POSITIONS), "stages.rope", self.rope, f"fields out of {', '.join(POSITIONS)}")
+        _require_at_least(
+            self, "stages", 0, "steps", "batch_size", "in_context", "accumulation", "learning_rate"
+        )
+        require(
+            set(self.rope) <= set(POSITIONS),
+            "stages.rope",
+            self.rope,
+            f"fields out of {', '.join(POSITIONS)}",
+        )
 
     def replaces(self, name: str) -> bool:
         """Returns whether the stage has a value of its own for its field `name`, where others are as in another section."""
@@ -421,9 +534,15 @@ class StageConfig:
 
 
 # The fields of other sections that a stage may replace -> its own names of them.
-STAGED = {"data.context_length": "context_length", "train.steps": "steps", "train.batch_size": "batch_size",
-          "train.accumulation": "accumulation", "trajectories.in_context": "in_context",
-          "optimizer.learning_rate": "learning_rate", "optimizer.warmup_steps": "warmup_steps"}
+STAGED = {
+    "data.context_length": "context_length",
+    "train.steps": "steps",
+    "train.batch_size": "batch_size",
+    "train.accumulation": "accumulation",
+    "trajectories.in_context": "in_context",
+    "optimizer.learning_rate": "learning_rate",
+    "optimizer.warmup_steps": "warmup_steps",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -442,10 +561,19 @@ class SampleConfig:
     def __post_init__(self) -> None:
         _require_at_least(self, "samples", 0, "every")
         _require_at_least(self, "samples", 1, "new_tokens")
-        require(all(prompt.strip() for prompt in self.prompts) and len({*self.prompts, "step"}) == len(self.prompts) + 1,
-                "samples.prompts", list(self.prompts), "different texts, none of them empty or 'step'")
-        require(bool(self.prompts) or not self.every, "samples.prompts", [],
-                "at least one prompt beside samples.every, such as '[\"Who are you?\"]'")
+        require(
+            all(prompt.strip() for prompt in self.prompts)
+            and len({*self.prompts, "step"}) == len(self.prompts) + 1,
+            "samples.prompts",
+            list(self.prompts),
+            "different texts, none of them empty or 'step'",
+        )
+        require(
+            bool(self.prompts) or not self.every,
+            "samples.prompts",
+            [],
+            "at least one prompt beside samples.every, such as '[\"Who are you?\"]'",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -485,11 +613,19 @@ class RunConfig:
         require(self.config_version == VERSION, "config_version", self.config_version, str(VERSION))
         names = [str(entry.get("name") or entry.get("test")) for entry in self.evaluations]
         taken = ("train", "metrics", "held_out", "samples")
-        require(len({*names, *taken}) == len(names) + len(taken) and all(re.fullmatch(r"[\w-]+", name) for name in names),
-                "evaluations.name", names,
-                f"different names of letters, digits, _ and -, none of them {', '.join(taken[:-1])} or {taken[-1]}")
-        require("://" not in (self.run_dir or ""), "run_dir", self.run_dir,
-                "a folder; one of a store can be mounted (gcsfuse, s3fs)")
+        require(
+            len({*names, *taken}) == len(names) + len(taken)
+            and all(re.fullmatch(r"[\w-]+", name) for name in names),
+            "evaluations.name",
+            names,
+            f"different names of letters, digits, _ and -, none of them {', '.join(taken[:-1])} or {taken[-1]}",
+        )
+        require(
+            "://" not in (self.run_dir or ""),
+            "run_dir",
+            self.run_dir,
+            "a folder; one of a store can be mounted (gcsfuse, s3fs)",
+        )
 
     @property
     def folder(self) -> pathlib.Path:

@@ -53,13 +53,21 @@ def _require_small(root: yaml.Node, source: str) -> None:
     def count(node: yaml.Node) -> float:
         if node not in sizes:
             sizes[node] = math.inf
-            parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+            parts = (
+                itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+            )
             sizes[node] = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(map(count, parts)))
         return sizes[node]
 
     if (total := count(root)) > MAX_VALUES:
-        found = "an alias within its own anchor" if total == math.inf else f"aliases that stand for {total:,} values"
-        raise UserError(f"{source}: not a recipe: {found}; the values themselves, without aliases, would work")
+        found = (
+            "an alias within its own anchor"
+            if total == math.inf
+            else f"aliases that stand for {total:,} values"
+        )
+        raise UserError(
+            f"{source}: not a recipe: {found}; the values themselves, without aliases, would work"
+        )
 
 
 def parse(text: str, source: str) -> Any:
@@ -83,10 +91,15 @@ def parse(text: str, source: str) -> Any:
         _require_small(node, source)
         return loader.construct_document(node)
     except _DuplicateKey as duplicate:
-        lines = (f"line {duplicate.first}" if duplicate.first == duplicate.second
-                 else f"lines {duplicate.first} and {duplicate.second}")
+        lines = (
+            f"line {duplicate.first}"
+            if duplicate.first == duplicate.second
+            else f"lines {duplicate.first} and {duplicate.second}"
+        )
         position = f", on {lines}" if "\n" in text else ""
-        raise UserError(f"{source}: {duplicate.key} is written twice{position}; keep one of the two") from None
+        raise UserError(
+            f"{source}: {duplicate.key} is written twice{position}; keep one of the two"
+        ) from None
     except RecursionError:
         raise UserError(f"{source}: not valid YAML: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45

@@ -1,4 +1,5 @@
 """What a checkpoint keeps of a Hugging Face folder beside its weights: tokenizer, configuration, dtypes."""
+
 from __future__ import annotations
 
 import collections
@@ -30,7 +31,15 @@ ASSET_FILES = tuple(name for name in SMALL_FILES if name != "adapter_config.json
 # Fields of config.json about files of the source that an export does not have, or has in another form.
 _OF_ITS_FILES = ("auto_map", "quantization_config")
 # Fields that a change of the rotary embedding makes void, in all spellings.
-_ROPE = frozenset(("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "original_max_position_embeddings"))
+_ROPE = frozenset(
+    (
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_local_base_freq",
+        "original_max_position_embeddings",
+    )
+)
 
 SOURCE_DTYPE_FILE = "source_dtype.json"
 
@@ -42,7 +51,9 @@ def copy_assets(folder: str | Path, assets: str | Path) -> None:
     for name in ASSET_FILES:
         if file := file_within(folder, name):
             shutil.copyfile(file, assets / name)
-    dtypes = {name: dtype for name, dtype in tensor_dtypes(folder).items() if dtype in DTYPES.values()}  # not those of codes
+    dtypes = {
+        name: dtype for name, dtype in tensor_dtypes(folder).items() if dtype in DTYPES.values()
+    }  # not those of codes
     write_source_dtype(assets, dtypes)
 
 
@@ -66,19 +77,29 @@ def described(config: LlamaConfig, source: Mapping[str, Any]) -> tuple[dict[str,
     changed = {name for name in fields if name not in before or fields[name] != before[name]}
     if changed.intersection(_ROPE):
         changed |= _ROPE
-    left_out = [name for name in source if name in _OF_ITS_FILES or (name in changed and name not in fields)]
-    kept = {name: value for name, value in source.items() if name not in left_out and name not in changed}
+    left_out = [
+        name for name in source if name in _OF_ITS_FILES or (name in changed and name not in fields)
+    ]
+    kept = {
+        name: value
+        for name, value in source.items()
+        if name not in left_out and name not in changed
+    }
     result = {**fields, **kept}
     for rope in ("rope_scaling", "rope_parameters"):
         unknown = _unknown_numbers(source.get(rope))
         if changed.intersection(_ROPE):
             left_out += [f"{rope}.{name}" for name in unknown]
-        elif isinstance(result.get(rope), dict) and not any(isinstance(value, dict) for value in result[rope].values()):
+        elif isinstance(result.get(rope), dict) and not any(
+            isinstance(value, dict) for value in result[rope].values()
+        ):
             # Programs read one of the two spellings: what one had, both have.
             other = source.get("rope_parameters" if rope == "rope_scaling" else "rope_scaling")
             result[rope] = {**_unknown_numbers(other), **result[rope]}
     try:
-        same = dataclasses.replace(LlamaConfig.from_hf_dict(result), adapter=config.adapter) == config
+        same = (
+            dataclasses.replace(LlamaConfig.from_hf_dict(result), adapter=config.adapter) == config
+        )
     except ValueError:
         same = False
     # A field that contradicts what training changed: none that is only the source's is kept.
@@ -87,9 +108,17 @@ def described(config: LlamaConfig, source: Mapping[str, Any]) -> tuple[dict[str,
 
 def _unknown_numbers(rope: Any) -> dict[str, Any]:
     """The fields of a RoPE in config.json that `RopeConfig` does not hold."""
-    known = {field.name for field in dataclasses.fields(RopeConfig)} | {"rope_type", "type", "rope_theta"}
+    known = {field.name for field in dataclasses.fields(RopeConfig)} | {
+        "rope_type",
+        "type",
+        "rope_theta",
+    }
     fields = rope if isinstance(rope, dict) else {}
-    return {name: value for name, value in fields.items() if name not in known and not isinstance(value, dict)}
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in known and not isinstance(value, dict)
+    }
 
 
 def write_config(config: LlamaConfig, assets: str | Path) -> None:
@@ -99,8 +128,10 @@ def write_config(config: LlamaConfig, assets: str | Path) -> None:
     source = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     content, left_out = described(config, source) if source else (config.to_hf(), [])
     if left_out:
-        warnings.warn(f"{path.name} of the source: left out, since they do not hold for this model: {', '.join(left_out)}",
-                      stacklevel=2)
+        warnings.warn(
+            f"{path.name} of the source: left out, since they do not hold for this model: {', '.join(left_out)}",
+            stacklevel=2,
+        )
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -109,8 +140,13 @@ def write_source_dtype(assets: str | Path, dtypes: Mapping[str, str] | str) -> N
     if isinstance(dtypes, str):
         dtypes = {"": dtypes}
     common = collections.Counter(dtypes.values()).most_common(1)[0][0]
-    content = {"dtype": common, "tensors": {name: d for name, d in sorted(dtypes.items()) if d != common}}
-    (Path(assets) / SOURCE_DTYPE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    content = {
+        "dtype": common,
+        "tensors": {name: d for name, d in sorted(dtypes.items()) if d != common},
+    }
+    (Path(assets) / SOURCE_DTYPE_FILE).write_text(
+        json.dumps(content, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
@@ -127,7 +163,9 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
         dtype, tensors = config.get("dtype") or config.get("torch_dtype") or "bfloat16", {}
     for name in (dtype, *tensors.values()):
         if name not in DTYPES.values():
-            raise ValueError(f"source dtype: found {name!r}; supported are {', '.join(DTYPES.values())}")
+            raise ValueError(
+                f"source dtype: found {name!r}; supported are {', '.join(DTYPES.values())}"
+            )
     return dtype, tensors
 
 

@@ -1,4 +1,5 @@
 """Matrices that bitsandbytes has stored in NF4 with double quantization, as Hugging Face folders hold them."""
+
 from __future__ import annotations
 
 import json
@@ -19,8 +20,14 @@ _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
 # More than the JSON text of STATE ever takes.
 _STATE_BYTES = 256
 # What a config.json says of such a folder: bitsandbytes' own words, as transformers writes them.
-CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
-          "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
+CONFIG = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "uint8",
+}
 
 
 def is_nf4(files: Mapping[str, Any], name: str) -> bool:
@@ -37,7 +44,9 @@ def parts(name: str) -> list[str]:
     return [f"{name}.{part}" for part in _PARTS]
 
 
-def read_nf4(files: Mapping[str, Any], name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> Nf4:
+def read_nf4(
+    files: Mapping[str, Any], name: str, shape: tuple[int, ...], rows: slice = slice(None)
+) -> Nf4:
     """Returns the codes and scales of a matrix, or of some of its rows, as they are stored.
 
     Args:
@@ -50,26 +59,44 @@ def read_nf4(files: Mapping[str, Any], name: str, shape: tuple[int, ...], rows: 
     """
     missing = [part for part in parts(name) if part not in files]
     if missing:
-        raise ValueError(f"tensor {missing[0]} is missing beside the codes of {name}; NF4 is read with double quantization")
+        raise ValueError(
+            f"tensor {missing[0]} is missing beside the codes of {name}; NF4 is read with double quantization"
+        )
     arrays = {part: files[f"{name}.{part}"].get_tensor(f"{name}.{part}") for part in _PARTS}
     # Of the scales alone: a code of 4 bits stands for a number, whichever it is.
     check_numbers(f"{name}.nested_absmax", arrays["nested_absmax"])
     state = json.loads(arrays[STATE].tobytes().decode())
-    needed = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "nested_blocksize": NESTED_BLOCK, "shape": list(shape)}
+    needed = {
+        "quant_type": "nf4",
+        "blocksize": NF4_BLOCK,
+        "nested_blocksize": NESTED_BLOCK,
+        "shape": list(shape),
+    }
     for field, value in needed.items():
         if state.get(field) != value:
             raise ValueError(f"tensor {name}: {field}: found {state.get(field)!r}, needs {value!r}")
     for field, levels in (("quant_map", NF4_LEVELS), ("nested_quant_map", dynamic_levels())):
         if not np.array_equal(arrays[field], levels):
-            raise ValueError(f"tensor {name}: {field}: found other levels than bitsandbytes' own; quantize it again")
+            raise ValueError(
+                f"tensor {name}: {field}: found other levels than bitsandbytes' own; quantize it again"
+            )
     first, end, _ = rows.indices(shape[0])
     blocks = shape[1] // NF4_BLOCK
     if first * blocks % NESTED_BLOCK or (end < shape[0] and end * blocks % NESTED_BLOCK):
-        raise ValueError(f"tensor {name}: rows {first} to {end} share a scale of the second quantization with others; use the "
-                         "unquantised model, which adapter.quantize quantizes as it is read")
-    nested = arrays["nested_absmax"][first * blocks // NESTED_BLOCK:math.ceil(end * blocks / NESTED_BLOCK)]
+        raise ValueError(
+            f"tensor {name}: rows {first} to {end} share a scale of the second quantization with others; use the "
+            "unquantised model, which adapter.quantize quantizes as it is read"
+        )
+    nested = arrays["nested_absmax"][
+        first * blocks // NESTED_BLOCK : math.ceil(end * blocks / NESTED_BLOCK)
+    ]
     codes = files[name].get_tensor(name).reshape(shape[0], -1)[rows]
-    return Nf4(codes, arrays["absmax"].reshape(shape[0], -1)[rows], nested, np.asarray(np.float32(state["nested_offset"])))
+    return Nf4(
+        codes,
+        arrays["absmax"].reshape(shape[0], -1)[rows],
+        nested,
+        np.asarray(np.float32(state["nested_offset"])),
+    )
 
 
 def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
@@ -79,13 +106,25 @@ def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
       dtype: of the numbers that it dequantizes to, such as bfloat16.
     """
     shape = (weight.codes.shape[0], 2 * weight.codes.shape[1])
-    state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": dtype, "shape": shape, "nested_blocksize": NESTED_BLOCK,
-             "nested_dtype": "float32", "nested_offset": float(weight.offset)}
+    state = {
+        "quant_type": "nf4",
+        "blocksize": NF4_BLOCK,
+        "dtype": dtype,
+        "shape": shape,
+        "nested_blocksize": NESTED_BLOCK,
+        "nested_dtype": "float32",
+        "nested_offset": float(weight.offset),
+    }
     # JSON may end in spaces, so that the length does not depend on the digits of a number.
     text = json.dumps(state).encode().ljust(nf4_layout(name, shape)[f"{name}.{STATE}"][1][0])
-    return {f"{name}.quant_map": NF4_LEVELS, f"{name}.nested_absmax": weight.nested,
-            f"{name}.nested_quant_map": dynamic_levels(), name: weight.codes.reshape(-1, 1),
-            f"{name}.absmax": weight.absmax.reshape(-1), f"{name}.{STATE}": np.frombuffer(text, np.uint8)}
+    return {
+        f"{name}.quant_map": NF4_LEVELS,
+        f"{name}.nested_absmax": weight.nested,
+        f"{name}.nested_quant_map": dynamic_levels(),
+        name: weight.codes.reshape(-1, 1),
+        f"{name}.absmax": weight.absmax.reshape(-1),
+        f"{name}.{STATE}": np.frombuffer(text, np.uint8),
+    }
 
 
 def nf4_layout(name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -96,6 +135,11 @@ def nf4_layout(name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[
     blocks = math.prod(shape) // NF4_BLOCK
     nested = nested_count(*shape)
     size = 4 * (len(NF4_LEVELS) + nested + len(dynamic_levels())) + blocks * NF4_BLOCK // 2 + blocks
-    return {f"{name}.quant_map": ("float32", NF4_LEVELS.shape), f"{name}.nested_absmax": ("float32", (nested,)),
-            f"{name}.nested_quant_map": ("float32", dynamic_levels().shape), name: ("uint8", (blocks * NF4_BLOCK // 2, 1)),
-            f"{name}.absmax": ("uint8", (blocks,)), f"{name}.{STATE}": ("uint8", (_STATE_BYTES + -size % 8,))}
+    return {
+        f"{name}.quant_map": ("float32", NF4_LEVELS.shape),
+        f"{name}.nested_absmax": ("float32", (nested,)),
+        f"{name}.nested_quant_map": ("float32", dynamic_levels().shape),
+        name: ("uint8", (blocks * NF4_BLOCK // 2, 1)),
+        f"{name}.absmax": ("uint8", (blocks,)),
+        f"{name}.{STATE}": ("uint8", (_STATE_BYTES + -size % 8,)),
+    }

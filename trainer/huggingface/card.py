@@ -1,4 +1,5 @@
 """The model card (README.md) of an exported folder: what it was made from, by which recipe, and what the run measured."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -18,10 +19,14 @@ from trainer.run.results import evaluated, is_of_checkpoint
 
 from .folder import hub_name
 
-LICENCE = "Not stated. Fill it in: the base model's licence and the data's decide what you may allow."
+LICENCE = (
+    "Not stated. Fill it in: the base model's licence and the data's decide what you may allow."
+)
 
 
-def model_card(checkpoint: Path, config: LlamaConfig, *, library: str = "transformers", base: str | None = None) -> str:
+def model_card(
+    checkpoint: Path, config: LlamaConfig, *, library: str = "transformers", base: str | None = None
+) -> str:
     """Returns the card of an export as markdown, with a YAML head that the Hugging Face hub reads.
 
     It says nothing that the checkpoint and its run's folder do not hold; the licence is left to the user.
@@ -37,12 +42,19 @@ def model_card(checkpoint: Path, config: LlamaConfig, *, library: str = "transfo
     data = run.get("data") or {}
     # Names of local folders say nothing to a reader of the hub, who would take them for models there.
     hub_base = hub_name(base) if base else None
-    head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["longstripe", "long-context"]}
+    head: dict[str, Any] = {
+        "library_name": library,
+        "pipeline_tag": "text-generation",
+        "tags": ["longstripe", "long-context"],
+    }
     if hub_base:
         head["base_model"] = hub_base.partition("@")[0]
-    sections = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}",
-                "Trained with Longstripe: exact attention over a sequence that is split over devices.", _facts(
-                    checkpoint, config, run, hub_base or base)]
+    sections = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
+        f"# {name}",
+        "Trained with Longstripe: exact attention over a sequence that is split over devices.",
+        _facts(checkpoint, config, run, hub_base or base),
+    ]
     if rows := _data_rows(data):
         sections += ["## Data", rows]
     if results := _results(checkpoint):
@@ -50,8 +62,11 @@ def model_card(checkpoint: Path, config: LlamaConfig, *, library: str = "transfo
     sections += ["## Licence", LICENCE]
     if run:
         changed = _without_defaults(run, RunConfig)
-        sections += ["## Recipe", "Fields that are not listed have their defaults.",
-                     f"```yaml\n{yaml.safe_dump(_without_folders(changed), sort_keys=False)}```"]
+        sections += [
+            "## Recipe",
+            "Fields that are not listed have their defaults.",
+            f"```yaml\n{yaml.safe_dump(_without_folders(changed), sort_keys=False)}```",
+        ]
     return "\n\n".join(sections) + "\n"
 
 
@@ -62,8 +77,11 @@ def write_card(checkpoint: Path, config: LlamaConfig, folder: Path, **options: A
 
 def _facts(checkpoint: Path, config: LlamaConfig, run: dict[str, Any], base: str | None) -> str:
     data, attention = run.get("data") or {}, run.get("attention") or {}
-    facts = {"Base model": _without_folders(base) or "none: trained from scratch", "Family": config.family,
-             "Longest context in config.json": f"{config.max_position_embeddings:,} tokens"}
+    facts = {
+        "Base model": _without_folders(base) or "none: trained from scratch",
+        "Family": config.family,
+        "Longest context in config.json": f"{config.max_position_embeddings:,} tokens",
+    }
     if data.get("context_length"):
         facts["Tokens in a row of training"] = f"{data['context_length']:,}"
     facts["Step"] = checkpoint.name
@@ -81,21 +99,30 @@ def _data_rows(data: dict[str, Any]) -> str:
     rows = ["| source | format | template | weight | records | kept |", "|---|---|---|---|---|---|"]
     for source in sources:
         report = counts.get(source.get("path"), {})
-        rows.append(f"| {_without_folders(source.get('path', ''))} | {source.get('format') or 'sharegpt'} | "
-                    f"{source.get('template') or data.get('template') or ''} | {source.get('weight', 1.0)} | "
-                    f"{report.get('records', '')} | {report.get('kept', '')} |")
+        rows.append(
+            f"| {_without_folders(source.get('path', ''))} | {source.get('format') or 'sharegpt'} | "
+            f"{source.get('template') or data.get('template') or ''} | {source.get('weight', 1.0)} | "
+            f"{report.get('records', '')} | {report.get('kept', '')} |"
+        )
     return "\n".join(rows)
 
 
 def _report(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the newest data report whose sources are those of the recipe, by the path of a source."""
     sources = [str(source.get("path")) for source in data.get("sources") or ()]
-    for path in sorted(Path(data.get("prepared") or "prepared").glob("*/report.json"), key=lambda path: -path.stat().st_mtime):
+    for path in sorted(
+        Path(data.get("prepared") or "prepared").glob("*/report.json"),
+        key=lambda path: -path.stat().st_mtime,
+    ):
         try:
             reports = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        by_path = {str(report["path"]): report for report in reports if isinstance(report, dict) and "path" in report}
+        by_path = {
+            str(report["path"]): report
+            for report in reports
+            if isinstance(report, dict) and "path" in report
+        }
         if sources and set(sources) <= set(by_path):
             return by_path
     return {}
@@ -107,10 +134,16 @@ def _results(checkpoint: Path) -> str:
     if not checkpoint.name.isdigit() or checkpoint.parent.name != "checkpoints":
         return ""
     for path in sorted(run.glob("*.jsonl")):
-        rows = [row for row in read_rows(path) if "step" in row and row["step"] <= int(checkpoint.name)]
-        for key in (rows[-1] if rows else {}):
+        rows = [
+            row for row in read_rows(path) if "step" in row and row["step"] <= int(checkpoint.name)
+        ]
+        for key in rows[-1] if rows else {}:
             # A loss that is not finite is null in the log.
-            values = [(row["step"], row[key]) for row in rows if "loss" in key and isinstance(row.get(key), int | float)]
+            values = [
+                (row["step"], row[key])
+                for row in rows
+                if "loss" in key and isinstance(row.get(key), int | float)
+            ]
             if values:
                 (first, loss), (last, last_loss) = values[0], values[-1]
                 lines.append(f"- {key}: {loss:.4g} at step {first}, {last_loss:.4g} at step {last}")
@@ -121,14 +154,21 @@ def _results(checkpoint: Path) -> str:
             continue
         about = content.get("about")
         if isinstance(about, dict) and not is_of_checkpoint(about, checkpoint):
-            print(f"warning: {path}: is of {evaluated(about)}, not of {checkpoint}; the card leaves it out", file=sys.stderr)
+            print(
+                f"warning: {path}: is of {evaluated(about)}, not of {checkpoint}; the card leaves it out",
+                file=sys.stderr,
+            )
             continue
         for row in content.get("within_trained_length", ()):
-            lines.append(f"- line retrieval, {row['num_lines']} lines: {row['right']} of {row['cases']} right, 95% interval "
-                         f"{row['low']:.2f} to {row['high']:.2f}")
+            lines.append(
+                f"- line retrieval, {row['num_lines']} lines: {row['right']} of {row['cases']} right, 95% interval "
+                f"{row['low']:.2f} to {row['high']:.2f}"
+            )
         for row in content.get("results", ()) if "evaluation" in content else ():
-            lines.append(f"- {content['evaluation']}, {row['task']}, {row['tokens']:,} tokens: {row['score']:.3f}, "
-                         f"95% interval {row['low']:.2f} to {row['high']:.2f}, {row['cases']} cases")
+            lines.append(
+                f"- {content['evaluation']}, {row['task']}, {row['tokens']:,} tokens: {row['score']:.3f}, "
+                f"95% interval {row['low']:.2f} to {row['high']:.2f}, {row['cases']} cases"
+            )
     return "\n".join(lines)
 
 
@@ -147,7 +187,9 @@ def _without_defaults(values: Mapping[str, Any], section: type) -> dict[str, Any
 
 
 def _default(field: dataclasses.Field) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,5 @@
 """Hugging Face model folders: where one lies, its safetensors files, and whether they hold the model that it describes."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,9 +30,24 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # What is downloaded of a model on the hub.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 SMALL_FILES = (
-    "config.json", "generation_config.json", *_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "adapter_config.json")
-_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+    "config.json",
+    "generation_config.json",
+    *_TOKENIZERS,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "adapter_config.json",
+)
+_WEIGHTS = (
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+)
 _COMPARED_NUMBERS = 1 << 22  # of two tensors at a time
 
 
@@ -59,23 +75,38 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     if folder.is_dir():
         return folder
     name, _, revision = str(path).partition("@")
-    if folder.is_absolute() or str(path).startswith(("./", "../", "~")) or name.count("/") != 1 or name.endswith("/"):
-        raise ValueError(f"{path}: no such folder (a model of the hub is named org/name or org/name@revision)")
+    if (
+        folder.is_absolute()
+        or str(path).startswith(("./", "../", "~"))
+        or name.count("/") != 1
+        or name.endswith("/")
+    ):
+        raise ValueError(
+            f"{path}: no such folder (a model of the hub is named org/name or org/name@revision)"
+        )
     files = (*SMALL_FILES, *(_WEIGHTS if weights else ()))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        cached = Path(snapshot_download(name, revision=revision or None, local_files_only=True, allow_patterns=list(files)))
+        cached = Path(
+            snapshot_download(
+                name, revision=revision or None, local_files_only=True, allow_patterns=list(files)
+            )
+        )
         if hub.is_offline() or _is_whole(cached, weights):
             return cached
     except HFValidationError:
-        raise ValueError(f"{path}: neither a folder nor a hub name (org/name or org/name@revision)") from None
+        raise ValueError(
+            f"{path}: neither a folder nor a hub name (org/name or org/name@revision)"
+        ) from None
     except (LocalEntryNotFoundError, OSError):
         if hub.is_offline():
             command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-            raise ValueError(f"{path}: neither a folder nor in the local Hugging Face cache, and downloads are forbidden "
-                             f"(HF_HUB_OFFLINE or --no-download); download it: {command}") from None
+            raise ValueError(
+                f"{path}: neither a folder nor in the local Hugging Face cache, and downloads are forbidden "
+                f"(HF_HUB_OFFLINE or --no-download); download it: {command}"
+            ) from None
     return hub.download_model(name, revision or None, files, ".safetensors" if weights else "")
 
 
@@ -83,7 +114,9 @@ def _is_whole(folder: Path, weights: bool) -> bool:
     """Whether an earlier download of a model into the cache has got all that is read of it."""
     if (folder / "adapter_config.json").is_file():
         return not weights or (folder / "adapter_model.safetensors").is_file()
-    if not (folder / "config.json").is_file() or not any((folder / name).is_file() for name in _TOKENIZERS):
+    if not (folder / "config.json").is_file() or not any(
+        (folder / name).is_file() for name in _TOKENIZERS
+    ):
         return False
     if not weights or (folder / "model.safetensors").is_file():
         return True
@@ -108,10 +141,14 @@ def folder_config(folder: str | Path) -> LlamaConfig:
     with ExitStack() as stack:
         files = open_tensors(folder, stack)
         if not {HEAD, EMBEDDING} <= files.keys() or are_equal(
-                *(files[name].get_slice(name) for name in (HEAD, EMBEDDING))):
+            *(files[name].get_slice(name) for name in (HEAD, EMBEDDING))
+        ):
             return config
-    warnings.warn(f"{folder}: tie_word_embeddings is true in config.json, but {HEAD} differs from {EMBEDDING}: "
-                  "both are kept, and the model is not tied, as in transformers", stacklevel=2)
+    warnings.warn(
+        f"{folder}: tie_word_embeddings is true in config.json, but {HEAD} differs from {EMBEDDING}: "
+        "both are kept, and the model is not tied, as in transformers",
+        stacklevel=2,
+    )
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
@@ -123,26 +160,40 @@ def are_equal(first: Any, second: Any) -> bool:
     rows = max(1, _COMPARED_NUMBERS // max(1, math.prod(shape[1:])))
     ranges = [slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
     parts = ((first[part], second[part]) for part in ranges)
-    return all(np.array_equal(one.astype(np.float32), other.astype(np.float32)) for one, other in parts)
+    return all(
+        np.array_equal(one.astype(np.float32), other.astype(np.float32)) for one, other in parts
+    )
 
 
-def _compare_frequencies(folder: Path, files: Mapping[str, Any], name: str, config: LlamaConfig) -> None:
+def _compare_frequencies(
+    folder: Path, files: Mapping[str, Any], name: str, config: LlamaConfig
+) -> None:
     """Warns of a table of RoPE's frequencies in the files that is not the one of config.json, which is used."""
     stored = files[name].get_tensor(name).astype(np.float32)
     # Old exports have the table from before any rule for longer texts.
-    tables = [inverse_frequencies(rope, config.rotary_dim) for rope in (config.rope, RopeConfig(theta=config.rope.theta))]
+    tables = [
+        inverse_frequencies(rope, config.rotary_dim)
+        for rope in (config.rope, RopeConfig(theta=config.rope.theta))
+    ]
     # The tolerance is two places of bfloat16, in which such a table was rounded with the model; 6e-8 is float16's least step.
-    if not any(stored.shape == table.shape and np.allclose(stored, table, 2 ** -7, 6e-8) for table in tables):
-        warnings.warn(f"{folder}: tensor {name} holds other frequencies than rope_theta and rope_scaling of config.json "
-                      "give; those of config.json are used, as in transformers", stacklevel=2)
+    if not any(
+        stored.shape == table.shape and np.allclose(stored, table, 2**-7, 6e-8) for table in tables
+    ):
+        warnings.warn(
+            f"{folder}: tensor {name} holds other frequencies than rope_theta and rope_scaling of config.json "
+            "give; those of config.json are used, as in transformers",
+            stacklevel=2,
+        )
 
 
 def tensor_dtypes(folder: str | Path) -> dict[str, str]:
     """Tensor name -> dtype of a Hugging Face folder; errors as in `read_hf`."""
     with ExitStack() as stack:
         files = open_tensors(Path(folder), stack)
-        return {name: DTYPES.get(file.get_slice(name).get_dtype(), file.get_slice(name).get_dtype())
-                for name, file in files.items()}
+        return {
+            name: DTYPES.get(file.get_slice(name).get_dtype(), file.get_slice(name).get_dtype())
+            for name, file in files.items()
+        }
 
 
 def weights_fingerprint(folder: str | Path) -> str:
@@ -174,20 +225,28 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
         try:
             opened = stack.enter_context(safe_open(path, framework="np"))
         except FileNotFoundError:
-            raise ValueError(f"{path}: missing, but {index_file.name} names it; download it again") from None
+            raise ValueError(
+                f"{path}: missing, but {index_file.name} names it; download it again"
+            ) from None
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: not a whole safetensors file ({error}); download it again") from None
+            raise ValueError(
+                f"{path}: not a whole safetensors file ({error}); download it again"
+            ) from None
         for name in opened.keys():  # noqa: SIM118 - not a mapping
             if indexed.get(name, path) != path:
                 continue
             if name in tensors:
-                raise ValueError(f"{folder}: tensor {name} is in {holders[name].name} and {path.name}, and {index_file.name} "
-                                 "does not say in which; download the folder again")
+                raise ValueError(
+                    f"{folder}: tensor {name} is in {holders[name].name} and {path.name}, and {index_file.name} "
+                    "does not say in which; download the folder again"
+                )
             tensors[name], holders[name] = opened, path
     for name, path in indexed.items():
         if name not in tensors:
-            raise ValueError(f"{index_file}: tensor {name} is not in {path.name}, the file that it names; download the folder "
-                             "again")
+            raise ValueError(
+                f"{index_file}: tensor {name} is not in {path.name}, the file that it names; download the folder "
+                "again"
+            )
     return tensors
 
 
@@ -198,7 +257,9 @@ def _read_index(index_file: Path) -> dict[str, Path]:
         weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
         indexed = {name: folder / file for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index_file}: not a safetensors index ({error!r}); download it again") from None
+        raise ValueError(
+            f"{index_file}: not a safetensors index ({error!r}); download it again"
+        ) from None
     outside = sorted(path for path in indexed.values() if path.parent != folder)
     if outside:
         raise ValueError(f"{index_file}: names {outside[0]}, which is not in its folder")
@@ -215,30 +276,42 @@ def _raise_no_weights(folder: Path) -> NoReturn:
             f"{folder}: only pickled weights here ({pickled[0].name}); they can run code when loaded and are "
             "refused; convert them to safetensors (https://huggingface.co/docs/safetensors/convert-weights)"
         )
-    raise ValueError(f"{folder}: no weights here; needs model.safetensors or model.safetensors.index.json")
+    raise ValueError(
+        f"{folder}: no weights here; needs model.safetensors or model.safetensors.index.json"
+    )
 
 
-def check_tensors(folder: Path, files: Mapping[str, Any], layout: list[HFEntry], config: LlamaConfig) -> None:
+def check_tensors(
+    folder: Path, files: Mapping[str, Any], layout: list[HFEntry], config: LlamaConfig
+) -> None:
     """Raises ValueError for the first tensor that is missing, unknown, or of another shape or dtype than can be read."""
     expected = set()
     for entry in layout:
         for name in entry.hf_names():
             expected.add(name)
             if name not in files:
-                raise ValueError(f"{folder}: tensor {name} is missing; expected shape {list(entry.file_shape)}")
+                raise ValueError(
+                    f"{folder}: tensor {name} is missing; expected shape {list(entry.file_shape)}"
+                )
             if is_nf4(files, name):
                 expected.update(parts(name))
                 continue
             tensor = files[name].get_slice(name)
             if tuple(tensor.get_shape()) != entry.file_shape:
-                raise ValueError(f"{folder}: tensor {name} has shape {list(tensor.get_shape())}; "
-                                 f"config.json makes it {list(entry.file_shape)}")
+                raise ValueError(
+                    f"{folder}: tensor {name} has shape {list(tensor.get_shape())}; "
+                    f"config.json makes it {list(entry.file_shape)}"
+                )
             if tensor.get_dtype() not in DTYPES:
-                raise ValueError(f"{folder}: tensor {name} is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}")
+                raise ValueError(
+                    f"{folder}: tensor {name} is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}"
+                )
     for name in sorted(set(files) - expected):
         if name == HEAD and config.tie_word_embeddings:
             continue  # an equal copy: `folder_config` has compared it
         if name.endswith("rotary_emb.inv_freq"):  # old exports store the table of frequencies
             _compare_frequencies(folder, files, name, config)
             continue
-        raise ValueError(f"{folder}: tensor {name} does not belong to the model that config.json describes")
+        raise ValueError(
+            f"{folder}: tensor {name} does not belong to the model that config.json describes"
+        )

@@ -1,4 +1,5 @@
 """Adapters merged into the weights that they stand beside, one layer at a time."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -26,8 +27,12 @@ class Dequantized:
         weight = np.asarray(self.stored[layer])[tuple(map(slice, self.shape[1:]))]
         if self.kind == "nf4" and hasattr(self.stored, "quantized"):
             return weight  # of stored codes, dequantized already
-        matrix = weight.reshape(math.prod(weight.shape[:self.inputs]), -1).T
-        numbers = (dequantize_nf4(quantize_nf4(matrix)) if self.kind == "nf4" else dequantize_int8(quantize_int8(matrix)))
+        matrix = weight.reshape(math.prod(weight.shape[: self.inputs]), -1).T
+        numbers = (
+            dequantize_nf4(quantize_nf4(matrix))
+            if self.kind == "nf4"
+            else dequantize_int8(quantize_int8(matrix))
+        )
         return numbers.T.reshape(weight.shape)
 
 
@@ -39,13 +44,21 @@ def dequantized(base: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
       config: of the model with its adapters.
     """
     assert config.adapter is not None
-    plain = dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, quantize="none"))
+    plain = dataclasses.replace(
+        config, adapter=dataclasses.replace(config.adapter, quantize="none")
+    )
     codes = set(quantized_names(declare(config)))
-    return {name: Dequantized(x, declare(plain)[name].shape, input_axes(name), config.adapter.quantize) if name in codes else x
-            for name, x in base.items()}
+    return {
+        name: Dequantized(x, declare(plain)[name].shape, input_axes(name), config.adapter.quantize)
+        if name in codes
+        else x
+        for name, x in base.items()
+    }
 
 
-def merged(base: Mapping[str, Any], trained: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+def merged(
+    base: Mapping[str, Any], trained: Mapping[str, Any], config: LlamaConfig
+) -> dict[str, Any]:
     """Returns the parameters of the model without adapters that computes the same.
 
     Args:
@@ -64,8 +77,11 @@ def merged(base: Mapping[str, Any], trained: Mapping[str, Any], config: LlamaCon
         names = [name, *(name.removesuffix("weight") + part for part in adapter.parts)]
         if names[1] not in trained:
             return base[name]
-        return _MergedParameter([base[name], *(trained[part] for part in names[1:])], [own[name] for name in names],
-                                adapter.scale)
+        return _MergedParameter(
+            [base[name], *(trained[part] for part in names[1:])],
+            [own[name] for name in names],
+            adapter.scale,
+        )
 
     return {name: merge(name) for name in base}
 
@@ -79,10 +95,16 @@ class _MergedParameter:
         self.shape = shapes[0]
 
     def __getitem__(self, layer: int) -> Float[np.ndarray, ...]:
-        w, a, b, *magnitudes = (np.asarray(factor[layer], np.float32)[tuple(map(slice, shape[1:]))]
-                                for factor, shape in zip(self.factors, self.shapes, strict=True))
-        w = w + np.float32(self.scale) * (a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)).reshape(w.shape)
+        w, a, b, *magnitudes = (
+            np.asarray(factor[layer], np.float32)[tuple(map(slice, shape[1:]))]
+            for factor, shape in zip(self.factors, self.shapes, strict=True)
+        )
+        w = w + np.float32(self.scale) * (
+            a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)
+        ).reshape(w.shape)
         if not magnitudes:
             return w
-        norms = np.sqrt(np.sum(np.square(w), tuple(range(w.ndim - magnitudes[0].ndim)), keepdims=True))
+        norms = np.sqrt(
+            np.sum(np.square(w), tuple(range(w.ndim - magnitudes[0].ndim)), keepdims=True)
+        )
         return w * np.divide(magnitudes[0], norms, out=np.zeros_like(norms), where=norms > 0)

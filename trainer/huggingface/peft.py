@@ -3,6 +3,7 @@
 Where a family's files hold k projections as rows of one tensor, PEFT's adapter of that tensor has one A. Ours has an A of
 rank r for each: an adapter of rank k r, whose A is theirs, one below the other, and whose B is theirs on a diagonal of blocks.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -37,27 +38,60 @@ from .table import DTYPES, HFEntry, HoldsNaN, check_numbers, hf_layout
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # What an adapter_config.json may hold. Fields that are read:
-_READ = ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "modules_to_save",
-         "rank_pattern", "alpha_pattern", "base_model_name_or_path", "revision", "ensure_weight_tying")
+_READ = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "use_dora",
+    "target_modules",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "base_model_name_or_path",
+    "revision",
+    "ensure_weight_tying",
+)
 # Fields that say nothing about what a saved adapter computes: versions, how it was trained or begun, and numbers that count
 # only beside another field. The last three are ms-swift's.
-_SILENT = ("auto_mapping", "peft_version", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size",
-           "layers_pattern", "eva_config", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr")
+_SILENT = (
+    "auto_mapping",
+    "peft_version",
+    "inference_mode",
+    "runtime_config",
+    "megatron_core",
+    "qalora_group_size",
+    "layers_pattern",
+    "eva_config",
+    "lora_dtype",
+    "lorap_lr_ratio",
+    "lorap_emb_lr",
+)
 _EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
 # Fields that say what it computes, with the values under which that is plain LoRA. Any other field has to be empty.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "bias": ("none", None), "task_type": ("CAUSAL_LM", None),
+    "bias": ("none", None),
+    "task_type": ("CAUSAL_LM", None),
     # These begin with other A and B beside the base as it is. The others change the base, now and whenever peft loads it.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
-_PLAIN = ("; its base's weights were changed when it was begun. peft's save_pretrained with "
-          "path_initial_model_for_weight_conversion makes a plain LoRA of it, which is read")
+_PLAIN = (
+    "; its base's weights were changed when it was begun. peft's save_pretrained with "
+    "path_initial_model_for_weight_conversion makes a plain LoRA of it, which is read"
+)
 _MATCH_SECONDS = 1.0  # for a stranger's regular expression; a good one takes microseconds
-_MATCHED_LAYERS = 512  # more than any model has: whether each layer has an adapter shows in the tensors
+_MATCHED_LAYERS = (
+    512  # more than any model has: whether each layer has an adapter shows in the tensors
+)
 
 
 # Tensors that hold several projections -> these, of all families.
-_FUSED = {module: names for family in FAMILIES.values() for module, names in family.fused_projections.items()}
+_FUSED = {
+    module: names
+    for family in FAMILIES.values()
+    for module, names in family.fused_projections.items()
+}
 
 
 def adapter_layout(config: LlamaConfig, shares_a: bool = False) -> list[HFEntry]:
@@ -67,10 +101,17 @@ def adapter_layout(config: LlamaConfig, shares_a: bool = False) -> list[HFEntry]
       shares_a: whether projections that one tensor holds have the same A, as in adapters that PEFT has made of such a tensor.
     """
     assert config.adapter is not None
-    entries = [dataclasses.replace(entry, hf_name=_PREFIX + entry.hf_name)
-               for entry in hf_layout(config) if config.adapter.trains(entry.name)]
+    entries = [
+        dataclasses.replace(entry, hf_name=_PREFIX + entry.hf_name)
+        for entry in hf_layout(config)
+        if config.adapter.trains(entry.name)
+    ]
     declared, rank = declare(config), config.adapter.rank
-    fused = {name: (module, names) for module, names in FAMILIES[config.family].fused_projections.items() for name in names}
+    fused = {
+        name: (module, names)
+        for module, names in FAMILIES[config.family].fused_projections.items()
+        for name in names
+    }
     for projection in config.adapter.projections:
         block = f"{'self_attn' if projection in ATTENTION else 'mlp'}."
         inputs, outputs = config.projection_sizes(projection)
@@ -78,31 +119,64 @@ def adapter_layout(config: LlamaConfig, shares_a: bool = False) -> list[HFEntry]
         module, names = fused.get(projection, (projection, (projection,)))
         sizes, place = [config.projection_sizes(name)[1] for name in names], names.index(projection)
         of_outputs = {"first_row": sum(sizes[:place]), "file_rows": sum(sizes)}
-        of_rank = {"first": 0, "all": rank} if shares_a else {"first": place * rank, "all": len(names) * rank}
-        within = {"lora_A": {"first_row": of_rank["first"], "file_rows": of_rank["all"]}, MAGNITUDE: of_outputs,
-                  "lora_B": {**of_outputs, "first_column": of_rank["first"], "file_columns": of_rank["all"]}}
+        of_rank = (
+            {"first": 0, "all": rank}
+            if shares_a
+            else {"first": place * rank, "all": len(names) * rank}
+        )
+        within = {
+            "lora_A": {"first_row": of_rank["first"], "file_rows": of_rank["all"]},
+            MAGNITUDE: of_outputs,
+            "lora_B": {
+                **of_outputs,
+                "first_column": of_rank["first"],
+                "file_columns": of_rank["all"],
+            },
+        }
         for part in config.adapter.parts:
-            name, end = f"{LAYERS}{block}{projection}.{part}", "" if part == MAGNITUDE else ".weight"
-            entries.append(HFEntry(name, f"{_PREFIX}model.layers.{{i}}.{block}{module}.{part}{end}", declared[name].shape,
-                                   shapes[part], config.num_hidden_layers, transpose=part != MAGNITUDE, **within[part]))
+            name, end = (
+                f"{LAYERS}{block}{projection}.{part}",
+                "" if part == MAGNITUDE else ".weight",
+            )
+            entries.append(
+                HFEntry(
+                    name,
+                    f"{_PREFIX}model.layers.{{i}}.{block}{module}.{part}{end}",
+                    declared[name].shape,
+                    shapes[part],
+                    config.num_hidden_layers,
+                    transpose=part != MAGNITUDE,
+                    **within[part],
+                )
+            )
     return entries
 
 
 def _modules(adapter: AdapterConfig, family: str) -> list[str]:
     """The modules of a family's files that have the adapter, in the order of a layer."""
-    fused = {name: module for module, names in FAMILIES[family].fused_projections.items() for name in names}
+    fused = {
+        name: module
+        for module, names in FAMILIES[family].fused_projections.items()
+        for name in names
+    }
     return list(dict.fromkeys(fused.get(name, name) for name in adapter.projections))
 
 
 def _patterns(adapter: AdapterConfig, modules: Iterable[str]) -> dict[str, dict[str, Any]]:
     """PEFT's fields for the modules whose rank, and so alpha, differ from the adapter's."""
     counts = {module: len(_FUSED[module]) for module in modules if module in _FUSED}
-    return {"rank_pattern": {module: count * adapter.rank for module, count in counts.items()},
-            "alpha_pattern": {module: adapter.alpha * (math.sqrt(count) if adapter.use_rslora else count)
-                              for module, count in counts.items()}}
+    return {
+        "rank_pattern": {module: count * adapter.rank for module, count in counts.items()},
+        "alpha_pattern": {
+            module: adapter.alpha * (math.sqrt(count) if adapter.use_rslora else count)
+            for module, count in counts.items()
+        },
+    }
 
 
-def write_config(adapter: AdapterConfig, family: str, base: str | None, folder: Path, tied: bool = False) -> None:
+def write_config(
+    adapter: AdapterConfig, family: str, base: str | None, folder: Path, tied: bool = False
+) -> None:
     """Writes adapter_config.json, which names `base`, a model of the family, as the one that the adapter belongs to.
 
     Args:
@@ -110,11 +184,21 @@ def write_config(adapter: AdapterConfig, family: str, base: str | None, folder: 
     """
     modules = _modules(adapter, family)
     name, _, revision = (base or "").partition("@") if base and hub_name(base) else (base, "", "")
-    content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": name, "inference_mode": True,
-               "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout_rate,
-               "use_rslora": adapter.use_rslora, "use_dora": adapter.use_dora,
-               "target_modules": modules, **_patterns(adapter, modules), "modules_to_save": list(adapter.train) or None,
-               "bias": "none"}
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": name,
+        "inference_mode": True,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout_rate,
+        "use_rslora": adapter.use_rslora,
+        "use_dora": adapter.use_dora,
+        "target_modules": modules,
+        **_patterns(adapter, modules),
+        "modules_to_save": list(adapter.train) or None,
+        "bias": "none",
+    }
     if revision:
         content["revision"] = revision
     if tied and adapter.trains("embed_tokens.weight"):
@@ -123,8 +207,13 @@ def write_config(adapter: AdapterConfig, family: str, base: str | None, folder: 
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_adapter(params: Mapping[str, Any], config: LlamaConfig, base: str | None, out: str | Path,
-                  finish: Callable[[Path], None] | None = None) -> None:
+def write_adapter(
+    params: Mapping[str, Any],
+    config: LlamaConfig,
+    base: str | None,
+    out: str | Path,
+    finish: Callable[[Path], None] | None = None,
+) -> None:
     """Writes an adapter as a folder that peft loads; `out` appears whole or not at all.
 
     Args:
@@ -167,23 +256,37 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{folder}: no {CONFIG} here; a folder that peft has written has one") from None
+        raise ValueError(
+            f"{folder}: no {CONFIG} here; a folder that peft has written has one"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error}); write it again") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: found {type(content).__name__}, needs a JSON object; write it again")
+        raise ValueError(
+            f"{path}: found {type(content).__name__}, needs a JSON object; write it again"
+        )
     if content.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type: found {content.get('peft_type')!r}; only 'LORA' is read")
+        raise ValueError(
+            f"{path}: peft_type: found {content.get('peft_type')!r}; only 'LORA' is read"
+        )
     try:
         _check_fields(content)
         require_int("r", content["r"], at_least=1)
         require_number("lora_alpha", content["lora_alpha"], above=0)
         adapter = AdapterConfig(
-            rank=content["r"], alpha=content["lora_alpha"], use_rslora=_switch(content, "use_rslora"),
-            use_dora=_switch(content, "use_dora"), dropout=_dropout(content),
+            rank=content["r"],
+            alpha=content["lora_alpha"],
+            use_rslora=_switch(content, "use_rslora"),
+            use_dora=_switch(content, "use_dora"),
+            dropout=_dropout(content),
             targets=_projections(content),
             # peft names a module that it ties to another one with the model's name before it.
-            train=tuple(dict.fromkeys(name.removeprefix("model.") for name in _names(content, "modules_to_save"))))
+            train=tuple(
+                dict.fromkeys(
+                    name.removeprefix("model.") for name in _names(content, "modules_to_save")
+                )
+            ),
+        )
         _check_patterns(content, adapter)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error} is missing or of another type; write it again") from None
@@ -194,7 +297,11 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
 
 def _dropout(content: Mapping[str, Any]) -> float:
     """Returns the probability of dropout, and 0 where it is missing or null. That it is less than 1 `AdapterConfig` checks."""
-    return as_float("lora_dropout", 0.0 if content.get("lora_dropout") is None else content["lora_dropout"], or_equal=True)
+    return as_float(
+        "lora_dropout",
+        0.0 if content.get("lora_dropout") is None else content["lora_dropout"],
+        or_equal=True,
+    )
 
 
 def _switch(content: Mapping[str, Any], field: str) -> bool:
@@ -211,7 +318,9 @@ def _check_patterns(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
         for module, value in (content.get(field) or {}).items():
             if value != expected.get(module):
                 wanted = f"; {expected[module]} would be" if module in expected else ""
-                raise ValueError(f"{field}: found {value!r} for {module}, which is not read{wanted}")
+                raise ValueError(
+                    f"{field}: found {value!r} for {module}, which is not read{wanted}"
+                )
 
 
 def _names(content: Mapping[str, Any], field: str) -> list[str]:
@@ -230,7 +339,9 @@ def _check_fields(content: Mapping[str, Any]) -> None:
             continue
         neutral = _NEUTRAL.get(name, _EMPTY)
         # In JSON 1 is not true.
-        if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral):
+        if not any(
+            value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral
+        ):
             why = _PLAIN if name == "init_lora_weights" else f"; only {neutral[0]!r} is read"
             raise ValueError(f"{name}: found {value!r:.80}{why}")
 
@@ -256,8 +367,10 @@ def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
         modules = _matched(found)
         others = sorted(modules - {*PROJECTIONS, *_FUSED})
         if others or not modules:
-            raise ValueError(f"target_modules: found {found!r:.80}, which matches {', '.join(others) or 'no projection'}; "
-                             f"adapters of {', '.join(PROJECTIONS)} are read")
+            raise ValueError(
+                f"target_modules: found {found!r:.80}, which matches {', '.join(others) or 'no projection'}; "
+                f"adapters of {', '.join(PROJECTIONS)} are read"
+            )
     else:
         modules = {target.rpartition(".")[2] for target in targets}
     names = {name for module in modules for name in _FUSED.get(module, (module,))}
@@ -266,19 +379,35 @@ def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _matched(pattern: str) -> set[str]:
     """The last parts of the names of modules that a regular expression matches whole, as peft takes it."""
-    ends = {name: "self_attn" if name in ATTENTION or set(_FUSED.get(name, ())) & set(ATTENTION) else "mlp"
-            for name in (*PROJECTIONS, *_FUSED)}
+    ends = {
+        name: "self_attn"
+        if name in ATTENTION or set(_FUSED.get(name, ())) & set(ATTENTION)
+        else "mlp"
+        for name in (*PROJECTIONS, *_FUSED)
+    }
     matched, deadline = set(), time.monotonic() + _MATCH_SECONDS
     try:
         compiled = regex.compile(pattern)
         for name in (*ends, "lm_head", "embed_tokens"):
-            places = ([f"model.layers.{i}.{ends[name]}.{name}" for i in range(_MATCHED_LAYERS)] if name in ends
-                      else ["lm_head" if name == "lm_head" else "model.embed_tokens"])
-            if any(compiled.fullmatch(place, timeout=max(1e-3, deadline - time.monotonic())) for place in places):
+            places = (
+                [f"model.layers.{i}.{ends[name]}.{name}" for i in range(_MATCHED_LAYERS)]
+                if name in ends
+                else ["lm_head" if name == "lm_head" else "model.embed_tokens"]
+            )
+            if any(
+                compiled.fullmatch(place, timeout=max(1e-3, deadline - time.monotonic()))
+                for place in places
+            ):
                 matched.add(name)
     except (regex.error, TimeoutError, RecursionError, OverflowError) as error:
-        problem = "takes too long to match" if isinstance(error, TimeoutError) else f"is no regular expression ({error})"
-        raise ValueError(f"target_modules: found {pattern!r:.80}, which {problem}; a list of modules would work") from None
+        problem = (
+            "takes too long to match"
+            if isinstance(error, TimeoutError)
+            else f"is no regular expression ({error})"
+        )
+        raise ValueError(
+            f"target_modules: found {pattern!r:.80}, which {problem}; a list of modules would work"
+        ) from None
     # Models have the fused tensors or the projections, whose names are other ones.
     return matched if not matched & set(PROJECTIONS) else matched - set(_FUSED)
 
@@ -293,9 +422,11 @@ def check_tied(folder: Path, adapter: AdapterConfig) -> None:
     ensured = json.loads(path.read_text(encoding="utf-8")).get("ensure_weight_tying") is True
     for name in ("lm_head", "embed_tokens"):
         if adapter.trains(f"{name}.weight") and (name == "lm_head" or not ensured):
-            raise ValueError(f"{path}: modules_to_save: found {name!r}, and the base's head is its embedding "
-                             "(tie_word_embeddings): such an adapter unties them, which is not read; embed_tokens with "
-                             "ensure_weight_tying true trains both as one")
+            raise ValueError(
+                f"{path}: modules_to_save: found {name!r}, and the base's head is its embedding "
+                "(tie_word_embeddings): such an adapter unties them, which is not read; embed_tokens with "
+                "ensure_weight_tying true trains both as one"
+            )
 
 
 def read_adapter(folder: str | Path, model: Llama) -> dict[str, jax.Array]:
@@ -310,12 +441,17 @@ def read_adapter(folder: str | Path, model: Llama) -> dict[str, jax.Array]:
         with safe_open(path, framework="np") as file:
             files = dict.fromkeys(file.keys(), file)
             shares_a = _shares_a(files, adapter_layout(model.config))
-            layout, padded = adapter_layout(model.config, shares_a), adapter_layout(model.in_memory, shares_a)
+            layout, padded = (
+                adapter_layout(model.config, shares_a),
+                adapter_layout(model.in_memory, shares_a),
+            )
             _check_tensors(path, files, layout, model.config.tie_word_embeddings)
             params: dict[str, jax.Array] = {}
             for entry, in_memory in zip(layout, padded, strict=True):
                 read = functools.partial(padded_part, files, entry, in_memory.shape, np.float32)
-                params[entry.name] = jax.make_array_from_callback(in_memory.shape, model.shardings[entry.name], read)
+                params[entry.name] = jax.make_array_from_callback(
+                    in_memory.shape, model.shardings[entry.name], read
+                )
                 params[entry.name].block_until_ready()
             return params
     except HoldsNaN as error:
@@ -323,36 +459,57 @@ def read_adapter(folder: str | Path, model: Llama) -> dict[str, jax.Array]:
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; peft writes it beside {CONFIG}") from None
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a whole safetensors file ({error}); write it again") from None
+        raise ValueError(
+            f"{path}: not a whole safetensors file ({error}); write it again"
+        ) from None
 
 
 def _shares_a(files: Mapping[str, Any], layout: list[HFEntry]) -> bool:
     """Whether the first A of several projections has the rows of one of them."""
-    fused = next((entry for entry in layout if entry.name.endswith("lora_A") and entry.file_shape != entry.hf_shape), None)
+    fused = next(
+        (
+            entry
+            for entry in layout
+            if entry.name.endswith("lora_A") and entry.file_shape != entry.hf_shape
+        ),
+        None,
+    )
     name = fused.hf_names()[0] if fused else ""
-    return fused is not None and name in files and files[name].get_slice(name).get_shape()[0] == fused.hf_shape[0]
+    return (
+        fused is not None
+        and name in files
+        and files[name].get_slice(name).get_shape()[0] == fused.hf_shape[0]
+    )
 
 
 def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], tied: bool) -> None:
     expected = [(name, entry) for entry in layout for name in entry.hf_names()]
     for name, entry in expected:
         if name not in files:
-            raise ValueError(f"{path}: tensor {name} is missing; the base or the adapter is another one")
+            raise ValueError(
+                f"{path}: tensor {name} is missing; the base or the adapter is another one"
+            )
         tensor = files[name].get_slice(name)
         shape = tuple(tensor.get_shape())
         if shape != entry.file_shape:
-            raise ValueError(f"{path}: tensor {name} has shape {list(shape)}, and needs {list(entry.file_shape)}: the adapter "
-                             "belongs to another base, or has another rank")
+            raise ValueError(
+                f"{path}: tensor {name} has shape {list(shape)}, and needs {list(entry.file_shape)}: the adapter "
+                "belongs to another base, or has another rank"
+            )
         if tensor.get_dtype() not in DTYPES:
-            raise ValueError(f"{path}: tensor {name} is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}")
+            raise ValueError(
+                f"{path}: tensor {name} is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}"
+            )
         _check_diagonal(path, name, tensor, entry)
     names = {name for name, _ in expected}
     head, embedding = (f"{_PREFIX}{name}" for name in (HEAD, EMBEDDING))
     # peft saves what is tied twice.
     if tied and embedding in names and head in files:
         if not are_equal(*(files[name].get_slice(name) for name in (head, embedding))):
-            raise ValueError(f"{path}: tensor {head} differs from {embedding}, and the base's head is its embedding; such an "
-                             "adapter unties them, which is not read")
+            raise ValueError(
+                f"{path}: tensor {head} differs from {embedding}, and the base's head is its embedding; such an "
+                "adapter unties them, which is not read"
+            )
         names.add(head)
     unknown = sorted(set(files) - names)
     if unknown:
@@ -363,7 +520,11 @@ def _check_diagonal(path: Path, name: str, tensor: Any, entry: HFEntry) -> None:
     """Raises ValueError unless a parameter's rows are zero outside of its columns."""
     if entry.file_shape[1:] == entry.hf_shape[1:]:
         return
-    others = np.delete(tensor[entry.rows, :], np.arange(entry.columns[0].start, entry.columns[0].stop), 1)
+    others = np.delete(
+        tensor[entry.rows, :], np.arange(entry.columns[0].start, entry.columns[0].stop), 1
+    )
     if np.any(others):
-        raise ValueError(f"{path}: tensor {name} has numbers beside its diagonal of blocks, as after training with peft; an "
-                         "adapter of fused projections is read as PEFT makes it, with one A, or as it is exported here")
+        raise ValueError(
+            f"{path}: tensor {name} has numbers beside its diagonal of blocks, as after training with peft; an "
+            "adapter of fused projections is read as PEFT makes it, with one A, or as it is exported here"
+        )

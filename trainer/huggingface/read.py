@@ -1,4 +1,5 @@
 """Reads Hugging Face model folders into sharded arrays, without ever holding the model twice."""
+
 from __future__ import annotations
 
 import functools
@@ -19,8 +20,11 @@ from .table import HFEntry, HoldsNaN, hf_layout
 
 
 def read_hf(
-    folder: str | Path, config: LlamaConfig, shardings: Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding,
-    dtype: Any = np.float32, in_memory: LlamaConfig | None = None,
+    folder: str | Path,
+    config: LlamaConfig,
+    shardings: Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding,
+    dtype: Any = np.float32,
+    in_memory: LlamaConfig | None = None,
 ) -> dict[str, jax.Array]:
     """Reads the weights in `folder` as our flat dictionary, parameter name -> array.
 
@@ -45,8 +49,10 @@ def read_hf(
             if isinstance(shardings, Mapping) and entry.name not in shardings:
                 continue
             if is_nf4(files, entry.hf_names()[0]):
-                raise ValueError(f"{folder}: tensor {entry.hf_names()[0]} is stored in NF4, which is read beside adapters with "
-                                 "adapter.quantize nf4; use the unquantised model otherwise")
+                raise ValueError(
+                    f"{folder}: tensor {entry.hf_names()[0]} is stored in NF4, which is read beside adapters with "
+                    "adapter.quantize nf4; use the unquantised model otherwise"
+                )
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
             dtype_of_entry = np.dtype(dtype[entry.name] if isinstance(dtype, Mapping) else dtype)
             read = functools.partial(padded_part, files, entry, padded.shape, dtype_of_entry)
@@ -70,7 +76,11 @@ class StoredParameter:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         names = self.entry.hf_names()
-        whole = self._read(names[0]) if self.entry.layers is None else np.stack([self._read(name) for name in names])
+        whole = (
+            self._read(names[0])
+            if self.entry.layers is None
+            else np.stack([self._read(name) for name in names])
+        )
         return whole if dtype is None else whole.astype(dtype)
 
     def _read(self, name: str) -> np.ndarray:
@@ -91,22 +101,34 @@ class StoredCodes(StoredParameter):
         return self.entry.from_hf(dequantize_nf4(self._codes(name)))
 
 
-def stored_hf(folder: str | Path, config: LlamaConfig, stack: ExitStack) -> dict[str, StoredParameter]:
+def stored_hf(
+    folder: str | Path, config: LlamaConfig, stack: ExitStack
+) -> dict[str, StoredParameter]:
     """Returns the parameters in `folder` without reading them; the files are closed with `stack`. Errors as in `read_hf`."""
     files, layout = open_tensors(Path(folder), stack), hf_layout(config)
     check_tensors(Path(folder), files, layout, config)
-    return {entry.name: (StoredCodes if is_nf4(files, entry.hf_names()[0]) else StoredParameter)(files, entry)
-            for entry in layout}
+    return {
+        entry.name: (StoredCodes if is_nf4(files, entry.hf_names()[0]) else StoredParameter)(
+            files, entry
+        )
+        for entry in layout
+    }
 
 
 def padded_part(
-    files: Mapping[str, Any], entry: HFEntry, shape: tuple[int, ...], dtype: Any, index: tuple[slice, ...]
+    files: Mapping[str, Any],
+    entry: HFEntry,
+    shape: tuple[int, ...],
+    dtype: Any,
+    index: tuple[slice, ...],
 ) -> np.ndarray:
     """Reads the part `index` of a parameter that is padded to `shape` with zeros."""
     if shape == entry.shape:
         return _read_part(files, entry, index, dtype)
     bounds = [axis_slice.indices(size)[:2] for axis_slice, size in zip(index, shape, strict=True)]
-    stored = [(start, min(stop, size)) for (start, stop), size in zip(bounds, entry.shape, strict=True)]
+    stored = [
+        (start, min(stop, size)) for (start, stop), size in zip(bounds, entry.shape, strict=True)
+    ]
     part = np.zeros([stop - start for start, stop in bounds], dtype)
     if all(start < stop for start, stop in stored):
         unpadded = tuple(slice(stop - start) for start, stop in stored)
@@ -114,14 +136,21 @@ def padded_part(
     return part
 
 
-def _read_part(files: Mapping[str, Any], entry: HFEntry, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+def _read_part(
+    files: Mapping[str, Any], entry: HFEntry, index: tuple[slice, ...], dtype: Any
+) -> np.ndarray:
     """Reads the part `index` of a parameter as `dtype`, layer by layer if it stacks the layers."""
     if entry.layers is None:
         return np.ascontiguousarray(entry.read(files, entry.hf_name, index).astype(dtype))
     names = entry.hf_names()[index[0]]
     parts = (entry.read(files, name, index[1:]) for name in names)
-    shape = tuple(len(range(*axis_slice.indices(size))) for axis_slice, size in zip(index, entry.shape, strict=True))
+    shape = tuple(
+        len(range(*axis_slice.indices(size)))
+        for axis_slice, size in zip(index, entry.shape, strict=True)
+    )
     result = np.empty(shape, dtype)
     for layer, part in enumerate(parts):
-        result[layer] = part  # casts; in numpy, which keeps denormal numbers, where an XLA cast may flush them
+        result[layer] = (
+            part  # casts; in numpy, which keeps denormal numbers, where an XLA cast may flush them
+        )
     return result

@@ -1,4 +1,5 @@
 """The one table of our parameters and the Hugging Face tensors that they are made of, for reading and writing."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -35,10 +36,16 @@ def check_numbers(name: str, tensor: np.ndarray) -> None:
     """
     infinity = _INFINITY.get(str(tensor.dtype))
     # numpy compares integers several times faster than it finds NaN in numbers of 16 bits.
-    found = np.isnan(tensor) if infinity is None else (tensor.view(np.uint16) & np.uint16(0x7FFF)) > infinity
+    found = (
+        np.isnan(tensor)
+        if infinity is None
+        else (tensor.view(np.uint16) & np.uint16(0x7FFF)) > infinity
+    )
     if found.any():
-        raise HoldsNaN(f"tensor {name} holds NaN ({np.count_nonzero(found):,} of the {tensor.size:,} numbers read of it); "
-                       "a whole copy of the model, or one without, would work")
+        raise HoldsNaN(
+            f"tensor {name} holds NaN ({np.count_nonzero(found):,} of the {tensor.size:,} numbers read of it); "
+            "a whole copy of the model, or one without, would work"
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,9 @@ class HFEntry:
     @property
     def columns(self) -> tuple[slice, ...]:
         """The columns of the tensor that are this parameter's, if it is a matrix."""
-        return tuple(slice(self.first_column, self.first_column + size) for size in self.hf_shape[1:])
+        return tuple(
+            slice(self.first_column, self.first_column + size) for size in self.hf_shape[1:]
+        )
 
     @property
     def file_shape(self) -> tuple[int, ...]:
@@ -88,7 +97,11 @@ class HFEntry:
 
     def hf_names(self) -> list[str]:
         """The names of the Hugging Face tensors, one for each layer if the parameter stacks the layers."""
-        return [self.hf_name] if self.layers is None else [self.hf_name.format(i=i) for i in range(self.layers)]
+        return (
+            [self.hf_name]
+            if self.layers is None
+            else [self.hf_name.format(i=i) for i in range(self.layers)]
+        )
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -97,7 +110,9 @@ class HFEntry:
 
     def to_hf(self, value: np.ndarray) -> np.ndarray:
         """One layer of our parameter as a Hugging Face tensor, a view where possible."""
-        return value.reshape(self.hf_shape[::-1]).T if self.transpose else value.reshape(self.hf_shape)
+        return (
+            value.reshape(self.hf_shape[::-1]).T if self.transpose else value.reshape(self.hf_shape)
+        )
 
     def from_hf(self, tensor: np.ndarray) -> np.ndarray:
         """A Hugging Face tensor, or the rows of it that are this parameter's, as one layer of our parameter."""
@@ -114,7 +129,10 @@ class HFEntry:
         Raises:
           HoldsNaN: as `check_numbers`.
         """
-        bounds = [axis_slice.indices(size)[:2] for axis_slice, size in zip(index, self.layer_shape, strict=True)]
+        bounds = [
+            axis_slice.indices(size)[:2]
+            for axis_slice, size in zip(index, self.layer_shape, strict=True)
+        ]
         stored_shape = self.hf_shape[::-1] if self.transpose else self.hf_shape
         # Each axis of the (transposed) tensor merges consecutive axes of ours: [E, (Hq, D)], [(Hq, D), E], ...
         axis = 0
@@ -128,14 +146,16 @@ class HFEntry:
                 total *= self.layer_shape[axis]
                 axis += 1
             # The first of the merged axes is cut in the file, further ones (D within a head) after reading.
-            (start, stop), inner_sizes = bounds[first], self.layer_shape[first + 1:axis]
+            (start, stop), inner_sizes = bounds[first], self.layer_shape[first + 1 : axis]
             inner = math.prod(inner_sizes)
             file_index.append(slice(start * inner, stop * inner))
             shape += [stop - start, *inner_sizes]
-            finer += [slice(None), *(slice(*bound) for bound in bounds[first + 1:axis])]
+            finer += [slice(None), *(slice(*bound) for bound in bounds[first + 1 : axis])]
         rows, *columns = reversed(file_index) if self.transpose else file_index
         tensor = files[name].get_slice(name)
-        value = tensor[_shifted(rows, self.first_row), *(_shifted(part, self.first_column) for part in columns)]
+        value = tensor[
+            _shifted(rows, self.first_row), *(_shifted(part, self.first_column) for part in columns)
+        ]
         check_numbers(name, value)
         return (value.T if self.transpose else value).reshape(shape)[tuple(finer)]
 
@@ -147,7 +167,10 @@ def _shifted(part: slice, first: int) -> slice:
 def hf_layout(config: LlamaConfig) -> list[HFEntry]:
     """Every parameter of `config`'s model with its Hugging Face tensors: the one table for reading and writing, which follows
     from what the modules declare."""
-    entries = [_entry(name, parameter) for name, parameter in in_order(dataclasses.replace(config, adapter=None)).items()]
+    entries = [
+        _entry(name, parameter)
+        for name, parameter in in_order(dataclasses.replace(config, adapter=None)).items()
+    ]
     for module, projections in FAMILIES[config.family].fused.items():
         entries = _fused(entries, module, projections)
     return entries
@@ -158,10 +181,12 @@ def _entry(name: str, parameter: Parameter) -> HFEntry:
     layers = parameter.shape[0] if name.startswith(LAYERS) else None
     shape = parameter.shape if layers is None else parameter.shape[1:]
     if parameter.inputs is None:
-        return HFEntry(name, parameter.hf_name, parameter.shape, (math.prod(shape),), layers, transpose=False)
+        return HFEntry(
+            name, parameter.hf_name, parameter.shape, (math.prod(shape),), layers, transpose=False
+        )
     if parameter.inputs == 0:
         return HFEntry(name, parameter.hf_name, parameter.shape, shape, layers, transpose=False)
-    hf_shape = (math.prod(shape[parameter.inputs:]), math.prod(shape[:parameter.inputs]))
+    hf_shape = (math.prod(shape[parameter.inputs :]), math.prod(shape[: parameter.inputs]))
     return HFEntry(name, parameter.hf_name, parameter.shape, hf_shape, layers, transpose=True)
 
 
@@ -172,8 +197,12 @@ def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) ->
     fused, first_row = [], 0
     for entry in entries:
         if entry.name in names:
-            part = dataclasses.replace(entry, hf_name=f"model.layers.{{i}}.{module}.weight", first_row=first_row,
-                                       file_rows=file_rows)
+            part = dataclasses.replace(
+                entry,
+                hf_name=f"model.layers.{{i}}.{module}.weight",
+                first_row=first_row,
+                file_rows=file_rows,
+            )
             fused.append(part)
             first_row = part.rows.stop
         else:
@@ -188,7 +217,11 @@ def check_params(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> 
         if name not in shapes:
             raise ValueError(f"parameter {name} is missing; the config makes it {list(shape)}")
         if not fits(name, tuple(shapes[name]), shape, shape):
-            raise ValueError(f"parameter {name} has shape {list(shapes[name])}; the config makes it {list(shape)}")
+            raise ValueError(
+                f"parameter {name} has shape {list(shapes[name])}; the config makes it {list(shape)}"
+            )
     for name in shapes:
         if name not in layout:
-            raise ValueError(f"parameter {name} does not belong to the model that the config describes")
+            raise ValueError(
+                f"parameter {name} does not belong to the model that the config describes"
+            )

@@ -28,8 +28,14 @@ from .table import DTYPES, HFEntry, check_numbers, check_params, hf_layout
 
 
 def write_hf(
-    params: Mapping[str, Any], config: LlamaConfig, assets: str | Path, out: str | Path, *,
-    max_shard_bytes: int = 5 * 10**9, finish: Callable[[Path], None] | None = None, nf4: bool = False,
+    params: Mapping[str, Any],
+    config: LlamaConfig,
+    assets: str | Path,
+    out: str | Path,
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    finish: Callable[[Path], None] | None = None,
+    nf4: bool = False,
 ) -> None:
     """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
 
@@ -53,31 +59,54 @@ def write_hf(
     check_params({name: tuple(value.shape) for name, value in params.items()}, config)
     common, exceptions = source_dtype(assets)
     if (mask := trained_mask(assets)) != Mask():
-        warnings.warn(f"{out}: trained with attention.window = {mask.window} and attention.global_tokens = "
-                      f"{mask.global_tokens}, which a LLaMA's config.json cannot say: transformers will attend to all earlier "
-                      "tokens; the checkpoint itself keeps them", stacklevel=2)
+        warnings.warn(
+            f"{out}: trained with attention.window = {mask.window} and attention.global_tokens = "
+            f"{mask.global_tokens}, which a LLaMA's config.json cannot say: transformers will attend to all earlier "
+            "tokens; the checkpoint itself keeps them",
+            stacklevel=2,
+        )
     with building(out, holds_files) as scratch:
         _write_weights(params, layout, common, exceptions, scratch, max_shard_bytes, nf4)
         for name in ASSET_FILES:
             if file := file_within(assets, name):
                 shutil.copyfile(file, scratch / name)
         # Both spellings: transformers 4 reads torch_dtype, transformers 5 dtype.
-        quantization = {"quantization_config": {**bitsandbytes.CONFIG, "bnb_4bit_compute_dtype": common}} if nf4 else {}
+        quantization = (
+            {"quantization_config": {**bitsandbytes.CONFIG, "bnb_4bit_compute_dtype": common}}
+            if nf4
+            else {}
+        )
         write_config(config, scratch)
         described = json.loads((scratch / "config.json").read_text(encoding="utf-8"))
-        _write_json(scratch / "config.json", {**described, "torch_dtype": common, "dtype": common, **quantization})
+        _write_json(
+            scratch / "config.json",
+            {**described, "torch_dtype": common, "dtype": common, **quantization},
+        )
         if not (scratch / "generation_config.json").exists():
-            ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id,
-                   "eos_token_id": config.to_hf()["eos_token_id"]}
-            _write_json(scratch / "generation_config.json",
-                        {"_from_model_config": True, **{key: value for key, value in ids.items() if value is not None}})
+            ids = {
+                "bos_token_id": config.bos_token_id,
+                "pad_token_id": config.pad_token_id,
+                "eos_token_id": config.to_hf()["eos_token_id"],
+            }
+            _write_json(
+                scratch / "generation_config.json",
+                {
+                    "_from_model_config": True,
+                    **{key: value for key, value in ids.items() if value is not None},
+                },
+            )
         if finish:
             finish(scratch)
 
 
 def _write_weights(
-    params: Mapping[str, Any], layout: list[HFEntry], common: str, exceptions: Mapping[str, str], folder: Path,
-    limit: int, nf4: bool,
+    params: Mapping[str, Any],
+    layout: list[HFEntry],
+    common: str,
+    exceptions: Mapping[str, str],
+    folder: Path,
+    limit: int,
+    nf4: bool,
 ) -> None:
     """Writes the weights, in several files with an index if they are larger than `limit` bytes."""
     # Planned first, from shapes alone, because a file's name has the number of files in it. The order is that of the layers,
@@ -94,12 +123,18 @@ def _write_weights(
         used, total = used + tensor.size, total + tensor.size
     weight_map: dict[str, str] = {}
     for number, part in enumerate(plan, start=1):
-        file = "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+        file = (
+            "model.safetensors"
+            if len(plan) == 1
+            else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+        )
         _write_safetensors(folder / file, part, params)
         weight_map |= {name: file for tensor in part for name in tensor.tensors}
     if len(plan) > 1:
-        _write_json(folder / "model.safetensors.index.json",
-                    {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(
+            folder / "model.safetensors.index.json",
+            {"metadata": {"total_size": total}, "weight_map": weight_map},
+        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +160,9 @@ class _Planned:
     @property
     def size(self) -> int:
         """The bytes of the tensors."""
-        return sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in self.tensors.values())
+        return sum(
+            math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in self.tensors.values()
+        )
 
     @property
     def alignment(self) -> int:
@@ -140,8 +177,10 @@ class _Planned:
                 written = np.ascontiguousarray(value, np.dtype(self.dtype_name))
             check_numbers(self.name, written)
             if self.dtype_name == "float16" and np.isinf(written).sum() > np.isinf(value).sum():
-                raise ValueError(f"tensor {self.name} has numbers up to {np.abs(value).max():g}, which {self.dtype_name}, "
-                                 "the dtype of the model that it was trained from, cannot hold")
+                raise ValueError(
+                    f"tensor {self.name} has numbers up to {np.abs(value).max():g}, which {self.dtype_name}, "
+                    "the dtype of the model that it was trained from, cannot hold"
+                )
             yield written
 
 
@@ -197,11 +236,16 @@ def _in_layer_order(layout: list[HFEntry]) -> Iterator[tuple[str, list[HFEntry],
     for entry in layout:
         if entry.layers is not None:
             stacked.setdefault(entry.hf_name, []).append(entry)
-    yield from ((entry.hf_name, [entry], 0) for entry in layout if entry.name == "embed_tokens.weight")
+    yield from (
+        (entry.hf_name, [entry], 0) for entry in layout if entry.name == "embed_tokens.weight"
+    )
     for layer in range(layers):
         yield from ((name.format(i=layer), entries, layer) for name, entries in stacked.items())
-    yield from ((entry.hf_name, [entry], 0) for entry in layout
-                if entry.layers is None and entry.name != "embed_tokens.weight")
+    yield from (
+        (entry.hf_name, [entry], 0)
+        for entry in layout
+        if entry.layers is None and entry.name != "embed_tokens.weight"
+    )
 
 
 @jax.jit
@@ -212,7 +256,9 @@ def _take_layer(value: jax.Array, layer: jax.Array) -> jax.Array:
 def _one_layer(value: Any, entry: HFEntry, layer: int) -> np.ndarray:
     """One layer of a parameter on the host, without padding. Of a sharded array only that layer is gathered."""
     if entry.layers is not None:
-        value = _take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer]
+        value = (
+            _take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer]
+        )
     return np.asarray(value)[tuple(map(slice, entry.layer_shape))]
 
 

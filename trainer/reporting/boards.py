@@ -34,7 +34,9 @@ class TensorBoard:
         with self._named_errors():
             folder.mkdir(parents=True, exist_ok=True)
             self._writer = EventsWriter(str(folder / "events"), f".{os.getpid()}")
-            self._writer.write_event(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
+            self._writer.write_event(
+                Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))
+            )
             self._writer.flush()
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
@@ -45,7 +47,9 @@ class TensorBoard:
             for name, value in row.items():
                 if name != "step" and value is not None:
                     summary = (text if isinstance(value, str) else scalar)(f"{kind}/{name}", value)
-                    self._writer.write_event(self._event(wall_time=time.time(), step=row["step"], summary=summary))
+                    self._writer.write_event(
+                        self._event(wall_time=time.time(), step=row["step"], summary=summary)
+                    )
             self._writer.flush()
 
     @contextlib.contextmanager
@@ -54,8 +58,10 @@ class TensorBoard:
         try:
             yield
         except OSError as error:
-            raise UserError(f"{self._folder}: cannot be written ({error.strerror}); --logging.tensorboard false would work, or "
-                            "the same command once it can") from error
+            raise UserError(
+                f"{self._folder}: cannot be written ({error.strerror}); --logging.tensorboard false would work, or "
+                "the same command once it can"
+            ) from error
 
     def close(self) -> None:
         """Closes the event files."""
@@ -80,16 +86,29 @@ class WeightsAndBiases:
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
         try:
-            self._run = wandb.init(project=project, name=name, config=config, dir=str(folder), resume="allow",
-                                   id=id_file.read_text("utf-8"))
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                config=config,
+                dir=str(folder),
+                resume="allow",
+                id=id_file.read_text("utf-8"),
+            )
         except wandb.Error as error:
-            raise UserError(f"logging.wandb: {str(error).splitlines()[0]}; WANDB_MODE=offline works without an account"
-                            ) from None
+            raise UserError(
+                f"logging.wandb: {str(error).splitlines()[0]}; WANDB_MODE=offline works without an account"
+            ) from None
         self._run.define_metric("*", step_metric="step")
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
         """Adds one row, as in `Board`."""
-        self._run.log({name if name == "step" else f"{kind}/{name}": value for name, value in row.items() if value is not None})
+        self._run.log(
+            {
+                name if name == "step" else f"{kind}/{name}": value
+                for name, value in row.items()
+                if value is not None
+            }
+        )
 
     def close(self) -> None:
         """Ends the run's upload."""
@@ -101,6 +120,8 @@ def import_wandb() -> ModuleType:
     try:
         import wandb
     except ImportError:
-        raise UserError("logging.wandb: the package wandb is not installed; pip install wandb, or leave logging.wandb "
-                        "out") from None
+        raise UserError(
+            "logging.wandb: the package wandb is not installed; pip install wandb, or leave logging.wandb "
+            "out"
+        ) from None
     return wandb

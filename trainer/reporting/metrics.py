@@ -31,13 +31,32 @@ from trainer.run.directory import RunDirectory
 from trainer.run.logs import Written
 
 NAMES = (
-    "loss_nats_per_target", "target_tokens", "tokens_per_second", "tokens_per_second_per_device", "mfu", "grad_norm",
-    "learning_rate", "data_wait_seconds", "step_seconds", "compile_seconds", "peak_device_gib", "peak_host_gib",
+    "loss_nats_per_target",
+    "target_tokens",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "mfu",
+    "grad_norm",
+    "learning_rate",
+    "data_wait_seconds",
+    "step_seconds",
+    "compile_seconds",
+    "peak_device_gib",
+    "peak_host_gib",
     "padding_share",
 )
 # The metrics that differ between two runs with bitwise the same results.
-MEASURED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "data_wait_seconds", "step_seconds",
-            "compile_seconds", "peak_device_gib", "peak_host_gib", "wall_seconds")
+MEASURED = (
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "mfu",
+    "data_wait_seconds",
+    "step_seconds",
+    "compile_seconds",
+    "peak_device_gib",
+    "peak_host_gib",
+    "wall_seconds",
+)
 
 
 # Memory
@@ -62,21 +81,26 @@ def peak_host_gib() -> float:
 class Meter:
     """Measures the time of steps, data waits and compiling, and computes rates and the time left.
 
-        meter = Meter(model_config, devices, mask=mask)
-        with meter.compiling(): ...                 # before or between steps; not part of a step
-        meter.start()
-        for step in ...:
-            loss = ...                              # dispatched
-            computed = meter.when_computed(loss)
-            with meter.waiting_for_data(computed): batch = ...
-            wait for the loss
-            meter.count(lengths, batch_tokens)
-            if time to log: row = meter.read(step, loss_nats_per_target=..., target_tokens=..., ...)
-            with meter.paused(): save, evaluate     # not part of a step
+    meter = Meter(model_config, devices, mask=mask)
+    with meter.compiling(): ...                 # before or between steps; not part of a step
+    meter.start()
+    for step in ...:
+        loss = ...                              # dispatched
+        computed = meter.when_computed(loss)
+        with meter.waiting_for_data(computed): batch = ...
+        wait for the loss
+        meter.count(lengths, batch_tokens)
+        if time to log: row = meter.read(step, loss_nats_per_target=..., target_tokens=..., ...)
+        with meter.paused(): save, evaluate     # not part of a step
     """
 
-    def __init__(self, config: LlamaConfig, devices: Iterable[Any], clock: Callable[[], float] = time.perf_counter,
-                 mask: Mask = Mask()) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        devices: Iterable[Any],
+        clock: Callable[[], float] = time.perf_counter,
+        mask: Mask = Mask(),
+    ) -> None:
         """Begins to measure.
 
         Args:
@@ -98,7 +122,9 @@ class Meter:
         self._steps = self._tokens = self._batch_tokens = 0
         self._pairs = 0.0
         self._not_counted = 0.0
-        self._data_waits: list[tuple[float, float, Future[float] | None]] = []  # begin, end, when the devices were idle
+        self._data_waits: list[
+            tuple[float, float, Future[float] | None]
+        ] = []  # begin, end, when the devices were idle
         self._start = self._clock()
 
     def start(self) -> None:
@@ -126,6 +152,7 @@ class Meter:
 
     def when_computed(self, arrays: Any) -> Future[float]:
         """Returns the time at which the devices have computed these arrays, to be asked for once they have."""
+
         def wait() -> float:
             import jax
 
@@ -136,8 +163,10 @@ class Meter:
 
     def _data_wait(self) -> float:
         """Returns the seconds since the last reading in which the devices had nothing to compute for want of data."""
-        return sum(max(0.0, end - (max(begin, computed.result()) if computed else begin))
-                   for begin, end, computed in self._data_waits)
+        return sum(
+            max(0.0, end - (max(begin, computed.result()) if computed else begin))
+            for begin, end, computed in self._data_waits
+        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -207,10 +236,21 @@ def _number(value: Any) -> float | int | None:
 class MetricsLog:
     """Writes rows to metrics.jsonl, to a file NAME.jsonl for each evaluation and to the boards, and shows a progress bar."""
 
-    def __init__(self, run: RunDirectory, *, steps: int, start_step: int = 0, evaluated: bool = True, tensorboard: bool = True,
-                 console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None,
-                 evaluations: Sequence[str] = ("held_out",), loss_name: str = NAMES[0],
-                 logged: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        steps: int,
+        start_step: int = 0,
+        evaluated: bool = True,
+        tensorboard: bool = True,
+        console: bool = True,
+        write: bool = True,
+        wandb: dict[str, Any] | None = None,
+        evaluations: Sequence[str] = ("held_out",),
+        loss_name: str = NAMES[0],
+        logged: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         """Opens the files and boards.
 
         Args:
@@ -233,7 +273,10 @@ class MetricsLog:
         run.folder.mkdir(parents=True, exist_ok=True)
         self._files = {
             name: open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-            for name, path in (("train", run.metrics), *((name, run.folder / f"{name}.jsonl") for name in evaluations))
+            for name, path in (
+                ("train", run.metrics),
+                *((name, run.folder / f"{name}.jsonl") for name in evaluations),
+            )
         }
         if tensorboard:
             self._boards.append(TensorBoard(run.tensorboard, start_step))
@@ -277,7 +320,9 @@ class MetricsLog:
     def _write(self, name: str, row: dict[str, Any]) -> None:
         if not self._files:
             return
-        row = {key: value if isinstance(value, str) else _number(value) for key, value in row.items()}
+        row = {
+            key: value if isinstance(value, str) else _number(value) for key, value in row.items()
+        }
         file = self._files[name]
         try:
             line = json.dumps(row, allow_nan=False) + "\n"
@@ -288,8 +333,10 @@ class MetricsLog:
             self._files.pop(name)
             with contextlib.suppress(OSError):  # closing tries to write once more
                 file.close()
-            raise UserError(f"{file.name}: cannot be written ({error.strerror}); once it can, the same command resumes from "
-                            "the last checkpoint") from error
+            raise UserError(
+                f"{file.name}: cannot be written ({error.strerror}); once it can, the same command resumes from "
+                "the last checkpoint"
+            ) from error
         for board in self._boards:
             board.add(name, row)
 
@@ -320,8 +367,13 @@ class ProgressBar:
     run, whichever is sooner.
     """
 
-    def __init__(self, steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic,
-                 loss_name: str = NAMES[0]) -> None:
+    def __init__(
+        self,
+        steps: int,
+        start_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        loss_name: str = NAMES[0],
+    ) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._steps, self._clock, self._loss_name = steps, clock, loss_name
@@ -329,8 +381,12 @@ class ProgressBar:
         self._console = console(stderr=True)
         self._live = self._console.is_terminal
         self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"),
-            console=self._console, disable=not self._live,
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=self._console,
+            disable=not self._live,
         )
         self._progress.start()
         self._task = self._progress.add_task("train", total=steps, completed=start_step, text="")
@@ -338,11 +394,18 @@ class ProgressBar:
     def update(self, row: dict[str, Any], seconds_left: float | None) -> None:
         """Shows a row of metrics."""
         step = row["step"]
-        text = (f"loss {_short(row.get(self._loss_name))}  {_short(row.get('tokens_per_second'), 0)} tokens/s  "
-                f"{_duration(seconds_left)} left")
+        text = (
+            f"loss {_short(row.get(self._loss_name))}  {_short(row.get('tokens_per_second'), 0)} tokens/s  "
+            f"{_duration(seconds_left)} left"
+        )
         self._progress.update(self._task, completed=step, text=text)
-        if not self._live and (step >= min(self._steps, self._next_step) or self._clock() >= self._next_time):
-            self._next_step, self._next_time = step + max(1, self._steps // 20), self._clock() + LINE_SECONDS
+        if not self._live and (
+            step >= min(self._steps, self._next_step) or self._clock() >= self._next_time
+        ):
+            self._next_step, self._next_time = (
+                step + max(1, self._steps // 20),
+                self._clock() + LINE_SECONDS,
+            )
             self.say(f"step {step}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:

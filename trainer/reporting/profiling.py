@@ -17,7 +17,9 @@ class Profiler:
       outside: makes a context for the time that starting and writing take, which no step is charged for.
     """
 
-    def __init__(self, folder: Path, steps: tuple[int, ...], outside: Callable[[], AbstractContextManager]) -> None:
+    def __init__(
+        self, folder: Path, steps: tuple[int, ...], outside: Callable[[], AbstractContextManager]
+    ) -> None:
         self._folder, self._steps, self._outside, self._running = folder, steps, outside, False
 
     @contextlib.contextmanager

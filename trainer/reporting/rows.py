@@ -1,4 +1,5 @@
 """Reads what a run or an evaluation has logged."""
+
 from __future__ import annotations
 
 import json

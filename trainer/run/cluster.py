@@ -1,4 +1,5 @@
 """Several processes as one program: how a process joins the others, waits for them and shares results with them."""
+
 from __future__ import annotations
 
 import contextlib
@@ -13,7 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
-from jax._src import distributed, xla_bridge  # as Orbax does: the public API has no barrier and no view of the backends
+from jax._src import (
+    distributed,
+    xla_bridge,
+)  # as Orbax does: the public API has no barrier and no view of the backends
 
 from data.errors import UserError
 from data.printable import printable
@@ -65,12 +69,18 @@ def join(config: DistributedConfig, simulated: bool) -> None:
             return
         meet(cast(str, config.coordinator), cast(int, config.process_id), config.num_processes)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        with _at_most(JOIN_SECONDS, f"process {config.process_id}: not all {config.num_processes} processes joined within "
-                      f"{JOIN_SECONDS} s, though all had come to {config.coordinator}; one was lost, start them again"):
-            _initialize(coordinator_address=config.coordinator,
-                        coordinator_bind_address=bind_address(cast(str, config.coordinator)),
-                        process_id=config.process_id,
-                        num_processes=config.num_processes, cluster_detection_method="deactivate")
+        with _at_most(
+            JOIN_SECONDS,
+            f"process {config.process_id}: not all {config.num_processes} processes joined within "
+            f"{JOIN_SECONDS} s, though all had come to {config.coordinator}; one was lost, start them again",
+        ):
+            _initialize(
+                coordinator_address=config.coordinator,
+                coordinator_bind_address=bind_address(cast(str, config.coordinator)),
+                process_id=config.process_id,
+                num_processes=config.num_processes,
+                cluster_detection_method="deactivate",
+            )
         return
     # A second training in one process, or one in a notebook that has used JAX, cannot join again.
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
@@ -148,6 +158,7 @@ def require_same(values: Mapping[str, Any]) -> None:
     Raises:
       UserError: in every process; names a process and the first value in which it differs from process 0.
     """
+
     def compare(encoded: str | None) -> None:
         """Compares with the values of process 0; `encoded` is None in that process itself."""
         if encoded is None:
@@ -155,8 +166,10 @@ def require_same(values: Mapping[str, Any]) -> None:
         expected, own = json.loads(encoded), json.loads(json.dumps(values))
         for name in {**expected, **own}:
             if own.get(name) != expected.get(name):
-                raise UserError(f"process {jax.process_index()}: {name} is {own.get(name)!r} there and {expected.get(name)!r} "
-                                "in process 0; all processes need the same code, recipe, flags, model and data")
+                raise UserError(
+                    f"process {jax.process_index()}: {name} is {own.get(name)!r} there and {expected.get(name)!r} "
+                    "in process 0; all processes need the same code, recipe, flags, model and data"
+                )
 
     first_then_others(compare, lambda _: json.dumps(values))
 
@@ -164,7 +177,9 @@ def require_same(values: Mapping[str, Any]) -> None:
 def _encoded(error: BaseException, prefix: str = "") -> str:
     """An error of this process as the others are told of it: its exit code, and its message."""
     message = f"{prefix}{str(error) or type(error).__name__}"
-    return json.dumps({"code": outcome_of(error).code, "message": " ".join(message.split())[:MAX_MESSAGE]})
+    return json.dumps(
+        {"code": outcome_of(error).code, "message": " ".join(message.split())[:MAX_MESSAGE]}
+    )
 
 
 def _decoded(told: Mapping[str, Any]) -> UserError:
@@ -194,17 +209,24 @@ def _initialize(**arguments: Any) -> None:
     # begins, and a SIGTERM before that ends the process at once.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS, **arguments)
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        **arguments,
+    )
     if distributed.global_state.num_processes > 1:
         before_the_end(_tell_of_a_signal)
-        threading.Thread(target=_end_with_others, name=_end_with_others.__name__, daemon=True).start()
+        threading.Thread(
+            target=_end_with_others, name=_end_with_others.__name__, daemon=True
+        ).start()
 
 
 def _failure() -> dict[str, Any] | None:
     """What the first process that failed alone has told the others."""
     try:
         return json.loads(client().key_value_try_get(_FAILURE))
-    except Exception:  # not found; or the cluster has ended, of which the caller has an error of its own
+    except (
+        Exception
+    ):  # not found; or the cluster has ended, of which the caller has an error of its own
         return None
 
 
@@ -228,9 +250,14 @@ def leave_others(error: BaseException, code: int) -> None:
     _leaving.set()
     # All may have failed by the same error: the first to say so is enough.
     with contextlib.suppress(Exception):
-        state.client.key_value_set(_FAILURE, _encoded(error, f"process {state.process_id} of {state.num_processes} failed: "))
+        state.client.key_value_set(
+            _FAILURE,
+            _encoded(error, f"process {state.process_id} of {state.num_processes} failed: "),
+        )
     if state.process_id == 0:
-        time.sleep(4 * _LOOK_SECONDS)  # for the others to read it: this process has the key-value store
+        time.sleep(
+            4 * _LOOK_SECONDS
+        )  # for the others to read it: this process has the key-value store
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -241,8 +268,15 @@ def _tell_of_a_signal(code: int, line: str) -> None:
     state = distributed.global_state
     _leaving.set()
     with contextlib.suppress(Exception):
-        client().key_value_set(_FAILURE, json.dumps(
-            {"code": code, "message": f"process {state.process_id} of {state.num_processes}: {line}"}))
+        client().key_value_set(
+            _FAILURE,
+            json.dumps(
+                {
+                    "code": code,
+                    "message": f"process {state.process_id} of {state.num_processes}: {line}",
+                }
+            ),
+        )
     if state.process_id == 0:
         time.sleep(4 * _LOOK_SECONDS)
 
@@ -254,7 +288,9 @@ def end_all(message: str) -> None:
         return
     _leaving.set()
     with contextlib.suppress(Exception):
-        state.client.key_value_set(_FAILURE, json.dumps({"code": TRY_AGAIN, "message": message, "stacks": True}))
+        state.client.key_value_set(
+            _FAILURE, json.dumps({"code": TRY_AGAIN, "message": message, "stacks": True})
+        )
     if state.process_id == 0:
         time.sleep(4 * _LOOK_SECONDS)
 

@@ -42,14 +42,31 @@ from trainer.run.logs import Written, cut_back, replace_file
 
 # Sections and fields that may change when a run continues.
 PLACEMENT = (
-    "name", "run_dir", "data.prepared", "compile_cache",  # locations
+    "name",
+    "run_dir",
+    "data.prepared",
+    "compile_cache",  # locations
     # locations of files that have fingerprints
-    "model.path", "model.tokenizer", "adapter.path", "data.sources.path", "data.held_out_path",
-    "logging", "checkpoint", "evaluations", "samples", "train.log_every", "train.evaluate_every",
+    "model.path",
+    "model.tokenizer",
+    "adapter.path",
+    "data.sources.path",
+    "data.held_out_path",
+    "logging",
+    "checkpoint",
+    "evaluations",
+    "samples",
+    "train.log_every",
+    "train.evaluate_every",
     "train.accumulation",
     "train.epochs",  # the steps say how long a run is
     "train.non_finite",  # a run that stopped may continue with another choice
-    "mesh", "distributed", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
+    "mesh",
+    "distributed",
+    "memory",
+    "attention.kernel",
+    "attention.query_tile",
+    "attention.key_tile",
 )
 
 EARLIER_STAGES = "stages"  # folder of the runs that were stages before this one
@@ -109,8 +126,13 @@ class RunDirectory:
         """The file that the training process locks."""
         return self.folder / "lock"
 
-    def cut_back(self, step: int, evaluated: bool = True, evaluations: Sequence[str] = ("held_out",),
-                 logged: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Written]:
+    def cut_back(
+        self,
+        step: int,
+        evaluated: bool = True,
+        evaluations: Sequence[str] = ("held_out",),
+        logged: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> dict[str, Written]:
         """Removes the logged lines of steps after `step`, from which training continues; 0 removes all.
 
         Those steps are run again and must not be in the files twice. See `logs.cut_back`.
@@ -124,8 +146,14 @@ class RunDirectory:
           What is left of each file.
         """
         last_evaluated = step if evaluated else step - 1
-        logs = [(self.metrics, step), *((self.folder / f"{name}.jsonl", last_evaluated) for name in evaluations)]
-        return {path.name: cut_back(path, last_step, (logged or {}).get(path.name)) for path, last_step in logs}
+        logs = [
+            (self.metrics, step),
+            *((self.folder / f"{name}.jsonl", last_evaluated) for name in evaluations),
+        ]
+        return {
+            path.name: cut_back(path, last_step, (logged or {}).get(path.name))
+            for path, last_step in logs
+        }
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
@@ -137,10 +165,16 @@ def shared_fields(config: RunConfig) -> dict[str, Any]:
     """The fields that all processes of a run must have alike: its identity, and by what they compute and save together."""
     written = configuration.resolved(config)
     together = ("mesh", "attention", "memory", "train", "checkpoint")
-    return identity(config) | {f"{section}.{name}": value for section in together for name, value in written[section].items()}
+    return identity(config) | {
+        f"{section}.{name}": value
+        for section in together
+        for name, value in written[section].items()
+    }
 
 
-def check_run(config: RunConfig, process_zero: bool = True, steps_known: bool = True) -> RunDirectory:
+def check_run(
+    config: RunConfig, process_zero: bool = True, steps_known: bool = True
+) -> RunDirectory:
     """Returns the run's folder, without writing to it, if this configuration may train there.
 
     Args:
@@ -168,7 +202,9 @@ def check_run(config: RunConfig, process_zero: bool = True, steps_known: bool = 
     return run
 
 
-def open_run(config: RunConfig, process_zero: bool = True, lock: contextlib.ExitStack | None = None) -> RunDirectory:
+def open_run(
+    config: RunConfig, process_zero: bool = True, lock: contextlib.ExitStack | None = None
+) -> RunDirectory:
     """Returns the run's folder with `config` written to it, made if it does not exist.
 
     This makes the folder the run's own, so all other errors are best found before.
@@ -191,12 +227,16 @@ def open_run(config: RunConfig, process_zero: bool = True, lock: contextlib.Exit
                     _require_same(run, config, steps_known=True)
                 replace_file(run.config, configuration.dump(config).encode())
         except OSError as error:
-            raise UserError(f"{run.folder}: cannot write there ({error.strerror}); give another --run_dir") from error
+            raise UserError(
+                f"{run.folder}: cannot write there ({error.strerror}); give another --run_dir"
+            ) from error
     deadline = time.monotonic() + VISIBLE_SECONDS
     while not run.config.exists():
         if time.monotonic() > deadline:
-            raise UserError(f"{run.folder}: not seen here, where process 0 has made it; a --run_dir that all processes share "
-                            "would work")
+            raise UserError(
+                f"{run.folder}: not seen here, where process 0 has made it; a --run_dir that all processes share "
+                "would work"
+            )
         time.sleep(1)
     return run
 
@@ -211,17 +251,31 @@ def _require_writable(run: RunDirectory) -> None:
             if path.exists():
                 path.open("ab").close()
     except OSError as error:
-        raise UserError(f"{path}: cannot write there ({error.strerror}); give another --run_dir") from error
+        raise UserError(
+            f"{path}: cannot write there ({error.strerror}); give another --run_dir"
+        ) from error
 
 
 def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
     """The files in a run's folder that no start of this run made before it could write config.yaml."""
     # Both may be kept in the run's folder.
-    kept = [pathlib.Path(path).expanduser().resolve() for path in (config.data.prepared, config.compile_cache) if path]
+    kept = [
+        pathlib.Path(path).expanduser().resolve()
+        for path in (config.data.prepared, config.compile_cache)
+        if path
+    ]
     ours = (EARLIER_STAGES, RunDirectory(config.folder).lock.name)
-    files = [path for path in config.folder.iterdir() if path.name not in ours] if config.folder.is_dir() else []
-    return [path for path in files if not path.name.endswith(".tmp")
-            and not any(folder.is_relative_to(path.resolve()) for folder in kept)]
+    files = (
+        [path for path in config.folder.iterdir() if path.name not in ours]
+        if config.folder.is_dir()
+        else []
+    )
+    return [
+        path
+        for path in files
+        if not path.name.endswith(".tmp")
+        and not any(folder.is_relative_to(path.resolve()) for folder in kept)
+    ]
 
 
 def _require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> None:
@@ -231,8 +285,10 @@ def _require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> No
         configuration.check_version(written, str(run.config))
         old_fields = _identity(_with_defaults(written, configuration.resolved(RunConfig())))
     except (OSError, InvalidYAML, AttributeError, TypeError, UnicodeDecodeError) as error:
-        raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
-                        f"or delete {run.folder}") from error
+        raise UserError(
+            f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
+            f"or delete {run.folder}"
+        ) from error
     new_fields = identity(config)
     if not steps_known:
         old_fields["train.steps"] = new_fields["train.steps"]
@@ -242,15 +298,21 @@ def _require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> No
         old, new = old_fields.get(name, _NOTHING), new_fields.get(name, _NOTHING)
         if old != new:
             difference = _first_difference(_Difference(name, old, new))
-            raise UserError(f"{run.folder}: another run is in this folder: {difference.name} is {difference.old!r} there and "
-                            f"{difference.new!r} now; {_ways_out(run, difference.name)}")
+            raise UserError(
+                f"{run.folder}: another run is in this folder: {difference.name} is {difference.old!r} there and "
+                f"{difference.new!r} now; {_ways_out(run, difference.name)}"
+            )
 
 
-def _is_longer(run: RunDirectory, config: RunConfig, old: dict[str, Any], new: dict[str, Any]) -> bool:
+def _is_longer(
+    run: RunDirectory, config: RunConfig, old: dict[str, Any], new: dict[str, Any]
+) -> bool:
     """Returns whether `config` is the folder's run with another number of steps, on which no finished step depends."""
     if {**old, "train.steps": 0} != {**new, "train.steps": 0}:
         return False
-    finished = max((int(path.name) for path in run.checkpoints.glob("*") if path.name.isdigit()), default=0)
+    finished = max(
+        (int(path.name) for path in run.checkpoints.glob("*") if path.name.isdigit()), default=0
+    )
     stable = min(config.optimizer.stable_steps(fields["train.steps"]) for fields in (old, new))
     return stable > 0 and finished <= stable
 
@@ -267,7 +329,10 @@ def _first_difference(whole: _Difference) -> _Difference:
     """The first entry within two lists or mappings in which they differ; `whole` itself for other values."""
     name, old, new = whole
     if isinstance(old, dict) and isinstance(new, dict):
-        entries = [_Difference(f"{name}.{key}", old.get(key, _NOTHING), new.get(key, _NOTHING)) for key in {**old, **new}]
+        entries = [
+            _Difference(f"{name}.{key}", old.get(key, _NOTHING), new.get(key, _NOTHING))
+            for key in {**old, **new}
+        ]
     elif isinstance(old, list) and isinstance(new, list):
         pairs = itertools.zip_longest(old, new, fillvalue=_NOTHING)
         entries = [_Difference(f"{name}[{index}]", *pair) for index, pair in enumerate(pairs)]
@@ -281,8 +346,10 @@ def _ways_out(run: RunDirectory, field: str) -> str:
     if not run.checkpoints.is_dir():
         return f"give another --run_dir, or delete {run.folder}"
     if field == "train.steps":
-        return (f"--model.path {run.folder} --run_dir NEW starts from the weights that it has trained, with new moments; a run "
-                "can be made longer with optimizer.schedule constant, or wsd before it decays")
+        return (
+            f"--model.path {run.folder} --run_dir NEW starts from the weights that it has trained, with new moments; a run "
+            "can be made longer with optimizer.schedule constant, or wsd before it decays"
+        )
     return "give another --run_dir"
 
 
@@ -290,7 +357,10 @@ def _with_defaults(written: Any, defaults: Any) -> Any:
     """A resolved configuration with defaults for the fields that came after it was written."""
     if not (isinstance(written, dict) and isinstance(defaults, dict)):
         return written
-    return {**defaults, **{name: _with_defaults(value, defaults.get(name)) for name, value in written.items()}}
+    return {
+        **defaults,
+        **{name: _with_defaults(value, defaults.get(name)) for name, value in written.items()},
+    }
 
 
 def _identity(written: dict[str, Any]) -> dict[str, Any]:
@@ -300,10 +370,23 @@ def _identity(written: dict[str, Any]) -> dict[str, Any]:
         fields = {section: value}
         if section in SECTIONS:
             fields = {f"{section}.{name}": inner for name, inner in value.items()}
-        flat |= {name: inner for name, inner in fields.items() if section not in PLACEMENT and name not in PLACEMENT}
+        flat |= {
+            name: inner
+            for name, inner in fields.items()
+            if section not in PLACEMENT and name not in PLACEMENT
+        }
     if "data.sources" in flat:
         # Fields that came after a run was written have their defaults there.
-        sources = [{**dataclasses.asdict(SourceConfig(path="")), **source} for source in flat["data.sources"]]
-        flat["data.sources"] = [{name: value for name, value in source.items() if f"data.sources.{name}" not in PLACEMENT}
-                                for source in sources]
+        sources = [
+            {**dataclasses.asdict(SourceConfig(path="")), **source}
+            for source in flat["data.sources"]
+        ]
+        flat["data.sources"] = [
+            {
+                name: value
+                for name, value in source.items()
+                if f"data.sources.{name}" not in PLACEMENT
+            }
+            for source in sources
+        ]
     return flat

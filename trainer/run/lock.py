@@ -28,7 +28,9 @@ def held(path: pathlib.Path) -> Iterator[None]:
         _lock(file)
         file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        file.write(f"process {os.getpid()} on {socket.gethostname()} is training there since {since}")
+        file.write(
+            f"process {os.getpid()} on {socket.gethostname()} is training there since {since}"
+        )
         file.flush()
         yield
 
@@ -45,14 +47,21 @@ def _lock(file: TextIO) -> None:
     deadline = None
     while not _try_lock(file):
         file.seek(0)
-        folder, holder = pathlib.Path(file.name).parent, file.read() or "another process is training there"
+        folder, holder = (
+            pathlib.Path(file.name).parent,
+            file.read() or "another process is training there",
+        )
         if f" on {socket.gethostname()} " in holder:
-            raise TransientError(f"{folder}: {holder}; wait for its end, stop it, or give another --run_dir")
+            raise TransientError(
+                f"{folder}: {holder}; wait for its end, stop it, or give another --run_dir"
+            )
         if deadline is None:
             deadline = time.monotonic() + LEASE_SECONDS
             print(f"{folder}: {holder}; waiting for its end", file=sys.stderr)
         if time.monotonic() > deadline:
-            raise TransientError(f"{folder}: {holder}; stop it, or delete {file.name} where that host is gone")
+            raise TransientError(
+                f"{folder}: {holder}; stop it, or delete {file.name} where that host is gone"
+            )
         time.sleep(1)
 
 

@@ -3,6 +3,7 @@
 A log can lose its end, or change, without a line that cannot be read. A checkpoint therefore holds how many lines each log had
 when it was saved, and their hash.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -59,22 +60,30 @@ def cut_back(path: pathlib.Path, last_step: int, saved: Mapping[str, Any] | None
         step = _logged_step(line)
         if step is not None:
             kept += [line + b"\n"] if step <= last_step else []
-        elif line.strip() and number < len(lines):  # a kill may have cut a last line without a newline short
+        elif line.strip() and number < len(
+            lines
+        ):  # a kill may have cut a last line without a newline short
             unreadable.append(line + b"\n")
             numbers.append(str(number))
     if unreadable:
         aside = path.with_name(path.name + ".unreadable")
         with aside.open("ab") as file:
             file.writelines(unreadable)
-        listed = f"line{'s' * (len(numbers) > 1)} {', '.join(numbers[:5])}{', ...' * (len(numbers) > 5)}"
+        listed = (
+            f"line{'s' * (len(numbers) > 1)} {', '.join(numbers[:5])}{', ...' * (len(numbers) > 5)}"
+        )
         _warn(f"{path}: {listed} cannot be read; moved to {aside.name}")
     written = Written.of(kept)
     if saved and len(kept) + len(unreadable) < saved["lines"]:
-        _warn(f"{path}: {saved['lines']} lines had been written up to step {last_step}, and {len(kept)} are left; the others "
-              "are lost (training does not depend on them)")
+        _warn(
+            f"{path}: {saved['lines']} lines had been written up to step {last_step}, and {len(kept)} are left; the others "
+            "are lost (training does not depend on them)"
+        )
     elif saved and not unreadable and written.data != saved:
-        _warn(f"{path}: its lines up to step {last_step} are not those that were written; they have been changed (training "
-              "does not depend on them)")
+        _warn(
+            f"{path}: its lines up to step {last_step} are not those that were written; they have been changed (training "
+            "does not depend on them)"
+        )
     if lines:
         replace_file(path, b"".join(kept))
     return written

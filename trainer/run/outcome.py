@@ -3,6 +3,7 @@
 A launcher decides by the code alone whether it starts the command again. WRONG_INPUT is for what is found before the work, or
 repeats itself exactly, such as a loss that is not finite; everything that another start may pass is TRY_AGAIN.
 """
+
 from __future__ import annotations
 
 import os
@@ -15,11 +16,15 @@ from data.errors import TransientError, UserError, is_transient
 SUCCESS = 0
 UNEXPECTED = 1  # an error of ours, with its traceback
 WRONG_INPUT = 2  # an error that the user can mend, and that would occur again
-TRY_AGAIN = os.EX_TEMPFAIL  # 75: a lost connection or process, a mount, a full disk, a lock, a time-out
+TRY_AGAIN = (
+    os.EX_TEMPFAIL
+)  # 75: a lost connection or process, a mount, a full disk, a lock, a time-out
 STOPPED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
-MAX_MESSAGE = 4000  # characters of an error; the values of a recipe that it names may be of any size
+MAX_MESSAGE = (
+    4000  # characters of an error; the values of a recipe that it names may be of any size
+)
 
 
 class Outcome(NamedTuple):
@@ -40,8 +45,11 @@ def outcome_of(error: BaseException) -> Outcome:
     if _wraps_an_interrupt(error):
         return Outcome(STOPPED, "stopped")
     if isinstance(error, MemoryError):
-        return Outcome(WRONG_INPUT, f"out of memory: {str(error) or 'the host has no more'}; a host with more memory, or fewer "
-                       "programs beside this one, would work")
+        return Outcome(
+            WRONG_INPUT,
+            f"out of memory: {str(error) or 'the host has no more'}; a host with more memory, or fewer "
+            "programs beside this one, would work",
+        )
     if isinstance(error, RuntimeError) and (message := _out_of_memory(error)):
         return Outcome(WRONG_INPUT, message)
     if isinstance(error, RuntimeError) and (message := _lost_connection(error)):
@@ -73,23 +81,32 @@ def _wraps_an_interrupt(error: BaseException | None) -> bool:
 
 def _out_of_memory(error: RuntimeError) -> str | None:
     """The message for an error of the compiler or runtime that memory ran out, with advice; None for other errors."""
-    _, status, details = str(error).partition("RESOURCE_EXHAUSTED:")  # the status code; the details are passed on as they are
+    _, status, details = str(error).partition(
+        "RESOURCE_EXHAUSTED:"
+    )  # the status code; the details are passed on as they are
     if not status:
         return None
     needed = details.strip().partition("\n")[0].rstrip(".")
-    return (f"out of memory: {needed}; less is taken with memory.remat nothing, every_k or offload, with chunks "
-            "(memory.query_chunks, memory.feed_forward_chunk, memory.loss_chunk) and over a larger mesh.sequence; "
-            "python -m scripts.plan tells beforehand what fits" + _gpu_advice())
+    return (
+        f"out of memory: {needed}; less is taken with memory.remat nothing, every_k or offload, with chunks "
+        "(memory.query_chunks, memory.feed_forward_chunk, memory.loss_chunk) and over a larger mesh.sequence; "
+        "python -m scripts.plan tells beforehand what fits" + _gpu_advice()
+    )
 
 
 def _lost_connection(error: RuntimeError) -> str | None:
     """The message for a transfer that failed since another process is gone; None for other errors, or alone."""
     cluster = sys.modules.get("trainer.run.cluster")  # a command without JAX does not import it
-    if cluster is None or cluster.client() is None or not (
-            any(library in str(error) for library in ("Gloo", "NCCL")) or is_transient(error)):
+    if (
+        cluster is None
+        or cluster.client() is None
+        or not (any(library in str(error) for library in ("Gloo", "NCCL")) or is_transient(error))
+    ):
         return None
-    return (f"the connection to another process was lost ({str(error).splitlines()[0]}); once all processes are started again, "
-            "the same command resumes from the last checkpoint")
+    return (
+        f"the connection to another process was lost ({str(error).splitlines()[0]}); once all processes are started again, "
+        "the same command resumes from the last checkpoint"
+    )
 
 
 def _gpu_advice() -> str:
@@ -98,7 +115,13 @@ def _gpu_advice() -> str:
 
     from trainer.xla_flags import MEMORY_SHARE, OLD_MEMORY_SHARE
 
-    if jax.default_backend() != "gpu" or os.environ.get(MEMORY_SHARE) or os.environ.get(OLD_MEMORY_SHARE):
+    if (
+        jax.default_backend() != "gpu"
+        or os.environ.get(MEMORY_SHARE)
+        or os.environ.get(OLD_MEMORY_SHARE)
+    ):
         return ""
-    return ('; JAX takes 75% of a GPU and 64 GiB of its host by default; eval "$(python -m trainer.xla_flags gpu)" before the '
-            "start allows more")
+    return (
+        '; JAX takes 75% of a GPU and 64 GiB of its host by default; eval "$(python -m trainer.xla_flags gpu)" before the '
+        "start allows more"
+    )

@@ -4,6 +4,7 @@ Spot machines, Slurm and Kubernetes send SIGTERM before they kill a process. A s
 to one process of several is one to all: JAX's preemption service passes it on, all processes agree on a step that none has
 finished yet, and save that one. A process that is alone saves the running step.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -18,7 +19,11 @@ from signal import SIGHUP, SIGINT, SIGTERM
 
 # The folder of the cluster's key-value store that has an entry, the signal's name, once a SIGTERM was meant as another signal.
 _MEANT = "longstripe/signal"
-_REASONS = {SIGINT: "stopped (Ctrl-C)", SIGTERM: "preempted (SIGTERM)", SIGHUP: "preempted (SIGHUP)"}
+_REASONS = {
+    SIGINT: "stopped (Ctrl-C)",
+    SIGTERM: "preempted (SIGTERM)",
+    SIGHUP: "preempted (SIGHUP)",
+}
 # Numbers the questions to JAX's preemption service, alike in every process. The service begins to count at 0, names the number
 # after the highest that a process has asked with, and then waits for exactly that number. Numbers of steps would not do: those
 # of a run that was resumed begin later, and a notice before its first step would name a number that never comes.
@@ -29,10 +34,14 @@ class Preempted(Exception):
     """Training ended on notice, and its state is saved."""
 
     def __init__(self, notice: signal.Signals, checkpoint: Path) -> None:
-        super().__init__(f"{_REASONS[notice]}: saved {checkpoint}; the same command resumes the run")
+        super().__init__(
+            f"{_REASONS[notice]}: saved {checkpoint}; the same command resumes the run"
+        )
         # The code that a shell reports for a process ended by the signal: launchers start again after SIGTERM, whether the
         # process could save or not.
-        self.exit_code = 128 + (SIGINT if notice == SIGINT else SIGTERM)  # a closed terminal is no other end than SIGTERM
+        self.exit_code = 128 + (
+            SIGINT if notice == SIGINT else SIGTERM
+        )  # a closed terminal is no other end than SIGTERM
 
 
 @contextlib.contextmanager
@@ -62,9 +71,14 @@ def notices() -> Iterator[Callable[[], signal.Signals | None]]:
             if len(presses) > 1:
                 _exit_now()
             if jax.process_index() == 0:
-                print("Ctrl-C: the running step is finished and saved; Ctrl-C again ends at once", file=sys.stderr)
+                print(
+                    "Ctrl-C: the running step is finished and saved; Ctrl-C again ends at once",
+                    file=sys.stderr,
+                )
         if several_processes:
-            client().key_value_set(f"{_MEANT}/told", signal.Signals(number).name, allow_overwrite=True)
+            client().key_value_set(
+                f"{_MEANT}/told", signal.Signals(number).name, allow_overwrite=True
+            )
             os.kill(os.getpid(), SIGTERM)
 
     def notice() -> signal.Signals | None:
@@ -72,15 +86,23 @@ def notices() -> Iterator[Callable[[], signal.Signals | None]]:
             return received[0] if received else None
         if not multihost_utils.reached_preemption_sync_point(next(_questions)):
             return None
-        return next((signal.Signals[name] for _, name in client().key_value_dir_get(_MEANT)), SIGTERM)
+        return next(
+            (signal.Signals[name] for _, name in client().key_value_dir_get(_MEANT)), SIGTERM
+        )
 
     # With several processes JAX handles SIGTERM itself. A process that a shell started in the background ignores Ctrl-C.
     if several_processes and distributed.global_state.preemption_sync_manager is None:
         jax.config.update("jax_enable_preemption_service", True)
         distributed.global_state.initialize_preemption_sync_manager()
-    caught = [number for number in ((SIGINT, SIGHUP) if several_processes else (SIGINT, SIGTERM, SIGHUP))
-              if signal.getsignal(number) != signal.SIG_IGN]
-    earlier = {number: signal.signal(number, lambda number, _: received.append(signal.Signals(number))) for number in caught}
+    caught = [
+        number
+        for number in ((SIGINT, SIGHUP) if several_processes else (SIGINT, SIGTERM, SIGHUP))
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]
+    earlier = {
+        number: signal.signal(number, lambda number, _: received.append(signal.Signals(number)))
+        for number in caught
+    }
     try:
         with _on_arrival(on_arrival):
             yield notice

@@ -3,6 +3,7 @@
 Anyone who reaches the port may connect. Each connection is served by a thread of its own, says one short line, and is believed
 only if it has the run's token, where there is one (LONGSTRIPE_TOKEN, the same for all processes); one deadline is over all.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -76,7 +77,9 @@ def bind_address(address: str) -> str:
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or not port.isascii() or not 0 < int(port) < 65536:
-        raise UserError(f"distributed.coordinator: found {address}, needs HOST:PORT of process 0 with a port of 1 .. 65535")
+        raise UserError(
+            f"distributed.coordinator: found {address}, needs HOST:PORT of process 0 with a port of 1 .. 65535"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -104,8 +107,20 @@ def _own_interface(host: str, port: int) -> tuple[int, str] | None:
 class _Gathering:
     """Process 0 waits for all others, and tells them to go on or why not."""
 
-    def __init__(self, address: str, coordinator: tuple[str, int], processes: int, deadline: float, seconds: float) -> None:
-        self.address, self.processes, self.deadline, self.seconds = address, processes, deadline, seconds
+    def __init__(
+        self,
+        address: str,
+        coordinator: tuple[str, int],
+        processes: int,
+        deadline: float,
+        seconds: float,
+    ) -> None:
+        self.address, self.processes, self.deadline, self.seconds = (
+            address,
+            processes,
+            deadline,
+            seconds,
+        )
         self.host, self.port = coordinator
         self.arrived: dict[int, socket.socket] = {}
         self.refused: list[socket.socket] = []
@@ -116,14 +131,18 @@ class _Gathering:
     def run(self) -> None:
         """Returns when all have come; errors as of `meet`."""
         with self._listening() as server:
-            accepting = threading.Thread(target=self._accept, args=(server,), name="rendezvous", daemon=True)
+            accepting = threading.Thread(
+                target=self._accept, args=(server,), name="rendezvous", daemon=True
+            )
             accepting.start()
             with self.changed:
                 self._wait()
                 problem, connections = self.problem, [*self.arrived.values(), *self.refused]
                 self.deadline = 0.0  # whoever comes now is turned away
             with contextlib.suppress(OSError):
-                server.shutdown(socket.SHUT_RDWR)  # ends a waiting `accept`, while which the port would stay in use
+                server.shutdown(
+                    socket.SHUT_RDWR
+                )  # ends a waiting `accept`, while which the port would stay in use
             accepting.join()
         _answer(connections, _GO if problem is None else json.dumps(outcome_of(problem)))
         if problem:
@@ -137,11 +156,15 @@ class _Gathering:
             if now >= self.deadline:
                 self.problem = TransientError(
                     f"{self._absent()} did not come to process 0 at {self.address} within {self.seconds:.0f} s; start all of "
-                    "them with the same distributed.coordinator and num_processes")
+                    "them with the same distributed.coordinator and num_processes"
+                )
                 return
             if now >= report:
-                print(f"process 0: {self._absent()} not here yet; waiting for up to {self.deadline - now:.0f} s more",
-                      file=sys.stderr, flush=True)
+                print(
+                    f"process 0: {self._absent()} not here yet; waiting for up to {self.deadline - now:.0f} s more",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 report = now + REPORT_SECONDS
             self.changed.wait(min(self.deadline, report) - now)
 
@@ -149,13 +172,17 @@ class _Gathering:
         """Whether all others have come and none of them has gone again, such as one that is being restarted."""
         if len(self.arrived) < self.processes - 1:
             return False
-        for number in [number for number, connection in self.arrived.items() if _has_left(connection)]:
+        for number in [
+            number for number, connection in self.arrived.items() if _has_left(connection)
+        ]:
             self.arrived.pop(number).close()
         return len(self.arrived) == self.processes - 1
 
     def _absent(self) -> str:
         missing = [number for number in range(1, self.processes) if number not in self.arrived]
-        return f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.processes}"
+        return (
+            f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.processes}"
+        )
 
     def _listening(self) -> socket.socket:
         """Returns a socket that listens at the coordinator's own address; where the name is of no interface here, at all."""
@@ -164,11 +191,18 @@ class _Gathering:
             if family is not None:
                 return socket.create_server((ip, self.port), family=family, backlog=_CONNECTIONS)
             if socket.has_dualstack_ipv6():
-                return socket.create_server(("", self.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_CONNECTIONS)
+                return socket.create_server(
+                    ("", self.port),
+                    family=socket.AF_INET6,
+                    dualstack_ipv6=True,
+                    backlog=_CONNECTIONS,
+                )
             return socket.create_server(("", self.port), backlog=_CONNECTIONS)
         except OSError as error:
-            raise UserError(f"process 0: cannot listen at distributed.coordinator {self.address} ({error.strerror}); another "
-                            "port would work, the same for all processes") from None
+            raise UserError(
+                f"process 0: cannot listen at distributed.coordinator {self.address} ({error.strerror}); another "
+                "port would work, the same for all processes"
+            ) from None
 
     def _accept(self, server: socket.socket) -> None:
         """The thread that accepts connections until the server is closed."""
@@ -180,12 +214,16 @@ class _Gathering:
             if not self.places.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="rendezvous", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(connection,), name="rendezvous", daemon=True
+            ).start()
 
     def _serve(self, connection: socket.socket) -> None:
         """Reads one connection's line; whoever is not one of the run's processes is turned away without a word."""
         try:
-            arrival = _read_arrival(connection, min(self.deadline, time.monotonic() + _LINE_SECONDS))
+            arrival = _read_arrival(
+                connection, min(self.deadline, time.monotonic() + _LINE_SECONDS)
+            )
             if arrival is None or not self._take(arrival, connection):
                 connection.close()
         finally:
@@ -195,14 +233,20 @@ class _Gathering:
         """Counts a process that has come, if the others are still waited for; returns whether its connection is kept."""
         number, count = arrival.number, arrival.processes
         with self.changed:
-            if self.problem is not None or time.monotonic() >= self.deadline or not 1 <= number < max(count, self.processes):
+            if (
+                self.problem is not None
+                or time.monotonic() >= self.deadline
+                or not 1 <= number < max(count, self.processes)
+            ):
                 return False
             if count != self.processes:
                 self.problem = UserError(
-                    f"process {number} was started with distributed.num_processes {count}, process 0 with {self.processes}")
+                    f"process {number} was started with distributed.num_processes {count}, process 0 with {self.processes}"
+                )
             elif number in self.arrived and not _has_left(self.arrived[number]):
                 self.problem = UserError(
-                    f"two processes at {self.address} have distributed.process_id {number}; each needs a number of its own")
+                    f"two processes at {self.address} have distributed.process_id {number}; each needs a number of its own"
+                )
             if self.problem:
                 self.refused.append(connection)
             else:
@@ -231,7 +275,9 @@ def _read_arrival(connection: socket.socket, deadline: float) -> _Arrival | None
         return None
     if type(number) is not int or type(count) is not int or not isinstance(token, str):
         return None
-    if not hmac.compare_digest(token.encode("utf-8", "replace"), _token().encode("utf-8", "replace")):
+    if not hmac.compare_digest(
+        token.encode("utf-8", "replace"), _token().encode("utf-8", "replace")
+    ):
         return None
     return _Arrival(number, count)
 
@@ -249,12 +295,19 @@ def _answer(connections: list[socket.socket], answer: str) -> None:
             connection.sendall(f"{answer}\n".encode())
     for connection in connections:
         with contextlib.suppress(OSError):
-            _receive(connection, deadline)  # the other side closes first, so that the port is not kept for a while
+            _receive(
+                connection, deadline
+            )  # the other side closes first, so that the port is not kept for a while
         connection.close()
 
 
 def _report(
-    address: str, coordinator: tuple[str, int], process: int, processes: int, deadline: float, seconds: float
+    address: str,
+    coordinator: tuple[str, int],
+    process: int,
+    processes: int,
+    deadline: float,
+    seconds: float,
 ) -> None:
     """Every other process tells process 0 that it is there, and waits for its answer."""
     has_printed, problem = False, "no answer"
@@ -272,12 +325,16 @@ def _report(
         except OSError as error:
             problem = error.strerror or str(error)
         if not has_printed and time.monotonic() > deadline - seconds + 5:
-            print(f"process {process}: waiting for process 0 at {address} for up to {seconds:.0f} s", file=sys.stderr)
+            print(
+                f"process {process}: waiting for process 0 at {address} for up to {seconds:.0f} s",
+                file=sys.stderr,
+            )
             has_printed = True
         time.sleep(min(0.2, max(left, 0)))
     raise TransientError(
         f"process {process}: process 0 was not reached at distributed.coordinator {address} within {seconds:.0f} s "
-        f"({printable(problem)}); start it too, with an address and port that this machine can reach")
+        f"({printable(problem)}); start it too, with an address and port that this machine can reach"
+    )
 
 
 def _answered(answer: str) -> UserError:
@@ -286,7 +343,9 @@ def _answered(answer: str) -> UserError:
         code, message = json.loads(answer)
         return error_with(int(code), printable(str(message)))
     except (ValueError, TypeError, RecursionError):
-        return UserError(f"distributed.coordinator: another program answers there ({printable(answer)[:100]})")
+        return UserError(
+            f"distributed.coordinator: another program answers there ({printable(answer)[:100]})"
+        )
 
 
 def _receive(connection: socket.socket, deadline: float) -> str:

@@ -1,4 +1,5 @@
 """Which model the results.json of an evaluation is of, by what its `about` says."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -52,6 +53,9 @@ def _fingerprints(checkpoints: list[Path]) -> set[str]:
     for folder in checkpoints:
         try:
             known.add(fingerprint(folder))
-        except (ForeignError, DamagedError):  # another kind of manifest.json, or one that nothing can be made from
+        except (
+            ForeignError,
+            DamagedError,
+        ):  # another kind of manifest.json, or one that nothing can be made from
             continue
     return known

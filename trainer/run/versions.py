@@ -1,4 +1,5 @@
 """Which code a run is trained with: this project's source and the libraries that compile and run the step."""
+
 from __future__ import annotations
 
 import functools
@@ -41,7 +42,9 @@ def source_digest(root: Path) -> str:
         path = root / name
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
             content = file.read_bytes()
-            digest.update(f"{file.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+            digest.update(
+                f"{file.relative_to(root).as_posix()} {len(content)}\n".encode() + content
+            )
     return digest.hexdigest()[:_SHOWN]
 
 
@@ -50,15 +53,26 @@ def require_same_code() -> None:
 
     The commit alone may differ: a tree that was copied without git has the same source.
     """
-    require_same({f"the version of {name}" if name != "source" else "this project's source": version
-                  for name, version in versions().items() if name != "commit"})
+    require_same(
+        {
+            f"the version of {name}" if name != "source" else "this project's source": version
+            for name, version in versions().items()
+            if name != "commit"
+        }
+    )
 
 
 def difference(recorded: Mapping[str, str]) -> str:
     """Returns in words how the versions now differ from recorded ones, such as `jax 0.10.2, now 0.10.3`; "" if they do not."""
     now = versions()
-    names = [name for name in sorted({*recorded, *now}) if name != "commit" and recorded.get(name) != now.get(name)]
-    words = [f"{name} {recorded.get(name, '(none)')}, now {now.get(name, '(none)')}" for name in names]
+    names = [
+        name
+        for name in sorted({*recorded, *now})
+        if name != "commit" and recorded.get(name) != now.get(name)
+    ]
+    words = [
+        f"{name} {recorded.get(name, '(none)')}, now {now.get(name, '(none)')}" for name in names
+    ]
     if "source" in names and recorded.get("commit") and recorded["commit"] != now.get("commit"):
         words.append(f"commit {recorded['commit']}, now {now.get('commit', '(none)')}")
     return "; ".join(words)
@@ -69,8 +83,13 @@ def _commit(root: Path) -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True,
-                              timeout=10)
+        done = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
     except (OSError, subprocess.SubprocessError):  # no git here, or a folder of another user's
         return None
     return done.stdout.strip()[:_SHOWN]

@@ -4,6 +4,7 @@ A thread in each process compares the time since the last change with a limit: o
 and evaluating. It also tells process 0 every few seconds that this process is alive; process 0 ends all when one falls silent,
 before JAX does, which would abort without a reason.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -38,7 +39,9 @@ class Watchdog:
         self.since = time.monotonic()
         self._recent: deque[float] = deque(maxlen=20)  # seconds of the last steps
         self._beats = 0
-        self._heard: dict[str, tuple[int, float]] = {}  # process 0: number -> its last beat, and when it came
+        self._heard: dict[
+            str, tuple[int, float]
+        ] = {}  # process 0: number -> its last beat, and when it came
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -77,10 +80,14 @@ class Watchdog:
             self._say()
             limit, waited = self.limit, time.monotonic() - self.since
             if limit is not None and waited > limit:
-                self._end(f"nothing has moved for {waited / 60:.1f} minutes ({self._place()}); {self._who_is_behind()}")
+                self._end(
+                    f"nothing has moved for {waited / 60:.1f} minutes ({self._place()}); {self._who_is_behind()}"
+                )
             elif silent := self._silent():
-                self._end(f"process{'es' * (len(silent) > 1)} {', '.join(silent)} of {cluster.processes()} "
-                          f"ha{'ve' if len(silent) > 1 else 's'} not been heard of for {SILENT_SECONDS:.0f} s")
+                self._end(
+                    f"process{'es' * (len(silent) > 1)} {', '.join(silent)} of {cluster.processes()} "
+                    f"ha{'ve' if len(silent) > 1 else 's'} not been heard of for {SILENT_SECONDS:.0f} s"
+                )
 
     def _place(self) -> str:
         return f"step {self.step}, {self.doing}"
@@ -89,9 +96,14 @@ class Watchdog:
         """Tells the others where this process is."""
         if cluster.processes() > 1:
             self._beats += 1
-            with contextlib.suppress(Exception):  # the service is gone, which its client says itself
-                cluster.client().key_value_set(f"{_PROGRESS}/{cluster.process()}", json.dumps(
-                    {"beat": self._beats, "step": self.step, "doing": self.doing}), allow_overwrite=True)
+            with contextlib.suppress(
+                Exception
+            ):  # the service is gone, which its client says itself
+                cluster.client().key_value_set(
+                    f"{_PROGRESS}/{cluster.process()}",
+                    json.dumps({"beat": self._beats, "step": self.step, "doing": self.doing}),
+                    allow_overwrite=True,
+                )
 
     def _others(self) -> dict[str, dict]:
         """Number of a process -> what it said last."""
@@ -111,7 +123,10 @@ class Watchdog:
         for number, said in self._others().items():
             if self._heard.get(number, (None, 0.0))[0] != said["beat"]:
                 self._heard[number] = said["beat"], now
-        return sorted((number for number, (_, heard) in self._heard.items() if now - heard > SILENT_SECONDS), key=int)
+        return sorted(
+            (number for number, (_, heard) in self._heard.items() if now - heard > SILENT_SECONDS),
+            key=int,
+        )
 
     def _who_is_behind(self) -> str:
         """Names the processes that are at an earlier step than the others, or that say nothing."""
@@ -119,9 +134,16 @@ class Watchdog:
         if not others:
             return "the stacks above say where this process waits"
         steps = {number: said["step"] for number, said in others.items()}
-        behind = [f"process {number} is in step {step} ({others[number]['doing']})" for number, step in
-                  sorted(steps.items(), key=lambda entry: int(entry[0])) if step < max(steps.values())]
-        missing = [f"process {number} has said nothing" for number in range(cluster.processes()) if str(number) not in steps]
+        behind = [
+            f"process {number} is in step {step} ({others[number]['doing']})"
+            for number, step in sorted(steps.items(), key=lambda entry: int(entry[0]))
+            if step < max(steps.values())
+        ]
+        missing = [
+            f"process {number} has said nothing"
+            for number in range(cluster.processes())
+            if str(number) not in steps
+        ]
         return "; ".join(missing + behind) or f"all processes are in step {max(steps.values())}"
 
     def _end(self, reason: str) -> None:

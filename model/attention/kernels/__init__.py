@@ -1,4 +1,5 @@
 """Kernels: attention of one block of queries over one block of keys (the contract is `kernel.py`), and their names."""
+
 from __future__ import annotations
 
 import functools
@@ -12,8 +13,17 @@ from .reference import ReferenceKernel
 from .tpu import TpuKernel
 from .xla import XlaKernel
 
-__all__ = ["KERNELS", "ChosenKernel", "GpuKernel", "Kernel", "MosaicKernel", "ReferenceKernel", "TpuKernel", "XlaKernel",
-           "get_kernel"]
+__all__ = [
+    "KERNELS",
+    "ChosenKernel",
+    "GpuKernel",
+    "Kernel",
+    "MosaicKernel",
+    "ReferenceKernel",
+    "TpuKernel",
+    "XlaKernel",
+    "get_kernel",
+]
 
 
 @functools.cache
@@ -29,11 +39,17 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
     """
     if name not in KERNELS:
         raise ValueError(f"kernel: found {name!r}; known: {', '.join(KERNELS)}")
-    tiles = {option: size for option, size in (("query_tile", query_tile), ("key_tile", key_tile)) if size}
+    tiles = {
+        option: size
+        for option, size in (("query_tile", query_tile), ("key_tile", key_tile))
+        if size
+    }
     if name == "auto":
         return ChosenKernel(name, tuple(tiles.items()))
     if name == "mosaic":
         if tiles:
-            raise ValueError(f"kernel: {name!r}: {LIMITS[name].own_tiles}, found {tiles}; leave them 0")
+            raise ValueError(
+                f"kernel: {name!r}: {LIMITS[name].own_tiles}, found {tiles}; leave them 0"
+            )
         return ChosenKernel(name)
     return KINDS[name](**({} if LIMITS[name].own_tiles else tiles))

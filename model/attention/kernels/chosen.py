@@ -1,4 +1,5 @@
 """The kernel that is chosen for each call, by the table in `choice`: `auto`, and a kernel that others stand in for."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -23,7 +24,12 @@ from .tpu import TpuKernel
 from .xla import XlaKernel
 
 KINDS: dict[str, Callable[..., Kernel]] = {
-    "tpu": TpuKernel, "gpu": GpuKernel, "mosaic": MosaicKernel, "xla": XlaKernel, "reference": ReferenceKernel}
+    "tpu": TpuKernel,
+    "gpu": GpuKernel,
+    "mosaic": MosaicKernel,
+    "xla": XlaKernel,
+    "reference": ReferenceKernel,
+}
 PLATFORMS = ("tpu", "cuda", "default")
 
 
@@ -52,25 +58,59 @@ class ChosenKernel(Kernel):
     def with_rows_in_order(self, promised: bool) -> ChosenKernel:
         return dataclasses.replace(self, rows_in_order=promised)
 
-    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+    def forward(
+        self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
+    ) -> AttentionPartial:
         return self._call("forward", queries.q, queries, keys, mask=mask, scale=scale)
 
-    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
+    def backward(
+        self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float
+    ) -> Gradients:
         return self._call("backward", queries.q, queries, keys, saved, mask=mask, scale=scale)
 
-    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
-               scale: float) -> AttentionPartial:
+    def extend(
+        self,
+        so_far: AttentionPartial | None,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        *,
+        mask: Mask,
+        scale: float,
+    ) -> AttentionPartial:
         return self._call("extend", queries.q, so_far, queries, keys, mask=mask, scale=scale)
 
-    def gradients(self, so_far, queries: Queries, keys: Keys | StackedKeys, saved: BackwardInputs, *, mask: Mask, scale: float):
-        return self._call("gradients", queries.q, so_far, queries, keys, saved, mask=mask, scale=scale)
+    def gradients(
+        self,
+        so_far,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        saved: BackwardInputs,
+        *,
+        mask: Mask,
+        scale: float,
+    ):
+        return self._call(
+            "gradients", queries.q, so_far, queries, keys, saved, mask=mask, scale=scale
+        )
 
     def on(self, platform: str, q: jax.Array, mask: Mask) -> Kernel:
         """Returns the kernel that serves queries like these where the program is lowered for one of PLATFORMS."""
         device = device_kind()
-        choice = select(self.name, Request(
-            platform, device, q.dtype.name, head_dim=q.shape[3], tokens=q.shape[1], softcap=self.softcap, window=mask.window,
-            global_tokens=mask.global_tokens, tiled=bool(self.tiles), jax=jax.__version_info__ if self.name == "auto" else ()))
+        choice = select(
+            self.name,
+            Request(
+                platform,
+                device,
+                q.dtype.name,
+                head_dim=q.shape[3],
+                tokens=q.shape[1],
+                softcap=self.softcap,
+                window=mask.window,
+                global_tokens=mask.global_tokens,
+                tiled=bool(self.tiles),
+                jax=jax.__version_info__ if self.name == "auto" else (),
+            ),
+        )
         if platform == ("tpu" if "TPU" in device else "cuda" if "NVIDIA" in device else "default"):
             self._warn(choice)
         kernel = KINDS[choice.name](**dict(self.tiles), softcap=self.softcap)
@@ -84,7 +124,10 @@ class ChosenKernel(Kernel):
             warnings.warn(f"attention kernel: {choice}", stacklevel=5)
 
     def _call(self, method: str, q: jax.Array, *blocks: Any, mask: Mask, scale: float) -> Any:
-        methods = {platform: _traced_once(self.on(platform, q, mask), method, mask, scale) for platform in PLATFORMS}
+        methods = {
+            platform: _traced_once(self.on(platform, q, mask), method, mask, scale)
+            for platform in PLATFORMS
+        }
         if len(set(methods.values())) == 1:
             return methods["default"](*blocks)
         return lax.platform_dependent(*blocks, **methods)

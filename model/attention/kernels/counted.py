@@ -1,4 +1,5 @@
 """The XLA kernel, reporting each tile that it computes while the program runs: for measuring how balanced the work is."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,7 +25,9 @@ class CountedKernel(XlaKernel):
 
     def _scores(self, q, k, q_coords, kv_coords, *options):
         assert self.report is not None
-        jax.debug.callback(self.report, lax.axis_index(self.axis), q_coords.index[0, 0], kv_coords.index[0, 0])
+        jax.debug.callback(
+            self.report, lax.axis_index(self.axis), q_coords.index[0, 0], kv_coords.index[0, 0]
+        )
         return super()._scores(q, k, q_coords, kv_coords, *options)
 
 

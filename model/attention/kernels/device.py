@@ -1,4 +1,5 @@
 """Which GPU a program is traced for: kernels for GPUs choose their tiles by it."""
+
 from __future__ import annotations
 
 import jax

@@ -7,6 +7,7 @@ a block is the tokens of several shards, each shard has ranges of its own.
 Query heads that share a key head read the same keys. Statistics and accumulators are float32. Arrays are read as they are,
 [B, T, H, D], so nothing is transposed.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,7 +30,9 @@ from .kernel import LOG2E, Kernel
 from .padding import pad, padded
 
 
-def _tile_ranges(q_bounds, kv_bounds, mask: Mask, transpose: bool = False, shards: int = 1) -> jax.Array:
+def _tile_ranges(
+    q_bounds, kv_bounds, mask: Mask, transpose: bool = False, shards: int = 1
+) -> jax.Array:
     """For each query tile the range of its key tiles in each shard, int32 [B, nq, S, 4]: the first, the first full one, one
     past the last of these, one past the last.
 
@@ -38,8 +41,11 @@ def _tile_ranges(q_bounds, kv_bounds, mask: Mask, transpose: bool = False, shard
       shards: of which the keys (with `transpose`, the queries) are the tokens; S is the largest divisor that cuts at tiles.
     """
     rows, columns = (2, 1) if not transpose else (1, 2)
-    kinds = tile_kind(jax.tree.map(lambda x: jnp.expand_dims(x, rows), q_bounds),
-                      jax.tree.map(lambda x: jnp.expand_dims(x, columns), kv_bounds), mask)
+    kinds = tile_kind(
+        jax.tree.map(lambda x: jnp.expand_dims(x, rows), q_bounds),
+        jax.tree.map(lambda x: jnp.expand_dims(x, columns), kv_bounds),
+        mask,
+    )
     shards = math.gcd(shards, kinds.shape[-1])
     kinds = kinds.reshape(*kinds.shape[:2], shards, -1)
     count = kinds.shape[-1]
@@ -55,6 +61,7 @@ def _tile_ranges(q_bounds, kv_bounds, mask: Mask, transpose: bool = False, shard
 
 def _loop(ranges_ref, body, carry):
     """carry = body(i, carry, masked) over a tile's three ranges in each shard."""
+
     def visit_shard(shard, carry):
         edges = [ranges_ref[shard, i] for i in range(4)]
         for first, last, masked in zip(edges[:3], edges[1:], (True, False, True), strict=True):
@@ -66,17 +73,37 @@ def _loop(ranges_ref, body, carry):
 
 
 def _seen(q_index, q_segment, kv_index, kv_segment, mask: Mask):
-    return visible(TokenCoords(q_index[None], q_segment[None]), TokenCoords(kv_index[None], kv_segment[None]), mask)[0]
+    return visible(
+        TokenCoords(q_index[None], q_segment[None]),
+        TokenCoords(kv_index[None], kv_segment[None]),
+        mask,
+    )[0]
 
 
 def _dot(a, b, transpose_b=False):
     """a @ b, accumulated in float32; float32 operands are not rounded."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.dot(a, b.T if transpose_b else b, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.dot(
+        a, b.T if transpose_b else b, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
-def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, qi_ref, qs_ref, ki_ref, ks_ref, out_ref, lse_ref, *, key_tile, mask,
-                    scale):
+def _forward_kernel(
+    ranges_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    qi_ref,
+    qs_ref,
+    ki_ref,
+    ks_ref,
+    out_ref,
+    lse_ref,
+    *,
+    key_tile,
+    mask,
+    scale,
+):
     q, q_index, q_segment = q_ref[...], qi_ref[...], qs_ref[...]
 
     def body(i, carry, masked):
@@ -84,7 +111,9 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, qi_ref, qs_ref, ki_ref, ks_
         tile = pl.dslice(i * key_tile, key_tile)
         scores = _dot(q, k_ref[tile, :], transpose_b=True) * (scale * LOG2E)
         if masked:
-            scores = jnp.where(_seen(q_index, q_segment, ki_ref[tile], ks_ref[tile], mask), scores, -jnp.inf)
+            scores = jnp.where(
+                _seen(q_index, q_segment, ki_ref[tile], ks_ref[tile], mask), scores, -jnp.inf
+            )
         new_highest = jnp.maximum(highest, scores.max(-1))
         # A row that has seen no key keeps -inf; subtracting 0 instead avoids -inf - -inf.
         finite = jnp.where(new_highest == -jnp.inf, 0.0, new_highest)
@@ -94,15 +123,35 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, qi_ref, qs_ref, ki_ref, ks_
         return out, new_highest, total * shrink + weights.sum(-1)
 
     rows = q.shape[0]
-    nothing = (jnp.zeros(q.shape, jnp.float32), jnp.full((rows,), -jnp.inf), jnp.zeros((rows,), jnp.float32))
+    nothing = (
+        jnp.zeros(q.shape, jnp.float32),
+        jnp.full((rows,), -jnp.inf),
+        jnp.zeros((rows,), jnp.float32),
+    )
     out, highest, total = _loop(ranges_ref, body, nothing)
     nonzero = jnp.where(total == 0, 1.0, total)
     out_ref[...] = out / nonzero[:, None]
     lse_ref[...] = jnp.where(total == 0, -jnp.inf, (highest + jnp.log2(nonzero)) / LOG2E)
 
 
-def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, qi_ref, qs_ref, ki_ref, ks_ref, dq_ref, *,
-               key_tile, mask, scale):
+def _dq_kernel(
+    ranges_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse_ref,
+    delta_ref,
+    qi_ref,
+    qs_ref,
+    ki_ref,
+    ks_ref,
+    dq_ref,
+    *,
+    key_tile,
+    mask,
+    scale,
+):
     q, dout, lse, delta = q_ref[...], dout_ref[...], lse_ref[...], delta_ref[...]
     q_index, q_segment = qi_ref[...], qs_ref[...]
 
@@ -111,15 +160,35 @@ def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, qi
         k = k_ref[tile, :]
         weights = jnp.exp2(_dot(q, k, transpose_b=True) * (scale * LOG2E) - (lse * LOG2E)[:, None])
         if masked:
-            weights = jnp.where(_seen(q_index, q_segment, ki_ref[tile], ks_ref[tile], mask), weights, 0.0)
+            weights = jnp.where(
+                _seen(q_index, q_segment, ki_ref[tile], ks_ref[tile], mask), weights, 0.0
+            )
         dscores = weights * (_dot(dout, v_ref[tile, :], transpose_b=True) - delta[:, None])
         return dq + _dot(dscores.astype(k.dtype), k)
 
     dq_ref[...] = _loop(ranges_ref, body, jnp.zeros(q.shape, jnp.float32)) * scale
 
 
-def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, qi_ref, qs_ref, ki_ref, ks_ref, dk_ref, dv_ref,
-                *, query_tile, group, mask, scale):
+def _dkv_kernel(
+    ranges_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse_ref,
+    delta_ref,
+    qi_ref,
+    qs_ref,
+    ki_ref,
+    ks_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    query_tile,
+    group,
+    mask,
+    scale,
+):
     k, v, kv_index, kv_segment = k_ref[...], v_ref[...], ki_ref[...], ks_ref[...]
 
     def body(i, carry, masked, head):
@@ -127,9 +196,13 @@ def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, q
         tile = pl.dslice(i * query_tile, query_tile)
         q, dout = q_ref[tile, head, :], dout_ref[tile, head, :]
         # Keys by queries, so that weights and dscores are left operands of products as they come, from registers.
-        weights = jnp.exp2(_dot(k, q, transpose_b=True) * (scale * LOG2E) - (lse_ref[head, tile] * LOG2E)[None])
+        weights = jnp.exp2(
+            _dot(k, q, transpose_b=True) * (scale * LOG2E) - (lse_ref[head, tile] * LOG2E)[None]
+        )
         if masked:
-            weights = jnp.where(_seen(qi_ref[tile], qs_ref[tile], kv_index, kv_segment, mask).T, weights, 0.0)
+            weights = jnp.where(
+                _seen(qi_ref[tile], qs_ref[tile], kv_index, kv_segment, mask).T, weights, 0.0
+            )
         dscores = weights * (_dot(v, dout, transpose_b=True) - delta_ref[head, tile][None])
         return dk + _dot(dscores.astype(q.dtype), q), dv + _dot(weights.astype(dout.dtype), dout)
 
@@ -166,7 +239,11 @@ ANY = {
 # The forward is tokamax's, with 8 warps, since ptxas serializes wgmma with 4; heads of 256 have no room for three stages of 128
 # keys. Its backward of 64 x 64 with 4 warps is kept where nothing spills: dk and dv for 128, and all of 256, want 8 warps.
 HOPPER_TILES = {
-    "forward": {64: Tuning(128, 128, 8, 3), 128: Tuning(128, 128, 8, 3), 256: Tuning(128, 64, 8, 2)},
+    "forward": {
+        64: Tuning(128, 128, 8, 3),
+        128: Tuning(128, 128, 8, 3),
+        256: Tuning(128, 64, 8, 2),
+    },
     "dq": {64: Tuning(64, 64, 4, 2), 128: Tuning(64, 64, 4, 2), 256: Tuning(128, 32, 8, 2)},
     "dkv": {64: Tuning(64, 64, 4, 2), 128: Tuning(128, 64, 8, 2), 256: Tuning(64, 32, 8, 2)},
 }
@@ -175,7 +252,11 @@ TUNING = {
     # Hopper's dk and dv spill here for heads of 128, and for 256 want more tensor memory than there is.
     "B200": {**HOPPER_TILES, "dkv": ANY["dkv"]},
     # Has 163 KiB of shared memory.
-    "A100": {**ANY, "dq": {**ANY["dq"], 256: Tuning(64, 64, 8, 2)}, "dkv": {**ANY["dkv"], 256: Tuning(64, 64, 8, 2)}},
+    "A100": {
+        **ANY,
+        "dq": {**ANY["dq"], 256: Tuning(64, 64, 8, 2)},
+        "dkv": {**ANY["dkv"], 256: Tuning(64, 64, 8, 2)},
+    },
 }
 # Float32 operands are not rounded, so no matrix unit multiplies them, and larger tiles spill.
 FLOAT32 = {
@@ -203,28 +284,52 @@ class GpuKernel(Kernel):
     interpret: bool = False
 
     def over_shards(self, queries: int, keys: int) -> GpuKernel:
-        return dataclasses.replace(self, query_shards=self.query_shards * queries, key_shards=self.key_shards * keys)
+        return dataclasses.replace(
+            self, query_shards=self.query_shards * queries, key_shards=self.key_shards * keys
+        )
 
     def tuning(self, kernel: str, operand: jax.Array) -> Tuning:
         """How a kernel, "forward", "dq" or "dkv", runs for operands [B, T, H, D] like this one."""
         kind = device_kind()
-        tables = FLOAT32 if operand.dtype.itemsize > 2 else next((TUNING[name] for name in TUNING if name in kind), ANY)
+        tables = (
+            FLOAT32
+            if operand.dtype.itemsize > 2
+            else next((TUNING[name] for name in TUNING if name in kind), ANY)
+        )
         sizes, head_dim = tables[kernel], operand.shape[-1]
         tuning = sizes[min((size for size in sizes if size >= head_dim), default=max(sizes))]
-        tile, step = (self.key_tile, self.query_tile) if kernel == "dkv" else (self.query_tile, self.key_tile)
+        tile, step = (
+            (self.key_tile, self.query_tile)
+            if kernel == "dkv"
+            else (self.query_tile, self.key_tile)
+        )
         return tuning._replace(tile=_at_most(tile, tuning.tile), step=_at_most(step, tuning.step))
 
     def _call(self, kernel, name, grid, inputs, specs, outputs, out_specs, tuning):
-        params = None if self.interpret else plgpu.CompilerParams(num_warps=tuning.warps, num_stages=tuning.stages)
-        return pl.pallas_call(kernel, grid=grid, in_specs=specs, out_specs=out_specs, out_shape=outputs, name=name,
-                              compiler_params=params, interpret=self.interpret)(*inputs)
+        params = (
+            None
+            if self.interpret
+            else plgpu.CompilerParams(num_warps=tuning.warps, num_stages=tuning.stages)
+        )
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=specs,
+            out_specs=out_specs,
+            out_shape=outputs,
+            name=name,
+            compiler_params=params,
+            interpret=self.interpret,
+        )(*inputs)
 
     def with_softcap(self, softcap: float | None) -> Kernel:
         """As of Kernel; there is no bound here."""
         require("gpu", Request(softcap=softcap))
         return self
 
-    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+    def forward(
+        self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
+    ) -> AttentionPartial:
         require("gpu", Request(global_tokens=mask.global_tokens))
         (q, q_coords), (k, v, kv_coords) = queries, keys
         length, size = q.shape[1], q.shape[3]
@@ -233,18 +338,29 @@ class GpuKernel(Kernel):
         q, k, v, q_coords, kv_coords = _padded(q, k, v, q_coords, kv_coords, tile, step)
         (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
         group = heads // kv_heads
-        ranges = _tile_ranges(tile_bounds(q_coords, tile), tile_bounds(kv_coords, step), mask, shards=self.key_shards)
+        ranges = _tile_ranges(
+            tile_bounds(q_coords, tile), tile_bounds(kv_coords, step), mask, shards=self.key_shards
+        )
         query, key = _tile(tile, head_dim), _all(kv_length, None, head_dim, group)
         rows, columns = _coords(tile), _coords(None, kv_length)
         out, lse = self._call(
-            functools.partial(_forward_kernel, key_tile=step, mask=mask, scale=scale), "attention_forward",
-            (q_length // tile, batch, heads), (ranges, q, k, v, *q_coords[:2], *kv_coords[:2]),
+            functools.partial(_forward_kernel, key_tile=step, mask=mask, scale=scale),
+            "attention_forward",
+            (q_length // tile, batch, heads),
+            (ranges, q, k, v, *q_coords[:2], *kv_coords[:2]),
             [_ranges(ranges), query, key, key, rows, rows, columns, columns],
-            [jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32)],
-            [query, pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))], tuning)
+            [
+                jax.ShapeDtypeStruct(q.shape, jnp.float32),
+                jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32),
+            ],
+            [query, pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))],
+            tuning,
+        )
         return AttentionPartial(out[:, :length, :, :size], lse[:, :, :length])
 
-    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
+    def backward(
+        self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float
+    ) -> Gradients:
         require("gpu", Request(global_tokens=mask.global_tokens))
         (q, q_coords), (k, v, kv_coords), (dout, lse, delta) = queries, keys, saved
         length, kv_tokens, size = q.shape[1], k.shape[1], q.shape[3]
@@ -256,33 +372,77 @@ class GpuKernel(Kernel):
         (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
         group = heads // kv_heads
         dout = pad(pad(dout, query_tile, 1), head_dim, 3)
-        lse, delta = (pad(x, query_tile, 2) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), delta))
+        lse, delta = (
+            pad(x, query_tile, 2) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), delta)
+        )
         inputs = (q, k, v, dout, lse, delta, *q_coords[:2], *kv_coords[:2])
         options = {"mask": mask, "scale": scale}
 
         tile, step = of_dq.tile, of_dq.step
-        ranges = _tile_ranges(tile_bounds(q_coords, tile), tile_bounds(kv_coords, step), mask, shards=self.key_shards)
+        ranges = _tile_ranges(
+            tile_bounds(q_coords, tile), tile_bounds(kv_coords, step), mask, shards=self.key_shards
+        )
         query, all_keys = _tile(tile, head_dim), _all(kv_length, None, head_dim, group)
         rows, statistic = _coords(tile), pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))
         dq = self._call(
-            functools.partial(_dq_kernel, key_tile=step, **options), "attention_dq", (q_length // tile, batch, heads),
+            functools.partial(_dq_kernel, key_tile=step, **options),
+            "attention_dq",
+            (q_length // tile, batch, heads),
             (ranges, *inputs),
-            [_ranges(ranges), query, all_keys, all_keys, query, statistic, statistic, rows, rows,
-             *[_coords(None, kv_length)] * 2],
-            jax.ShapeDtypeStruct(q.shape, jnp.float32), query, of_dq)
+            [
+                _ranges(ranges),
+                query,
+                all_keys,
+                all_keys,
+                query,
+                statistic,
+                statistic,
+                rows,
+                rows,
+                *[_coords(None, kv_length)] * 2,
+            ],
+            jax.ShapeDtypeStruct(q.shape, jnp.float32),
+            query,
+            of_dq,
+        )
 
         tile, step = of_dkv.tile, of_dkv.step
-        ranges = _tile_ranges(tile_bounds(q_coords, step), tile_bounds(kv_coords, tile), mask, transpose=True,
-                              shards=self.query_shards)
+        ranges = _tile_ranges(
+            tile_bounds(q_coords, step),
+            tile_bounds(kv_coords, tile),
+            mask,
+            transpose=True,
+            shards=self.query_shards,
+        )
         key, queries = _tile(tile, head_dim), _all(q_length, group, head_dim)
-        columns, statistics = _coords(tile), pl.BlockSpec((None, group, q_length), lambda i, b, h: (b, h, 0))
+        columns, statistics = (
+            _coords(tile),
+            pl.BlockSpec((None, group, q_length), lambda i, b, h: (b, h, 0)),
+        )
         dk, dv = self._call(
-            functools.partial(_dkv_kernel, query_tile=step, group=group, **options), "attention_dkv",
-            (kv_length // tile, batch, kv_heads), (ranges, *inputs),
-            [_ranges(ranges), queries, key, key, queries, statistics, statistics, *[_coords(None, q_length)] * 2, columns,
-             columns],
-            [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2, [key, key], of_dkv)
-        return Gradients(dq[:, :length, :, :size], dk[:, :kv_tokens, :, :size], dv[:, :kv_tokens, :, :size])
+            functools.partial(_dkv_kernel, query_tile=step, group=group, **options),
+            "attention_dkv",
+            (kv_length // tile, batch, kv_heads),
+            (ranges, *inputs),
+            [
+                _ranges(ranges),
+                queries,
+                key,
+                key,
+                queries,
+                statistics,
+                statistics,
+                *[_coords(None, q_length)] * 2,
+                columns,
+                columns,
+            ],
+            [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2,
+            [key, key],
+            of_dkv,
+        )
+        return Gradients(
+            dq[:, :length, :, :size], dk[:, :kv_tokens, :, :size], dv[:, :kv_tokens, :, :size]
+        )
 
 
 def _at_most(asked: int, most: int) -> int:
@@ -293,7 +453,10 @@ def _at_most(asked: int, most: int) -> int:
 def _padded(q, k, v, q_coords, kv_coords, query_tile, key_tile):
     """The lengths padded to whole tiles and the head size to a power of two, as Triton blocks require."""
     head_dim = max(16, pl.next_power_of_2(q.shape[-1]))
-    q, k, v = (pad(pad(x, tile, 1), head_dim, 3) for x, tile in ((q, query_tile), (k, key_tile), (v, key_tile)))
+    q, k, v = (
+        pad(pad(x, tile, 1), head_dim, 3)
+        for x, tile in ((q, query_tile), (k, key_tile), (v, key_tile))
+    )
     return q, k, v, padded(q_coords, query_tile), padded(kv_coords, key_tile)
 
 

@@ -5,6 +5,7 @@ rises, and causality and windows bound `index` from both sides: without global t
 of the block, and so are the queries of a key. A kernel that is given these intervals needs no coordinates of keys, and finds
 by two integers of a tile which tiles it must load and which of them need no mask.
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -47,7 +48,9 @@ def _numbers(coords: TokenCoords) -> Int[Array, "B T"]:
     return jnp.where(segments > 0, 2 * segments, 2 * lax.cummax(segments, axis=1) + 1)
 
 
-def intervals(tokens: TokenCoords, others: TokenCoords, mask: Mask, transpose: bool = False) -> Intervals:
+def intervals(
+    tokens: TokenCoords, others: TokenCoords, mask: Mask, transpose: bool = False
+) -> Intervals:
     """For each query the interval of the keys that it sees.
 
     Args:
@@ -59,28 +62,45 @@ def intervals(tokens: TokenCoords, others: TokenCoords, mask: Mask, transpose: b
       ValueError: the mask has global tokens, with which a query sees two intervals.
     """
     if mask.global_tokens:
-        raise ValueError(f"intervals: found Mask.global_tokens = {mask.global_tokens}; a query then sees two intervals of keys")
+        raise ValueError(
+            f"intervals: found Mask.global_tokens = {mask.global_tokens}; a query then sees two intervals of keys"
+        )
     limits = jnp.iinfo(jnp.int32)
     index, documents = tokens.index, tokens.segment_ids
-    below = above = None if mask.window is None else mask.window - 1  # how far away the other side's index may be
+    below = above = (
+        None if mask.window is None else mask.window - 1
+    )  # how far away the other side's index may be
     if mask.causal:
         below, above = (0, above) if transpose else (below, 0)
     lowest = jnp.full_like(index, limits.min) if below is None else index - below
     # One past the last, and within int32 whatever the window is.
-    highest = jnp.full_like(index, limits.max) if above is None else index + jnp.minimum(above, limits.max - 1 - index) + 1
+    highest = (
+        jnp.full_like(index, limits.max)
+        if above is None
+        else index + jnp.minimum(above, limits.max - 1 - index) + 1
+    )
     first, last = (_count_before(others, documents, bound) for bound in (lowest, highest))
-    return Intervals(jnp.where(documents > 0, first, 0), jnp.where(documents > 0, jnp.maximum(first, last), 0))
+    return Intervals(
+        jnp.where(documents > 0, first, 0), jnp.where(documents > 0, jnp.maximum(first, last), 0)
+    )
 
 
-def _count_before(others: TokenCoords, documents: Int[Array, "B T"], bounds: Int[Array, "B T"]) -> Int[Array, "B T"]:
+def _count_before(
+    others: TokenCoords, documents: Int[Array, "B T"], bounds: Int[Array, "B T"]
+) -> Int[Array, "B T"]:
     """How many of `others` come before the given `index` of the given document, by binary search."""
     numbers, length = _numbers(others), others.index.shape[1]
 
     def halve(_, ends):
         low, high = ends
         middle = (low + high) // 2
-        number, index = (jnp.take_along_axis(x, jnp.minimum(middle, length - 1), 1) for x in (numbers, others.index))
-        before = (low < high) & ((number < 2 * documents) | ((number == 2 * documents) & (index < bounds)))
+        number, index = (
+            jnp.take_along_axis(x, jnp.minimum(middle, length - 1), 1)
+            for x in (numbers, others.index)
+        )
+        before = (low < high) & (
+            (number < 2 * documents) | ((number == 2 * documents) & (index < bounds))
+        )
         return jnp.where(before, middle + 1, low), jnp.where(before, high, middle)
 
     start = jnp.zeros_like(documents), jnp.full_like(documents, length)
@@ -103,5 +123,7 @@ def tile_edges(of_tokens: Intervals, tile: int, other_tile: int) -> Int[Array, "
     begin = jnp.minimum(begin, end)
     # A tile without a mask is seen whole by every token; one that sees nothing leaves none.
     begin_full = jnp.clip(-(-first.max(-1) // other_tile), begin, end)
-    end_full = jnp.where(some.all(-1), jnp.clip(last.min(-1) // other_tile, begin_full, end), begin_full)
+    end_full = jnp.where(
+        some.all(-1), jnp.clip(last.min(-1) // other_tile, begin_full, end), begin_full
+    )
     return jnp.stack([begin, begin_full, end_full, end], -1).astype(jnp.int32)

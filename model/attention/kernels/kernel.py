@@ -1,4 +1,5 @@
 """The contract of kernels: attention of one block of queries over one block of keys, forward and backward."""
+
 from __future__ import annotations
 
 import abc
@@ -64,22 +65,40 @@ class Kernel(abc.ABC):
         return self
 
     @abc.abstractmethod
-    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+    def forward(
+        self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
+    ) -> AttentionPartial:
         """Attention of the queries over these keys alone."""
 
     @abc.abstractmethod
-    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
+    def backward(
+        self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float
+    ) -> Gradients:
         """The gradients of q, k and v that these queries and keys contribute."""
 
-    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
-               scale: float) -> AttentionPartial:
+    def extend(
+        self,
+        so_far: AttentionPartial | None,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        *,
+        mask: Mask,
+        scale: float,
+    ) -> AttentionPartial:
         """Attention of the queries over these keys and over those that `so_far` covers (None: none yet)."""
         partial = self.forward(queries, separate(keys), mask=mask, scale=scale)
         return partial if so_far is None else merge(so_far, partial)
 
-    def gradients(self, so_far: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
-                  saved: BackwardInputs, *, mask: Mask, scale: float,
-                  ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+    def gradients(
+        self,
+        so_far: Float[Array, "B Tq Hq D"] | None,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        saved: BackwardInputs,
+        *,
+        mask: Mask,
+        scale: float,
+    ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
         """The gradients of `backward`: dq, added to `so_far` (None: zero), and dk and dv of this block, stacked."""
         dq, dk, dv = self.backward(queries, separate(keys), saved, mask=mask, scale=scale)
         return dq if so_far is None else so_far + dq, jnp.stack([dk, dv])
@@ -89,22 +108,40 @@ class Kernel(abc.ABC):
 class AccumulatingKernel(Kernel):
     """A kernel that accumulates in place: `extend` and `gradients` are its own, and the other two follow from them."""
 
-    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+    def forward(
+        self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
+    ) -> AttentionPartial:
         return self.extend(None, queries, keys, mask=mask, scale=scale)
 
-    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
+    def backward(
+        self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float
+    ) -> Gradients:
         dq, dkv = self.gradients(None, queries, keys, saved, mask=mask, scale=scale)
         return Gradients(dq, *dkv)
 
     @abc.abstractmethod
-    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
-               scale: float) -> AttentionPartial:
+    def extend(
+        self,
+        so_far: AttentionPartial | None,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        *,
+        mask: Mask,
+        scale: float,
+    ) -> AttentionPartial:
         """As of Kernel; the result takes the memory of `so_far`."""
 
     @abc.abstractmethod
-    def gradients(self, so_far: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
-                  saved: BackwardInputs, *, mask: Mask, scale: float,
-                  ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+    def gradients(
+        self,
+        so_far: Float[Array, "B Tq Hq D"] | None,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        saved: BackwardInputs,
+        *,
+        mask: Mask,
+        scale: float,
+    ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
         """As of Kernel; dq takes the memory of `so_far`."""
 
 

@@ -6,6 +6,7 @@ and so are blocks that turn out not to be in order when they come, unless they a
 models promise of their batches: packing numbers a row's documents as they follow one another and pads behind them, and every
 layout keeps that order.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -27,7 +28,9 @@ from .kernel import AccumulatingKernel
 from .mosaic_tiles import HEAD_DIMS, ROWS, WARPGROUPS
 from .padding import pad, padded
 
-TILE = ROWS * WARPGROUPS  # lengths are padded to multiples of it: every tile of queries or keys is half of it, or all
+TILE = (
+    ROWS * WARPGROUPS
+)  # lengths are padded to multiples of it: every tile of queries or keys is half of it, or all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,60 +51,121 @@ class MosaicKernel(AccumulatingKernel):
     interpret: Any = None
 
     def over_shards(self, queries: int, keys: int) -> MosaicKernel:
-        return dataclasses.replace(self, query_shards=self.query_shards * queries, key_shards=self.key_shards * keys)
+        return dataclasses.replace(
+            self, query_shards=self.query_shards * queries, key_shards=self.key_shards * keys
+        )
 
     def with_rows_in_order(self, promised: bool) -> MosaicKernel:
         return dataclasses.replace(self, rows_in_order=promised)
 
-    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
-               scale: float) -> AttentionPartial:
+    def extend(
+        self,
+        so_far: AttentionPartial | None,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        *,
+        mask: Mask,
+        scale: float,
+    ) -> AttentionPartial:
         if self.rows_in_order:
             queries = self._checked(queries, keys)
         return self._call(self._extend, so_far, queries, keys, mask=mask, scale=scale)
 
-    def gradients(self, so_far: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
-                  saved: BackwardInputs, *, mask: Mask, scale: float,
-                  ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+    def gradients(
+        self,
+        so_far: Float[Array, "B Tq Hq D"] | None,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        saved: BackwardInputs,
+        *,
+        mask: Mask,
+        scale: float,
+    ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
         return self._call(self._gradients, so_far, queries, keys, saved, mask=mask, scale=scale)
 
-    def _call(self, method: Callable[..., Any], so_far: Any, queries: Queries, keys: Keys | StackedKeys,
-              *saved: BackwardInputs, mask: Mask, scale: float) -> Any:
+    def _call(
+        self,
+        method: Callable[..., Any],
+        so_far: Any,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        *saved: BackwardInputs,
+        mask: Mask,
+        scale: float,
+    ) -> Any:
         """The method's results, for blocks in the order of their rows."""
         blocks = so_far, queries, keys, *saved
         sides = ((queries.coords, self.query_shards), (keys.coords, self.key_shards))
 
         def run(sort: bool, *blocks: Any) -> Any:
-            pair = [_Side.create(coords, queries.q.shape[3], sort or shards > 1) for coords, shards in sides]
+            pair = [
+                _Side.create(coords, queries.q.shape[3], sort or shards > 1)
+                for coords, shards in sides
+            ]
             return method(*pair, mask, scale, *blocks)
 
         unsure = [coords for coords, shards in sides if shards == 1]
         if self.rows_in_order or not unsure:
             return run(False, *blocks)
         are_sorted = jnp.array([in_row_order(TokenCoords(*coords[:2])) for coords in unsure]).all()
-        return lax.cond(are_sorted, functools.partial(run, False), functools.partial(run, True), *blocks)
+        return lax.cond(
+            are_sorted, functools.partial(run, False), functools.partial(run, True), *blocks
+        )
 
     def _checked(self, queries: Queries, keys: Keys | StackedKeys) -> Queries:
         """The queries, or NaN where the promise is broken: what follows shall not be wrong in silence."""
         blocks = ((queries.coords, self.query_shards), (keys.coords, self.key_shards))
-        kept = jnp.array([in_row_order(TokenCoords(*coords[:2])) for coords, shards in blocks if shards == 1]).all()
+        kept = jnp.array(
+            [in_row_order(TokenCoords(*coords[:2])) for coords, shards in blocks if shards == 1]
+        ).all()
         return queries._replace(q=jnp.where(kept, queries.q, jnp.nan))
 
-    def _extend(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, so_far: AttentionPartial | None,
-                queries: Queries, keys: Keys | StackedKeys) -> AttentionPartial:
+    def _extend(
+        self,
+        q_side: _Side,
+        kv_side: _Side,
+        mask: Mask,
+        scale: float,
+        so_far: AttentionPartial | None,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+    ) -> AttentionPartial:
         if so_far is not None:
-            so_far = AttentionPartial(q_side.tokens(so_far.out), q_side.statistics(so_far.lse, float("-inf")))
+            so_far = AttentionPartial(
+                q_side.tokens(so_far.out), q_side.statistics(so_far.lse, float("-inf"))
+            )
         seen = intervals(q_side.coords, kv_side.coords, mask)
-        out, lse = mosaic_forward.forward(so_far, q_side.tokens(queries.q), kv_side.arrays(keys), seen, scale=scale,
-                                          interpret=self.interpret)
-        return AttentionPartial(q_side.back(out, queries.q.shape), q_side.statistics_back(lse, queries.q.shape[1]))
+        out, lse = mosaic_forward.forward(
+            so_far,
+            q_side.tokens(queries.q),
+            kv_side.arrays(keys),
+            seen,
+            scale=scale,
+            interpret=self.interpret,
+        )
+        return AttentionPartial(
+            q_side.back(out, queries.q.shape), q_side.statistics_back(lse, queries.q.shape[1])
+        )
 
-    def _gradients(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, so_far: jax.Array | None, queries: Queries,
-                   keys: Keys | StackedKeys, saved: BackwardInputs) -> tuple[jax.Array, jax.Array]:
+    def _gradients(
+        self,
+        q_side: _Side,
+        kv_side: _Side,
+        mask: Mask,
+        scale: float,
+        so_far: jax.Array | None,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        saved: BackwardInputs,
+    ) -> tuple[jax.Array, jax.Array]:
         q, arrays = q_side.tokens(queries.q), kv_side.arrays(keys)
         # Where a query sees nothing the mask hides all of its weights; a finite number keeps them from being NaN before.
         lse = jnp.where(jnp.isneginf(saved.lse), 0.0, saved.lse)
-        saved = BackwardInputs(q_side.tokens(saved.dout.astype(q.dtype)), q_side.statistics(lse),
-                               q_side.statistics(saved.delta))
+        saved = BackwardInputs(
+            q_side.tokens(saved.dout.astype(q.dtype)),
+            q_side.statistics(lse),
+            q_side.statistics(saved.delta),
+        )
         so_far = None if so_far is None else q_side.tokens(so_far)
         options: dict[str, Any] = {"scale": scale, "interpret": self.interpret}
         seen = intervals(q_side.coords, kv_side.coords, mask)
@@ -110,7 +174,6 @@ class MosaicKernel(AccumulatingKernel):
         dkv = mosaic_backward.dkv_pass(q, arrays, saved, seeing, **options)
         shape = keys.kv.shape[1:] if isinstance(keys, StackedKeys) else keys.k.shape
         return q_side.back(dq, queries.q.shape), jax.vmap(lambda x: kv_side.back(x, shape))(dkv)
-
 
 
 class _Side(NamedTuple):
@@ -133,8 +196,12 @@ class _Side(NamedTuple):
         order = None
         if sort:
             order = row_order(coords)
-            coords = TokenCoords(*(jnp.take_along_axis(x, order, 1) for x in (coords.index, coords.segment_ids)))
-        return cls(padded(coords, TILE), order, next(size for size in HEAD_DIMS if size >= head_dim))
+            coords = TokenCoords(
+                *(jnp.take_along_axis(x, order, 1) for x in (coords.index, coords.segment_ids))
+            )
+        return cls(
+            padded(coords, TILE), order, next(size for size in HEAD_DIMS if size >= head_dim)
+        )
 
     def tokens(self, x: Float[Array, "B T H D"]) -> Float[Array, "B Tpadded H Dpadded"]:
         """Tokens in the row's order, padded to whole tiles and to a head size that the kernels have."""
@@ -142,7 +209,9 @@ class _Side(NamedTuple):
             x = jnp.take_along_axis(x, self.order[:, :, None, None], 1)
         return pad(pad(x, TILE, 1), self.head_dim, 3)
 
-    def statistics(self, x: Float[Array, "B H T"], value: float = 0.0) -> Float[Array, "B H Tpadded"]:
+    def statistics(
+        self, x: Float[Array, "B H T"], value: float = 0.0
+    ) -> Float[Array, "B H Tpadded"]:
         """The same of one number for each query and head; padding has this value."""
         if self.order is not None:
             x = jnp.take_along_axis(x, self.order[:, None], 2)
@@ -157,12 +226,22 @@ class _Side(NamedTuple):
             keys = keys.separate()
         return self.tokens(keys.k), self.tokens(keys.v)
 
-    def back(self, x: Float[Array, "B Tpadded H Dpadded"], shape: tuple[int, ...]) -> Float[Array, "B T H D"]:
+    def back(
+        self, x: Float[Array, "B Tpadded H Dpadded"], shape: tuple[int, ...]
+    ) -> Float[Array, "B T H D"]:
         """Undoes `tokens`, for results of this shape."""
-        x = x[:, :shape[1], :, :shape[3]]
-        return x if self.order is None else jnp.take_along_axis(x, jnp.argsort(self.order, -1)[:, :, None, None], 1)
+        x = x[:, : shape[1], :, : shape[3]]
+        return (
+            x
+            if self.order is None
+            else jnp.take_along_axis(x, jnp.argsort(self.order, -1)[:, :, None, None], 1)
+        )
 
     def statistics_back(self, x: Float[Array, "B H Tpadded"], length: int) -> Float[Array, "B H T"]:
         """Undoes `statistics`."""
         x = x[:, :, :length]
-        return x if self.order is None else jnp.take_along_axis(x, jnp.argsort(self.order, -1)[:, None], 2)
+        return (
+            x
+            if self.order is None
+            else jnp.take_along_axis(x, jnp.argsort(self.order, -1)[:, None], 2)
+        )

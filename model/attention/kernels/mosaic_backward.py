@@ -6,6 +6,7 @@
 (FlashAttention-2, Algorithm 2.) The second kernel has the scores transposed, a row for each key: P^T and dS^T are then left
 operands in registers, and the mask is by rows again, which the intervals of queries that see a key give.
 """
+
 from __future__ import annotations
 
 import functools
@@ -36,7 +37,11 @@ from .mosaic_tiles import (
 )
 
 QUERY_TILE = WARPGROUPS * ROWS  # of dq
-KEY_TILES = {64: 128, 128: 64, 256: 32}  # of dq, by head size: what registers and shared memory hold
+KEY_TILES = {
+    64: 128,
+    128: 64,
+    256: 32,
+}  # of dq, by head size: what registers and shared memory hold
 QUERY_STEP = ROWS  # queries in a tile of dk and dv
 WIDTH = 128  # columns of dk and dv that one warpgroup holds: with wider heads both have the same keys, and half of the columns
 SLOTS = 2  # of dq
@@ -50,8 +55,16 @@ def keys_in_tile(head_dim: int) -> int:
     return ROWS * WARPGROUPS // max(head_dim // WIDTH, 1)
 
 
-def dq_pass(carry: Float[Array, "B Tq Hq D"] | None, q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...],
-            saved: BackwardInputs, seen: Intervals, *, scale: float, interpret: Any) -> Float[Array, "B Tq Hq D"]:
+def dq_pass(
+    carry: Float[Array, "B Tq Hq D"] | None,
+    q: Float[Array, "B Tq Hq D"],
+    keys: tuple[jax.Array, ...],
+    saved: BackwardInputs,
+    seen: Intervals,
+    *,
+    scale: float,
+    interpret: Any,
+) -> Float[Array, "B Tq Hq D"]:
     """The gradient of the queries, float32, added to `carry` (None: zero).
 
     Args:
@@ -68,24 +81,55 @@ def dq_pass(carry: Float[Array, "B Tq Hq D"] | None, q: Float[Array, "B Tq Hq D"
     # Stacked, so that one address leads to both.
     rows = jnp.stack([x.reshape(numbers) for x in seen])
     statistics = jnp.stack([saved.lse * LOG2E, saved.delta]).reshape(2, batch, heads, *numbers[1:])
-    body = functools.partial(_dq_kernel, len(keys), carry is not None, key_tile=key_tile, group=heads // keys[0].shape[-2],
-                             scale=scale, arithmetic=Arithmetic(interpret is not None))
-    tiles = functools.partial(shared_tiles, dtype=q.dtype, swizzle=min(2 * key_tile, 128))  # of a product's depth at most
+    body = functools.partial(
+        _dq_kernel,
+        len(keys),
+        carry is not None,
+        key_tile=key_tile,
+        group=heads // keys[0].shape[-2],
+        scale=scale,
+        arithmetic=Arithmetic(interpret is not None),
+    )
+    tiles = functools.partial(
+        shared_tiles, dtype=q.dtype, swizzle=min(2 * key_tile, 128)
+    )  # of a product's depth at most
     own = [tiles(WARPGROUPS, ROWS, head_dim), plgpu.Barrier(num_barriers=WARPGROUPS)]
     dq = plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct((*numbers, heads, head_dim), jnp.float32),
-        grid=(heads, length // QUERY_TILE, batch), grid_names=("head", "tile", "row"), num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup", compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-        scratch_types=[*own, *own, *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
-                       *Slots.scratch(tiles(SLOTS, key_tile, head_dim))],
-        kernel_name="attention_dq")(tile_edges(seen, QUERY_TILE, key_tile), rows, statistics, q, saved.dout, *keys, *carried)
+        body,
+        out_type=jax.ShapeDtypeStruct((*numbers, heads, head_dim), jnp.float32),
+        grid=(heads, length // QUERY_TILE, batch),
+        grid_names=("head", "tile", "row"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        scratch_types=[
+            *own,
+            *own,
+            *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
+            *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
+        ],
+        kernel_name="attention_dq",
+    )(tile_edges(seen, QUERY_TILE, key_tile), rows, statistics, q, saved.dout, *keys, *carried)
     return dq.reshape(q.shape)
 
 
-def _dq_kernel(key_arrays: int, carried: bool, edges_ref, seen_ref, statistics_ref, q_ref, dout_ref, *refs,
-               key_tile: int, group: int, scale: float, arithmetic: Arithmetic) -> None:
+def _dq_kernel(
+    key_arrays: int,
+    carried: bool,
+    edges_ref,
+    seen_ref,
+    statistics_ref,
+    q_ref,
+    dout_ref,
+    *refs,
+    key_tile: int,
+    group: int,
+    scale: float,
+    arithmetic: Arithmetic,
+) -> None:
     k_ref, v_ref = (refs[0].at[0], refs[0].at[1]) if key_arrays == 1 else refs[:2]
-    carry_refs, refs = refs[key_arrays:key_arrays + carried], refs[key_arrays + carried:]
+    carry_refs, refs = refs[key_arrays : key_arrays + carried], refs[key_arrays + carried :]
     dq_ref, q_tiles, q_full, dout_tiles, dout_full, *slots = refs
     k_slots, v_slots = Slots(*slots[:3]), Slots(*slots[3:])
     row, head, warpgroup = (lax.axis_index(name) for name in ("row", "head", "warpgroup"))
@@ -131,7 +175,9 @@ def _dq_kernel(key_arrays: int, carried: bool, edges_ref, seen_ref, statistics_r
                 weights = jnp.exp2(scores * (scale * LOG2E) - across(lse, scores.shape))
                 if masked:
                     interval = seen_ref.at[0], seen_ref.at[1]
-                    seen = arithmetic.within(interval, row, number, start=i * key_tile, columns=key_tile)
+                    seen = arithmetic.within(
+                        interval, row, number, start=i * key_tile, columns=key_tile
+                    )
                     weights = jnp.where(seen, weights, 0.0)
                 return weights
 
@@ -143,15 +189,24 @@ def _dq_kernel(key_arrays: int, carried: bool, edges_ref, seen_ref, statistics_r
             k_slots.release(i)
             return dq
 
-        if carried:  # scaled at the end with the rest: added there, it would need as many registers again
+        if (
+            carried
+        ):  # scaled at the end with the rest: added there, it would need as many registers again
             dq = arithmetic.load(carry_refs[0], row, number, slice(None), head) * (1 / scale)
         else:
             dq = arithmetic.zeros((ROWS, q.shape[1]))
         dq_ref[row, number, :, head] = visit(edge, body, dq) * scale
 
 
-def dkv_pass(q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], saved: BackwardInputs, seeing: Intervals, *,
-             scale: float, interpret: Any) -> Float[Array, "2 B Tk Hkv D"]:
+def dkv_pass(
+    q: Float[Array, "B Tq Hq D"],
+    keys: tuple[jax.Array, ...],
+    saved: BackwardInputs,
+    seeing: Intervals,
+    *,
+    scale: float,
+    interpret: Any,
+) -> Float[Array, "2 B Tk Hkv D"]:
     """The gradients of keys and values, stacked, float32.
 
     Args:
@@ -166,28 +221,66 @@ def dkv_pass(q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], saved: B
     width, key_tile, dtype = min(head_dim, WIDTH), keys_in_tile(head_dim), q.dtype
     rows = (batch, length // ROWS, ROWS)
     statistics = jnp.stack([saved.lse * LOG2E, saved.delta])
-    body = functools.partial(_dkv_kernel, len(keys), group=heads // kv_heads, scale=scale,
-                             arithmetic=Arithmetic(interpret is not None))
-    own = [shared_tiles(key_tile // ROWS, ROWS, head_dim, dtype), plgpu.Barrier(num_barriers=key_tile // ROWS)]
+    body = functools.partial(
+        _dkv_kernel,
+        len(keys),
+        group=heads // kv_heads,
+        scale=scale,
+        arithmetic=Arithmetic(interpret is not None),
+    )
+    own = [
+        shared_tiles(key_tile // ROWS, ROWS, head_dim, dtype),
+        plgpu.Barrier(num_barriers=key_tile // ROWS),
+    ]
     slots = STEP_SLOTS[head_dim]
     travelling = Slots.scratch(shared_tiles(slots, QUERY_STEP, head_dim, dtype))
     dkv = plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct((2, *rows, kv_heads, head_dim // width, width), jnp.float32),
-        grid=(kv_heads, length // key_tile, batch), grid_names=("head", "tile", "row"), num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup", compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-        scratch_types=[*own, *own, *travelling, *travelling,
-                       *Slots.scratch(plgpu.SMEM((slots, 2, QUERY_STEP), jnp.float32))],
-        kernel_name="attention_dkv")(tile_edges(seeing, key_tile, QUERY_STEP), *(x.reshape(rows) for x in seeing), q,
-                                     saved.dout, statistics, *keys)
+        body,
+        out_type=jax.ShapeDtypeStruct((2, *rows, kv_heads, head_dim // width, width), jnp.float32),
+        grid=(kv_heads, length // key_tile, batch),
+        grid_names=("head", "tile", "row"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        scratch_types=[
+            *own,
+            *own,
+            *travelling,
+            *travelling,
+            *Slots.scratch(plgpu.SMEM((slots, 2, QUERY_STEP), jnp.float32)),
+        ],
+        kernel_name="attention_dkv",
+    )(
+        tile_edges(seeing, key_tile, QUERY_STEP),
+        *(x.reshape(rows) for x in seeing),
+        q,
+        saved.dout,
+        statistics,
+        *keys,
+    )
     return dkv.reshape(2, batch, length, kv_heads, head_dim)
 
 
-def _dkv_kernel(key_arrays: int, edges_ref, first_ref, last_ref, q_ref, dout_ref, statistics_ref, *refs, group: int,
-                scale: float, arithmetic: Arithmetic) -> None:
+def _dkv_kernel(
+    key_arrays: int,
+    edges_ref,
+    first_ref,
+    last_ref,
+    q_ref,
+    dout_ref,
+    statistics_ref,
+    *refs,
+    group: int,
+    scale: float,
+    arithmetic: Arithmetic,
+) -> None:
     k_ref, v_ref = (refs[0].at[0], refs[0].at[1]) if key_arrays == 1 else refs[:2]
     dkv_ref, k_tiles, k_full, v_tiles, v_full, *slots = refs[key_arrays:]
-    q_slots, dout_slots, statistics_slots = (Slots(*slots[i:i + 3]) for i in (0, 3, 6))
-    row, kv_head, tile, warpgroup = (lax.axis_index(name) for name in ("row", "head", "tile", "warpgroup"))
+    q_slots, dout_slots, statistics_slots = (Slots(*slots[i : i + 3]) for i in (0, 3, 6))
+    row, kv_head, tile, warpgroup = (
+        lax.axis_index(name) for name in ("row", "head", "tile", "warpgroup")
+    )
 
     def edge(number):
         return edges_ref[row, tile, number]
@@ -207,7 +300,11 @@ def _dkv_kernel(key_arrays: int, edges_ref, first_ref, last_ref, q_ref, dout_ref
         def tiles_of(step):
             head = kv_head * group + lax.div(step, steps)
             queries = pl.ds((begin + lax.rem(step, steps)) * QUERY_STEP, QUERY_STEP)
-            return q_ref.at[row, queries, head], dout_ref.at[row, queries, head], statistics_ref.at[:, row, head, queries]
+            return (
+                q_ref.at[row, queries, head],
+                dout_ref.at[row, queries, head],
+                statistics_ref.at[:, row, head, queries],
+            )
 
         put_all((q_slots, dout_slots, statistics_slots), 0, group * steps, tiles_of)
 
@@ -224,13 +321,17 @@ def _dkv_kernel(key_arrays: int, edges_ref, first_ref, last_ref, q_ref, dout_ref
         def body(head, i, carry, masked):
             dk, dv = carry
             step = head * steps + i - begin
-            q, dout, statistics = (slots.wait(step) for slots in (q_slots, dout_slots, statistics_slots))
+            q, dout, statistics = (
+                slots.wait(step) for slots in (q_slots, dout_slots, statistics_slots)
+            )
 
             def weigh(scores):
                 lse = arithmetic.columns(statistics, 0)
                 weights = jnp.exp2(scores * (scale * LOG2E) - down(lse, scores.shape))
                 if masked:
-                    seen = arithmetic.within((first_ref, last_ref), row, number, start=i * QUERY_STEP, columns=QUERY_STEP)
+                    seen = arithmetic.within(
+                        (first_ref, last_ref), row, number, start=i * QUERY_STEP, columns=QUERY_STEP
+                    )
                     weights = jnp.where(seen, weights, 0.0)
                 return weights
 

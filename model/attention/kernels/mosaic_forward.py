@@ -1,4 +1,5 @@
 """The forward kernel of `mosaic`: two warpgroups of 64 queries each take turns at the matrix units (FlashAttention-3, 3.1)."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,12 +30,23 @@ from .mosaic_tiles import (
 )
 
 QUERY_TILE = WARPGROUPS * ROWS
-KEY_TILES = {64: 128, 128: 128, 256: 64}  # keys in a tile, by head size: what registers and shared memory hold
+KEY_TILES = {
+    64: 128,
+    128: 128,
+    256: 64,
+}  # keys in a tile, by head size: what registers and shared memory hold
 SLOTS = 2
 
 
-def forward(carry: AttentionPartial | None, q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], seen: Intervals, *,
-            scale: float, interpret: Any) -> AttentionPartial:
+def forward(
+    carry: AttentionPartial | None,
+    q: Float[Array, "B Tq Hq D"],
+    keys: tuple[jax.Array, ...],
+    seen: Intervals,
+    *,
+    scale: float,
+    interpret: Any,
+) -> AttentionPartial:
     """Attention over these keys, and over those that `carry` covers.
 
     Args:
@@ -52,17 +64,34 @@ def forward(carry: AttentionPartial | None, q: Float[Array, "B Tq Hq D"], keys: 
     rows = (batch, length // ROWS, ROWS)
     out, lse = (*rows, heads, head_dim), (batch, heads, *rows[1:])
     carried = () if carry is None else (carry.out.reshape(out), carry.lse.reshape(lse))
-    body = functools.partial(_kernel, len(keys), carry is not None, key_tile=key_tile, group=heads // kv_heads, scale=scale,
-                             arithmetic=Arithmetic(interpret is not None))
+    body = functools.partial(
+        _kernel,
+        len(keys),
+        carry is not None,
+        key_tile=key_tile,
+        group=heads // kv_heads,
+        scale=scale,
+        arithmetic=Arithmetic(interpret is not None),
+    )
     tiles = functools.partial(shared_tiles, dtype=q.dtype)
     out, lse = plgpu.kernel(
-        body, out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (out, lse)],
-        grid=(heads, length // QUERY_TILE, batch), grid_names=("head", "tile", "row"), num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup", compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-        scratch_types=[tiles(WARPGROUPS, ROWS, head_dim), plgpu.Barrier(num_barriers=WARPGROUPS),
-                       *Slots.scratch(tiles(SLOTS, key_tile, head_dim)), *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
-                       plgpu.Barrier(num_arrivals=WARPGROUPS)],
-        kernel_name="attention_forward")(edges, *(x.reshape(rows) for x in seen), q, *keys, *carried)
+        body,
+        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (out, lse)],
+        grid=(heads, length // QUERY_TILE, batch),
+        grid_names=("head", "tile", "row"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        scratch_types=[
+            tiles(WARPGROUPS, ROWS, head_dim),
+            plgpu.Barrier(num_barriers=WARPGROUPS),
+            *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
+            *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ],
+        kernel_name="attention_forward",
+    )(edges, *(x.reshape(rows) for x in seen), q, *keys, *carried)
     return AttentionPartial(out.reshape(q.shape), lse.reshape(batch, heads, length))
 
 
@@ -81,10 +110,21 @@ class _Turns:
         plgpu.barrier_wait(self.barrier)
 
 
-def _kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, q_ref, *refs, key_tile: int, group: int,
-            scale: float, arithmetic: Arithmetic) -> None:
+def _kernel(
+    key_arrays: int,
+    carried: bool,
+    edges_ref,
+    first_ref,
+    last_ref,
+    q_ref,
+    *refs,
+    key_tile: int,
+    group: int,
+    scale: float,
+    arithmetic: Arithmetic,
+) -> None:
     k_ref, v_ref = (refs[0].at[0], refs[0].at[1]) if key_arrays == 1 else refs[:2]
-    carry_refs, refs = refs[key_arrays:key_arrays + 2 * carried], refs[key_arrays + 2 * carried:]
+    carry_refs, refs = refs[key_arrays : key_arrays + 2 * carried], refs[key_arrays + 2 * carried :]
     out_ref, lse_ref, q_tiles, q_full, *slots, turn = refs
     k_slots, v_slots = Slots(*slots[:3]), Slots(*slots[3:])
     row, head, warpgroup = (lax.axis_index(name) for name in ("row", "head", "warpgroup"))
@@ -116,7 +156,9 @@ def _kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, q_re
         if carried:
             out = arithmetic.load(carry_refs[0], row, number, slice(None), head)
             highest = arithmetic.rows(carry_refs[1], row, head, number) * LOG2E
-            total = jnp.where(highest == -jnp.inf, 0.0, 1.0)  # what came before is normalised: its weights sum to 1
+            total = jnp.where(
+                highest == -jnp.inf, 0.0, 1.0
+            )  # what came before is normalised: its weights sum to 1
         else:
             out, total = arithmetic.zeros((ROWS, q.shape[1])), arithmetic.zeros((ROWS,))
             highest = total - jnp.inf
@@ -128,7 +170,9 @@ def _kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, q_re
             scores = arithmetic.product(q, k_slots.wait(i), meanwhile=turns.end)
             k_slots.release(i)
             if masked:
-                seen = arithmetic.within((first_ref, last_ref), row, number, start=i * key_tile, columns=key_tile)
+                seen = arithmetic.within(
+                    (first_ref, last_ref), row, number, start=i * key_tile, columns=key_tile
+                )
                 scores = jnp.where(seen, scores, -jnp.inf)
             highest_before, highest = highest, jnp.maximum(highest, scores.max(1) * (scale * LOG2E))
             # A row that has seen no key keeps -inf; subtracting 0 instead avoids -inf - -inf.
@@ -149,4 +193,6 @@ def _kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, q_re
         pl.when(warpgroup == 0)(turns.end)
         nonzero = jnp.where(total == 0, 1.0, total)
         out_ref[row, number, :, head] = out * across(1.0 / nonzero, out.shape)
-        lse_ref[row, head, number] = jnp.where(total == 0, -jnp.inf, highest * (1 / LOG2E) + jnp.log(nonzero))
+        lse_ref[row, head, number] = jnp.where(
+            total == 0, -jnp.inf, highest * (1 / LOG2E) + jnp.log(nonzero)
+        )

@@ -4,6 +4,7 @@ A thread block has two warpgroups that compute and one that loads. The loader co
 both computing ones have freed it, and a barrier tells these that it has arrived: warp specialisation, as in FlashAttention-3
 (section 3.1).
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,7 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # of a product that one warpgroup's wgmma instructions compute
 WARPGROUPS = 2  # that compute
-COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24  # a thread: 2 x 240 + 24 of the 512 that a core has for three warpgroups
+COMPUTE_REGISTERS, LOAD_REGISTERS = (
+    240,
+    24,
+)  # a thread: 2 x 240 + 24 of the 512 that a core has for three warpgroups
 HEAD_DIMS = (64, 128, 256)
 
 
@@ -35,7 +39,10 @@ class Arithmetic:
 
     def zeros(self, shape: tuple[int, ...]) -> jax.Array:
         """float32 zeros of a tile, or of its rows."""
-        return self._as(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1))
+        return self._as(
+            jnp.zeros(shape, jnp.float32),
+            plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1),
+        )
 
     def load(self, ref: Any, *index: Any) -> jax.Array:
         """A tile of float32, from the device's memory."""
@@ -49,7 +56,9 @@ class Arithmetic:
         """A number for each column of a tile."""
         return self._load(ref, index, plgpu.Layout.WGMMA.reduce(0))
 
-    def within(self, interval: tuple[Any, Any], *index: Any, start: jax.Array, columns: int) -> jax.Array:
+    def within(
+        self, interval: tuple[Any, Any], *index: Any, start: jax.Array, columns: int
+    ) -> jax.Array:
         """Whether column j of a tile, number `start` + j of the block, is in the interval of its row; bool [rows, columns].
 
         The interval is read here, and not before a loop, through all of which it would keep registers.
@@ -62,7 +71,9 @@ class Arithmetic:
         number = self._as(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA) + start
         return (number >= across(first, shape)) & (number < across(last, shape))
 
-    def product(self, left: Any, right: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
+    def product(
+        self, left: Any, right: Any, meanwhile: Callable[[], None] = lambda: None
+    ) -> jax.Array:
         """left @ right.T of two tiles in shared memory, float32.
 
         Args:
@@ -80,7 +91,9 @@ class Arithmetic:
 
         return pl.run_scoped(multiply, plgpu.ACC((left.shape[0], right.shape[0]), jnp.float32))
 
-    def two_products(self, first: tuple, second: tuple, use: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def two_products(
+        self, first: tuple, second: tuple, use: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         """use(a @ b.T) and c @ d.T, for two pairs of tiles; `use` runs while the matrix units are at the second product."""
         if self.interpret:
             return use(self.product(*first)), self.product(*second)
@@ -97,7 +110,10 @@ class Arithmetic:
     def add_products(self, *products: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
         """sums + left @ right for each (sums, left, right), with `left` in registers and `right` in shared memory."""
         if self.interpret:
-            return tuple(sums + _plain_product(left.astype(right.dtype), _read(right)) for sums, left, right in products)
+            return tuple(
+                sums + _plain_product(left.astype(right.dtype), _read(right))
+                for sums, left, right in products
+            )
         lefts = [left.astype(right.dtype) for _, left, right in products]
 
         def multiply(accumulators):
@@ -165,7 +181,11 @@ class Slots:
     def scratch(tiles: Any) -> tuple:
         """What a kernel allocates for them, around the tiles' memory."""
         slots = tiles.shape[0]
-        return tiles, plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots)
+        return (
+            tiles,
+            plgpu.Barrier(num_barriers=slots),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
+        )
 
     @property
     def count(self) -> int:
@@ -180,6 +200,7 @@ class Slots:
 
     def drain(self, begin: Any, end: jax.Array) -> None:
         """The loader's: waits until the last tiles have been read."""
+
         def wait(step, _):
             plgpu.barrier_wait(self.free.at[lax.rem(step, jnp.int32(self.count))])
 
@@ -196,12 +217,18 @@ class Slots:
         plgpu.barrier_arrive(self.free.at[lax.rem(step, jnp.int32(self.count))])
 
 
-def put_all(slots: Sequence[Slots], begin: Any, end: jax.Array, tiles_of: Callable[[jax.Array], Sequence[Any]]) -> None:
+def put_all(
+    slots: Sequence[Slots],
+    begin: Any,
+    end: jax.Array,
+    tiles_of: Callable[[jax.Array], Sequence[Any]],
+) -> None:
     """The loader's loop: copies the tiles of each step, one for each of `slots`, and waits until all have been read.
 
     Args:
       begin, end: steps are numbered from the one to before the other; a tile's own number spares those who compute a register.
     """
+
     def put(step, _):
         for slot, tile in zip(slots, tiles_of(step), strict=True):
             slot.put(step, tile, begin)
@@ -218,5 +245,10 @@ def visit(edge: Callable[[int], jax.Array], body: Callable, carry: Any) -> Any:
       edge: reads an edge; each is read where it is needed, so that it keeps no register before.
     """
     for number, masked in enumerate((True, False, True)):
-        carry = lax.fori_loop(edge(number), edge(number + 1), lambda i, carry, masked=masked: body(i, carry, masked), carry)
+        carry = lax.fori_loop(
+            edge(number),
+            edge(number + 1),
+            lambda i, carry, masked=masked: body(i, carry, masked),
+            carry,
+        )
     return carry

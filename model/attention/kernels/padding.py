@@ -1,4 +1,5 @@
 """Tile sizes for a length, and the padding that makes it whole tiles."""
+
 from __future__ import annotations
 
 import jax
@@ -12,7 +13,9 @@ def tile_size(length: int, limit: int, unit: int = 1) -> int:
     most = max(limit // unit, 1)
     blocks = -(-length // unit)
     # A divisor needs no padding, but one below half of the limit costs more time than padding does.
-    divisor = next((size for size in range(min(most, blocks), most // 2, -1) if blocks % size == 0), 0)
+    divisor = next(
+        (size for size in range(min(most, blocks), most // 2, -1) if blocks % size == 0), 0
+    )
     return unit * (divisor or -(-blocks // -(-blocks // most)))
 
 

@@ -7,6 +7,7 @@
 
 All in float32, and per group: the G = Hq / Hkv query heads that share a key head lie along an axis of their own.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -25,38 +26,62 @@ from .softcap import capped, with_slope
 class ReferenceKernel(Kernel):
     """Dense attention in float32."""
 
-    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+    def forward(
+        self, queries: Queries, keys: Keys, *, mask: Mask, scale: float
+    ) -> AttentionPartial:
         batch, length, heads, _ = queries.q.shape
         scores = self._scores(group_heads(queries.q, keys.k.shape[2]), queries, keys, mask, scale)
         highest = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - jnp.where(jnp.isneginf(highest), 0.0, highest))
         total = weights.sum(-1, keepdims=True)
         nonzero = jnp.where(total == 0, 1.0, total)
-        out = jnp.einsum("bhgqk,bkhd->bhgqd", weights / nonzero, keys.v.astype(jnp.float32), precision="highest")
+        out = jnp.einsum(
+            "bhgqk,bkhd->bhgqd", weights / nonzero, keys.v.astype(jnp.float32), precision="highest"
+        )
         lse = jnp.where(total == 0, -jnp.inf, highest + jnp.log(nonzero))
         return AttentionPartial(_ungroup_heads(out), lse.reshape(batch, heads, length))
 
-    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
+    def backward(
+        self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float
+    ) -> Gradients:
         batch, length, heads, _ = queries.q.shape
         kv_heads = keys.k.shape[2]
         q, dout = group_heads(queries.q, kv_heads), group_heads(saved.dout, kv_heads)
-        lse, delta = (x.reshape(batch, kv_heads, heads // kv_heads, length, 1) for x in (saved.lse, saved.delta))
+        lse, delta = (
+            x.reshape(batch, kv_heads, heads // kv_heads, length, 1)
+            for x in (saved.lse, saved.delta)
+        )
         scores = self._scores(q, queries, keys, mask, scale)
         weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse))
-        dweights = jnp.einsum("bhgqd,bkhd->bhgqk", dout, keys.v.astype(jnp.float32), precision="highest")
+        dweights = jnp.einsum(
+            "bhgqd,bkhd->bhgqk", dout, keys.v.astype(jnp.float32), precision="highest"
+        )
         dscores = with_slope(weights * (dweights - delta), scores, self.softcap) * scale
-        dq = jnp.einsum("bhgqk,bkhd->bhgqd", dscores, keys.k.astype(jnp.float32), precision="highest")
+        dq = jnp.einsum(
+            "bhgqk,bkhd->bhgqd", dscores, keys.k.astype(jnp.float32), precision="highest"
+        )
         dk = jnp.einsum("bhgqk,bhgqd->bkhd", dscores, q, precision="highest")
         dv = jnp.einsum("bhgqk,bhgqd->bkhd", weights, dout, precision="highest")
         return Gradients(_ungroup_heads(dq), dk, dv)
 
-    def _scores(self, q: Float[Array, "B Hkv G Tq D"], queries: Queries, keys: Keys, mask: Mask,
-                scale: float) -> Float[Array, "B Hkv G Tq Tk"]:
+    def _scores(
+        self,
+        q: Float[Array, "B Hkv G Tq D"],
+        queries: Queries,
+        keys: Keys,
+        mask: Mask,
+        scale: float,
+    ) -> Float[Array, "B Hkv G Tq Tk"]:
         """The scaled scores of the grouped queries `q`; -inf where the query does not see the key."""
         seen = visible(queries.coords, keys.coords, mask)[:, None, None]
         k = keys.k.astype(jnp.float32)
-        if q.shape[3] == 1:  # a token that is decoded: keys are read as they lie, where the other product transposes them
-            scores = jnp.einsum("bkhd,bhgqd->bhkgq", k, q, precision="highest").transpose(0, 1, 3, 4, 2) * scale
+        if (
+            q.shape[3] == 1
+        ):  # a token that is decoded: keys are read as they lie, where the other product transposes them
+            scores = (
+                jnp.einsum("bkhd,bhgqd->bhkgq", k, q, precision="highest").transpose(0, 1, 3, 4, 2)
+                * scale
+            )
         else:
             scores = jnp.einsum("bhgqd,bkhd->bhgqk", q, k, precision="highest") * scale
         return jnp.where(seen, capped(scores, self.softcap), -jnp.inf)

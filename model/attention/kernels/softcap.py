@@ -1,4 +1,5 @@
 """The soft-cap of scores (Gemma 2): cap * tanh(score / cap), so that no score is beyond the cap."""
+
 from __future__ import annotations
 
 import jax
@@ -16,4 +17,8 @@ def with_slope(dscores: jax.Array, scores: jax.Array, cap: float | None) -> jax.
     Args:
       scores: capped; those that a mask hides may be -inf, where `dscores` is 0 and stays so.
     """
-    return dscores if cap is None else dscores * jnp.where(jnp.isneginf(scores), 0.0, 1.0 - jnp.square(scores / cap))
+    return (
+        dscores
+        if cap is None
+        else dscores * jnp.where(jnp.isneginf(scores), 0.0, 1.0 - jnp.square(scores / cap))
+    )

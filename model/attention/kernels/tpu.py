@@ -1,4 +1,5 @@
 """The TPU kernel, in Pallas (Mosaic): hidden tiles are not even fetched. The files tpu_*.py have its parts."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -34,24 +35,57 @@ class TpuKernel(AccumulatingKernel):
     fused: bool | None = None
     interpret: object = False
 
-    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
-               scale: float) -> AttentionPartial:
+    def extend(
+        self,
+        so_far: AttentionPartial | None,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        *,
+        mask: Mask,
+        scale: float,
+    ) -> AttentionPartial:
         q, kv = queries.q, _kv(keys)
         options = self._options(q, kv, mask, scale)
         q_tile, kv_tile = options.query_tile, options.key_tile
         if so_far is not None:
-            so_far = AttentionPartial(_heads_first(so_far.out, q_tile), pad(so_far.lse, q_tile, 2, float("-inf")))
-        out, lse = tpu_forward.forward(so_far, _heads_first(q, q_tile), _keys(kv, kv_tile), _coords(queries.coords, q_tile),
-                                       _coords(keys.coords, kv_tile), options)
-        return AttentionPartial(_heads_last(out, q.shape[1]), lse[:, :, :q.shape[1]])
+            so_far = AttentionPartial(
+                _heads_first(so_far.out, q_tile), pad(so_far.lse, q_tile, 2, float("-inf"))
+            )
+        out, lse = tpu_forward.forward(
+            so_far,
+            _heads_first(q, q_tile),
+            _keys(kv, kv_tile),
+            _coords(queries.coords, q_tile),
+            _coords(keys.coords, kv_tile),
+            options,
+        )
+        return AttentionPartial(_heads_last(out, q.shape[1]), lse[:, :, : q.shape[1]])
 
-    def gradients(self, so_far, queries: Queries, keys: Keys | StackedKeys, saved: BackwardInputs, *, mask: Mask, scale: float):
+    def gradients(
+        self,
+        so_far,
+        queries: Queries,
+        keys: Keys | StackedKeys,
+        saved: BackwardInputs,
+        *,
+        mask: Mask,
+        scale: float,
+    ):
         q, kv, (dout, lse, delta) = queries.q, _kv(keys), saved
         options = self._options(q, kv, mask, scale)
         q_tile, kv_tile = options.query_tile, options.key_tile
         q_first, kv_first = _heads_first(q, q_tile), _keys(kv, kv_tile)
-        saved = BackwardInputs(_heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2), pad(delta, q_tile, 2))
-        block = (q_first, kv_first, saved, _coords(queries.coords, q_tile), _coords(keys.coords, kv_tile), options)
+        saved = BackwardInputs(
+            _heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2), pad(delta, q_tile, 2)
+        )
+        block = (
+            q_first,
+            kv_first,
+            saved,
+            _coords(queries.coords, q_tile),
+            _coords(keys.coords, kv_tile),
+            options,
+        )
         so_far = None if so_far is None else _heads_first(so_far, q_tile)
         if _fused(q.shape[0] * kv[0].shape[2]) if self.fused is None else self.fused:
             dq, dkv = tpu_backward.dq_dkv(so_far, *block)
@@ -63,10 +97,20 @@ class TpuKernel(AccumulatingKernel):
     def _options(self, q, kv, mask: Mask, scale: float) -> TileOptions:
         require("tpu", Request(global_tokens=mask.global_tokens))
         float32_operands = _device_kind() == V3
-        vmem, itemsize = VMEM.get(_device_kind(), DEFAULT_VMEM), 4 if float32_operands else q.dtype.itemsize
-        query_tile, key_tile = tiles_that_fit(self.query_tile, self.key_tile, q.shape[3], itemsize, vmem)
-        q_tile, kv_tile = tile_size(q.shape[1], query_tile, LANES), tile_size(kv[0].shape[1], key_tile, LANES)
-        return TileOptions(mask, scale, q_tile, kv_tile, float32_operands, self.interpret, self.softcap, vmem)
+        vmem, itemsize = (
+            VMEM.get(_device_kind(), DEFAULT_VMEM),
+            4 if float32_operands else q.dtype.itemsize,
+        )
+        query_tile, key_tile = tiles_that_fit(
+            self.query_tile, self.key_tile, q.shape[3], itemsize, vmem
+        )
+        q_tile, kv_tile = (
+            tile_size(q.shape[1], query_tile, LANES),
+            tile_size(kv[0].shape[1], key_tile, LANES),
+        )
+        return TileOptions(
+            mask, scale, q_tile, kv_tile, float32_operands, self.interpret, self.softcap, vmem
+        )
 
 
 def _device_kind() -> str:
@@ -81,7 +125,11 @@ def _fused(rows_and_heads: int) -> bool:
     pairs: with an odd number of them one core would wait. v3's compiler refuses its copies of tiles.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.device_kind != V3 and rows_and_heads % (device.num_cores or 1) == 0
+    return (
+        device is not None
+        and device.device_kind != V3
+        and rows_and_heads % (device.num_cores or 1) == 0
+    )
 
 
 def _kv(keys: Keys | StackedKeys):
@@ -99,7 +147,11 @@ def _heads_last(x, length: int):
 
 
 def _keys(kv, tile: int):
-    return tuple(_heads_first(x, tile) for x in kv) if isinstance(kv, tuple) else _heads_first(kv, tile)
+    return (
+        tuple(_heads_first(x, tile) for x in kv)
+        if isinstance(kv, tuple)
+        else _heads_first(kv, tile)
+    )
 
 
 def _coords(coords: TokenCoords, tile: int) -> TokenCoords:

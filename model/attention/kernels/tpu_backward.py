@@ -1,5 +1,6 @@
 """The TPU backward kernels: one for dq, dk and dv together and, where that one does not serve, one for dq and one for dk and
 dv. All compute the weights again from the merged lse (FlashAttention-2, Algorithm 2)."""
+
 from __future__ import annotations
 
 import functools
@@ -14,7 +15,16 @@ from ..blocks import BackwardInputs
 from ..coords import FULL, MASKED, SKIP, TokenCoords
 from .kernel import LOG2E
 from .tpu_options import Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
-from .tpu_tiles import Columns, QueryTileGrid, TileRanges, column, coordinate_rows, hide, key_operands, spread
+from .tpu_tiles import (
+    Columns,
+    QueryTileGrid,
+    TileRanges,
+    column,
+    coordinate_rows,
+    hide,
+    key_operands,
+    spread,
+)
 
 
 def _finite(lse):
@@ -41,7 +51,9 @@ def _dq_kernel(*refs, compute: Scores, carried: bool):
         scores = hide(scores, columns.spread(queries, tokens), kv_coords, compute.mask, kind)
         weights = jnp.exp2(scores - spread(lse_ref[queries], tokens))
         dweights = compute.product(dout_ref[queries], v_ref[keys], 1, 1)
-        dscores = compute.before_cap(weights * (dweights - spread(delta_ref[queries], tokens)), exponents)
+        dscores = compute.before_cap(
+            weights * (dweights - spread(delta_ref[queries], tokens)), exponents
+        )
         dq_ref[queries] += compute.product(dscores.astype(k_ref.dtype), k_ref[keys], 1, 0)
 
     kind = ranges.kind(row, tile, step, compute.mask, False)
@@ -90,10 +102,14 @@ class _DqTiles(NamedTuple):
         """Starts to read a tile into the buffer that was not used last."""
         buffer = 1 - self.state[2]
         self._finish_write(buffer)
-        pl.when((self.state[3] == head) & (self.state[4] == tile))(lambda: self._finish_write(1 - buffer))
+        pl.when((self.state[3] == head) & (self.state[4] == tile))(
+            lambda: self._finish_write(1 - buffer)
+        )
         for i, value in enumerate((buffer, head, tile, 1), 2):
             self.state[i] = value
-        pltpu.make_async_copy(self.dq.at[row, head, tile], self.buffers.at[buffer], self.reads.at[buffer]).start()
+        pltpu.make_async_copy(
+            self.dq.at[row, head, tile], self.buffers.at[buffer], self.reads.at[buffer]
+        ).start()
 
     def add(self, queries, share) -> None:
         """Adds to some queries of the tile that was read last."""
@@ -104,7 +120,9 @@ class _DqTiles(NamedTuple):
         """Starts to write the tile that was read last."""
         self._finish_read()
         buffer, head, tile = (self.state[i] for i in (2, 3, 4))
-        pltpu.make_async_copy(self.buffers.at[buffer], self.dq.at[row, head, tile], self.writes.at[buffer]).start()
+        pltpu.make_async_copy(
+            self.buffers.at[buffer], self.dq.at[row, head, tile], self.writes.at[buffer]
+        ).start()
         self.state[buffer] = 1
 
     def finish(self) -> None:
@@ -116,13 +134,17 @@ class _DqTiles(NamedTuple):
         @pl.when(self.state[5] == 1)
         def _wait():
             buffer = self.state[2]
-            pltpu.make_async_copy(self.dq.at[0, 0, 0], self.buffers.at[buffer], self.reads.at[buffer]).wait()
+            pltpu.make_async_copy(
+                self.dq.at[0, 0, 0], self.buffers.at[buffer], self.reads.at[buffer]
+            ).wait()
             self.state[5] = 0
 
     def _finish_write(self, buffer) -> None:
         @pl.when(self.state[buffer] == 1)
         def _wait():
-            pltpu.make_async_copy(self.buffers.at[buffer], self.dq.at[0, 0, 0], self.writes.at[buffer]).wait()
+            pltpu.make_async_copy(
+                self.buffers.at[buffer], self.dq.at[0, 0, 0], self.writes.at[buffer]
+            ).wait()
             self.state[buffer] = 0
 
 
@@ -152,7 +174,9 @@ def _key_tile_kernel(*refs, compute: Scores, fused: bool):
         weights = jnp.exp2(scores - _finite(lse_row[:, queries]) * LOG2E)
         dkv_ref[1, keys] += compute.product(weights.astype(dout_ref.dtype), dout_ref[queries], 1, 0)
         dweights = compute.product(v_ref[keys], dout_ref[queries], 1, 1)
-        dscores = compute.before_cap(weights * (dweights - delta_row[:, queries]), exponents).astype(q_ref.dtype)
+        dscores = compute.before_cap(
+            weights * (dweights - delta_row[:, queries]), exponents
+        ).astype(q_ref.dtype)
         dkv_ref[0, keys] += compute.product(dscores, q_ref[queries], 1, 0)
         return compute.product(dscores, k_ref[keys], 0, 0) if fused else None
 
@@ -166,7 +190,11 @@ def _key_tile_kernel(*refs, compute: Scores, fused: bool):
     kind = ranges.kind(row, tile, step, compute.mask, True)
     needed = pl.when(kind != SKIP)
     if fused:
-        needed(lambda: dq_tiles.start_read(row, kv_head * pl.num_programs(3) + member, ranges.tile(row, tile, step)))
+        needed(
+            lambda: dq_tiles.start_read(
+                row, kv_head * pl.num_programs(3) + member, ranges.tile(row, tile, step)
+            )
+        )
 
     @pl.when(kind == FULL)
     def _whole():
@@ -190,7 +218,15 @@ def _key_tile_kernel(*refs, compute: Scores, fused: bool):
         pl.when(last & (tile == pl.num_programs(2) - 1))(dq_tiles.finish)
 
 
-def dq(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
+def dq(
+    carry,
+    q,
+    kv,
+    saved: BackwardInputs,
+    q_coords: TokenCoords,
+    kv_coords: TokenCoords,
+    options: TileOptions,
+) -> jax.Array:
     """The gradient of q in float32, [B, Hq, Tq, D], added to `carry`, whose memory it takes.
 
     Args:
@@ -200,29 +236,59 @@ def dq(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: To
     dout, lse, delta = saved
     tiles = QueryTileGrid.create(q, kv, q_coords, kv_coords, options)
     before = () if carry is None else (carry,)
-    inputs = (*tiles.ranges, q, *tiles.keys, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords),
-              coordinate_rows(kv_coords), *before)
+    inputs = (
+        *tiles.ranges,
+        q,
+        *tiles.keys,
+        dout,
+        lse[:, :, None],
+        delta[:, :, None],
+        coordinate_rows(q_coords),
+        coordinate_rows(kv_coords),
+        *before,
+    )
     result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     return pl.pallas_call(
         functools.partial(_dq_kernel, carried=carry is not None, compute=options.scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tiles.ranges),
             grid=tiles.grid,
-            in_specs=[tiles.queries, *tiles.key_specs, tiles.queries, tiles.statistics, tiles.statistics,
-                      tiles.query_rows, tiles.key_rows, *[tiles.queries] * len(before)],
+            in_specs=[
+                tiles.queries,
+                *tiles.key_specs,
+                tiles.queries,
+                tiles.statistics,
+                tiles.statistics,
+                tiles.query_rows,
+                tiles.key_rows,
+                *[tiles.queries] * len(before),
+            ],
             out_specs=tiles.queries,
             scratch_shapes=tiles.scratch,
         ),
         out_shape=result,
         input_output_aliases={len(inputs) - 1: 0} if before else {},
         compiler_params=compiler_params(options, "pppa"),
-        cost_estimate=cost(3, q.shape, kv[0].shape[2], options.mask, nbytes(q, *kv, dout, lse, delta, *before, result)),
+        cost_estimate=cost(
+            3,
+            q.shape,
+            kv[0].shape[2],
+            options.mask,
+            nbytes(q, *kv, dout, lse, delta, *before, result),
+        ),
         interpret=options.interpret,
         name="attention_dq",
     )(*inputs)
 
 
-def dkv(q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
+def dkv(
+    q,
+    kv,
+    saved: BackwardInputs,
+    q_coords: TokenCoords,
+    kv_coords: TokenCoords,
+    options: TileOptions,
+) -> jax.Array:
     """The gradients of k and v in float32, stacked, [2, B, Hkv, Tk, D], summed over the query heads that share a key head.
 
     Arguments as of `dq`.
@@ -230,19 +296,40 @@ def dkv(q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoo
     return _by_key_tiles(None, q, kv, saved, q_coords, kv_coords, options)[0]
 
 
-def dq_dkv(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords,
-          options: TileOptions) -> tuple[jax.Array, jax.Array]:
+def dq_dkv(
+    carry,
+    q,
+    kv,
+    saved: BackwardInputs,
+    q_coords: TokenCoords,
+    kv_coords: TokenCoords,
+    options: TileOptions,
+) -> tuple[jax.Array, jax.Array]:
     """The results of `dq` and `dkv` by one kernel: scores and weights are computed once for both.
 
     Tiles of keys are visited one after the other, because each adds to dq.
     """
-    dkv, dq = _by_key_tiles(jnp.zeros(q.shape, jnp.float32) if carry is None else carry, q, kv, saved, q_coords, kv_coords,
-                            options)
+    dkv, dq = _by_key_tiles(
+        jnp.zeros(q.shape, jnp.float32) if carry is None else carry,
+        q,
+        kv,
+        saved,
+        q_coords,
+        kv_coords,
+        options,
+    )
     return dq.reshape(q.shape), dkv
 
 
-def _by_key_tiles(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords,
-                  options: TileOptions) -> list:
+def _by_key_tiles(
+    carry,
+    q,
+    kv,
+    saved: BackwardInputs,
+    q_coords: TokenCoords,
+    kv_coords: TokenCoords,
+    options: TileOptions,
+) -> list:
     """[dkv], or with a carry [dkv, dq], whose tiles have a dimension of their own.
 
     The grid is (batch row, key head, key tile, query head of the group, step).
@@ -250,7 +337,9 @@ def _by_key_tiles(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv
     (dout, lse, delta), query_tile, key_tile = saved, options.query_tile, options.key_tile
     batch, kv_heads, kv_length, head_dim = kv[0].shape
     group = q.shape[1] // kv_heads
-    ranges, steps = TileRanges.create(kv_coords, q_coords, key_tile, query_tile, options.scores, True)
+    ranges, steps = TileRanges.create(
+        kv_coords, q_coords, key_tile, query_tile, options.scores, True
+    )
 
     def query_index(b, h, j, member, step, *refs):
         return b, h * group + member, TileRanges(*refs).tile(b, j, step), 0
@@ -265,34 +354,60 @@ def _by_key_tiles(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv
     statistics = pl.BlockSpec((None, None, 1, query_tile), statistic_index)
     keys, key_specs = key_operands(kv, key_tile, lambda b, h, j, *_: (b, h, j, 0))
     results = [jax.ShapeDtypeStruct((2, *kv[0].shape), jnp.float32)]
-    result_specs = [pl.BlockSpec((2, None, None, key_tile, head_dim), lambda b, h, j, *_: (0, b, h, j, 0))]
+    result_specs = [
+        pl.BlockSpec((2, None, None, key_tile, head_dim), lambda b, h, j, *_: (0, b, h, j, 0))
+    ]
     scratch = Columns.scratch(key_tile)
     before = []
     if carry is not None:
         before = [carry.reshape(*q.shape[:2], -1, query_tile, head_dim)]
         results.append(jax.ShapeDtypeStruct(before[0].shape, jnp.float32))
         result_specs.append(pl.BlockSpec(memory_space=pl.ANY))
-        scratch += [pltpu.VMEM((2, query_tile, head_dim), jnp.float32), pltpu.SemaphoreType.DMA((2,)),
-                    pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((6,), jnp.int32)]
-    inputs = (*ranges, q, *keys, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords),
-              coordinate_rows(kv_coords), *before)
+        scratch += [
+            pltpu.VMEM((2, query_tile, head_dim), jnp.float32),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SMEM((6,), jnp.int32),
+        ]
+    inputs = (
+        *ranges,
+        q,
+        *keys,
+        dout,
+        lse[:, :, None],
+        delta[:, :, None],
+        coordinate_rows(q_coords),
+        coordinate_rows(kv_coords),
+        *before,
+    )
     return pl.pallas_call(
         functools.partial(_key_tile_kernel, fused=carry is not None, compute=options.scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(ranges),
             grid=(batch, kv_heads, kv_length // key_tile, group, steps),
-            in_specs=[queries, *key_specs, queries, statistics, statistics,
-                      pl.BlockSpec((None, 2, query_tile), query_row_index),
-                      pl.BlockSpec((None, 2, key_tile), lambda b, h, j, *_: (b, 0, j)),
-                      *[pl.BlockSpec(memory_space=pl.ANY)] * len(before)],
+            in_specs=[
+                queries,
+                *key_specs,
+                queries,
+                statistics,
+                statistics,
+                pl.BlockSpec((None, 2, query_tile), query_row_index),
+                pl.BlockSpec((None, 2, key_tile), lambda b, h, j, *_: (b, 0, j)),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * len(before),
+            ],
             out_specs=result_specs,
             scratch_shapes=scratch,
         ),
         out_shape=results,
         input_output_aliases={len(inputs) - 1: 1} if before else {},
         compiler_params=compiler_params(options, "ppaaa" if before else "pppaa"),
-        cost_estimate=cost(5 if before else 4, q.shape, kv_length, options.mask,
-                           nbytes(q, *kv, dout, lse, delta, *before, *results)),
+        cost_estimate=cost(
+            5 if before else 4,
+            q.shape,
+            kv_length,
+            options.mask,
+            nbytes(q, *kv, dout, lse, delta, *before, *results),
+        ),
         interpret=options.interpret,
         name="attention_backward" if before else "attention_dkv",
     )(*inputs)

@@ -3,6 +3,7 @@
 The grid is (batch row, query head, query tile, step); only the steps of one query tile depend on each other. The largest score
 and the sum of the weights of each row stay in scratch memory from step to step, and the output in its own block.
 """
+
 from __future__ import annotations
 
 import functools
@@ -16,13 +17,25 @@ from ..coords import FULL, MASKED, TokenCoords
 from ..partial import AttentionPartial
 from .kernel import LOG2E
 from .tpu_options import Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
-from .tpu_tiles import LOWEST, Columns, QueryTileGrid, TileRanges, column, coordinate_rows, hide, spread
+from .tpu_tiles import (
+    LOWEST,
+    Columns,
+    QueryTileGrid,
+    TileRanges,
+    column,
+    coordinate_rows,
+    hide,
+    spread,
+)
 
 
 def _kernel(*refs, compute: Scores, carried: bool):
     ranges = TileRanges(*refs[:2])
     q_ref, k_ref, v_ref, q_rows, kv_rows, *rest = refs[2:]
-    carry, (out_ref, lse_ref, highest_ref, total_ref, *scratch) = rest[:2 * carried], rest[2 * carried:]
+    carry, (out_ref, lse_ref, highest_ref, total_ref, *scratch) = (
+        rest[: 2 * carried],
+        rest[2 * carried :],
+    )
     columns = Columns(q_rows, *scratch)
     row, tile, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
@@ -73,8 +86,14 @@ def _kernel(*refs, compute: Scores, carried: bool):
         lse_ref[...] = lse.T[0:1]
 
 
-def forward(carry: AttentionPartial | None, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords,
-            options: TileOptions) -> AttentionPartial:
+def forward(
+    carry: AttentionPartial | None,
+    q,
+    kv,
+    q_coords: TokenCoords,
+    kv_coords: TokenCoords,
+    options: TileOptions,
+) -> AttentionPartial:
     """Attention of a block of queries over a block of keys, with heads before tokens.
 
     Args:
@@ -85,22 +104,39 @@ def forward(carry: AttentionPartial | None, q, kv, q_coords: TokenCoords, kv_coo
     batch, heads, length, _ = q.shape
     tiles = QueryTileGrid.create(q, kv, q_coords, kv_coords, options)
     before = () if carry is None else (carry.out, carry.lse[:, :, None])
-    results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32))
-    inputs = (*tiles.ranges, q, *tiles.keys, coordinate_rows(q_coords), coordinate_rows(kv_coords), *before)
+    results = (
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32),
+    )
+    inputs = (
+        *tiles.ranges,
+        q,
+        *tiles.keys,
+        coordinate_rows(q_coords),
+        coordinate_rows(kv_coords),
+        *before,
+    )
     out, lse = pl.pallas_call(
         functools.partial(_kernel, carried=carry is not None, compute=options.scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tiles.ranges),
             grid=tiles.grid,
-            in_specs=[tiles.queries, *tiles.key_specs, tiles.query_rows, tiles.key_rows,
-                      *(tiles.queries, tiles.statistics)[:len(before)]],
+            in_specs=[
+                tiles.queries,
+                *tiles.key_specs,
+                tiles.query_rows,
+                tiles.key_rows,
+                *(tiles.queries, tiles.statistics)[: len(before)],
+            ],
             out_specs=[tiles.queries, tiles.statistics],
             scratch_shapes=tiles.scratch,
         ),
         out_shape=results,
         input_output_aliases={len(inputs) - 2: 0, len(inputs) - 1: 1} if before else {},
         compiler_params=compiler_params(options, "pppa"),
-        cost_estimate=cost(2, q.shape, kv[0].shape[2], options.mask, nbytes(q, *kv, *before, *results)),
+        cost_estimate=cost(
+            2, q.shape, kv[0].shape[2], options.mask, nbytes(q, *kv, *before, *results)
+        ),
         interpret=options.interpret,
         name="attention_forward",
     )(*inputs)

@@ -1,4 +1,5 @@
 """What a TPU kernel is compiled for: tile sizes and memory, how scores are computed, and what the compiler is told of it."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,7 +25,9 @@ DEFAULT_VMEM = 16 * 2**20
 VMEM = {"TPU v5 lite": 32 * 2**20, "TPU v5": 32 * 2**20, "TPU v6 lite": 32 * 2**20}
 
 
-def tiles_that_fit(query_tile: int, key_tile: int, head_dim: int, itemsize: int, vmem: int = DEFAULT_VMEM) -> tuple[int, int]:
+def tiles_that_fit(
+    query_tile: int, key_tile: int, head_dim: int, itemsize: int, vmem: int = DEFAULT_VMEM
+) -> tuple[int, int]:
     """These tile sizes, or smaller ones that fit into so many bytes of VMEM beside 1 MiB for coordinates.
 
     Counted for the kernel that needs most: q, dout, k, v and two float32 results or carries, each twice (one copy is moved
@@ -34,7 +37,12 @@ def tiles_that_fit(query_tile: int, key_tile: int, head_dim: int, itemsize: int,
 
     def footprint():
         operands = 4 * itemsize * head_dim * (query_tile + key_tile)
-        return operands + 16 * head_dim * max(query_tile, key_tile) + 16 * LANES * query_tile + 8 * query_tile * key_tile
+        return (
+            operands
+            + 16 * head_dim * max(query_tile, key_tile)
+            + 16 * LANES * query_tile
+            + 8 * query_tile * key_tile
+        )
 
     while footprint() > vmem - 2**20 and max(query_tile, key_tile) > LANES:
         if key_tile > query_tile:
@@ -64,13 +72,17 @@ class Scores(NamedTuple):
     def product(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
         """The product of two matrices over these axes, accumulated in float32."""
         a, b = (x.astype(jnp.float32) for x in (a, b)) if self.float32_operands else (a, b)
-        return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
+        return lax.dot_general(
+            a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32
+        )
 
     def exponents(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """The scores of rows of a and rows of b in units of log 2, nothing hidden yet."""
         if self.softcap is None:
             return self.product(a, b, 1, 1) * (self.scale * LOG2E)
-        return self.softcap * LOG2E * jnp.tanh(self.product(a, b, 1, 1) * (self.scale / self.softcap))
+        return (
+            self.softcap * LOG2E * jnp.tanh(self.product(a, b, 1, 1) * (self.scale / self.softcap))
+        )
 
     def before_cap(self, dscores: jax.Array, exponents: jax.Array) -> jax.Array:
         """The gradient of scores before the soft-cap, from that of capped ones and their `exponents`."""
@@ -121,7 +133,9 @@ def cost(products: int, q_shape, kv_length: int, mask: Mask, bytes_accessed: int
     """The estimate from which the compiler's scheduler decides what to hide behind the kernel; causal work counts half."""
     batch, heads, length, head_dim = q_shape
     pairs = batch * heads * length * kv_length // (2 if mask.causal else 1)
-    return pl.CostEstimate(flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=bytes_accessed)
+    return pl.CostEstimate(
+        flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=bytes_accessed
+    )
 
 
 def nbytes(*arrays) -> int:

@@ -7,6 +7,7 @@ tell the hardware what to fetch before a program runs, can read them. So a tile 
 Of a masked tile only the parts are computed that are not hidden whole: on the causal diagonal three of four. Documents are
 compared where a part has tokens of several.
 """
+
 from __future__ import annotations
 
 import functools
@@ -20,7 +21,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from ..coords import FULL, MASKED, SKIP, Mask, TileBounds, TokenCoords, one_document, tile_bounds, tile_kind
+from ..coords import (
+    FULL,
+    MASKED,
+    SKIP,
+    Mask,
+    TileBounds,
+    TokenCoords,
+    one_document,
+    tile_bounds,
+    tile_kind,
+)
 from .tpu_options import LANES, Scores, TileOptions
 
 # The kind of a part beside those of `tile_kind`: all its tokens are of one document.
@@ -46,11 +57,21 @@ class TileRanges(NamedTuple):
     other: Int[Array, "5*B m"]
 
     @classmethod
-    def create(cls, own: TokenCoords, other: TokenCoords, own_tile: int, other_tile: int, compute: Scores,
-               own_are_keys: bool) -> tuple[TileRanges, jax.Array]:
+    def create(
+        cls,
+        own: TokenCoords,
+        other: TokenCoords,
+        own_tile: int,
+        other_tile: int,
+        compute: Scores,
+        own_are_keys: bool,
+    ) -> tuple[TileRanges, jax.Array]:
         """The ranges, and the length of the longest one (at least 1), which is the number of steps of the grid."""
         own_bounds, other_bounds = tile_bounds(own, own_tile), tile_bounds(other, other_tile)
-        pair = [jax.tree.map(lambda x: x[:, :, None], own_bounds), jax.tree.map(lambda x: x[:, None, :], other_bounds)]
+        pair = [
+            jax.tree.map(lambda x: x[:, :, None], own_bounds),
+            jax.tree.map(lambda x: x[:, None, :], other_bounds),
+        ]
         queries, keys = pair[::-1] if own_are_keys else pair
         needed = tile_kind(queries, keys, compute.mask) != SKIP
         first = jnp.argmax(needed, -1).astype(jnp.int32)
@@ -75,8 +96,17 @@ class TileRanges(NamedTuple):
         kind = tile_kind(*self._bounds(row, own, self.tile(row, own, step), own_are_keys), mask)
         return jnp.where(step < self._range(row, own)[1], kind, SKIP)
 
-    def for_each_part(self, row, own, step, tiles: tuple[int, int], compute: Scores, own_are_keys: bool, columns: Columns,
-                      body: Callable[[pl.Slice, pl.Slice, int], None]) -> None:
+    def for_each_part(
+        self,
+        row,
+        own,
+        step,
+        tiles: tuple[int, int],
+        compute: Scores,
+        own_are_keys: bool,
+        columns: Columns,
+        body: Callable[[pl.Slice, pl.Slice, int], None],
+    ) -> None:
         """Computes the parts of the step's pair of tiles of which something is seen.
 
         Args:
@@ -89,22 +119,34 @@ class TileRanges(NamedTuple):
 
         def visit(number, _):
             parts = lax.div(number, jnp.int32(other_parts)), lax.rem(number, jnp.int32(other_parts))
-            bounds = self._bounds(row, _part_column(self.own, own, own_parts, parts[0]),
-                                  _part_column(self.other, self.tile(row, own, step), other_parts, parts[1]), own_are_keys)
+            bounds = self._bounds(
+                row,
+                _part_column(self.own, own, own_parts, parts[0]),
+                _part_column(self.other, self.tile(row, own, step), other_parts, parts[1]),
+                own_are_keys,
+            )
             needed, single = tile_kind(*bounds, compute.mask) != SKIP, one_document(*bounds)
-            tokens = [pl.ds(pl.multiple_of(part * size, size), size) for part, size in zip(parts, sizes, strict=True)]
+            tokens = [
+                pl.ds(pl.multiple_of(part * size, size), size)
+                for part, size in zip(parts, sizes, strict=True)
+            ]
             for kind, condition in ((ONE_DOCUMENT, needed & single), (MASKED, needed & ~single)):
                 pl.when(condition)(functools.partial(columns.make, kind))
                 pl.when(condition)(functools.partial(body, *tokens, kind))
 
         lax.fori_loop(0, own_parts * other_parts, visit, None)
 
-    def _bounds(self, row, own_column, other_column, own_are_keys: bool) -> tuple[TileBounds, TileBounds]:
+    def _bounds(
+        self, row, own_column, other_column, own_are_keys: bool
+    ) -> tuple[TileBounds, TileBounds]:
         """The bounds of queries and of keys in these columns of the tables."""
         batch = (self.own.shape[0] - self.other.shape[0]) // 2
         own_bounds, other_bounds = (
-            TileBounds(*(table[first + row, column] for first in range(0, self.other.shape[0], batch)))
-            for table, column in ((self.own, own_column), (self.other, other_column)))
+            TileBounds(
+                *(table[first + row, column] for first in range(0, self.other.shape[0], batch))
+            )
+            for table, column in ((self.own, own_column), (self.other, other_column))
+        )
         return (other_bounds, own_bounds) if own_are_keys else (own_bounds, other_bounds)
 
 
@@ -135,6 +177,7 @@ class Columns(NamedTuple):
 
     def make(self, kind: int) -> None:
         """What a part of this kind compares."""
+
         @pl.when(self.made[0] == 0)
         def _index():
             self.index[...] = column(self.rows[0:1])
@@ -153,7 +196,9 @@ class Columns(NamedTuple):
 def _bounds_table(coords: TokenCoords, tile: int, compute: Scores) -> Int[Array, "5*B n"]:
     """The bounds of all tiles and, behind them, of all parts of tiles, if these are smaller."""
     sizes = dict.fromkeys((tile, compute.part(tile)))
-    return jnp.concatenate([jnp.concatenate(jax.tree.leaves(tile_bounds(coords, size))) for size in sizes], 1)
+    return jnp.concatenate(
+        [jnp.concatenate(jax.tree.leaves(tile_bounds(coords, size))) for size in sizes], 1
+    )
 
 
 def _part_column(table, tile, parts: int, part):
@@ -178,7 +223,9 @@ def key_operands(kv, tile: int, index_map) -> tuple[list[jax.Array], list[pl.Blo
         return list(kv), [pl.BlockSpec((None, None, tile, kv[0].shape[-1]), index_map)] * 2
 
     def half(number):
-        return pl.BlockSpec((None, None, None, tile, kv.shape[-1]), lambda *step: (number, *index_map(*step)))
+        return pl.BlockSpec(
+            (None, None, None, tile, kv.shape[-1]), lambda *step: (number, *index_map(*step))
+        )
 
     return [kv, kv], [half(0), half(1)]
 
@@ -206,11 +253,15 @@ class QueryTileGrid(NamedTuple):
     scratch: list
 
     @classmethod
-    def create(cls, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> QueryTileGrid:
+    def create(
+        cls, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions
+    ) -> QueryTileGrid:
         """For q [B, Hq, Tq, D] and kv two of [B, Hkv, Tk, D] or their stack; the tiles divide the lengths."""
         batch, heads, length, head_dim = q.shape
         group, query_tile, key_tile = heads // kv[0].shape[1], options.query_tile, options.key_tile
-        ranges, steps = TileRanges.create(q_coords, kv_coords, query_tile, key_tile, options.scores, False)
+        ranges, steps = TileRanges.create(
+            q_coords, kv_coords, query_tile, key_tile, options.scores, False
+        )
 
         def key_index(b, h, i, step, *refs):
             return b, lax.div(h, jnp.int32(group)), TileRanges(*refs).tile(b, i, step), 0
@@ -219,13 +270,17 @@ class QueryTileGrid(NamedTuple):
             return b, 0, TileRanges(*refs).tile(b, i, step)
 
         return cls(
-            ranges, (batch, heads, length // query_tile, steps),
-            pl.BlockSpec((None, None, query_tile, head_dim), lambda b, h, i, step, *_: (b, h, i, 0)),
+            ranges,
+            (batch, heads, length // query_tile, steps),
+            pl.BlockSpec(
+                (None, None, query_tile, head_dim), lambda b, h, i, step, *_: (b, h, i, 0)
+            ),
             pl.BlockSpec((None, None, 1, query_tile), lambda b, h, i, step, *_: (b, h, 0, i)),
             pl.BlockSpec((None, 2, query_tile), lambda b, h, i, step, *_: (b, 0, i)),
             pl.BlockSpec((None, 2, key_tile), key_row_index),
             *key_operands(kv, key_tile, key_index),
-            [pltpu.VMEM((query_tile, LANES), jnp.float32)] * 2 + Columns.scratch(query_tile))
+            [pltpu.VMEM((query_tile, LANES), jnp.float32)] * 2 + Columns.scratch(query_tile),
+        )
 
 
 def column(row: jax.Array) -> jax.Array:
@@ -261,5 +316,7 @@ def hide(scores: jax.Array, q: tuple, kv: tuple, mask: Mask, kind: int) -> jax.A
         scores = jnp.where(q_index >= kv_index, scores, -jnp.inf)
     if mask.window is not None:
         distance = q_index - kv_index
-        scores = jnp.where((distance if mask.causal else jnp.abs(distance)) < mask.window, scores, -jnp.inf)
+        scores = jnp.where(
+            (distance if mask.causal else jnp.abs(distance)) < mask.window, scores, -jnp.inf
+        )
     return scores if kind == ONE_DOCUMENT else jnp.where(q_segment == kv_segment, scores, -jnp.inf)

@@ -1,4 +1,5 @@
 """Schedules: which ranks compute which blocks of attention when, and what travels. The contract is `schedule.py`."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,15 +16,36 @@ from .ring_self_attention import RingSelfAttention
 from .schedule import Context, Payload, Schedule
 from .ulysses import Ulysses
 
-__all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Context", "Local", "Payload", "Ranks", "Ring",
-           "RingSelfAttention", "Schedule", "Ulysses", "get_schedule", "in_any_layout"]
+__all__ = [
+    "SCHEDULES",
+    "AllGather",
+    "Attention2D",
+    "Balanced",
+    "Context",
+    "Local",
+    "Payload",
+    "Ranks",
+    "Ring",
+    "RingSelfAttention",
+    "Schedule",
+    "Ulysses",
+    "get_schedule",
+    "in_any_layout",
+]
 SCHEDULES: dict[str, type[Schedule]] = {
-    "local": Local, "ring": Ring, "all_gather": AllGather, "balanced": Balanced, "ulysses": Ulysses, "attention2d": Attention2D,
+    "local": Local,
+    "ring": Ring,
+    "all_gather": AllGather,
+    "balanced": Balanced,
+    "ulysses": Ulysses,
+    "attention2d": Attention2D,
     "ring_self_attention": RingSelfAttention,
 }
 
 
-def get_schedule(schedule: str | Mapping[str, Any] | Schedule, size: int, layout: str = "") -> Schedule:
+def get_schedule(
+    schedule: str | Mapping[str, Any] | Schedule, size: int, layout: str = ""
+) -> Schedule:
     """A schedule by name or by options, checked against the number of ranks; `Local` for a single rank.
 
     Args:
@@ -66,10 +88,16 @@ def _from_options(schedule: Any, field: str = "schedule") -> Schedule:
     name = options.pop("name", None)
     if not isinstance(name, str) or name not in SCHEDULES:
         raise ValueError(f"{field}: found {name!r}; known: {', '.join(SCHEDULES)}")
-    valid = [option.name for option in dataclasses.fields(SCHEDULES[name]) if option.name != "ordered"]  # type: ignore[arg-type]
+    valid = [
+        option.name
+        for option in dataclasses.fields(SCHEDULES[name])  # type: ignore[arg-type]
+        if option.name != "ordered"
+    ]
     for option in options:
         if option not in valid:
-            raise ValueError(f"{field}.{option}: {name} has no such option; it has: {', '.join(valid) or 'none'}")
+            raise ValueError(
+                f"{field}.{option}: {name} has no such option; it has: {', '.join(valid) or 'none'}"
+            )
     if "inner" in options:
         options["inner"] = _from_options(options["inner"], f"{field}.inner")
     return SCHEDULES[name](**options)

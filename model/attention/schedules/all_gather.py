@@ -7,6 +7,7 @@ kept, and after the kernel one reduce-scatter of dK and dV in float32, 2 (P - 1)
 These are as many bytes as a ring's, but in transfers that no kernel hides, and each device holds K and V of the whole
 sequence. With few key heads that is little, which makes this a strong simple baseline.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,21 +25,32 @@ from .schedule import Context, Schedule
 class AllGather(Schedule):
     """Gathers the K and V of all ranks on each rank, once per pass."""
 
-    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+    def forward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, context: Context
+    ) -> AttentionPartial:
         kernel = kernel.over_shards(1, context.ranks.size)
         return kernel.extend(None, queries, _gather(keys, context.ranks), **context.scores)
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
+    def backward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context
+    ) -> Gradients:
         kernel = kernel.over_shards(1, context.ranks.size)
-        dq, dkv = kernel.gradients(None, queries, _gather(keys, context.ranks), saved, **context.scores)
+        dq, dkv = kernel.gradients(
+            None, queries, _gather(keys, context.ranks), saved, **context.scores
+        )
         # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the bytes.
         return Gradients(dq, *context.ranks.reduce_scatter(tuple(dkv), 1))
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         del mask
         pairs = plan.everyone([range(size)])
-        gather = plan.Round((), (plan.Send("K, V", plan.GATHER, block.keys, pairs),
-                                 plan.Send("coordinates", plan.GATHER, block.coords, pairs)))
+        gather = plan.Round(
+            (),
+            (
+                plan.Send("K, V", plan.GATHER, block.keys, pairs),
+                plan.Send("coordinates", plan.GATHER, block.coords, pairs),
+            ),
+        )
         tasks = tuple(plan.Task(rank, (rank,), tuple(range(size))) for rank in range(size))
         scatter = plan.Send("dK, dV", plan.SCATTER, block.key_gradients, pairs)
         return plan.Plan((gather, plan.Round(tasks)), (gather, plan.Round(tasks, (scatter,))))

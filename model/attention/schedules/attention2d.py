@@ -22,6 +22,7 @@ travelling while another is computed with. Partial results, and dQ, follow one h
 reduce-scattered round the column while the last block of queries is computed with, block after block. As many numbers travel,
 and every hop runs beside a kernel but the last one of a partial result or dQ.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -62,25 +63,37 @@ class Attention2D(Schedule):
 
     def _grid(self, context: Context, queries: Queries, keys: Keys) -> tuple[Ranks, Ranks]:
         q, k = queries.q, keys.k
-        column, row = context.ranks.split(self._columns(context.ranks.size, q.shape[2], k.shape[2], q.dtype.itemsize))
+        column, row = context.ranks.split(
+            self._columns(context.ranks.size, q.shape[2], k.shape[2], q.dtype.itemsize)
+        )
         return row, column
 
-    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+    def forward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, context: Context
+    ) -> AttentionPartial:
         row, column = self._grid(context, queries, keys)
         if self.overlap:
             return _overlapped_forward(kernel, queries, keys, context, row, column)
         kernel = kernel.over_shards(row.size, column.size)
-        return _merge_scatter(row, kernel.forward(row.gather(queries, 1), column.gather(keys, 1), **context.scores))
+        return _merge_scatter(
+            row, kernel.forward(row.gather(queries, 1), column.gather(keys, 1), **context.scores)
+        )
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
+    def backward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context
+    ) -> Gradients:
         row, column = self._grid(context, queries, keys)
         if self.overlap:
             return _overlapped_backward(kernel, queries, keys, saved, context, row, column)
         q, dout, q_coords = row.gather((queries.q, saved.dout, queries.coords), 1)
         lse, delta = row.gather((saved.lse, saved.delta), 2)
         kernel = kernel.over_shards(row.size, column.size)
-        dq, dk, dv = kernel.backward(Queries(q, q_coords), column.gather(keys, 1), BackwardInputs(dout, lse, delta),
-                                     **context.scores)
+        dq, dk, dv = kernel.backward(
+            Queries(q, q_coords),
+            column.gather(keys, 1),
+            BackwardInputs(dout, lse, delta),
+            **context.scores,
+        )
         # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the bytes.
         return Gradients(row.reduce_scatter(dq, 1), *column.reduce_scatter((dk, dv), 1))
 
@@ -90,23 +103,41 @@ class Attention2D(Schedule):
         if self.overlap:
             return _overlapped_plan(size, block, mask, columns)
         row, column = plan.everyone(row_lines), plan.everyone(column_lines)
-        tasks = tuple(plan.Task(rank, tuple(row_lines[rank // columns]), tuple(column_lines[rank % columns]))
-                      for rank in range(size))
+        tasks = tuple(
+            plan.Task(rank, tuple(row_lines[rank // columns]), tuple(column_lines[rank % columns]))
+            for rank in range(size)
+        )
 
         def gather(queries: str, nbytes: int) -> plan.Round:
-            return plan.Round((), (
-                plan.Send(queries, plan.GATHER, nbytes, row), plan.Send("row's coordinates", plan.GATHER, block.coords, row),
-                plan.Send("K, V", plan.GATHER, block.keys, column),
-                plan.Send("column's coordinates", plan.GATHER, block.coords, column)))
+            return plan.Round(
+                (),
+                (
+                    plan.Send(queries, plan.GATHER, nbytes, row),
+                    plan.Send("row's coordinates", plan.GATHER, block.coords, row),
+                    plan.Send("K, V", plan.GATHER, block.keys, column),
+                    plan.Send("column's coordinates", plan.GATHER, block.coords, column),
+                ),
+            )
 
-        forward = plan.Round(tasks, (
-            # The maximum of the row's lse, as an all-reduce of C blocks of it: 2 (C - 1) / C of them.
-            plan.Send("maximum of lse", plan.REDUCE, 2 * block.statistics, row),
-            plan.Send("out and weights", plan.SCATTER, block.out + block.statistics, row)))
-        backward = plan.Round(tasks, (
-            plan.Send("dQ", plan.SCATTER, block.out, row), plan.Send("dK, dV", plan.SCATTER, block.key_gradients, column)))
-        return plan.Plan((gather("Q", block.queries), forward),
-                         (gather("Q, dout, lse, delta", 2 * block.queries + 2 * block.statistics), backward))
+        forward = plan.Round(
+            tasks,
+            (
+                # The maximum of the row's lse, as an all-reduce of C blocks of it: 2 (C - 1) / C of them.
+                plan.Send("maximum of lse", plan.REDUCE, 2 * block.statistics, row),
+                plan.Send("out and weights", plan.SCATTER, block.out + block.statistics, row),
+            ),
+        )
+        backward = plan.Round(
+            tasks,
+            (
+                plan.Send("dQ", plan.SCATTER, block.out, row),
+                plan.Send("dK, dV", plan.SCATTER, block.key_gradients, column),
+            ),
+        )
+        return plan.Plan(
+            (gather("Q", block.queries), forward),
+            (gather("Q, dout, lse, delta", 2 * block.queries + 2 * block.statistics), backward),
+        )
 
 
 def fewest_bytes(ranks: int, query_heads: int, kv_heads: int, itemsize: int) -> int:
@@ -114,6 +145,7 @@ def fewest_bytes(ranks: int, query_heads: int, kv_heads: int, itemsize: int) -> 
 
     Section 3.2: where the traffic along rows and columns differs, a rectangular grid is better than a square one.
     """
+
     def received(columns):
         rows = ranks // columns
         forward = query_heads * itemsize + query_heads * 4, 2 * kv_heads * itemsize
@@ -136,11 +168,14 @@ def _merge_scatter(row: Ranks, partial: AttentionPartial) -> AttentionPartial:
     length = total.shape[2]
     highest = lax.dynamic_slice_in_dim(highest, row.index() * length, length, 2)
     out = out / per_row(jnp.where(total == 0, 1.0, total))
-    return AttentionPartial(out, jnp.where(total == 0, -jnp.inf, highest + jnp.log(jnp.where(total == 0, 1.0, total))))
+    return AttentionPartial(
+        out, jnp.where(total == 0, -jnp.inf, highest + jnp.log(jnp.where(total == 0, 1.0, total)))
+    )
 
 
-def _overlapped_forward(kernel: Kernel, queries: Queries, keys: Keys, context: Context, row: Ranks,
-                        column: Ranks) -> AttentionPartial:
+def _overlapped_forward(
+    kernel: Kernel, queries: Queries, keys: Keys, context: Context, row: Ranks, column: Ranks
+) -> AttentionPartial:
     """Algorithm 4: this rank's queries over the column's keys as they pass by, then the row's queries over all of them."""
     if row.size == 1:
         return Ring().forward(kernel, queries, keys, dataclasses.replace(context, ranks=column))
@@ -150,23 +185,38 @@ def _overlapped_forward(kernel: Kernel, queries: Queries, keys: Keys, context: C
     def visit_keys(partial, block):  # GthrCmpt, Algorithm 5
         return kernel.extend(partial, queries, block, **context.scores), (), block
 
-    own, _, blocks = ring_pass(keys.stacked(), column.size - 1, column.shift, column.shift, visit_keys)
+    own, _, blocks = ring_pass(
+        keys.stacked(), column.size - 1, column.shift, column.shift, visit_keys
+    )
     column_keys = _concatenate(blocks)
     # The next queries are sent on when they are computed with, not while the column's keys still pass by.
     own, incoming = lax.optimization_barrier((own, incoming))
 
     def visit_queries(carry, queries):  # GthrCmptSctr, Algorithm 6
-        return carry, kernel.over_shards(1, column.size).extend(None, queries, column_keys, **context.scores), ()
+        return (
+            carry,
+            kernel.over_shards(1, column.size).extend(None, queries, column_keys, **context.scores),
+            (),
+        )
 
     from_row = ring_pass(incoming, row.size - 2, send, send, visit_queries).returned
     return merge(own, from_row)
 
 
-def _overlapped_backward(kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context, row: Ranks,
-                         column: Ranks) -> Gradients:
+def _overlapped_backward(
+    kernel: Kernel,
+    queries: Queries,
+    keys: Keys,
+    saved: BackwardInputs,
+    context: Context,
+    row: Ranks,
+    column: Ranks,
+) -> Gradients:
     """Algorithm 8: as the forward; dK and dV stay until the row's last queries pass by, and then leave for their owners."""
     if row.size == 1:
-        return Ring().backward(kernel, queries, keys, saved, dataclasses.replace(context, ranks=column))
+        return Ring().backward(
+            kernel, queries, keys, saved, dataclasses.replace(context, ranks=column)
+        )
     send = _to_left(row)
     # Stacked, as K and V are, so that few transfers are needed and all can be in flight at a time.
     own = (jnp.stack([queries.q, saved.dout]), jnp.stack([saved.lse, saved.delta]), queries.coords)
@@ -174,13 +224,17 @@ def _overlapped_backward(kernel: Kernel, queries: Queries, keys: Keys, saved: Ba
 
     def gradients(dq, queries_side, block, kernel=kernel):
         (q, dout), (lse, delta), coords = queries_side
-        return kernel.gradients(dq, Queries(q, coords), block, BackwardInputs(dout, lse, delta), **context.scores)
+        return kernel.gradients(
+            dq, Queries(q, coords), block, BackwardInputs(dout, lse, delta), **context.scores
+        )
 
     def visit_keys(dq, block):  # GthrCmptBwd, Algorithm 9
         dq, dkv = gradients(dq, own, block)
         return dq, (), (block, dkv)
 
-    dq, _, (blocks, dkv) = ring_pass(keys.stacked(), column.size - 1, column.shift, column.shift, visit_keys)
+    dq, _, (blocks, dkv) = ring_pass(
+        keys.stacked(), column.size - 1, column.shift, column.shift, visit_keys
+    )
     column_keys = _concatenate(blocks)
     dq, incoming = lax.optimization_barrier((dq, incoming))
 
@@ -193,7 +247,9 @@ def _overlapped_backward(kernel: Kernel, queries: Queries, keys: Keys, saved: Ba
         dq, own_dkv = _compute_and_scatter(gradients, column, queries_side, blocks, dkv)
         return own_dkv, dq, ()
 
-    dkv, from_row, _ = ring_pass(incoming, row.size - 2, send, send, visit_queries, dkv, visit_last_queries)
+    dkv, from_row, _ = ring_pass(
+        incoming, row.size - 2, send, send, visit_queries, dkv, visit_last_queries
+    )
     return Gradients(dq + from_row, *dkv)
 
 
@@ -209,8 +265,11 @@ def _compute_and_scatter(gradients, column: Ranks, queries_side, blocks: Stacked
     Returns:
       dq of these queries, and dk and dv of this rank's own block, summed over the column.
     """
+
     def compute(dq, number):
-        block, before = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), (blocks, dkv))
+        block, before = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), (blocks, dkv)
+        )
         dq, more = gradients(dq, queries_side, block)
         return dq, before + more
 
@@ -230,36 +289,64 @@ def _overlapped_plan(size: int, block: plan.Block, mask: Mask, columns: int) -> 
         return Ring().plan(size, block, mask)
 
     def to_left(*sends):
-        pairs = tuple((rank, rank - 1 if rank % columns else rank + columns - 1) for rank in range(size))
+        pairs = tuple(
+            (rank, rank - 1 if rank % columns else rank + columns - 1) for rank in range(size)
+        )
         return tuple(plan.Send(name, plan.PERMUTE, nbytes, pairs) for name, nbytes in sends)
 
     def to_next_row(*sends):
-        return tuple(plan.Send(name, plan.PERMUTE, nbytes, plan.shift(size, columns)) for name, nbytes in sends)
+        return tuple(
+            plan.Send(name, plan.PERMUTE, nbytes, plan.shift(size, columns))
+            for name, nbytes in sends
+        )
 
     def tasks(right, rows_up):
         """Each rank computes with the queries of the rank `right` steps on in its row and the keys `rows_up` rows before."""
-        return tuple(plan.Task(rank, (rank - rank % columns + (rank + right) % columns,),
-                               tuple((rank - columns * up) % size for up in rows_up)) for rank in range(size))
+        return tuple(
+            plan.Task(
+                rank,
+                (rank - rank % columns + (rank + right) % columns,),
+                tuple((rank - columns * up) % size for up in rows_up),
+            )
+            for rank in range(size)
+        )
 
     def rounds(queries, returned, scattered):
         """queries: sent round the row; returned: what follows to their owner; scattered: down the column in the last round."""
         for up in range(rows):
-            keys = to_next_row(("K, V", block.keys), ("column's coordinates", block.coords)) if up < rows - 1 else ()
+            keys = (
+                to_next_row(("K, V", block.keys), ("column's coordinates", block.coords))
+                if up < rows - 1
+                else ()
+            )
             yield plan.Round(tasks(0, (up,)), keys + (() if up else to_left(*queries)))
         for right in range(1, columns):
-            sends = (to_left(*queries) if right < columns - 1 else ()) + (to_left(*returned) if right > 1 else ())
+            sends = (to_left(*queries) if right < columns - 1 else ()) + (
+                to_left(*returned) if right > 1 else ()
+            )
             if right < columns - 1 or not scattered:
                 yield plan.Round(tasks(right, range(rows)), sends)
                 continue
             for number in range(rows):
-                yield plan.Round(tasks(right, ((number + 1) % rows,)), to_next_row(*scattered) if number else sends)
+                yield plan.Round(
+                    tasks(right, ((number + 1) % rows,)),
+                    to_next_row(*scattered) if number else sends,
+                )
         yield plan.Round((), to_left(*((f"{name} home", nbytes) for name, nbytes in returned)))
 
     coords = ("row's coordinates", block.coords)
     return plan.Plan(
-        tuple(rounds([("Q", block.queries), coords], [("out, lse", block.out + block.statistics)], [])),
-        tuple(rounds([("Q, dout", 2 * block.queries), ("lse, delta", 2 * block.statistics), coords], [("dQ", block.out)],
-                     [("dK, dV", block.key_gradients)])))
+        tuple(
+            rounds([("Q", block.queries), coords], [("out, lse", block.out + block.statistics)], [])
+        ),
+        tuple(
+            rounds(
+                [("Q, dout", 2 * block.queries), ("lse, delta", 2 * block.statistics), coords],
+                [("dQ", block.out)],
+                [("dK, dV", block.key_gradients)],
+            )
+        ),
+    )
 
 
 def _to_left(row: Ranks):
@@ -269,9 +356,12 @@ def _to_left(row: Ranks):
 
 def _concatenate(blocks: StackedKeys) -> StackedKeys:
     """Blocks of keys stacked on a leading axis [R, ...], as one block of all their tokens."""
+
     def concatenate(x):
-        axis = 1 if x.ndim == 3 else 2  # of tokens: coordinates are [R, B, T], K and V [R, 2, B, T, Hkv, D]
+        axis = (
+            1 if x.ndim == 3 else 2
+        )  # of tokens: coordinates are [R, B, T], K and V [R, 2, B, T, Hkv, D]
         x = jnp.moveaxis(x, 0, axis)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2:])
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
     return jax.tree.map(concatenate, blocks)

@@ -24,6 +24,7 @@ blocks.
 Sliding windows over ordered shards (Appendix D): rounds whose owners are out of reach are left out, and so are helpers whose
 helped workers are.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -56,18 +57,26 @@ class Balanced(Schedule):
     split: bool = False
     ordered: bool = False
 
-    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+    def forward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, context: Context
+    ) -> AttentionPartial:
         def compute(queries, keys):
             return kernel.extend(None, Queries(*queries), keys, **context.scores), None
 
         return self._all_rounds(context, tuple(queries), keys.stacked(), compute)[0]
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
+    def backward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context
+    ) -> Gradients:
         def compute(queries, keys):
             q, dout, lse, delta, coords = queries
-            return kernel.gradients(None, Queries(q, coords), keys, BackwardInputs(dout, lse, delta), **context.scores)
+            return kernel.gradients(
+                None, Queries(q, coords), keys, BackwardInputs(dout, lse, delta), **context.scores
+            )
 
-        dq, dkv = self._all_rounds(context, (queries.q, *saved, queries.coords), keys.stacked(), compute)
+        dq, dkv = self._all_rounds(
+            context, (queries.q, *saved, queries.coords), keys.stacked(), compute
+        )
         return Gradients(dq, *dkv)
 
     def _all_rounds(self, context: Context, queries: tuple, keys: StackedKeys, compute):
@@ -83,7 +92,9 @@ class Balanced(Schedule):
         totals = compute(*own)
         for t, current in enumerate(rounds):
             # A round begins when the previous one has ended; without the barrier all rounds would fetch at the start.
-            own, totals, fetched, for_others = lax.optimization_barrier((own, totals, fetched, for_others))
+            own, totals, fetched, for_others = lax.optimization_barrier(
+                (own, totals, fetched, for_others)
+            )
             fetched_next = rounds[t + 1].fetch(*own) if t + 1 < len(rounds) else None
             returned = rounds[t - 1].send_home(*for_others)
             results, for_others = current.compute(own, fetched, compute)
@@ -98,12 +109,20 @@ class Balanced(Schedule):
         for t in range(1, min(size // 2, reach) + 1):
             single_distance = 2 * t == size  # t = P - t
             helpers_needed = size - t <= reach or not ordered
-            halved = single_distance and helpers_needed and ordered and self.split and tokens % 2 == 0
-            rounds.append(_Round(ranks, t, ordered, halved or (helpers_needed and not single_distance), halved))
+            halved = (
+                single_distance and helpers_needed and ordered and self.split and tokens % 2 == 0
+            )
+            rounds.append(
+                _Round(
+                    ranks, t, ordered, halved or (helpers_needed and not single_distance), halved
+                )
+            )
         return rounds
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
-        return plan.Plan(*(tuple(self._plan_rounds(size, block, mask, backward)) for backward in (False, True)))
+        return plan.Plan(
+            *(tuple(self._plan_rounds(size, block, mask, backward)) for backward in (False, True))
+        )
 
     def _plan_rounds(self, size: int, block: Block, mask: Mask, backward: bool):
         to_helpers, returned = ("Q", block.queries), ("out, lse", block.out + block.statistics)
@@ -117,12 +136,18 @@ class Balanced(Schedule):
         yield plan.Round(tuple(plan.Task(rank, (rank,), (rank,)) for rank in range(size)))
         for current in self._rounds(Ranks("", size), block.tokens, mask):
             parts = 2 if current.halved else 1
-            owned, helped = ([((rank - current.distance) % size, rank) for rank in ranks]
-                             for ranks in (current.owners, current.helpers))
-            tasks = [plan.Task(rank, (rank,), (other,), (parts - 1, parts)) for other, rank in owned]
+            owned, helped = (
+                [((rank - current.distance) % size, rank) for rank in ranks]
+                for ranks in (current.owners, current.helpers)
+            )
+            tasks = [
+                plan.Task(rank, (rank,), (other,), (parts - 1, parts)) for other, rank in owned
+            ]
             tasks += [plan.Task(rank, (other,), (rank,), (0, parts)) for other, rank in helped]
-            sends = [send("K, V", block.keys + block.coords, owned),
-                     send(to_helpers[0], to_helpers[1] / parts + block.coords, helped)]
+            sends = [
+                send("K, V", block.keys + block.coords, owned),
+                send(to_helpers[0], to_helpers[1] / parts + block.coords, helped),
+            ]
             if backward:
                 sends.append(send("dK, dV", block.key_gradients, (pair[::-1] for pair in owned)))
             sends.append(send(returned[0], returned[1] / parts, (pair[::-1] for pair in helped)))
@@ -174,7 +199,9 @@ class _Round:
         (queries, keys), (fetched_queries, fetched_keys) = own, fetched
         if not self.ordered:
             for_queries, for_fetched_keys = compute(queries, fetched_keys)
-            for_fetched_queries, for_keys = compute(fetched_queries, keys) if self.helps else (None, None)
+            for_fetched_queries, for_keys = (
+                compute(fetched_queries, keys) if self.helps else (None, None)
+            )
             return (for_queries, for_keys), (for_fetched_queries, for_fetched_keys)
         is_helper = self.ranks.index() < self.distance
         if self.helps:
@@ -183,7 +210,10 @@ class _Round:
         # Where nobody helps, the ranks that would have helped receive zeros for keys. Segment 0 is padding, so every tile is
         # skipped.
         for_queries, for_keys = compute(queries, fetched_keys)
-        own_results = self._both_halves(_mask(for_queries, ~is_helper), 1), _mask(for_keys, is_helper)
+        own_results = (
+            self._both_halves(_mask(for_queries, ~is_helper), 1),
+            _mask(for_keys, is_helper),
+        )
         return own_results, (for_queries if self.helps else None, for_keys)
 
     def send_home(self, for_queries, for_keys):
@@ -191,21 +221,31 @@ class _Round:
         for_queries = self.ranks.shift(for_queries, -self.distance, self.helpers)
         if self.ordered:  # ranks that nobody helped receive zeros, and an lse of zero would count
             for_queries = _mask(for_queries, self.ranks.index() >= self.ranks.size - self.distance)
-        return self._both_halves(for_queries, 0), self.ranks.shift(for_keys, -self.distance, self.owners)
+        return self._both_halves(for_queries, 0), self.ranks.shift(
+            for_keys, -self.distance, self.owners
+        )
 
     def _fetch(self, tree, receivers):
-        return self.ranks.shift(tree, self.distance, [(rank - self.distance) % self.ranks.size for rank in receivers])
+        return self.ranks.shift(
+            tree, self.distance, [(rank - self.distance) % self.ranks.size for rank in receivers]
+        )
 
     def _half(self, tree, half: int):
         """If halved, the first (0) or second (1) half of the tokens."""
-        return jax.tree.map(lambda x: jnp.split(x, 2, _token_axis(x))[half], tree) if self.halved else tree
+        return (
+            jax.tree.map(lambda x: jnp.split(x, 2, _token_axis(x))[half], tree)
+            if self.halved
+            else tree
+        )
 
     def _both_halves(self, result, half: int):
         """If halved, the result of one half of the queries, with nothing for the other half."""
         if not self.halved:
             return result
         halves = (result, _mask(result, False))
-        return jax.tree.map(lambda *x: jnp.concatenate(x, _token_axis(x[0])), *(halves[::-1] if half else halves))
+        return jax.tree.map(
+            lambda *x: jnp.concatenate(x, _token_axis(x[0])), *(halves[::-1] if half else halves)
+        )
 
 
 def _where(condition, first, second):
@@ -216,7 +256,9 @@ def _mask(result, condition):
     """The result, or one that adds nothing where `condition` is false."""
     if isinstance(result, AttentionPartial):
         # Its output too: a weight of 0 does not hide what is not finite, in the values of tokens that nobody here sees.
-        return AttentionPartial(jnp.where(condition, result.out, 0), jnp.where(condition, result.lse, -jnp.inf))
+        return AttentionPartial(
+            jnp.where(condition, result.out, 0), jnp.where(condition, result.lse, -jnp.inf)
+        )
     return jax.tree.map(lambda x: jnp.where(condition, x, 0), result)
 
 

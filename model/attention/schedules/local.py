@@ -1,4 +1,5 @@
 """Local attention on a single rank: nothing travels."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,16 +16,22 @@ from .schedule import Context, Schedule
 class Local(Schedule):
     """One call of the kernel: vanilla, memory-efficient or blockwise attention, depending on the kernel."""
 
-    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+    def forward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, context: Context
+    ) -> AttentionPartial:
         return kernel.forward(queries, keys, **context.scores)
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
+    def backward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context
+    ) -> Gradients:
         return kernel.backward(queries, keys, saved, **context.scores)
 
     def check(self, size: int) -> None:
         if size > 1:
-            raise ValueError(f"schedule: 'local' serves 1 rank, found {size}, and would leave out the others' keys; 'ring' and "
-                             "'all_gather' serve any")
+            raise ValueError(
+                f"schedule: 'local' serves 1 rank, found {size}, and would leave out the others' keys; 'ring' and "
+                "'all_gather' serve any"
+            )
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         del block, mask

@@ -5,6 +5,7 @@ and tests of compiled text are made from plans. Bytes are those that a device *r
 all-gather over n ranks the shards of the n - 1 others, in a reduce-scatter n - 1 partial sums of one shard, in an all-to-all
 (n - 1) / n of the array, and in an all-reduce what an all-gather and a reduce-scatter receive together.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,7 +16,12 @@ import numpy as np
 from jaxtyping import Float
 
 PERMUTE, GATHER, SCATTER, EXCHANGE, REDUCE = (
-    "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "all-reduce")
+    "collective-permute",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "all-reduce",
+)
 Pairs = tuple[tuple[int, int], ...]
 
 
@@ -139,7 +145,9 @@ def kinds(rounds: Iterable[Round]) -> set[str]:
 
 def shift(size: int, by: int = 1, senders: Iterable[int] | None = None) -> Pairs:
     """Pairs from every sender (by default all ranks) to the rank `by` steps on round the ring."""
-    return tuple((rank, (rank + by) % size) for rank in (range(size) if senders is None else senders))
+    return tuple(
+        (rank, (rank + by) % size) for rank in (range(size) if senders is None else senders)
+    )
 
 
 def everyone(lines: Iterable[Iterable[int]]) -> Pairs:
@@ -160,7 +168,9 @@ def lines(size: int, inner: int) -> tuple[list[range], list[range]]:
 
     lines(8, 4) has the inner lines 0..3 and 4..7, and the outer lines (0, 4), (1, 5), (2, 6) and (3, 7).
     """
-    return [range(i, size, inner) for i in range(inner)], [range(i, i + inner) for i in range(0, size, inner)]
+    return [range(i, size, inner) for i in range(inner)], [
+        range(i, i + inner) for i in range(0, size, inner)
+    ]
 
 
 def side_by_side(rounds: Iterable[Round], degree: int) -> tuple[Round, ...]:
@@ -169,6 +179,7 @@ def side_by_side(rounds: Iterable[Round], degree: int) -> tuple[Round, ...]:
     The block of rank r is the blocks of all these ranks, and each of them computes its part of the heads, of which a task of
     the line may be a part again.
     """
+
     def blocks(owners):
         return tuple(owner * degree + i for owner in owners for i in range(degree))
 
@@ -176,8 +187,18 @@ def side_by_side(rounds: Iterable[Round], degree: int) -> tuple[Round, ...]:
         return tuple((a * degree + i, b * degree + i) for a, b in pairs for i in range(degree))
 
     return tuple(
-        Round(tuple(task._replace(rank=task.rank * degree + i, queries=blocks(task.queries), keys=blocks(task.keys),
-                                  heads=(i * task.heads[1] + task.heads[0], degree * task.heads[1]))
-                    for task in each.tasks for i in range(degree)),
-              tuple(send._replace(pairs=spread(send.pairs)) for send in each.sends))
-        for each in rounds)
+        Round(
+            tuple(
+                task._replace(
+                    rank=task.rank * degree + i,
+                    queries=blocks(task.queries),
+                    keys=blocks(task.keys),
+                    heads=(i * task.heads[1] + task.heads[0], degree * task.heads[1]),
+                )
+                for task in each.tasks
+                for i in range(degree)
+            ),
+            tuple(send._replace(pairs=spread(send.pairs)) for send in each.sends),
+        )
+        for each in rounds
+    )

@@ -1,4 +1,5 @@
 """The ranks of the sequence axis, or one line of them where a schedule divides the axis into a grid, and their collectives."""
+
 from __future__ import annotations
 
 import collections
@@ -30,7 +31,10 @@ class Ranks:
     def split(self, inner: int) -> tuple[Ranks, Ranks]:
         """(outer, inner): inner lines of `inner` neighbours; outer lines join ranks of equal index in inner lines."""
         total = self.total or self.size
-        return (Ranks(self.axis, self.size // inner, self.stride * inner, total), Ranks(self.axis, inner, self.stride, total))
+        return (
+            Ranks(self.axis, self.size // inner, self.stride * inner, total),
+            Ranks(self.axis, inner, self.stride, total),
+        )
 
     def index(self) -> Int[Array, ""]:
         """This rank's index in its line."""
@@ -54,7 +58,9 @@ class Ranks:
         """
         senders = range(self.size) if senders is None else senders
         groups = self.groups() or [list(range(self.size))]
-        pairs = [(line[index], line[(index + by) % self.size]) for line in groups for index in senders]
+        pairs = [
+            (line[index], line[(index + by) % self.size]) for line in groups for index in senders
+        ]
         if not pairs:
             return jax.tree.map(jnp.zeros_like, tree)
         arrays, structure = jax.tree.flatten(tree)
@@ -65,7 +71,9 @@ class Ranks:
             if len(numbers) == 1:
                 arrays[numbers[0]] = lax.ppermute(arrays[numbers[0]], self.axis, pairs)
             else:
-                received = lax.ppermute(jnp.stack([arrays[number] for number in numbers]), self.axis, pairs)
+                received = lax.ppermute(
+                    jnp.stack([arrays[number] for number in numbers]), self.axis, pairs
+                )
                 for number, x in zip(numbers, received, strict=True):
                     arrays[number] = x
         return jax.tree.unflatten(structure, arrays)
@@ -73,21 +81,32 @@ class Ranks:
     def gather(self, tree, dimension: int):
         """All-gather over the line: every array of the tree, concatenated along `dimension`."""
         return jax.tree.map(
-            lambda x: lax.all_gather(x, self.axis, axis=dimension, tiled=True, axis_index_groups=self.groups()), tree)
+            lambda x: lax.all_gather(
+                x, self.axis, axis=dimension, tiled=True, axis_index_groups=self.groups()
+            ),
+            tree,
+        )
 
     def exchange(self, x: Array, split: int, concat: int) -> Array:
         """All-to-all over the line: `x` is split along one dimension, and what arrives is concatenated along the other."""
-        return lax.all_to_all(x, self.axis, split, concat, tiled=True, axis_index_groups=self.groups())
+        return lax.all_to_all(
+            x, self.axis, split, concat, tiled=True, axis_index_groups=self.groups()
+        )
 
     def reduce_scatter(self, tree, dimension: int):
         """The sum over the line of every array of the tree; each rank gets its part along `dimension`.
 
         Each rank's part is made one row: otherwise the TPU compiler pads the parts, or adds all of them up on every rank.
         """
+
         def scatter(x):
-            parts = x.reshape(*x.shape[:dimension], self.size, -1, *x.shape[dimension + 1:])
+            parts = x.reshape(*x.shape[:dimension], self.size, -1, *x.shape[dimension + 1 :])
             parts = jnp.moveaxis(parts, dimension, 0)
-            part = lax.psum_scatter(parts.reshape(self.size, -1, parts.shape[-1]), self.axis, axis_index_groups=self.groups())
+            part = lax.psum_scatter(
+                parts.reshape(self.size, -1, parts.shape[-1]),
+                self.axis,
+                axis_index_groups=self.groups(),
+            )
             return part.reshape(parts.shape[1:])
 
         return jax.tree.map(scatter, tree)

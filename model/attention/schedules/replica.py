@@ -9,6 +9,7 @@ with a reduce-scatter in float32.
 
 Traffic: (P - 1) x slots tokens of K and V a rank, in place of the (P - 1 - reach) T that a whole ring sends more.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -42,10 +43,15 @@ class Replica:
     directions: tuple[int, ...]
 
     @classmethod
-    def choose(cls, ranks: Ranks, mask: Mask, tokens: int, reach: int, directions: tuple[int, ...]) -> Replica | None:
+    def choose(
+        cls, ranks: Ranks, mask: Mask, tokens: int, reach: int, directions: tuple[int, ...]
+    ) -> Replica | None:
         """The replica for shards of `tokens` tokens; None where sending whole blocks to all ranks moves fewer of them."""
         slots = min(mask.global_tokens, tokens)
-        if not slots or (ranks.size - 1) * slots >= (ranks.size - 1 - reach * len(directions)) * tokens:
+        if (
+            not slots
+            or (ranks.size - 1) * slots >= (ranks.size - 1 - reach * len(directions)) * tokens
+        ):
             return None
         return cls(ranks, mask, slots, reach, directions)
 
@@ -58,15 +64,25 @@ class Replica:
         first = self._first_slot(own.coords)
         index, segments, starts = self._cut(own.coords, first, 0)
         last = own.coords.segment_ids[:, -1:]
-        given = (segments == last) & (index - check_starts(starts, self.mask) < self.mask.global_tokens)
+        given = (segments == last) & (
+            index - check_starts(starts, self.mask) < self.mask.global_tokens
+        )
         coords = TokenCoords(index, jnp.where(given, segments, 0), starts)
         kv, coords = self.ranks.gather(self._cut(own.kv, first, 1), 2), self.ranks.gather(coords, 1)
         owners = jnp.repeat(jnp.arange(self.ranks.size), self.slots)
-        hops = jnp.stack([(self.ranks.index() - owners) * step % self.ranks.size for step in self.directions]).min(0)
-        return StackedKeys(kv, coords._replace(segment_ids=jnp.where(hops > self.reach, coords.segment_ids, 0)))
+        hops = jnp.stack(
+            [(self.ranks.index() - owners) * step % self.ranks.size for step in self.directions]
+        ).min(0)
+        return StackedKeys(
+            kv, coords._replace(segment_ids=jnp.where(hops > self.reach, coords.segment_ids, 0))
+        )
 
-    def add_gradients(self, dkv: Float[Array, "2 B T Hkv D"], replica: Float[Array, "2 B S Hkv D"],
-                      coords: TokenCoords) -> Float[Array, "2 B T Hkv D"]:
+    def add_gradients(
+        self,
+        dkv: Float[Array, "2 B T Hkv D"],
+        replica: Float[Array, "2 B S Hkv D"],
+        coords: TokenCoords,
+    ) -> Float[Array, "2 B T Hkv D"]:
         """The gradients of this rank's K and V, with what all ranks' queries add through the replicas.
 
         Args:
@@ -75,7 +91,9 @@ class Replica:
         returned = jnp.stack(self.ranks.reduce_scatter(tuple(replica), 1))
 
         def add(row, part, first):
-            return lax.dynamic_update_slice_in_dim(row, lax.dynamic_slice_in_dim(row, first, self.slots, 1) + part, first, 1)
+            return lax.dynamic_update_slice_in_dim(
+                row, lax.dynamic_slice_in_dim(row, first, self.slots, 1) + part, first, 1
+            )
 
         return jax.vmap(add, (1, 1, 0), 1)(dkv, returned, self._first_slot(coords))
 
@@ -86,9 +104,13 @@ class Replica:
 
     def _cut(self, tree, first: Int[Array, " B"], batch_axis: int):
         """`slots` tokens of each row, from `first` on, of arrays whose token axis follows the batch axis."""
+
         def cut(x):
-            rows = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, self.slots, batch_axis), (batch_axis, 0),
-                            batch_axis)
+            rows = jax.vmap(
+                lambda row, start: lax.dynamic_slice_in_dim(row, start, self.slots, batch_axis),
+                (batch_axis, 0),
+                batch_axis,
+            )
             return rows(x, first)
 
         return jax.tree.map(cut, tree)
@@ -97,9 +119,18 @@ class Replica:
         """The gather before the ring's rounds; the kernel calls behind them; what returns the gradients."""
         size, given = self.ranks.size, dataclasses.replace(block, tokens=self.slots)
         pairs = plan.everyone([range(size)])
-        gather = plan.Round((), (plan.Send("K, V of global tokens", plan.GATHER, given.keys, pairs),
-                                 plan.Send("their coordinates", plan.GATHER, given.coords, pairs)))
+        gather = plan.Round(
+            (),
+            (
+                plan.Send("K, V of global tokens", plan.GATHER, given.keys, pairs),
+                plan.Send("their coordinates", plan.GATHER, given.coords, pairs),
+            ),
+        )
         share = (0, max(1, block.tokens // self.slots))
-        tasks = plan.Round(tuple(plan.Task(rank, (rank,), tuple(range(size)), key_part=share) for rank in range(size)))
+        tasks = plan.Round(
+            tuple(
+                plan.Task(rank, (rank,), tuple(range(size)), key_part=share) for rank in range(size)
+            )
+        )
         scatter = plan.Send("dK, dV of global tokens", plan.SCATTER, given.key_gradients, pairs)
         return gather, tasks, plan.Round((), (scatter,))

@@ -23,6 +23,7 @@ Sliding windows (DistFlashAttn, Appendix D): if the shards are runs of tokens in
 visits only the ranks within the window's reach: `reach` hops onwards if causal, otherwise `reach` hops either way. Global
 tokens beyond it are replicated (`replica.py`). If other arrays ride along, all blocks visit all ranks, because those have to.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -59,7 +60,9 @@ class _Routes:
     halved: bool = False
 
     @classmethod
-    def choose(cls, ranks: Ranks, mask: Mask, tokens: int, bidirectional: bool, ordered: bool) -> _Routes:
+    def choose(
+        cls, ranks: Ranks, mask: Mask, tokens: int, bidirectional: bool, ordered: bool
+    ) -> _Routes:
         reach = mask.reach(tokens, ranks.size) if ordered else ranks.size - 1
         if mask.causal and reach < ranks.size - 1:
             return cls(ranks, (1,), reach)
@@ -71,7 +74,9 @@ class _Routes:
 
     def divide(self, block):
         """The part of this rank's own block for each direction."""
-        return _split(block, _length(block) // 2) if self.halved else (block,) * len(self.directions)
+        return (
+            _split(block, _length(block) // 2) if self.halved else (block,) * len(self.directions)
+        )
 
     def split(self, gradients, own: bool):
         """The gradients that follow each part: of the joined parts, or (own) of this rank's own block."""
@@ -87,11 +92,16 @@ class _Routes:
 
     def send(self, parts):
         """Each part, one hop in its direction."""
-        return tuple(self.ranks.shift(part, step) for part, step in zip(parts, self.directions, strict=False))
+        return tuple(
+            self.ranks.shift(part, step) for part, step in zip(parts, self.directions, strict=False)
+        )
 
     def send_home(self, parts):
         """Each part from where it ends to its owner."""
-        return tuple(self.ranks.shift(part, -step * self.hops) for part, step in zip(parts, self.directions, strict=False))
+        return tuple(
+            self.ranks.shift(part, -step * self.hops)
+            for part, step in zip(parts, self.directions, strict=False)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,30 +118,51 @@ class Ring(Schedule):
     ordered: bool = False
     can_gather_along: ClassVar[bool] = True
 
-    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+    def forward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, context: Context
+    ) -> AttentionPartial:
         return self.forward_and_gather(kernel, queries, keys, None, context)[0]
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
+    def backward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context
+    ) -> Gradients:
         return self.backward_and_exchange(kernel, queries, keys, saved, Payload(), context)[0]
 
-    def forward_and_gather(self, kernel: Kernel, queries: Queries, keys: Keys, shard, context: Context):
+    def forward_and_gather(
+        self, kernel: Kernel, queries: Queries, keys: Keys, shard, context: Context
+    ):
         """As of Schedule: `shard` travels with K and V."""
-        routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides=shard is not None)
+        routes, replica = self._routes(
+            context.ranks, context.mask, keys.k.shape[1], rides=shard is not None
+        )
         own = keys.stacked()
         replicated = replica.gather(own) if replica else None
 
         def visit(partial, parts):
             if partial is None:
                 return kernel.extend(None, queries, own, **context.scores), (), ()
-            return self._joined(kernel, parts).extend(partial, queries, _concatenate(parts), **context.scores), (), ()
+            return (
+                self._joined(kernel, parts).extend(
+                    partial, queries, _concatenate(parts), **context.scores
+                ),
+                (),
+                (),
+            )
 
         partial, _, gathered, _ = _ring_pass(routes, own, visit, Payload(shard))
         if replicated:
             partial = kernel.extend(partial, queries, replicated, **context.scores)
         return partial, gathered
 
-    def backward_and_exchange(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, payload: Payload,
-                              context: Context):
+    def backward_and_exchange(
+        self,
+        kernel: Kernel,
+        queries: Queries,
+        keys: Keys,
+        saved: BackwardInputs,
+        payload: Payload,
+        context: Context,
+    ):
         """As of Schedule: the shares are summed on their way one hop behind the block, with dK and dV."""
         rides = payload.shard is not None or payload.shares is not None
         routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides)
@@ -142,7 +173,9 @@ class Ring(Schedule):
             if dq is None:
                 dq, dkv = kernel.gradients(None, queries, own, saved, **context.scores)
                 return dq, routes.split(dkv, own=True), ()
-            dq, dkv = self._joined(kernel, parts).gradients(dq, queries, _concatenate(parts), saved, **context.scores)
+            dq, dkv = self._joined(kernel, parts).gradients(
+                dq, queries, _concatenate(parts), saved, **context.scores
+            )
             return dq, routes.split(dkv, own=False), ()
 
         dq, dkv, gathered, share = _ring_pass(routes, own, visit, payload)
@@ -156,13 +189,21 @@ class Ring(Schedule):
         """The kernel for the parts of several ranks in one block: only of ordered shards the first may be the later tokens."""
         return kernel.over_shards(1, len(parts)) if self.ordered else kernel
 
-    def _routes(self, ranks: Ranks, mask: Mask, tokens: int, rides: bool = False) -> tuple[_Routes, Replica | None]:
+    def _routes(
+        self, ranks: Ranks, mask: Mask, tokens: int, rides: bool = False
+    ) -> tuple[_Routes, Replica | None]:
         """The routes of blocks, and of global tokens where blocks do not visit all ranks."""
         routes = _Routes.choose(ranks, mask, tokens, self.bidirectional, self.ordered)
         if routes.hops == ranks.size - 1 or not (rides or mask.global_tokens):
             return routes, None
-        replica = None if rides else Replica.choose(ranks, mask, tokens, routes.hops, routes.directions)
-        return (routes, replica) if replica else (_Routes.choose(ranks, mask, tokens, self.bidirectional, False), None)
+        replica = (
+            None if rides else Replica.choose(ranks, mask, tokens, routes.hops, routes.directions)
+        )
+        return (
+            (routes, replica)
+            if replica
+            else (_Routes.choose(ranks, mask, tokens, self.bidirectional, False), None)
+        )
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         routes, replica = self._routes(Ranks("", size), mask, block.tokens)
@@ -172,22 +213,37 @@ class Ring(Schedule):
         travel = list(zip(routes.directions, parts, strict=False))
 
         def send(name, nbytes, hops=1):
-            return tuple(plan.Send(name, plan.PERMUTE, nbytes(part), plan.shift(size, step * hops)) for step, part in travel)
+            return tuple(
+                plan.Send(name, plan.PERMUTE, nbytes(part), plan.shift(size, step * hops))
+                for step, part in travel
+            )
 
         def tasks(i):
             for rank in range(size):
                 owners = [(rank - step * i) % size for step in routes.directions]
                 if i and routes.halved:
-                    yield from (plan.Task(rank, (rank,), (owner,), key_part=(half, 2)) for half, owner in enumerate(owners))
+                    yield from (
+                        plan.Task(rank, (rank,), (owner,), key_part=(half, 2))
+                        for half, owner in enumerate(owners)
+                    )
                 else:
                     yield plan.Task(rank, (rank,), tuple(owners if i else (rank,)))
 
         keys = send("K, V", lambda part: part.keys) + send("coordinates", lambda part: part.coords)
         gradients = send("dK, dV", lambda part: part.key_gradients)
         rounds = range(routes.hops + 1)
-        forward = tuple(plan.Round(tuple(tasks(i)), keys if i < routes.hops else ()) for i in rounds)
-        backward = tuple(each._replace(sends=each.sends + (gradients if i else ())) for i, each in enumerate(forward))
-        home = send("dK, dV home", lambda part: part.key_gradients, -routes.hops) if routes.hops else ()
+        forward = tuple(
+            plan.Round(tuple(tasks(i)), keys if i < routes.hops else ()) for i in rounds
+        )
+        backward = tuple(
+            each._replace(sends=each.sends + (gradients if i else ()))
+            for i, each in enumerate(forward)
+        )
+        home = (
+            send("dK, dV home", lambda part: part.key_gradients, -routes.hops)
+            if routes.hops
+            else ()
+        )
         backward = (*backward, plan.Round((), home))
         if replica:
             gather, calls, scatter = replica.plan(block)
@@ -206,7 +262,9 @@ def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
     """
     shard, shares = payload
     if shard is None and shares is None:
-        carry, returned, _ = ring_pass(routes.divide(own), routes.hops, routes.send, routes.send_home, visit)
+        carry, returned, _ = ring_pass(
+            routes.divide(own), routes.hops, routes.send, routes.send_home, visit
+        )
         return carry, returned, None, None
     ranks, direction = routes.ranks, routes.directions[0]
     empty = jax.tree.map(lambda x: jnp.zeros((ranks.size, *x.shape), x.dtype), shard)
@@ -214,8 +272,12 @@ def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
     def visit_with_payload(carry, block):
         parts, shard = block
         carry, gathered, owner = (None, empty, ranks.index()) if carry is None else carry
-        gathered = jax.tree.map(lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, owner, 0), gathered, shard)
-        share = jax.tree.map(lambda rows: lax.dynamic_index_in_dim(rows, owner, 0, keepdims=False), shares)
+        gathered = jax.tree.map(
+            lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, owner, 0), gathered, shard
+        )
+        share = jax.tree.map(
+            lambda rows: lax.dynamic_index_in_dim(rows, owner, 0, keepdims=False), shares
+        )
         # Before the kernels: behind them the compilers think that these take long enough to hide a transfer.
         parts, gathered, share = lax.optimization_barrier((parts, gathered, share))
         carry, contribution, output = visit(carry, parts)
@@ -225,10 +287,13 @@ def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
         return routes.send(block[0]), ranks.shift(block[1], direction)
 
     def send_home(contribution):
-        return routes.send_home(contribution[0]), ranks.shift(contribution[1], -direction * routes.hops)
+        return routes.send_home(contribution[0]), ranks.shift(
+            contribution[1], -direction * routes.hops
+        )
 
     (carry, gathered, _), (returned, share), _ = ring_pass(
-        (routes.divide(own), shard), routes.hops, send, send_home, visit_with_payload)
+        (routes.divide(own), shard), routes.hops, send, send_home, visit_with_payload
+    )
     return carry, returned, gathered, share
 
 
@@ -244,6 +309,7 @@ def _length(tree) -> int:
 
 def _split(tree, length: int):
     """Two trees: the first `length` tokens, and the others."""
+
     def tokens(start, stop):
         return jax.tree.map(lambda x: lax.slice_in_dim(x, start, stop, axis=_token_axis(x)), tree)
 
@@ -252,4 +318,8 @@ def _split(tree, length: int):
 
 def _concatenate(parts):
     """The parts that a rank has at a time, as one block of keys."""
-    return jax.tree.map(lambda *x: jnp.concatenate(x, _token_axis(x[0])), *parts) if len(parts) > 1 else parts[0]
+    return (
+        jax.tree.map(lambda *x: jnp.concatenate(x, _token_axis(x[0])), *parts)
+        if len(parts) > 1
+        else parts[0]
+    )

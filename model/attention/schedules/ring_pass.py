@@ -6,6 +6,7 @@ nothing. The contribution to the block's owner (dK and dV, or a partial output) 
 and that round's own contribution is added to it afterwards, so that no transfer waits for the kernel that has just started.
 The first and the last round are peeled and the others are a scan: the compiled text does not grow with the number of ranks.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,8 +33,15 @@ class RingPass(NamedTuple):
     outputs: Any
 
 
-def ring_pass(block, hops: int, send: Callable, send_home: Callable, visit: Callable, carry=None,
-              last_visit: Callable | None = None) -> RingPass:
+def ring_pass(
+    block,
+    hops: int,
+    send: Callable,
+    send_home: Callable,
+    visit: Callable,
+    carry=None,
+    last_visit: Callable | None = None,
+) -> RingPass:
     """Passes a block on `hops` times, which makes `hops` + 1 rounds; the first is with this rank's own block.
 
     Args:
@@ -61,19 +69,24 @@ def ring_pass(block, hops: int, send: Callable, send_home: Callable, visit: Call
         incoming, arriving = send(block), send(contribution)
         carry, contribution, output = visit(carry, block)
         # Before the sum: the compilers think that it takes long enough to hide a transfer, and would start one only then.
-        carry, contribution, arriving, incoming = lax.optimization_barrier((carry, contribution, arriving, incoming))
+        carry, contribution, arriving, incoming = lax.optimization_barrier(
+            (carry, contribution, arriving, incoming)
+        )
         return (carry, add(arriving, contribution), incoming), output
 
     (carry, contribution, block), outputs = lax.scan(one_round, state, None, length=hops - 1)
     arriving = send(contribution)
     carry, contribution, last_output = last_visit(carry, block)
     carry, contribution, arriving = lax.optimization_barrier((carry, contribution, arriving))
-    outputs = jax.tree.map(lambda a, b, c: jnp.concatenate([a[None], b, c[None]]), first_output, outputs, last_output)
+    outputs = jax.tree.map(
+        lambda a, b, c: jnp.concatenate([a[None], b, c[None]]), first_output, outputs, last_output
+    )
     return RingPass(carry, send_home(add(arriving, contribution)), outputs)
 
 
 def add(a, b):
     """The sum of two trees, leaf by leaf: partial results of attention are merged, arrays are added, None adds nothing."""
+
     def add_leaf(a, b):
         if b is None:
             return a

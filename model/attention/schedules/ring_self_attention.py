@@ -8,6 +8,7 @@ again from lse: K (with coordinates), V and K go round, and dV and dK in float32
 
 The kernel is not used: the scores are plain matrix products in float32, as in the paper.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -32,9 +33,13 @@ from .schedule import Context, Schedule
 class RingSelfAttention(Schedule):
     """The scores of all keys on each rank."""
 
-    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+    def forward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, context: Context
+    ) -> AttentionPartial:
         q, k, v, ranks = queries.q, keys.k, keys.v, context.ranks
-        scores = _all_scores(group_heads(q, k.shape[2]), queries.coords, keys, context, kernel.softcap)
+        scores = _all_scores(
+            group_heads(q, k.shape[2]), queries.coords, keys, context, kernel.softcap
+        )
         highest = scores.max((0, -1), keepdims=True)
         weights = jnp.exp(scores - jnp.where(jnp.isneginf(highest), 0.0, highest))
         total = weights.sum((0, -1), keepdims=True)
@@ -51,7 +56,9 @@ class RingSelfAttention(Schedule):
         lse = jnp.where(total == 0, -jnp.inf, highest + jnp.log(nonzero))[0]
         return AttentionPartial(out.reshape(q.shape), lse.reshape(batch, heads, length))
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
+    def backward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context
+    ) -> Gradients:
         q, k, v, ranks, scale = queries.q, keys.k, keys.v, context.ranks, context.scale
         batch, length = q.shape[:2]
         grouped, dout = group_heads(q, k.shape[2]), group_heads(saved.dout, k.shape[2])
@@ -62,7 +69,11 @@ class RingSelfAttention(Schedule):
         def visit_values(i, v):
             dweights = _product("bhgqd,bkhd->bhgqk", dout, v)
             dv = _product("bhgqk,bhgqd->bkhd", weights[i], dout)
-            return i + 1, dv, with_slope(weights[i] * (dweights - delta), scores[i], kernel.softcap) * scale
+            return (
+                i + 1,
+                dv,
+                with_slope(weights[i] * (dweights - delta), scores[i], kernel.softcap) * scale,
+            )
 
         _, dv, dscores = ring_pass(v, ranks.size - 1, ranks.shift, ranks.shift, visit_values, 0)
 
@@ -72,7 +83,9 @@ class RingSelfAttention(Schedule):
             return (i + 1, dq + _product("bhgqk,bkhd->bqhgd", dscores[i], k)), dk, ()
 
         zero = jnp.zeros((batch, length, *grouped.shape[1:3], grouped.shape[-1]), jnp.float32)
-        (_, dq), dk, _ = ring_pass(k, ranks.size - 1, ranks.shift, ranks.shift, visit_keys, (0, zero))
+        (_, dq), dk, _ = ring_pass(
+            k, ranks.size - 1, ranks.shift, ranks.shift, visit_keys, (0, zero)
+        )
         return Gradients(dq.reshape(q.shape), dk, dv)
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
@@ -85,11 +98,15 @@ class RingSelfAttention(Schedule):
 
         def rounds(products, sends, follows=(), first=True):
             for i in range(size):
-                tasks = tuple(plan.Task(rank, (rank,), ((rank - i) % size,), products=products, dense=True)
-                              for rank in range(size))
+                tasks = tuple(
+                    plan.Task(rank, (rank,), ((rank - i) % size,), products=products, dense=True)
+                    for rank in range(size)
+                )
                 passed_on = sends if i < size - 1 and (i or first) else ()
                 yield plan.Round(tasks, (*passed_on, *(follows if i else ())))
-            yield plan.Round((), tuple(send._replace(arrays=f"{send.arrays} home") for send in follows))
+            yield plan.Round(
+                (), tuple(send._replace(arrays=f"{send.arrays} home") for send in follows)
+            )
 
         keys, values = send("K", block.keys // 2), send("V", block.keys // 2)
         dk, dv = send("dK", block.key_gradients // 2), send("dV", block.key_gradients // 2)
@@ -97,12 +114,23 @@ class RingSelfAttention(Schedule):
         # The first hop of K's second pass is the same transfer as that of its first pass: compilers merge the two.
         return plan.Plan(
             (*rounds((1, 2), with_keys), *rounds((1, 2), [values])),
-            (*rounds((1, 5), with_keys), *rounds((2, 5), [values], [dv]), *rounds((2, 5), [keys], [dk], first=False)))
+            (
+                *rounds((1, 5), with_keys),
+                *rounds((2, 5), [values], [dv]),
+                *rounds((2, 5), [keys], [dk], first=False),
+            ),
+        )
 
 
-def _all_scores(q: Float[Array, "B Hkv G T D"], coords: TokenCoords, keys: Keys, context: Context,
-                softcap: float | None) -> Float[Array, "P B Hkv G T T"]:
+def _all_scores(
+    q: Float[Array, "B Hkv G T D"],
+    coords: TokenCoords,
+    keys: Keys,
+    context: Context,
+    softcap: float | None,
+) -> Float[Array, "P B Hkv G T T"]:
     """Scores of the grouped queries `q` against every rank's keys, in the order in which they arrive; hidden ones are -inf."""
+
     def visit(carry, block):
         k, kv_coords = block
         seen = visible(coords, kv_coords, context.mask)[:, None, None]

@@ -1,4 +1,5 @@
 """The contract of schedules: which ranks compute which blocks of attention in which round, and what travels between them."""
+
 from __future__ import annotations
 
 import abc
@@ -18,7 +19,10 @@ from .ranks import Ranks
 # The declared type of an option -> whether a value is of it, and how a message says what is needed. (A bool is an int.)
 OPTION_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "int": (lambda value: type(value) is int and value >= 0, "a whole number; 0 leaves it to the schedule"),
+    "int": (
+        lambda value: type(value) is int and value >= 0,
+        "a whole number; 0 leaves it to the schedule",
+    ),
     "Schedule": (lambda value: isinstance(value, Schedule), "a schedule"),
 }
 
@@ -80,11 +84,15 @@ class Schedule(abc.ABC):
                 raise ValueError(f"{self._option(option.name)}: found {value!r}; needs {needed}")
 
     @abc.abstractmethod
-    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+    def forward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, context: Context
+    ) -> AttentionPartial:
         """Attention of this rank's queries over the keys of all ranks, float32."""
 
     @abc.abstractmethod
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
+    def backward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context
+    ) -> Gradients:
         """The gradients of this rank's queries, and of its keys and values from the queries of all ranks, float32."""
 
     @abc.abstractmethod
@@ -94,13 +102,21 @@ class Schedule(abc.ABC):
         The mask matters where a window lets a schedule leave ranks out.
         """
 
-    def forward_and_gather(self, kernel: Kernel, queries: Queries, keys: Keys, shard: PyTree[Array],
-                           context: Context) -> tuple[AttentionPartial, PyTree[Array]]:
+    def forward_and_gather(
+        self, kernel: Kernel, queries: Queries, keys: Keys, shard: PyTree[Array], context: Context
+    ) -> tuple[AttentionPartial, PyTree[Array]]:
         """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] behind the same kernels."""
         raise NotImplementedError(f"{type(self).__name__} gathers no other arrays")
 
-    def backward_and_exchange(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, payload: Payload,
-                              context: Context) -> tuple[Gradients, PyTree[Array] | None, PyTree[Array] | None]:
+    def backward_and_exchange(
+        self,
+        kernel: Kernel,
+        queries: Queries,
+        keys: Keys,
+        saved: BackwardInputs,
+        payload: Payload,
+        context: Context,
+    ) -> tuple[Gradients, PyTree[Array] | None, PyTree[Array] | None]:
         """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`.
 
         Returns:
@@ -120,7 +136,9 @@ class Schedule(abc.ABC):
         value = getattr(self, option)
         if value and size % value:
             divisors = [n for n in range(1, size + 1) if size % n == 0]
-            raise ValueError(f"{self._option(option)}: {value} does not divide {size} sequence shards; those do: {divisors}")
+            raise ValueError(
+                f"{self._option(option)}: {value} does not divide {size} sequence shards; those do: {divisors}"
+            )
 
     def _option(self, name: str) -> str:
         """An option as a recipe names it."""

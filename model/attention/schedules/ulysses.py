@@ -8,6 +8,7 @@ Parallelism (USP).
 If there are fewer key heads than ranks, they are replicated before they travel, just as often as the ranks' query heads need.
 If the degree does not divide the query heads, they are padded with heads of zeros.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -81,29 +82,46 @@ class Ulysses(Schedule):
         outer, line = ranks.split(self.degree or ranks.size)
         return line, outer, self.inner if outer.size > 1 else Local()
 
-    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+    def forward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, context: Context
+    ) -> AttentionPartial:
         line, outer, inner = self._lines(context.ranks)
         heads = _HeadSplit.create(queries.q.shape[2], keys.k.shape[2], line.size)
         blocks = _exchange_heads(line, heads, queries, keys)
-        partial = inner.forward(kernel.over_shards(line.size, line.size), *blocks, dataclasses.replace(context, ranks=outer))
+        partial = inner.forward(
+            kernel.over_shards(line.size, line.size),
+            *blocks,
+            dataclasses.replace(context, ranks=outer),
+        )
         # Sent in the queries' dtype, to which the caller rounds anyway.
         out = line.exchange(partial.out.astype(queries.q.dtype), 1, 2)[:, :, : heads.query_heads]
         lse = line.exchange(partial.lse, 2, 1)[:, : heads.query_heads]
         return AttentionPartial(out.astype(jnp.float32), lse)
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
+    def backward(
+        self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context
+    ) -> Gradients:
         line, outer, inner = self._lines(context.ranks)
         kv_heads = keys.k.shape[2]
         heads = _HeadSplit.create(queries.q.shape[2], kv_heads, line.size)
         q, k, v = _exchange_qkv(line, heads, queries.q, keys.k, keys.v)
         dout = line.exchange(heads.pad(saved.dout, line.size, 2), 2, 1)
-        lse, delta = (line.exchange(heads.pad(x, line.size, 1), 1, 2) for x in (saved.lse, saved.delta))
+        lse, delta = (
+            line.exchange(heads.pad(x, line.size, 1), 1, 2) for x in (saved.lse, saved.delta)
+        )
         q_coords, kv_coords = _gather_coords(line, queries.coords, keys.coords)
-        dq, dk, dv = inner.backward(kernel.over_shards(line.size, line.size), Queries(q, q_coords), Keys(k, v, kv_coords),
-                                    BackwardInputs(dout, lse, delta), dataclasses.replace(context, ranks=outer))
+        dq, dk, dv = inner.backward(
+            kernel.over_shards(line.size, line.size),
+            Queries(q, q_coords),
+            Keys(k, v, kv_coords),
+            BackwardInputs(dout, lse, delta),
+            dataclasses.replace(context, ranks=outer),
+        )
         dq = line.exchange(dq, 1, 2)[:, :, : heads.query_heads]
         dkv = line.exchange(jnp.stack([dk, dv]), 2, 3)
-        if heads.key_heads.size != kv_heads:  # sums of slices: a scatter-add would stay a scatter on TPUs
+        if (
+            heads.key_heads.size != kv_heads
+        ):  # sums of slices: a scatter-add would stay a scatter on TPUs
             ends = np.searchsorted(heads.key_heads, np.arange(kv_heads + 1))
             dkv = jnp.stack([dkv[:, :, :, i:j].sum(3) for i, j in itertools.pairwise(ends)], 3)
         return Gradients(dq, *dkv)
@@ -112,26 +130,47 @@ class Ulysses(Schedule):
         line, outer, inner = self._lines(Ranks("", size))
         degree = line.size
         heads = _HeadSplit.create(block.query_heads, block.kv_heads, degree)
-        exchanged = dataclasses.replace(block, tokens=block.tokens * degree, query_heads=heads.local_heads,
-                                        kv_heads=heads.key_heads.size // degree)
+        exchanged = dataclasses.replace(
+            block,
+            tokens=block.tokens * degree,
+            query_heads=heads.local_heads,
+            kv_heads=heads.key_heads.size // degree,
+        )
         # Before the exchange, padded and replicated, a rank's block has as many bytes; one part in `degree` goes to each rank.
         pairs = plan.everyone(plan.lines(size, degree)[1])
 
         def exchange(name, nbytes):
             return plan.Send(name, plan.EXCHANGE, nbytes / degree, pairs)
 
-        inputs = (exchange("Q", exchanged.queries), exchange("K, V", exchanged.keys),
-                  plan.Send("coordinates", plan.GATHER, block.coords, pairs))
-        saved = (exchange("dout", exchanged.queries), exchange("lse, delta", 2 * exchanged.statistics))
+        inputs = (
+            exchange("Q", exchanged.queries),
+            exchange("K, V", exchanged.keys),
+            plan.Send("coordinates", plan.GATHER, block.coords, pairs),
+        )
+        saved = (
+            exchange("dout", exchanged.queries),
+            exchange("lse, delta", 2 * exchanged.statistics),
+        )
         outputs = (exchange("out", exchanged.queries), exchange("lse", exchanged.statistics))
         gradients = (exchange("dQ", exchanged.out), exchange("dK, dV", exchanged.key_gradients))
         attention = inner.plan(outer.size, exchanged, mask)
         return plan.Plan(
-            (plan.Round((), inputs), *plan.side_by_side(attention.forward, degree), plan.Round((), outputs)),
-            (plan.Round((), inputs + saved), *plan.side_by_side(attention.backward, degree), plan.Round((), gradients)))
+            (
+                plan.Round((), inputs),
+                *plan.side_by_side(attention.forward, degree),
+                plan.Round((), outputs),
+            ),
+            (
+                plan.Round((), inputs + saved),
+                *plan.side_by_side(attention.backward, degree),
+                plan.Round((), gradients),
+            ),
+        )
 
 
-def _exchange_heads(line: Ranks, heads: _HeadSplit, queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
+def _exchange_heads(
+    line: Ranks, heads: _HeadSplit, queries: Queries, keys: Keys
+) -> tuple[Queries, Keys]:
     """The line's tokens with this rank's share of the heads, from this rank's tokens with all heads."""
     q, k, v = _exchange_qkv(line, heads, queries.q, keys.k, keys.v)
     q_coords, kv_coords = _gather_coords(line, queries.coords, keys.coords)
@@ -146,6 +185,10 @@ def _exchange_qkv(line: Ranks, heads: _HeadSplit, q, k, v):
     return q, *line.exchange(kv, 3, 2)
 
 
-def _gather_coords(line: Ranks, q_coords: TokenCoords, kv_coords: TokenCoords) -> tuple[TokenCoords, TokenCoords]:
+def _gather_coords(
+    line: Ranks, q_coords: TokenCoords, kv_coords: TokenCoords
+) -> tuple[TokenCoords, TokenCoords]:
     gathered = TokenCoords(*line.gather(tuple(q_coords), 1))
-    return gathered, gathered if kv_coords is q_coords else TokenCoords(*line.gather(tuple(kv_coords), 1))
+    return gathered, gathered if kv_coords is q_coords else TokenCoords(
+        *line.gather(tuple(kv_coords), 1)
+    )

@@ -3,6 +3,7 @@
 Each prediction is computed by planning.costs. Rows that a constant bears on which was set after they had been seen say which
 (`Row.afterwards`). Misses are printed with their size and the likely reason.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,7 +30,11 @@ def _set_afterwards(row: Row) -> str:
     """The constants that were set after a row had been seen, where they bear on it; "" where none does."""
     if row.source == "Attention2D":
         return "flow and uplink of both Ethernets (planning/costs/hardware.py)"
-    if row.source != "DistFlashAttn" or row.table in _WITHOUT_PARTIALS or "expected speed-up" in row.label:
+    if (
+        row.source != "DistFlashAttn"
+        or row.table in _WITHOUT_PARTIALS
+        or "expected speed-up" in row.label
+    ):
         return ""
     partials = "partial results in float16"
     if row.table == "Table 3" and "DistFlashAttn" not in row.label:

@@ -1,4 +1,5 @@
 """DistFlashAttn: Figures 4 and 5, Appendix C, Tables 1, 3, 4, 5."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,8 +30,16 @@ SCORE_PASSES = 10 + 10 + 15
 
 def distflashattn() -> list[Row]:
     """Returns the rows of DistFlashAttn: Figures 4 and 5, Appendix C, Tables 1, 3, 4, 5."""
-    return [*_distflash_figure_5(), *_distflash_idle(), *_distflash_overhead(), *_distflash_volume(), *_distflash_table_1(),
-            *_distflash_table_3(), *_distflash_table_4(), *_distflash_remat()]
+    return [
+        *_distflash_figure_5(),
+        *_distflash_idle(),
+        *_distflash_overhead(),
+        *_distflash_volume(),
+        *_distflash_table_1(),
+        *_distflash_table_3(),
+        *_distflash_table_4(),
+        *_distflash_remat(),
+    ]
 
 
 def _dgx(nodes: int):
@@ -42,23 +51,51 @@ def _distflash(model: str, nodes: int, length: int, **changes) -> TrainingStep:
     """Returns a step of DistFlashAttn; `changes` are other fields of `training_step`."""
     # Partial results travel as the float16 in which its published code stores them (LightSeq, lightseq_async_attn.py). Set
     # after the paper's rows had been seen: the first choice was float32.
-    return training_step(Sizes.of(LlamaConfig.preset(model)), _dgx(nodes), length, sequence=8 * nodes,
-                         **{"schedule": "balanced", "layout": "contiguous", "partial": 2, **changes})
+    return training_step(
+        Sizes.of(LlamaConfig.preset(model)),
+        _dgx(nodes),
+        length,
+        sequence=8 * nodes,
+        **{"schedule": "balanced", "layout": "contiguous", "partial": 2, **changes},
+    )
 
 
 def _distflash_figure_5() -> list[Row]:
     rows = []
-    counts = tile_counts(8, 1, 1, "contiguous")  # a diagonal block counts as a whole one, as in the paper
+    counts = tile_counts(
+        8, 1, 1, "contiguous"
+    )  # a diagonal block counts as a whole one, as in the paper
     for schedule, (expected, measured) in paper.DISTFLASH_FIGURE_5.items():
         forward, _ = rounds(schedule, 8, "contiguous", Block(1, 1, 1, 1, 2), (1, 1))
         counted = counts.sum() / sum(planned.tiles.max() for planned in forward)
-        rows.append(Row("DistFlashAttn", "Section 4.6", f"{schedule}: expected speed-up, 8 GPUs", expected, counted, digits=1))
+        rows.append(
+            Row(
+                "DistFlashAttn",
+                "Section 4.6",
+                f"{schedule}: expected speed-up, 8 GPUs",
+                expected,
+                counted,
+                digits=1,
+            )
+        )
         job = _distflash("llama-7b", 1, 256 * THOUSAND, schedule=schedule)
         alone = dataclasses.replace(job, sequence=1)
         ratio = estimate(alone).attention_forward.seconds / estimate(job).attention_forward.seconds
-        reason = "; the paper's own count allows 7.2: its one GPU was slow" if measured > expected else ", whole in the paper"
-        rows.append(Row("DistFlashAttn", "Figure 5", f"{schedule}: measured speed-up at 256K", measured, ratio,
-                        note=f"diagonal blocks at their real half{reason}"))
+        reason = (
+            "; the paper's own count allows 7.2: its one GPU was slow"
+            if measured > expected
+            else ", whole in the paper"
+        )
+        rows.append(
+            Row(
+                "DistFlashAttn",
+                "Figure 5",
+                f"{schedule}: measured speed-up at 256K",
+                measured,
+                ratio,
+                note=f"diagonal blocks at their real half{reason}",
+            )
+        )
     return rows
 
 
@@ -69,33 +106,77 @@ def _distflash_idle() -> list[Row]:
         work = sum(planned.tiles.sum() for planned in forward)
         idle = 1 - work / (ranks * sum(planned.tiles.max() for planned in forward))
         printed = 1 / (2 * ranks) if ranks % 2 == 0 else 0.0
-        rows.append(Row("DistFlashAttn", "Equation 2", f"idle share, P = {ranks}", printed, idle,
-                        note="1/(P + 2) by Figure 1 itself: 4 idle of 8 x 5" if ranks % 2 == 0 else ""))
+        rows.append(
+            Row(
+                "DistFlashAttn",
+                "Equation 2",
+                f"idle share, P = {ranks}",
+                printed,
+                idle,
+                note="1/(P + 2) by Figure 1 itself: 4 idle of 8 x 5" if ranks % 2 == 0 else "",
+            )
+        )
     return rows
 
 
 def _distflash_overhead() -> list[Row]:
-    kernel = estimate(training_step(Sizes.of(LlamaConfig.preset("llama-7b")), HARDWARE["a100-nvlink"], 64 * THOUSAND))
-    rows = [Row("DistFlashAttn", "Section 3.3", "attention forward of a layer, 64K on one A100, s",
-                paper.DISTFLASH_FIGURE_4_SECONDS, kernel.attention_forward.seconds,
-                note="theirs is a Triton kernel on a 40 GB card; ours FlashAttention-2's best published rate")]
+    kernel = estimate(
+        training_step(
+            Sizes.of(LlamaConfig.preset("llama-7b")), HARDWARE["a100-nvlink"], 64 * THOUSAND
+        )
+    )
+    rows = [
+        Row(
+            "DistFlashAttn",
+            "Section 3.3",
+            "attention forward of a layer, 64K on one A100, s",
+            paper.DISTFLASH_FIGURE_4_SECONDS,
+            kernel.attention_forward.seconds,
+            note="theirs is a Triton kernel on a 40 GB card; ours FlashAttention-2's best published rate",
+        )
+    ]
     rate = kernel.attention_forward.seconds / paper.DISTFLASH_FIGURE_4_SECONDS
     for overlap, overheads in paper.DISTFLASH_OVERHEAD.items():
         for length, overhead in overheads.items():
             job = _distflash("llama-7b", 2, length * THOUSAND, overlap=overlap == "overlapped")
-            slow_kernels = dataclasses.replace(job, hardware=dataclasses.replace(
-                job.hardware, attention=rate * job.hardware.attention,
-                attention_backward=rate * job.hardware.attention_backward))
+            slow_kernels = dataclasses.replace(
+                job,
+                hardware=dataclasses.replace(
+                    job.hardware,
+                    attention=rate * job.hardware.attention,
+                    attention_backward=rate * job.hardware.attention_backward,
+                ),
+            )
             for name, part in (("attention forward", "attention_forward"), ("the step", "step")):
-                phase, slower = (getattr(estimate(variant), part) for variant in (job, slow_kernels))
+                phase, slower = (
+                    getattr(estimate(variant), part) for variant in (job, slow_kernels)
+                )
                 label = f"waiting over computing, {overlap}, {length}K on 2 x 8, {name}"
-                rows.append(Row("DistFlashAttn", "Section 4.6", label, overhead, phase.exposed / phase.compute,
-                                note=f"{slower.exposed / slower.compute:.2f} with kernels as slow as section 3.3's; of which "
-                                "part, and at which lengths 8% and 1%, is not said"))
-    apart, together = (estimate(_distflash("llama-7b", 2, 128 * THOUSAND, overlap=overlap)).seconds
-                       for overlap in (False, True))
-    rows.append(Row("DistFlashAttn", "Section 1", "end-to-end speed-up by overlap, 128K on 2 x 8",
-                    paper.DISTFLASH_OVERLAP_SPEEDUP, apart / together, note="the length is not said"))
+                rows.append(
+                    Row(
+                        "DistFlashAttn",
+                        "Section 4.6",
+                        label,
+                        overhead,
+                        phase.exposed / phase.compute,
+                        note=f"{slower.exposed / slower.compute:.2f} with kernels as slow as section 3.3's; of which "
+                        "part, and at which lengths 8% and 1%, is not said",
+                    )
+                )
+    apart, together = (
+        estimate(_distflash("llama-7b", 2, 128 * THOUSAND, overlap=overlap)).seconds
+        for overlap in (False, True)
+    )
+    rows.append(
+        Row(
+            "DistFlashAttn",
+            "Section 1",
+            "end-to-end speed-up by overlap, 128K on 2 x 8",
+            paper.DISTFLASH_OVERLAP_SPEEDUP,
+            apart / together,
+            note="the length is not said",
+        )
+    )
     return rows
 
 
@@ -104,23 +185,44 @@ def _distflash_volume() -> list[Row]:
     for ranks in (16, 256):
         # The paper's own count: K and V of every earlier block, and in the backward dK and dV too; P large.
         pairs = (tile_counts(ranks, 1, 1, "contiguous") > 0).sum() - ranks
-        rows.append(Row("DistFlashAttn", "Appendix C", f"K, V, dK, dV received a worker, P = {ranks}, in N d",
-                        paper.DISTFLASH_VOLUME["DistFlashAttn"], pairs * (2 + 4) / ranks / ranks,
-                        goal=0.01 if ranks > 100 else None, note="3 (P - 1) / P"))
+        rows.append(
+            Row(
+                "DistFlashAttn",
+                "Appendix C",
+                f"K, V, dK, dV received a worker, P = {ranks}, in N d",
+                paper.DISTFLASH_VOLUME["DistFlashAttn"],
+                pairs * (2 + 4) / ranks / ranks,
+                goal=0.01 if ranks > 100 else None,
+                note="3 (P - 1) / P",
+            )
+        )
         # Everything in one precision, as the paper counts; coordinates and lse are ours.
         block = Block(1, 64, 1, 1, 1024, partial=2)
         volume = sum(bytes_received("balanced", "contiguous", ranks, block))
         whole = block.queries * ranks  # N d
-        rows.append(Row("DistFlashAttn", "Appendix C", f"DistFlashAttn with helpers, received a worker, P = {ranks}, in N d",
-                        paper.DISTFLASH_VOLUME["DistFlashAttn"], volume / whole,
-                        note="a helped block costs the backward q, dout and dQ, where K, V, dK, dV are four blocks of d; "
-                        "their code sends out too"))
+        rows.append(
+            Row(
+                "DistFlashAttn",
+                "Appendix C",
+                f"DistFlashAttn with helpers, received a worker, P = {ranks}, in N d",
+                paper.DISTFLASH_VOLUME["DistFlashAttn"],
+                volume / whole,
+                note="a helped block costs the backward q, dout and dQ, where K, V, dK, dV are four blocks of d; "
+                "their code sends out too",
+            )
+        )
         volume = MEGATRON_COLLECTIVES * (ranks - 1) * block.queries / whole
-        rows.append(Row("DistFlashAttn", "Appendix C", f"Megatron-LM, received a worker, P = {ranks}, in N d",
-                        paper.DISTFLASH_VOLUME["Megatron-LM"], volume, note="14 (P - 1) / P"))
+        rows.append(
+            Row(
+                "DistFlashAttn",
+                "Appendix C",
+                f"Megatron-LM, received a worker, P = {ranks}, in N d",
+                paper.DISTFLASH_VOLUME["Megatron-LM"],
+                volume,
+                note="14 (P - 1) / P",
+            )
+        )
     return rows
-
-
 
 
 def megatron_seconds(model: str, nodes: int, length: int) -> float:
@@ -132,24 +234,36 @@ def megatron_seconds(model: str, nodes: int, length: int) -> float:
     hidden = config.hidden_size
     sizes = Sizes.of(config)
     projections = sizes.weights - 3 * hidden * config.intermediate_size
-    weights = sizes.layers * (projections * padded + 3 * hidden * config.intermediate_size) + sizes.head_weights
+    weights = (
+        sizes.layers * (projections * padded + 3 * hidden * config.intermediate_size)
+        + sizes.head_weights
+    )
     matrices = 4 * 2 * weights / ranks * length / (hardware.peak * hardware.matmul)
-    alone = training_step(dataclasses.replace(sizes, query_heads=heads, kv_heads=1), hardware, length)
+    alone = training_step(
+        dataclasses.replace(sizes, query_heads=heads, kv_heads=1), hardware, length
+    )
     kernel = estimate(alone)
-    attention = sizes.layers * (2 * kernel.attention_forward.seconds + kernel.attention_backward.seconds)
+    attention = sizes.layers * (
+        2 * kernel.attention_forward.seconds + kernel.attention_backward.seconds
+    )
     gather = Send("activations", GATHER, length / ranks * hidden * 2, everyone([range(ranks)]))
-    return matrices + attention + sizes.layers * MEGATRON_COLLECTIVES * hardware.network.seconds((gather,), ranks)
-
-
+    return (
+        matrices
+        + attention
+        + sizes.layers * MEGATRON_COLLECTIVES * hardware.network.seconds((gather,), ranks)
+    )
 
 
 def ring_self_attention_seconds(nodes: int, length: int) -> float:
     """Returns the seconds of a step of LLaMA-7B with Ring Self-Attention, whose scores go through memory in bfloat16."""
-    job = _distflash("llama-7b", nodes, length, schedule="ring_self_attention", remat="nothing", overlap=False)
+    job = _distflash(
+        "llama-7b", nodes, length, schedule="ring_self_attention", remat="nothing", overlap=False
+    )
     scores = job.sizes.query_heads * job.tokens * length * 2
-    return estimate(job).seconds + job.sizes.layers * SCORE_PASSES * scores / job.hardware.memory_bandwidth
-
-
+    return (
+        estimate(job).seconds
+        + job.sizes.layers * SCORE_PASSES * scores / job.hardware.memory_bandwidth
+    )
 
 
 def _distflash_table_1() -> list[Row]:
@@ -158,11 +272,35 @@ def _distflash_table_1() -> list[Row]:
         for (nodes, shard), (megatron, ours) in table.items():
             length = shard * THOUSAND * 8 * nodes
             label = f"{model} {nodes} x 8, {shard}K a GPU"
-            slow, fast = megatron_seconds(model, nodes, length), estimate(_distflash(model, nodes, length)).seconds
+            slow, fast = (
+                megatron_seconds(model, nodes, length),
+                estimate(_distflash(model, nodes, length)).seconds,
+            )
             rows += [
-                Row("DistFlashAttn", "Table 1", f"Megatron-LM, {label}, s", megatron, slow, note=SLOWER_KERNELS),
-                Row("DistFlashAttn", "Table 1", f"DistFlashAttn, {label}, s", ours, fast, note=SLOWER_KERNELS),
-                Row("DistFlashAttn", "Table 1", f"speed-up, {label}", megatron / ours, slow / fast, note=BOTH_SIDES),
+                Row(
+                    "DistFlashAttn",
+                    "Table 1",
+                    f"Megatron-LM, {label}, s",
+                    megatron,
+                    slow,
+                    note=SLOWER_KERNELS,
+                ),
+                Row(
+                    "DistFlashAttn",
+                    "Table 1",
+                    f"DistFlashAttn, {label}, s",
+                    ours,
+                    fast,
+                    note=SLOWER_KERNELS,
+                ),
+                Row(
+                    "DistFlashAttn",
+                    "Table 1",
+                    f"speed-up, {label}",
+                    megatron / ours,
+                    slow / fast,
+                    note=BOTH_SIDES,
+                ),
             ]
     return rows
 
@@ -174,10 +312,30 @@ def _distflash_table_3() -> list[Row]:
         dense = ring_self_attention_seconds(nodes, length * THOUSAND)
         ours = estimate(_distflash("llama-7b", nodes, length * THOUSAND)).seconds
         rows += [
-            Row("DistFlashAttn", "Table 3", f"Ring Self-Attention, {label}, s", slow, dense,
-                note="products over a head's 128 as fast as others here; likely a float32 softmax, and dropout"),
-            Row("DistFlashAttn", "Table 3", f"DistFlashAttn, {label}, s", fast, ours, note=SLOWER_KERNELS),
-            Row("DistFlashAttn", "Table 3", f"speed-up, {label}", slow / fast, dense / ours, note=BOTH_SIDES),
+            Row(
+                "DistFlashAttn",
+                "Table 3",
+                f"Ring Self-Attention, {label}, s",
+                slow,
+                dense,
+                note="products over a head's 128 as fast as others here; likely a float32 softmax, and dropout",
+            ),
+            Row(
+                "DistFlashAttn",
+                "Table 3",
+                f"DistFlashAttn, {label}, s",
+                fast,
+                ours,
+                note=SLOWER_KERNELS,
+            ),
+            Row(
+                "DistFlashAttn",
+                "Table 3",
+                f"speed-up, {label}",
+                slow / fast,
+                dense / ours,
+                note=BOTH_SIDES,
+            ),
         ]
     return rows
 
@@ -189,13 +347,37 @@ def _distflash_table_4() -> list[Row]:
         ulysses = _ulysses("llama-7b", nodes, length)
         ours = estimate(_distflash("llama-7b", nodes, length)).seconds
         rows += [
-            Row("DistFlashAttn", "Table 4", f"DeepSpeed-Ulysses, {label}, s", slow, ulysses, note=SLOWER_KERNELS),
-            Row("DistFlashAttn", "Table 4", f"speed-up, {label}", slow / fast, ulysses / ours, note=BOTH_SIDES),
+            Row(
+                "DistFlashAttn",
+                "Table 4",
+                f"DeepSpeed-Ulysses, {label}, s",
+                slow,
+                ulysses,
+                note=SLOWER_KERNELS,
+            ),
+            Row(
+                "DistFlashAttn",
+                "Table 4",
+                f"speed-up, {label}",
+                slow / fast,
+                ulysses / ours,
+                note=BOTH_SIDES,
+            ),
         ]
     length = 32 * THOUSAND * 16
-    speedup = _ulysses("llama-33h", 2, length) / estimate(_distflash("llama-33h", 2, length)).seconds
-    rows.append(Row("DistFlashAttn", "Table 4, section 4.5", "speed-up, llama-33h 2 x 8, 32K a GPU",
-                    paper.DISTFLASH_TABLE_4_33H, speedup, note=BOTH_SIDES))
+    speedup = (
+        _ulysses("llama-33h", 2, length) / estimate(_distflash("llama-33h", 2, length)).seconds
+    )
+    rows.append(
+        Row(
+            "DistFlashAttn",
+            "Table 4, section 4.5",
+            "speed-up, llama-33h 2 x 8, 32K a GPU",
+            paper.DISTFLASH_TABLE_4_33H,
+            speedup,
+            note=BOTH_SIDES,
+        )
+    )
     return rows
 
 
@@ -209,10 +391,20 @@ def _distflash_remat() -> list[Row]:
     for nodes in (1, 2):
         for shard, speedup in paper.DISTFLASH_TABLE_5.items():
             job = _distflash("llama-7b", nodes, shard * THOUSAND * 8 * nodes)
-            ratio = estimate(dataclasses.replace(job, remat="nothing")).seconds / estimate(job).seconds
+            ratio = (
+                estimate(dataclasses.replace(job, remat="nothing")).seconds / estimate(job).seconds
+            )
             forward = 1 / job.hardware.attention
             backward = job.backward_products / FORWARD_PRODUCTS / job.hardware.attention_backward
-            rows.append(Row("DistFlashAttn", "Table 5", f"remat-aware speed-up, {shard}K a GPU, {nodes} x 8", speedup, ratio,
-                            note="the table's body, and with it the number of nodes, is lost; kernels alone can give "
-                            f"{(2 * forward + backward) / (forward + backward):.2f} at these rates, transfers more"))
+            rows.append(
+                Row(
+                    "DistFlashAttn",
+                    "Table 5",
+                    f"remat-aware speed-up, {shard}K a GPU, {nodes} x 8",
+                    speedup,
+                    ratio,
+                    note="the table's body, and with it the number of nodes, is lost; kernels alone can give "
+                    f"{(2 * forward + backward) / (forward + backward):.2f} at these rates, transfers more",
+                )
+            )
     return rows

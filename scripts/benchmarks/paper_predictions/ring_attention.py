@@ -1,4 +1,5 @@
 """Ring Attention: Tables 1 and 2, Appendix C."""
+
 from __future__ import annotations
 
 from model.attention.schedules.plan import Block
@@ -19,15 +20,29 @@ def _ring_table_1() -> list[Row]:
     # Six blocks of c x h: queries, keys and values, arriving keys and values, output.
     block = Block(b, c, n, n, h // n)
     ring = block.queries + 2 * block.keys + block.queries
-    values = {"2bhs^2": (2 * b * h * s * s, 2 * b * n * s * s, "the scores are n s^2, not h s^2"),
-              "8bsh": (8 * b * s * h, 4 * output, "a feed-forward four times as wide"),
-              "2bsh": (2 * b * s * h, output, ""),
-              "6bch": (6 * b * c * h, ring, "six blocks are 6bch numbers, 12bch bytes; activation_memory.py")}
+    values = {
+        "2bhs^2": (2 * b * h * s * s, 2 * b * n * s * s, "the scores are n s^2, not h s^2"),
+        "8bsh": (8 * b * s * h, 4 * output, "a feed-forward four times as wide"),
+        "2bsh": (2 * b * s * h, output, ""),
+        "6bch": (
+            6 * b * c * h,
+            ring,
+            "six blocks are 6bch numbers, 12bch bytes; activation_memory.py",
+        ),
+    }
     rows = []
     for name, formula in paper.RING_TABLE_1.items():
         printed, predicted, reason = values[formula]
-        rows.append(Row("Ring Attention", "Table 1", f"{name}: {formula}", float(printed), float(predicted),
-                        note="; ".join(filter(None, (shape, reason)))))
+        rows.append(
+            Row(
+                "Ring Attention",
+                "Table 1",
+                f"{name}: {formula}",
+                float(printed),
+                float(predicted),
+                note="; ".join(filter(None, (shape, reason))),
+            )
+        )
     return rows
 
 
@@ -36,23 +51,69 @@ def _ring_table_2() -> list[Row]:
     for name, (tflops, bandwidth, tokens, length) in paper.RING_TABLE_2.items():
         # A round of c queries and c keys computes 4 d c^2 FLOPs and sends K and V, 4 c d bytes: equally long at c = F / B.
         least = tflops * 1e12 / (bandwidth * 1e9) / 1e3
-        rows.append(Row("Ring Attention", "Table 2", f"{name}: minimal block, thousands", tokens, least,
-                        digits=1 if tokens < 10 else None, goal=0.01,
-                        note="" if tokens < 10 else "24.96; printed 24.8, of which 6 x is not its own 149.6"))
-        rows.append(Row("Ring Attention", "Table 2", f"{name}: minimal sequence, thousands", length, 6 * least, goal=0.01))
+        rows.append(
+            Row(
+                "Ring Attention",
+                "Table 2",
+                f"{name}: minimal block, thousands",
+                tokens,
+                least,
+                digits=1 if tokens < 10 else None,
+                goal=0.01,
+                note=""
+                if tokens < 10
+                else "24.96; printed 24.8, of which 6 x is not its own 149.6",
+            )
+        )
+        rows.append(
+            Row(
+                "Ring Attention",
+                "Table 2",
+                f"{name}: minimal sequence, thousands",
+                length,
+                6 * least,
+                goal=0.01,
+            )
+        )
     return rows
 
 
 def _ring_appendix_c() -> list[Row]:
     name, longer, ratio = paper.RING_FIGURE_5_RATIO
-    rows = [Row("Ring Attention", "Appendix C, text", f"{name}: {longer} x 4K", ratio, flops_ratio(name, longer), digits=1,
-                note="the text says 10M, which is 2441 x 4096; 162.6 belongs to 3072 x 4096")]
+    rows = [
+        Row(
+            "Ring Attention",
+            "Appendix C, text",
+            f"{name}: {longer} x 4K",
+            ratio,
+            flops_ratio(name, longer),
+            digits=1,
+            note="the text says 10M, which is 2441 x 4096; 162.6 belongs to 3072 x 4096",
+        )
+    ]
     name, longer, times = paper.RING_FIGURE_5_MILLION
-    rows.append(Row("Ring Attention", "Appendix C, text", f"{name}: 1M, 'approximately {times[0]}-{times[1]} times'", None,
-                    flops_ratio(name, longer), between=times))
-    rows += [Row("Ring Attention", "Figure 5", f"{name}: {longer} x 4K", None, flops_ratio(name, longer),
-                 note="the figure's bars carry no numbers in the text at hand")
-             for name in paper.RING_FIGURE_5_HIDDEN for longer in (8, 32, 64, 256, 2560, 25600)]
+    rows.append(
+        Row(
+            "Ring Attention",
+            "Appendix C, text",
+            f"{name}: 1M, 'approximately {times[0]}-{times[1]} times'",
+            None,
+            flops_ratio(name, longer),
+            between=times,
+        )
+    )
+    rows += [
+        Row(
+            "Ring Attention",
+            "Figure 5",
+            f"{name}: {longer} x 4K",
+            None,
+            flops_ratio(name, longer),
+            note="the figure's bars carry no numbers in the text at hand",
+        )
+        for name in paper.RING_FIGURE_5_HIDDEN
+        for longer in (8, 32, 64, 256, 2560, 25600)
+    ]
     return rows
 
 

@@ -1,4 +1,5 @@
 """One number of a paper beside the cost model's prediction."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -50,9 +51,14 @@ class Row:
             return bool(self.between[0] <= self.predicted <= self.between[1])
         if self.digits is not None:
             return round(float(self.predicted), self.digits) == self.paper
-        return None if self.goal is None or self.error is None else bool(abs(self.error) <= self.goal)
+        return (
+            None if self.goal is None or self.error is None else bool(abs(self.error) <= self.goal)
+        )
 
 
 def bytes_received(schedule, layout: str, ranks: int, block: Block) -> list[float]:
     """Returns the bytes that a rank receives on average, forward and backward."""
-    return [received(passes, ranks).mean() for passes in get_schedule(schedule, ranks, layout).plan(ranks, block)]
+    return [
+        received(passes, ranks).mean()
+        for passes in get_schedule(schedule, ranks, layout).plan(ranks, block)
+    ]

@@ -1,4 +1,5 @@
 """Striped Attention: theoretical maximum speed-ups, and what whole tiles allow."""
+
 from __future__ import annotations
 
 import math
@@ -22,19 +23,41 @@ def striped_attention() -> list[Row]:
         for number, bound, speedup in rows:
             length = number * shards if table == "Table 5" else number
             label = f"{device} {model} {tensor} x {shards}, {length} tokens"
-            bounds.append(Row("Striped Attention", table, f"TMS {label}", bound,
-                              striped_speedup(model, length, shards, cost), digits=2))
-            measured.append(Row("Striped Attention", table, f"speed-up {label}", speedup,
-                                striped_speedup(model, length, shards, cost, tile), note=STRIPED_MISS))
+            bounds.append(
+                Row(
+                    "Striped Attention",
+                    table,
+                    f"TMS {label}",
+                    bound,
+                    striped_speedup(model, length, shards, cost),
+                    digits=2,
+                )
+            )
+            measured.append(
+                Row(
+                    "Striped Attention",
+                    table,
+                    f"speed-up {label}",
+                    speedup,
+                    striped_speedup(model, length, shards, cost, tile),
+                    note=STRIPED_MISS,
+                )
+            )
     for model, speedups in paper.STRIPED_TABLE_2.items():
         for (device, shards), speedup in zip((("A100", 4), ("TPU v4", 8)), speedups, strict=True):
-            predicted = striped_speedup(model, 262144, shards, STRIPED_ATTENTION_COST[device], paper.STRIPED_TILES[device])
+            predicted = striped_speedup(
+                model, 262144, shards, STRIPED_ATTENTION_COST[device], paper.STRIPED_TILES[device]
+            )
             label = f"speed-up {device} {model} 2 x {shards}, 262144 tokens"
-            measured.append(Row("Striped Attention", "Table 2", label, speedup, predicted, note=STRIPED_MISS))
+            measured.append(
+                Row("Striped Attention", "Table 2", label, speedup, predicted, note=STRIPED_MISS)
+            )
     return bounds + measured
 
 
-def striped_speedup(model: str, length: int, shards: int, attention_cost: float, tile: tuple[int, int] | None = None) -> float:
+def striped_speedup(
+    model: str, length: int, shards: int, attention_cost: float, tile: tuple[int, int] | None = None
+) -> float:
     """Returns the end-to-end speed-up of the striped over the contiguous ring, by matrix FLOPs of the busiest rank.
 
     Args:
@@ -44,14 +67,19 @@ def striped_speedup(model: str, length: int, shards: int, attention_cost: float,
     config = LlamaConfig.preset(model)
     hidden = config.hidden_size
     # The paper counts two of the three feed-forward matrices.
-    weights = (config.num_hidden_layers * hidden * (4 * hidden + 2 * config.intermediate_size)
-               + hidden * paper.STRIPED_VOCABULARY)
+    weights = (
+        config.num_hidden_layers * hidden * (4 * hidden + 2 * config.intermediate_size)
+        + hidden * paper.STRIPED_VOCABULARY
+    )
     linear = 2.0 * weights
     attention = 4.0 * length * hidden * config.num_hidden_layers * attention_cost
     if tile is None:
         contiguous, striped = (shards - 0.5) / shards, 0.5
     else:
-        contiguous, striped = (busiest_share(shards, length // shards, layout, tile) for layout in ("contiguous", "striped"))
+        contiguous, striped = (
+            busiest_share(shards, length // shards, layout, tile)
+            for layout in ("contiguous", "striped")
+        )
     return (linear + attention * contiguous) / (linear + attention * striped)
 
 

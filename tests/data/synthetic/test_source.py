@@ -1,4 +1,5 @@
 """Generated exercises: deterministic, right, of all sizes, and without a pair of key and value that evaluation has."""
+
 import collections
 import itertools
 import os
@@ -50,8 +51,13 @@ def test_answers_are_in_the_text_and_no_pair_is_evaluations(task):
             "copying": r"(?i)(paragraph \d+): .* (\d+)\.",
         }[task]
         answers = re.findall(pairs, exercise.text)
-        assert answers and not any(is_evaluation(key.lower() if task == "copying" else key, value) for key, value in answers)
-        assert task not in ("lines", "needles") or not any(map(is_reserved, itertools.chain(*answers)))
+        assert answers and not any(
+            is_evaluation(key.lower() if task == "copying" else key, value)
+            for key, value in answers
+        )
+        assert task not in ("lines", "needles") or not any(
+            map(is_reserved, itertools.chain(*answers))
+        )
 
 
 def test_the_answer_is_the_one_of_the_key():
@@ -59,7 +65,11 @@ def test_the_answer_is_the_one_of_the_key():
         exercise = exercise_of(Spec("lines", 5, 0, None), None, number, 30)
         key = re.search(r"in line (\S+)\?", exercise.text)[1]
         record = dict(re.findall(r"line (\S+): REGISTER_CONTENT is <(\d+)>", exercise.text))
-        assert exercise.expected == (record[key],) and f"<{record[key]}>" in exercise.rest and len(record) == 30
+        assert (
+            exercise.expected == (record[key],)
+            and f"<{record[key]}>" in exercise.rest
+            and len(record) == 30
+        )
         paragraphs = exercise_of(Spec("copying", 5, 0, None), None, number, 9)
         asked = re.search(r"Repeat paragraph (\d+)", paragraphs.text)[1]
         assert f"Paragraph {asked}:{paragraphs.rest}" in paragraphs.text
@@ -69,7 +79,9 @@ def test_lines_take_the_wording_of_a_file(tmp_path):
     strange = line_cases.Wording("Learn:\n", "* {key} = {number}\n", "What is {key}?")
     line_cases.write(line_cases.generate(5, 1, wording=strange), tmp_path / "like.jsonl")
     record, *_ = generate(f"synthetic:lines?count=3&like={tmp_path}/like.jsonl", 500, count)
-    assert re.fullmatch(r"Learn:\n(\* \S+ = \d+\n)+What is \S+\?", record["conversations"][0]["value"])
+    assert re.fullmatch(
+        r"Learn:\n(\* \S+ = \d+\n)+What is \S+\?", record["conversations"][0]["value"]
+    )
 
 
 def test_tokens_decide_how_many_exercises_there_are():
@@ -101,11 +113,15 @@ def test_short_contexts_have_lines_to_choose_from_and_room_for_the_template(repo
     records = generate(path, 128, lambda text: len(tokenizer.encode(text)))
     lengths = []
     for record in records:
-        messages = [Message({"human": "user", "gpt": "assistant"}[turn["from"]], turn["value"])
-                    for turn in record["conversations"]]
+        messages = [
+            Message({"human": "user", "gpt": "assistant"}[turn["from"]], turn["value"])
+            for turn in record["conversations"]
+        ]
         lengths.append(sum(len(segment.ids) for segment in render(messages, template, tokenizer)))
     assert max(lengths) <= 128
-    assert max(record["conversations"][0]["value"].count("line ") for record in records) > 2  # the question says it once
+    assert (
+        max(record["conversations"][0]["value"].count("line ") for record in records) > 2
+    )  # the question says it once
 
 
 def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatch):
@@ -122,7 +138,11 @@ def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatc
     assert first.parent == tmp_path / "own/synthetic"
     before = calls["count"]
     assert write(path, 500, counted, "a") == first and calls["count"] == before
-    others = {write(path, 600, counted, "a"), write(path, 500, counted, "b"), write(f"{path}&seed=1", 500, counted, "a")}
+    others = {
+        write(path, 600, counted, "a"),
+        write(path, 500, counted, "b"),
+        write(f"{path}&seed=1", 500, counted, "a"),
+    }
     assert len(others | {first}) == 4 and len(first.read_text().splitlines()) == 4
 
 
@@ -143,16 +163,19 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert list(file.parent.iterdir()) == [file]
 
 
-@pytest.mark.parametrize(("path", "words"), [
-    ("synthetic:line", "with a TASK of lines, needles, key_values, variables, copying"),
-    ("synthetic:lines?number=3", "synthetic:TASK?count=2000&seed=0"),
-    ("synthetic:needles?like=x", "for lines &like=FILE"),
-    ("synthetic:lines?count=many", "numbers are needed"),
-    ("synthetic:lines?count=0", "a count of 1 or more"),
-    ("synthetic:lines?count=3&tokens=3", "in place of count"),
-    ("synthetic:lines?share=1.5", "a share of 0 to 1"),
-    ("synthetic:lines?like=gone.jsonl", "gone.jsonl: no line cases"),
-])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("synthetic:line", "with a TASK of lines, needles, key_values, variables, copying"),
+        ("synthetic:lines?number=3", "synthetic:TASK?count=2000&seed=0"),
+        ("synthetic:needles?like=x", "for lines &like=FILE"),
+        ("synthetic:lines?count=many", "numbers are needed"),
+        ("synthetic:lines?count=0", "a count of 1 or more"),
+        ("synthetic:lines?count=3&tokens=3", "in place of count"),
+        ("synthetic:lines?share=1.5", "a share of 0 to 1"),
+        ("synthetic:lines?like=gone.jsonl", "gone.jsonl: no line cases"),
+    ],
+)
 def test_paths_that_are_wrong_are_refused(path, words):
     with pytest.raises(UserError) as error:
         generate(path, 500, count)
@@ -163,5 +186,7 @@ def test_paths_that_are_wrong_are_refused(path, words):
 
 def test_lines_of_a_million_tokens_are_as_many_as_there_are_numbers_for():
     records = generate("synthetic:lines?count=4", 1_000_000, lambda text: len(text) // 5)
-    lines = [record["conversations"][0]["value"].count("REGISTER_CONTENT is <") for record in records]
+    lines = [
+        record["conversations"][0]["value"].count("REGISTER_CONTENT is <") for record in records
+    ]
     assert 10_000 < max(lines) <= MOST_TRAINING_LINES < 45_000

@@ -1,8 +1,15 @@
 """Pairs of key and value are split between training and evaluation, and keys are different."""
+
 import numpy as np
 import pytest
 
-from data.synthetic.split import EVALUATION_SHARE, draw_keys, draw_values, is_evaluation, is_reserved
+from data.synthetic.split import (
+    EVALUATION_SHARE,
+    draw_keys,
+    draw_values,
+    is_evaluation,
+    is_reserved,
+)
 from data.synthetic.words import KINDS, keys
 
 
@@ -21,7 +28,17 @@ def test_an_eighth_of_the_pairs_is_for_evaluation_and_none_for_both():
 
 def test_the_split_is_that_of_earlier_versions():
     """Models were trained on it: it must not change."""
-    assert [number for number in range(60) if is_evaluation("amber-falcon", number)] == [0, 4, 5, 7, 20, 33, 47, 52, 57]
+    assert [number for number in range(60) if is_evaluation("amber-falcon", number)] == [
+        0,
+        4,
+        5,
+        7,
+        20,
+        33,
+        47,
+        52,
+        57,
+    ]
 
 
 def test_too_many_keys_are_refused():
@@ -43,7 +60,9 @@ def test_no_training_text_has_a_reserved_key_or_number():
     assert all(map(is_reserved, reserved)) and not any(map(is_reserved, trained))
     numbers = draw_values(np.random.default_rng(1), reserved, 1, 50_000, True, reserved=True)
     assert all(map(is_reserved, numbers)) and len(set(numbers)) == 3000
-    assert not any(map(is_reserved, draw_values(np.random.default_rng(1), trained, 1, 50_000, False)))
+    assert not any(
+        map(is_reserved, draw_values(np.random.default_rng(1), trained, 1, 50_000, False))
+    )
     with pytest.raises(ValueError, match="adjective_noun has"):
         draw_keys(np.random.default_rng(0), "adjective_noun", 9000, reserved=True)
     with pytest.raises(ValueError, match="are too few"):

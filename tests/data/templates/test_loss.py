@@ -6,19 +6,30 @@ from data.conversation import Message
 from data.templates import encode_conversation
 from tests.data.templates.test_sandbox import tokenizer_with
 
-TURNS = [Message("user", "What is 2+2?"), Message("assistant", "Let me see. ANSWER: 4", reasoning="Easy.")]
+TURNS = [
+    Message("user", "What is 2+2?"),
+    Message("assistant", "Let me see. ANSWER: 4", reasoning="Easy."),
+]
 TURN = "{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}"
-CUT = ("{% if m.role == 'assistant' %}{{ '<s>assistant\n' + m.content.split('ANSWER:')[0] }}{% generation %}"
-       "{{ 'ANSWER:' + m.content.split('ANSWER:')[1] + '</s>' }}{% endgeneration %}{% else %}" + TURN + "{% endif %}")
+CUT = (
+    "{% if m.role == 'assistant' %}{{ '<s>assistant\n' + m.content.split('ANSWER:')[0] }}{% generation %}"
+    "{{ 'ANSWER:' + m.content.split('ANSWER:')[1] + '</s>' }}{% endgeneration %}{% else %}"
+    + TURN
+    + "{% endif %}"
+)
 
 
 def trained(tokenizer):
     segments, notes = encode_conversation(TURNS, "tokenizer", tokenizer)
-    return [tokenizer.decode(segment.ids, skip_control=False) for segment in segments if segment.train], notes
+    return [
+        tokenizer.decode(segment.ids, skip_control=False) for segment in segments if segment.train
+    ], notes
 
 
 def test_without_a_generation_prompt_the_heading_is_not_trained_on(tmp_path):
-    texts, notes = trained(tokenizer_with("{% for m in messages %}" + TURN + "{% endfor %}", tmp_path))
+    texts, notes = trained(
+        tokenizer_with("{% for m in messages %}" + TURN + "{% endfor %}", tmp_path)
+    )
     assert texts == ["Let me see. ANSWER: 4</s>"]
     assert notes == {"reasoning left out: the template cannot write it"}
 
@@ -29,8 +40,12 @@ def test_a_block_is_trained_on_alone(tmp_path):
 
 
 def test_the_date_is_the_recipes(tmp_path):
-    tokenizer = tokenizer_with("{{ strftime_now('%d %B %Y') }}{% for m in messages %}" + TURN + "{% endfor %}", tmp_path)
+    tokenizer = tokenizer_with(
+        "{{ strftime_now('%d %B %Y') }}{% for m in messages %}" + TURN + "{% endfor %}", tmp_path
+    )
     for date, text in ((None, "01 January 2025"), (datetime(2024, 3, 4), "04 March 2024")):
         dated = tokenizer if date is None else tokenizer.with_template_date(date)
         segments = encode_conversation(TURNS, "tokenizer", dated).segments
-        assert dated.decode([token for segment in segments for token in segment.ids]).startswith(text)
+        assert dated.decode([token for segment in segments for token in segment.ids]).startswith(
+            text
+        )

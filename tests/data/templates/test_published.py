@@ -16,7 +16,16 @@ from tests.trl_templates import trl_templates
 
 TEMPLATES = trl_templates()
 # Tags that are added tokens in some tokenizers and text in others.
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"]
+TAGS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<tools>",
+    "</tools>",
+]
 
 
 def _user(text):
@@ -28,14 +37,32 @@ def _answer(text, **more):
 
 
 def _call(name, **arguments):
-    return {"type": "function", "function": {"name": name, "arguments": arguments}, "id": "abcdef123"}
+    return {
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+        "id": "abcdef123",
+    }
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 RESULT = {"role": "tool", "content": "sunny", "name": "weather", "tool_call_id": "abcdef123"}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Weather “now”.", "parameters": {
-    "type": "object", "required": ["city"],
-    "properties": {"city": {"type": "string", "description": "A <city>"}, "in": {"type": "string", "enum": ["C", "F"]}}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Weather “now”.",
+            "parameters": {
+                "type": "object",
+                "required": ["city"],
+                "properties": {
+                    "city": {"type": "string", "description": "A <city>"},
+                    "in": {"type": "string", "enum": ["C", "F"]},
+                },
+            },
+        },
+    }
+]
 FIRST, SECOND = _user("What is 2+2?"), _user("And 3+3?")
 CASES = {
     "plain": ([FIRST, _answer("Four.")], None),
@@ -43,23 +70,70 @@ CASES = {
     "several turns": ([FIRST, _answer("Four."), SECOND, _answer("Six.")], None),
     "spaces": ([_user("  What is 2+2?\n"), _answer("\n Four. \n\n")], None),
     "reasoning in content": ([FIRST, _answer("<think>\nEasy.\n</think>\n\nFour.")], None),
-    "in two turns": ([FIRST, _answer("<think>\nEasy.\n</think>\n\nFour."),
-                      SECOND, _answer("<think>\nHm.\n</think>\n\nSix.")], None),
-    "twice in a turn": ([FIRST, _answer("<think>\nEasy.\n</think>\n\nFour.<think>\nSure?\n</think>\n\nYes.")], None),
+    "in two turns": (
+        [
+            FIRST,
+            _answer("<think>\nEasy.\n</think>\n\nFour."),
+            SECOND,
+            _answer("<think>\nHm.\n</think>\n\nSix."),
+        ],
+        None,
+    ),
+    "twice in a turn": (
+        [FIRST, _answer("<think>\nEasy.\n</think>\n\nFour.<think>\nSure?\n</think>\n\nYes.")],
+        None,
+    ),
     "lone end": ([FIRST, _answer("Easy.\n</think>\n\nFour.")], None),
     "lone beginning": ([FIRST, _answer("<think>Easy. Four.")], None),
-    "reasoning field": ([FIRST, _answer("Four.", reasoning_content="Easy."),
-                         SECOND, _answer("Six.", reasoning_content="Hm.")], None),
-    "no_think": ([{"role": "system", "content": "Be brief. /no_think"}, FIRST, _answer("Four.")], None),
+    "reasoning field": (
+        [
+            FIRST,
+            _answer("Four.", reasoning_content="Easy."),
+            SECOND,
+            _answer("Six.", reasoning_content="Hm."),
+        ],
+        None,
+    ),
+    "no_think": (
+        [{"role": "system", "content": "Be brief. /no_think"}, FIRST, _answer("Four.")],
+        None,
+    ),
     "no_think of a user": ([_user("What is 2+2? /no_think"), _answer("Four.")], None),
-    "calls": ([SYSTEM, _user("How is Ulm?"),
-               _answer("Let me look.", tool_calls=[_call("weather", city='Ulm "é"', days=[1, 2.5, {"a": None}])]), RESULT,
-               _answer("It is sunny."), _user("Thanks."), _answer("Bye.")], TOOLS),
-    "calls alone": ([_user("How is Ulm?"), _answer("", tool_calls=[_call("weather", city="Ulm")]), RESULT,
-                     _answer("It is sunny.")], TOOLS),
-    "calls and reasoning": ([_user("How is Ulm?"),
-                             _answer("", reasoning_content="Think <b> 'so'.", tool_calls=[_call("weather", city="Ulm")]),
-                             RESULT, _answer("It is sunny.", reasoning_content="Yes.")], TOOLS),
+    "calls": (
+        [
+            SYSTEM,
+            _user("How is Ulm?"),
+            _answer(
+                "Let me look.",
+                tool_calls=[_call("weather", city='Ulm "é"', days=[1, 2.5, {"a": None}])],
+            ),
+            RESULT,
+            _answer("It is sunny."),
+            _user("Thanks."),
+            _answer("Bye."),
+        ],
+        TOOLS,
+    ),
+    "calls alone": (
+        [
+            _user("How is Ulm?"),
+            _answer("", tool_calls=[_call("weather", city="Ulm")]),
+            RESULT,
+            _answer("It is sunny."),
+        ],
+        TOOLS,
+    ),
+    "calls and reasoning": (
+        [
+            _user("How is Ulm?"),
+            _answer(
+                "", reasoning_content="Think <b> 'so'.", tool_calls=[_call("weather", city="Ulm")]
+            ),
+            RESULT,
+            _answer("It is sunny.", reasoning_content="Yes."),
+        ],
+        TOOLS,
+    ),
     "tools without calls": ([_user("How is Ulm?"), _answer("Fine.")], TOOLS),
 }
 
@@ -92,7 +166,11 @@ def pair(request, tmp_path_factory):
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    marks = {mark for text in TEMPLATES.values() for mark in re.findall(r"<[|｜][^<>'\" ]{1,30}[|｜]>|<\w+_of_\w+>", text)}
+    marks = {
+        mark
+        for text in TEMPLATES.values()
+        for mark in re.findall(r"<[|｜][^<>'\" ]{1,30}[|｜]>|<\w+_of_\w+>", text)
+    }
     Tokenizer.load(TINY).with_controls(sorted(marks)).save(folder)
     if request.param == "tags are tokens":
         library = Library.from_file(str(folder / "tokenizer.json"))
@@ -102,8 +180,10 @@ def pair(request, tmp_path_factory):
 
 
 def ids_and_mask(segments):
-    return ([token for segment in segments for token in segment.ids],
-            [int(segment.train) for segment in segments for _ in segment.ids])
+    return (
+        [token for segment in segments for token in segment.ids],
+        [int(segment.train) for segment in segments for _ in segment.ids],
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -116,28 +196,45 @@ def test_ids_and_masks_are_transformers(pair, name):
     for case, (turns, tools) in CASES.items():
         try:
             expected = theirs.apply_chat_template(
-                copy.deepcopy(turns), tools=tools, chat_template=TEMPLATES[name], return_dict=True,
-                return_assistant_tokens_mask=True)
+                copy.deepcopy(turns),
+                tools=tools,
+                chat_template=TEMPLATES[name],
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
         except Exception:
             with pytest.raises(UserError, match="the chat template"):
                 encode_conversation(list(map(message, turns)), "tokenizer", ours, tools=tools or ())
             continue
         try:
-            segments, notes = encode_conversation(list(map(message, turns)), "tokenizer", ours, tools=tools or ())
+            segments, notes = encode_conversation(
+                list(map(message, turns)), "tokenizer", ours, tools=tools or ()
+            )
         except UserError as error:
             # What would train on a text without the turns, or without their calls, is refused though transformers is content.
             left_out = ["weather("] if tools else ["Four", "Six"]
-            assert "does not write a turn's `tool_calls`" in str(error) or "writes nothing of the turns" in str(error), case
+            assert "does not write a turn's `tool_calls`" in str(
+                error
+            ) or "writes nothing of the turns" in str(error), case
             assert not any(word in theirs.decode(expected["input_ids"]) for word in left_out), case
             continue
         ids, mask = ids_and_mask(segments)
         if ids != expected["input_ids"]:
-            assert any(note.startswith("control token in a turn's text") for note in notes), (case, ours.decode(ids, False))
+            assert any(note.startswith("control token in a turn's text") for note in notes), (
+                case,
+                ours.decode(ids, False),
+            )
             texted = ours.with_text_tokens(TAGS)
             texted.chat_template = TEMPLATES[name]
-            segments = encode_conversation(list(map(message, turns)), "tokenizer", texted, tools=tools or ()).segments
+            segments = encode_conversation(
+                list(map(message, turns)), "tokenizer", texted, tools=tools or ()
+            ).segments
             ids, mask = ids_and_mask(segments)
-        assert ids == expected["input_ids"], (case, ours.decode(ids, False), theirs.decode(expected["input_ids"]))
+        assert ids == expected["input_ids"], (
+            case,
+            ours.decode(ids, False),
+            theirs.decode(expected["input_ids"]),
+        )
         if has_blocks:
             assert mask == expected["assistant_masks"], (case, ours.decode(ids, False))
         if case == "reasoning field":

@@ -12,18 +12,97 @@ from data.errors import UserError
 from data.templates.rendering import Template
 from data.tokenizer import TEMPLATE_DATE
 
-TURNS = [Message("system", "Be brief."), Message("user", "What is 2+2?"), Message("assistant", "<think>Hm</think>Four.")]
+TURNS = [
+    Message("system", "Be brief."),
+    Message("user", "What is 2+2?"),
+    Message("assistant", "<think>Hm</think>Four."),
+]
 NUMBERS = ["0", "1", "2", "-1", "3", "7", "100", "99999", "10**9", "2000000000"]
-TEXTS = ["'a'", "'</think>'", "' '", "'\\n'", "'x' * 50000", "'%s'", "'%2000000000d'", "'{}'", "'{:2000000000}'", "m.content",
-         "messages[0].content", "m.role", "s.x", "f(1)", "loop.index", "'<b>'|safe"]
-FILTERS = ["trim", "length", "upper", "lower", "title", "capitalize", "tojson", "list", "string", "first", "last", "reverse",
-           "sort", "unique", "min", "max", "int", "safe", "items", "count", "join", "join(', ')", "default('x')",
-           "replace('a', 'bb')", "indent(4)", "indent(10**9)", "tojson(indent=10**9)", "map('upper')", "map('length')|list",
-           "select('string')|list", "reject('none')|list", "string|trim", "string|lower", "list|join", "tojson|safe",
-           "default(m, true)", "trim|length", "string|length", "center(10**9)", "round(10**9)", "format(1)", "urlize"]
-METHODS = ["strip()", "split()", "split('a')", "upper()", "replace('a', 'b' * 9999)", "join(['a'] * 9999)", "zfill(10**9)",
-           "ljust(10**9)", "startswith('a')", "endswith('>')", "partition('>')", "splitlines()", "format(1)", "count('a')",
-           "find('a')", "expandtabs(10**9)", "encode()", "translate({97: 'b' * 9999})", "items()", "get('a')", "__class__"]
+TEXTS = [
+    "'a'",
+    "'</think>'",
+    "' '",
+    "'\\n'",
+    "'x' * 50000",
+    "'%s'",
+    "'%2000000000d'",
+    "'{}'",
+    "'{:2000000000}'",
+    "m.content",
+    "messages[0].content",
+    "m.role",
+    "s.x",
+    "f(1)",
+    "loop.index",
+    "'<b>'|safe",
+]
+FILTERS = [
+    "trim",
+    "length",
+    "upper",
+    "lower",
+    "title",
+    "capitalize",
+    "tojson",
+    "list",
+    "string",
+    "first",
+    "last",
+    "reverse",
+    "sort",
+    "unique",
+    "min",
+    "max",
+    "int",
+    "safe",
+    "items",
+    "count",
+    "join",
+    "join(', ')",
+    "default('x')",
+    "replace('a', 'bb')",
+    "indent(4)",
+    "indent(10**9)",
+    "tojson(indent=10**9)",
+    "map('upper')",
+    "map('length')|list",
+    "select('string')|list",
+    "reject('none')|list",
+    "string|trim",
+    "string|lower",
+    "list|join",
+    "tojson|safe",
+    "default(m, true)",
+    "trim|length",
+    "string|length",
+    "center(10**9)",
+    "round(10**9)",
+    "format(1)",
+    "urlize",
+]
+METHODS = [
+    "strip()",
+    "split()",
+    "split('a')",
+    "upper()",
+    "replace('a', 'b' * 9999)",
+    "join(['a'] * 9999)",
+    "zfill(10**9)",
+    "ljust(10**9)",
+    "startswith('a')",
+    "endswith('>')",
+    "partition('>')",
+    "splitlines()",
+    "format(1)",
+    "count('a')",
+    "find('a')",
+    "expandtabs(10**9)",
+    "encode()",
+    "translate({97: 'b' * 9999})",
+    "items()",
+    "get('a')",
+    "__class__",
+]
 SIGNS = ["+", "~", "*", "%", "**", "-", "//", "in", "==", "<", "not in", "and", "or"]
 
 
@@ -35,9 +114,13 @@ class Grammar:
 
     def template(self):
         """Returns a template that sets a variable, defines a macro and has some statements."""
-        macro = self._random.choice(["f(n)", "'a' * n", "(f(n - 1) ~ f(n - 1)) if n > 0 else 'a'", "n", "s.x"])
-        return ("{% set s = namespace(x='ab') %}{% macro f(n) %}{{ " + macro + " }}{% endmacro %}"
-                "{% for m in messages %}" + self.statements(3) + "{% endfor %}")
+        macro = self._random.choice(
+            ["f(n)", "'a' * n", "(f(n - 1) ~ f(n - 1)) if n > 0 else 'a'", "n", "s.x"]
+        )
+        return (
+            "{% set s = namespace(x='ab') %}{% macro f(n) %}{{ " + macro + " }}{% endmacro %}"
+            "{% for m in messages %}" + self.statements(3) + "{% endfor %}"
+        )
 
     def statements(self, depth):
         return "".join(self.statement(depth) for _ in range(self._random.randint(1, 3)))
@@ -46,12 +129,22 @@ class Grammar:
         kind = self._random.random()
         value = self.expression(3)
         if depth and kind < 0.3:
-            over = self._random.choice([f"range({self._random.choice(NUMBERS)})", "messages", f"({value})", "[1, 2, 3]", "m"])
+            over = self._random.choice(
+                [
+                    f"range({self._random.choice(NUMBERS)})",
+                    "messages",
+                    f"({value})",
+                    "[1, 2, 3]",
+                    "m",
+                ]
+            )
             return "{% for i in " + over + " %}" + self.statements(depth - 1) + "{% endfor %}"
         if depth and kind < 0.45:
             return "{% if " + value + " %}" + self.statements(depth - 1) + "{% endif %}"
         if kind < 0.65:
-            grown = self._random.choice(["s.x ~ s.x", "s.x + s.x", "[s.x, s.x]", "s.x * 99", "{'a': s.x}", value])
+            grown = self._random.choice(
+                ["s.x ~ s.x", "s.x + s.x", "[s.x, s.x]", "s.x * 99", "{'a': s.x}", value]
+            )
             return "{% set s.x = " + grown + " %}"
         return "{{ " + value + " }}"
 
@@ -92,7 +185,9 @@ def run(seeds):
         assert seconds < 2, (seconds, source)
         if result is not None:
             assert sum(length for length, _, _ in result.runs) == len(result.text)
-            [text], _ = render_jinja_template([turns], chat_template=source, bos_token="<s>", eos_token="</s>")
+            [text], _ = render_jinja_template(
+                [turns], chat_template=source, bos_token="<s>", eos_token="</s>"
+            )
             assert result.text == text, source
     return rendered, refused, longest
 

@@ -18,7 +18,10 @@ def tracked(*texts):
     meter.left = 10_000_000
     pieces = []
     for number, text in enumerate(texts):
-        pieces += [Tracked(text, [(len(text), Source(number, "content", text), 0)] if text else []), "|"]
+        pieces += [
+            Tracked(text, [(len(text), Source(number, "content", text), 0)] if text else []),
+            "|",
+        ]
     return concat(pieces)
 
 
@@ -40,21 +43,46 @@ def check_all(results, plain):
 
 
 @settings(max_examples=300, deadline=None)
-@given(TEXT, TEXT, st.text(alphabet="ab<> \n", min_size=1, max_size=2), st.integers(-1, 3), PLACES, PLACES,
-       st.sampled_from([None, 1, 2, -1, -3]))
+@given(
+    TEXT,
+    TEXT,
+    st.text(alphabet="ab<> \n", min_size=1, max_size=2),
+    st.integers(-1, 3),
+    PLACES,
+    PLACES,
+    st.sampled_from([None, 1, 2, -1, -3]),
+)
 def test_every_operation_has_pythons_result(first, second, other, count, start, stop, step):
     text = tracked(first, second)
     plain = str.__str__(text)
     check(text[start:stop:step], plain[start:stop:step])
     for name, arguments in [
-        ("strip", ()), ("lstrip", ()), ("rstrip", ()), ("strip", (other,)), ("lstrip", (other,)), ("rstrip", (other,)),
-        ("removeprefix", (other,)), ("removesuffix", (other,)), ("replace", (other, "<x>")), ("replace", (other, "", count)),
-        ("upper", ()), ("lower", ()), ("title", ()), ("capitalize", ()),
+        ("strip", ()),
+        ("lstrip", ()),
+        ("rstrip", ()),
+        ("strip", (other,)),
+        ("lstrip", (other,)),
+        ("rstrip", (other,)),
+        ("removeprefix", (other,)),
+        ("removesuffix", (other,)),
+        ("replace", (other, "<x>")),
+        ("replace", (other, "", count)),
+        ("upper", ()),
+        ("lower", ()),
+        ("title", ()),
+        ("capitalize", ()),
     ]:
         check(getattr(text, name)(*arguments), getattr(plain, name)(*arguments))
     for name, arguments in [
-        ("split", ()), ("rsplit", ()), ("split", (None, count)), ("rsplit", (None, count)), ("split", (other, count)),
-        ("rsplit", (other, count)), ("splitlines", ()), ("splitlines", (True,)), ("partition", (other,)),
+        ("split", ()),
+        ("rsplit", ()),
+        ("split", (None, count)),
+        ("rsplit", (None, count)),
+        ("split", (other, count)),
+        ("rsplit", (other, count)),
+        ("splitlines", ()),
+        ("splitlines", (True,)),
+        ("partition", (other,)),
         ("rpartition", (other,)),
     ]:
         check_all(getattr(text, name)(*arguments), getattr(plain, name)(*arguments))
@@ -69,17 +97,30 @@ def test_every_operation_has_pythons_result(first, second, other, count, start, 
     check(Tracked("{}-{1}{a}").replace("1", "").format(text, 5, a=text), f"{plain}-5{plain}")
 
 
-JSON = st.recursive(TEXT | st.integers() | st.booleans() | st.none() | st.floats(),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=8)
+JSON = st.recursive(
+    TEXT | st.integers() | st.booleans() | st.none() | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
 
 
 @settings(max_examples=300, deadline=None)
-@given(JSON, st.sampled_from([None, 0, 2, "\t"]), st.booleans(), st.booleans(),
-       st.sampled_from([None, (",", ":"), (" ; ", " = ")]))
+@given(
+    JSON,
+    st.sampled_from([None, 0, 2, "\t"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, (",", ":"), (" ; ", " = ")]),
+)
 def test_json_and_printed_values_are_pythons(value, indent, ascii_only, sort_keys, separators):
     meter.left = 10_000_000
     given_value = track(value, 0, "content", [])
-    options = {"ensure_ascii": ascii_only, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+    options = {
+        "ensure_ascii": ascii_only,
+        "indent": indent,
+        "separators": separators,
+        "sort_keys": sort_keys,
+    }
     check(to_json(given_value, **options), json.dumps(value, **options))
     check(text_of(given_value), str(value))
 

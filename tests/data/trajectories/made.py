@@ -1,4 +1,5 @@
 """Episodes of numbers that are easily told apart, in ExoRL's form, without a simulator."""
+
 import json
 
 import numpy as np
@@ -13,9 +14,13 @@ def episode(number, steps=20, task=TASK):
     """Returns an episode whose rewards are all number / 10, and whose actions and states are drawn from its number."""
     generator = np.random.default_rng(number)
     rows = steps + 1
-    return Episode(generator.normal(size=(rows, task.observation_size)).astype(np.float32),
-                   generator.uniform(-1, 1, (rows, task.action_size)).astype(np.float32),
-                   np.full(rows, number / 10, np.float32), np.ones(rows, np.float32), generator.normal(size=(rows, 4)))
+    return Episode(
+        generator.normal(size=(rows, task.observation_size)).astype(np.float32),
+        generator.uniform(-1, 1, (rows, task.action_size)).astype(np.float32),
+        np.full(rows, number / 10, np.float32),
+        np.ones(rows, np.float32),
+        generator.normal(size=(rows, 4)),
+    )
 
 
 def folder_of(root, count=6, steps=20, task=TASK):

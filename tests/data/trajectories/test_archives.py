@@ -1,4 +1,5 @@
 """ExoRL's archives from a server on this machine: unpacked whole or not at all, and what is wrong with one is named."""
+
 import io
 import json
 import os
@@ -53,7 +54,10 @@ def test_an_archive_becomes_episodes_to_learn_from(tmp_path):
     with serving(archive_of(episodes_of(3))) as server:
         assert download_archive("cartpole", "proto", tmp_path, server.address) == 3
         assert [path for path, _ in server.requests] == ["/cartpole/proto.zip"]
-        assert download_archive("cartpole", "proto", tmp_path, server.address) is None and len(server.requests) == 1
+        assert (
+            download_archive("cartpole", "proto", tmp_path, server.address) is None
+            and len(server.requests) == 1
+        )
     folder = tmp_path / "cartpole" / "proto"
     assert sorted(path.name for path in folder.iterdir()) == ["buffer", "downloaded.json"]
     assert json.loads((folder / "downloaded.json").read_text())["episodes"] == 3
@@ -74,7 +78,7 @@ def test_half_an_archive_is_named(tmp_path, share):
     """Also one that ends behind an episode, which is a zip file itself."""
     whole = archive_of(episodes_of(3))
     with pytest.raises(UserError, match=r"proto.zip: half an archive, or none .*; remove it"):
-        unpacked(tmp_path, whole[:int(share * len(whole))])
+        unpacked(tmp_path, whole[: int(share * len(whole))])
     assert not (tmp_path / "cartpole" / "proto").exists()
 
 
@@ -83,10 +87,12 @@ def test_a_damaged_episode_is_named(tmp_path, compression):
     members = [("buffer/a_0_20.npz", b"a" * 5000), ("buffer/b_1_20.npz", bytes(range(250)) * 20)]
     content = bytearray(archive_of(members, compression))
     start = content.index(b"buffer/b_1_20.npz") + len("buffer/b_1_20.npz")
-    content[start + 30:start + 40] = b"0123456789"
+    content[start + 30 : start + 40] = b"0123456789"
     with pytest.raises(UserError, match=r"proto.zip: buffer/b_1_20.npz in it is damaged"):
         unpacked(tmp_path, bytes(content))
-    assert not (tmp_path / "cartpole" / "proto").exists() and not list(tmp_path.glob("cartpole/*/buffer"))
+    assert not (tmp_path / "cartpole" / "proto").exists() and not list(
+        tmp_path.glob("cartpole/*/buffer")
+    )
 
 
 def link(name, target):
@@ -96,10 +102,16 @@ def link(name, target):
     return member, target
 
 
-@pytest.mark.parametrize("member", [
-    ("../../buffer/evil_0_20.npz", b""), ("/buffer/evil_0_20.npz", b""), ("buffer/..\\evil_0_20.npz", b""),
-    link("buffer/evil_0_20.npz", "/etc/passwd"),
-], ids=["upwards", "absolute", "backslash", "link"])
+@pytest.mark.parametrize(
+    "member",
+    [
+        ("../../buffer/evil_0_20.npz", b""),
+        ("/buffer/evil_0_20.npz", b""),
+        ("buffer/..\\evil_0_20.npz", b""),
+        link("buffer/evil_0_20.npz", "/etc/passwd"),
+    ],
+    ids=["upwards", "absolute", "backslash", "link"],
+)
 def test_nothing_is_written_outside_of_the_folder(tmp_path, member):
     with pytest.raises(UserError, match=r"evil_0_20.npz' in it, a link or a path that leads out"):
         unpacked(tmp_path, archive_of([*episodes_of(1), member]))
@@ -110,7 +122,9 @@ def test_an_archive_of_something_else(tmp_path):
     with pytest.raises(UserError, match=r"has no episodes \(buffer/\*.npz\) among its 1 files"):
         unpacked(tmp_path, archive_of([("readme.txt", b"x")]))
     with pytest.raises(UserError, match="has two episodes called a_0_20"):
-        unpacked(tmp_path, archive_of([("x/buffer/a_0_20.npz", b"x"), ("y/buffer/a_0_20.npz", b"x")]))
+        unpacked(
+            tmp_path, archive_of([("x/buffer/a_0_20.npz", b"x"), ("y/buffer/a_0_20.npz", b"x")])
+        )
 
 
 def test_too_little_room_is_known_before(tmp_path, monkeypatch):
@@ -135,18 +149,36 @@ def test_a_folder_of_the_users_is_left_alone(tmp_path):
         download_archive("cartpole", "proto", tmp_path)
 
 
-@pytest.mark.parametrize(("domain", "algorithm", "message"), [
-    ("quadruped", "proto", "--domain: found 'quadruped', needs one of walker, cheetah, cartpole, jaco"),
-    ("walker", "ppo", f"--algorithm: found 'ppo', needs some of {', '.join(ALGORITHMS)}"),
-])
+@pytest.mark.parametrize(
+    ("domain", "algorithm", "message"),
+    [
+        (
+            "quadruped",
+            "proto",
+            "--domain: found 'quadruped', needs one of walker, cheetah, cartpole, jaco",
+        ),
+        ("walker", "ppo", f"--algorithm: found 'ppo', needs some of {', '.join(ALGORITHMS)}"),
+    ],
+)
 def test_unknown_names_list_those_there_are(tmp_path, domain, algorithm, message):
     with pytest.raises(UserError, match=message):
         download_archive(domain, algorithm, tmp_path)
 
 
 def command(tmp_path, server, *algorithms):
-    return [sys.executable, "-m", "scripts.download_trajectories", "--domain", "cartpole", "--algorithm", *algorithms,
-            "--output", str(tmp_path), "--address", server.address]
+    return [
+        sys.executable,
+        "-m",
+        "scripts.download_trajectories",
+        "--domain",
+        "cartpole",
+        "--algorithm",
+        *algorithms,
+        "--output",
+        str(tmp_path),
+        "--address",
+        server.address,
+    ]
 
 
 def test_the_command_killed_half_way_goes_on(tmp_path, repository):
@@ -163,9 +195,15 @@ def test_the_command_killed_half_way_goes_on(tmp_path, repository):
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         server.stalled.set()
-        finished = subprocess.run(command(tmp_path, server, "proto"), cwd=repository, capture_output=True, text=True)
+        finished = subprocess.run(
+            command(tmp_path, server, "proto"), cwd=repository, capture_output=True, text=True
+        )
         assert server.ranges == [None, f"bytes={len(content) // 2}-"]
         assert "cartpole/proto: 40 episodes in" in finished.stdout
-        missing = subprocess.run(command(tmp_path, server, "ppo"), cwd=repository, capture_output=True, text=True)
-    assert missing.returncode == 2 and missing.stderr.startswith("error: --algorithm: found 'ppo', needs some of aps")
+        missing = subprocess.run(
+            command(tmp_path, server, "ppo"), cwd=repository, capture_output=True, text=True
+        )
+    assert missing.returncode == 2 and missing.stderr.startswith(
+        "error: --algorithm: found 'ppo', needs some of aps"
+    )
     assert len(episode_files(tmp_path, TASK)) == 40

@@ -1,4 +1,5 @@
 """Preparing episodes: random access to what was stored, and the count of what was left out."""
+
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
@@ -26,9 +27,16 @@ def test_episodes_are_those_of_the_files(tmp_path):
 def test_steps_have_rlds_flags(tmp_path):
     """Read as any RLDS data set is; the second episode ends in a terminal state, the first one where time ran out."""
     buffer = folder_of(tmp_path / "data", count=1)
-    write_episode(buffer, "made", 2, episode(2, steps=7)._replace(discount=np.array([1] * 7 + [0], np.float32)))
+    write_episode(
+        buffer,
+        "made",
+        2,
+        episode(2, steps=7)._replace(discount=np.array([1] * 7 + [0], np.float32)),
+    )
     prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
-    source = tfds.builder_from_directory(str(prepared.folder / "episodes")).as_data_source(split="episodes")
+    source = tfds.builder_from_directory(str(prepared.folder / "episodes")).as_data_source(
+        split="episodes"
+    )
     for record, length, is_terminal in zip(source, (20, 7), (False, True), strict=True):
         steps = record["steps"]
         assert steps["is_first"].tolist() == [True] + [False] * length
@@ -40,7 +48,7 @@ def test_steps_have_rlds_flags(tmp_path):
 def test_episodes_that_were_damaged_since_the_start_are_named(tmp_path):
     folder_of(tmp_path / "data", count=4)
     prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
-    path, = (prepared.folder / "episodes").glob("*array_record*")
+    (path,) = (prepared.folder / "episodes").glob("*array_record*")
     content = bytearray(path.read_bytes())
     content[100 : len(content) // 2] = bytes(len(content) // 2 - 100)
     path.write_bytes(content)
@@ -53,25 +61,39 @@ def test_lengths_may_differ(tmp_path):
     buffer = folder_of(tmp_path / "data", count=2, steps=20)
     write_episode(buffer, "made", 3, episode(3, steps=12))
     prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
-    assert sorted(prepared.lengths) == [12, 20, 20] and "3 episodes of 12 to 20 steps" in prepared.report
+    assert (
+        sorted(prepared.lengths) == [12, 20, 20]
+        and "3 episodes of 12 to 20 steps" in prepared.report
+    )
     for number in range(3):
         assert len(prepared.episode(number).reward) == prepared.lengths[number] + 1
 
 
 def test_every_kind_of_bad_file_is_named_and_counted(tmp_path):
     buffer = folder_of(tmp_path / "data", count=3)
-    bad = {"mixed": {"action": np.zeros((7, 1), np.float32)}, "nan": {"reward": np.full(21, np.nan, np.float32)},
-           "walker": {"observation": np.zeros((21, 24), np.float32)}, "strange": {"physics": np.zeros((21, 18))}}
+    bad = {
+        "mixed": {"action": np.zeros((7, 1), np.float32)},
+        "nan": {"reward": np.full(21, np.nan, np.float32)},
+        "walker": {"observation": np.zeros((21, 24), np.float32)},
+        "strange": {"physics": np.zeros((21, 18))},
+    }
     for number, (name, change) in enumerate(bad.items()):
         np.savez(buffer / f"{name}_{number}_20.npz", **{**episode(1)._asdict(), **change})
     whole = (buffer / "made_1_20.npz").read_bytes()
-    (buffer / "half_9_20.npz").write_bytes(whole[:len(whole) // 2])
+    (buffer / "half_9_20.npz").write_bytes(whole[: len(whole) // 2])
     (buffer / "folder_7_20.npz").mkdir()
     prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
-    assert len(prepared) == 3 and len(prepared.dropped) == 6 and "6 files left out:" in prepared.report
-    for name, reason in (("half_9", "damaged"), ("folder_7", "damaged"),
-                         ("mixed_0", "lengths are"), ("nan_1", "reward holds what is no finite number"),
-                         ("walker_2", r"observation has shape (24,); cartpole's is (5,)"), ("strange_3", "physics has shape")):
+    assert (
+        len(prepared) == 3 and len(prepared.dropped) == 6 and "6 files left out:" in prepared.report
+    )
+    for name, reason in (
+        ("half_9", "damaged"),
+        ("folder_7", "damaged"),
+        ("mixed_0", "lengths are"),
+        ("nan_1", "reward holds what is no finite number"),
+        ("walker_2", r"observation has shape (24,); cartpole's is (5,)"),
+        ("strange_3", "physics has shape"),
+    ):
         assert any(name in text and reason in text for text in prepared.dropped), name
 
 
@@ -80,7 +102,10 @@ def test_they_are_prepared_once_until_a_file_changes(tmp_path):
     first = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
     marker = first.folder / "marker"
     marker.touch()
-    assert prepare_trajectories(buffer, TASK.name, tmp_path / "prepared").folder == first.folder and marker.exists()
+    assert (
+        prepare_trajectories(buffer, TASK.name, tmp_path / "prepared").folder == first.folder
+        and marker.exists()
+    )
     (buffer / "made_2_20.npz").unlink()
     assert prepare_trajectories(buffer, TASK.name, tmp_path / "prepared").key != first.key
 
@@ -93,15 +118,22 @@ def test_a_store_keeps_them_for_other_machines(tmp_path, monkeypatch):
         monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / machine))
         prepared = prepare_trajectories(buffer, TASK.name, "memory://trajectories/prepared/")
         assert prepared.folder.is_relative_to(tmp_path / machine) and len(prepared) == 2
-        monkeypatch.setattr("data.trajectories.builder._build", lambda *_: pytest.fail("made again"))
+        monkeypatch.setattr(
+            "data.trajectories.builder._build", lambda *_: pytest.fail("made again")
+        )
     assert not list(tmp_path.glob("memory*"))
 
 
 def test_another_process_opens_what_the_first_has_prepared(tmp_path):
-    first = prepare_trajectories(folder_of(tmp_path / "data", count=2), TASK.name, tmp_path / "prepared")
+    first = prepare_trajectories(
+        folder_of(tmp_path / "data", count=2), TASK.name, tmp_path / "prepared"
+    )
     second = prepare_trajectories("nowhere", TASK.name, tmp_path / "prepared", key=first.key)
     assert second.folder == first.folder and len(second) == 2
-    with pytest.raises(UserError, match=rf"elsewhere/{first.key}: not found on this machine, .* all processes share"):
+    with pytest.raises(
+        UserError,
+        match=rf"elsewhere/{first.key}: not found on this machine, .* all processes share",
+    ):
         prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "elsewhere", key=first.key)
 
 
@@ -110,11 +142,15 @@ def test_rewards_are_the_tasks_unless_the_folder_says_that_they_are(tmp_path):
     (buffer.parent / "collected.json").unlink()
     environment = make_environment(TASK, 0)
     environment.reset()
-    upright = episode(1)._replace(physics=np.tile([0.0, 0.0, 0.0, 0.0], (21, 1)), action=np.zeros((21, 1), np.float32))
+    upright = episode(1)._replace(
+        physics=np.tile([0.0, 0.0, 0.0, 0.0], (21, 1)), action=np.zeros((21, 1), np.float32)
+    )
     assert physics_state(environment).shape == (4,)
     np.savez(buffer / "made_1_20.npz", **upright._asdict())
     prepared = prepare_trajectories(buffer, TASK.name, tmp_path / "prepared")
-    np.testing.assert_allclose(prepared.returns, [20.0])  # a pole that stands still in the middle: 1 for each step
+    np.testing.assert_allclose(
+        prepared.returns, [20.0]
+    )  # a pole that stands still in the middle: 1 for each step
 
 
 def test_no_usable_episode_is_an_error(tmp_path):

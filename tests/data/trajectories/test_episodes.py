@@ -1,9 +1,16 @@
 """Files of episodes: what is written is read, and what is wrong with a file is named."""
+
 import numpy as np
 import pytest
 
 from data.errors import UserError
-from data.trajectories.episodes import Episode, episode_files, episode_return, read_episode, write_episode
+from data.trajectories.episodes import (
+    Episode,
+    episode_files,
+    episode_return,
+    read_episode,
+    write_episode,
+)
 
 from .made import TASK, episode, folder_of
 
@@ -18,7 +25,9 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_the_same_episode_is_the_same_file(tmp_path):
     """A collection that was stopped ends with the same bytes."""
-    first, second = (write_episode(tmp_path, name, 1, episode(1)).read_bytes() for name in ("a", "b"))
+    first, second = (
+        write_episode(tmp_path, name, 1, episode(1)).read_bytes() for name in ("a", "b")
+    )
     assert first == second
 
 
@@ -26,15 +35,27 @@ def test_the_first_rows_reward_does_not_count():
     assert episode_return(episode(5)[2]) == pytest.approx(20 * 0.5)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"reward": np.zeros(3, np.float32)}, "lengths are observation 21, action 21, reward 3"),
-    ({"reward": np.full(21, np.nan, np.float32)}, "reward holds what is no finite number"),
-    ({"observation": np.zeros((21, 24), np.float32)}, r"observation has shape \(24,\); cartpole's is \(5,\)"),
-    ({"action": np.zeros((21, 6), np.float32)}, r"action has shape \(6,\); cartpole's is \(1,\)"),
-    ({"reward": np.array(["a"] * 21)}, "reward holds what is no finite number"),
-    ({"physics": np.zeros((21, 3))}, r"physics has shape \(3,\); cartpole's is \(4,\)"),
-    ({"observation": np.full((21, 5), np.inf, np.float32)}, "observation holds what is no finite number"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward": np.zeros(3, np.float32)}, "lengths are observation 21, action 21, reward 3"),
+        ({"reward": np.full(21, np.nan, np.float32)}, "reward holds what is no finite number"),
+        (
+            {"observation": np.zeros((21, 24), np.float32)},
+            r"observation has shape \(24,\); cartpole's is \(5,\)",
+        ),
+        (
+            {"action": np.zeros((21, 6), np.float32)},
+            r"action has shape \(6,\); cartpole's is \(1,\)",
+        ),
+        ({"reward": np.array(["a"] * 21)}, "reward holds what is no finite number"),
+        ({"physics": np.zeros((21, 3))}, r"physics has shape \(3,\); cartpole's is \(4,\)"),
+        (
+            {"observation": np.full((21, 5), np.inf, np.float32)},
+            "observation holds what is no finite number",
+        ),
+    ],
+)
 def test_what_is_wrong_is_named(tmp_path, change, message):
     np.savez(tmp_path / "x.npz", **{**episode(1)._asdict(), **change})
     with pytest.raises(UserError, match=message):
@@ -56,7 +77,9 @@ def test_an_array_that_is_missing_is_named(tmp_path):
         read_episode(tmp_path / "x.npz", TASK)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:len(data) // 2], lambda data: b"", lambda data: b"x" * 1000])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"x" * 1000]
+)
 def test_damaged_files_are_named(tmp_path, damage):
     path = write_episode(tmp_path, "made", 1, episode(1))
     path.write_bytes(damage(path.read_bytes()))
@@ -66,6 +89,8 @@ def test_damaged_files_are_named(tmp_path, damage):
 
 def test_episodes_are_found_below_the_data_and_in_a_buffer(tmp_path):
     buffer = folder_of(tmp_path, count=3)
-    assert episode_files(tmp_path, TASK) == episode_files(buffer, TASK) == sorted(buffer.glob("*.npz"))
+    assert (
+        episode_files(tmp_path, TASK) == episode_files(buffer, TASK) == sorted(buffer.glob("*.npz"))
+    )
     with pytest.raises(UserError, match="found no episodes; needs cartpole/ALGORITHM/buffer"):
         episode_files(tmp_path / "cartpole", TASK)

@@ -1,9 +1,20 @@
 """Rows of tokens, against the sums and the order written out."""
+
 import numpy as np
 import pytest
 
 from data.trajectories.options import TrajectoryConfig
-from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales, cut, decisions, relabelled, row
+from data.trajectories.rows import (
+    ACTION,
+    RETURN_TO_GO,
+    REWARD,
+    STATE,
+    Scales,
+    cut,
+    decisions,
+    relabelled,
+    row,
+)
 from model.agentic import Kind
 
 from .made import episode
@@ -12,7 +23,12 @@ SCALES = Scales(np.zeros(5), np.full(5, 2.0), 10.0)
 
 
 def test_kinds_are_the_models():
-    assert (RETURN_TO_GO, STATE, ACTION, REWARD) == (Kind.RETURN_TO_GO, Kind.STATE, Kind.ACTION, Kind.REWARD)
+    assert (RETURN_TO_GO, STATE, ACTION, REWARD) == (
+        Kind.RETURN_TO_GO,
+        Kind.STATE,
+        Kind.ACTION,
+        Kind.REWARD,
+    )
 
 
 def test_a_decision_is_its_first_state_and_action_and_the_sum_of_its_rewards():
@@ -22,12 +38,16 @@ def test_a_decision_is_its_first_state_and_action_and_the_sum_of_its_rewards():
     assert len(trajectory.reward) == 4, "three steps remain"
     np.testing.assert_array_equal(trajectory.state, whole.observation[[0, 5, 10, 15]])
     np.testing.assert_array_equal(trajectory.action, whole.action[[1, 6, 11, 16]])
-    np.testing.assert_array_equal(trajectory.reward, [sum(range(first, first + 5)) for first in (0, 5, 10, 15)])
+    np.testing.assert_array_equal(
+        trajectory.reward, [sum(range(first, first + 5)) for first in (0, 5, 10, 15)]
+    )
 
 
 def test_trajectories_ascend_and_share_the_best_ones_return():
     ordered = relabelled([decisions(episode(number)) for number in (4, 2, 3)])
-    np.testing.assert_allclose([trajectory.reward.sum() for trajectory in ordered], [4, 6, 8], rtol=1e-6)
+    np.testing.assert_allclose(
+        [trajectory.reward.sum() for trajectory in ordered], [4, 6, 8], rtol=1e-6
+    )
     assert {round(trajectory.target, 4) for trajectory in ordered} == {8}
     assert [trajectory.reached for trajectory in ordered] == [False, False, True]
 
@@ -43,7 +63,7 @@ def test_a_rows_tokens(loss_on):
     target = steps * 0.2
     for number, whole in enumerate(episodes):
         for step in range(steps):
-            to_go, state, action, reward = batch["values"][4 * (number * steps + step):][:4]
+            to_go, state, action, reward = batch["values"][4 * (number * steps + step) :][:4]
             assert to_go[0] == pytest.approx((target - step * whole.reward[1]) / 10, rel=1e-5)
             np.testing.assert_allclose(state[:5], whole.observation[step] / 2, rtol=1e-6)
             assert action[0] == whole.action[step + 1, 0] and reward[0] == whole.reward[step + 1]
@@ -57,7 +77,9 @@ def test_a_rows_tokens(loss_on):
 
 def test_actions_that_the_model_does_not_see_are_targets_alone():
     trajectory = decisions(episode(1, 3))
-    seen, unseen = (row([trajectory], SCALES, 12, TrajectoryConfig(see_actions=see)) for see in (True, False))
+    seen, unseen = (
+        row([trajectory], SCALES, 12, TrajectoryConfig(see_actions=see)) for see in (True, False)
+    )
     actions = seen["kinds"] == ACTION
     assert not unseen["values"][actions].any() and seen["values"][actions].any()
     np.testing.assert_array_equal(seen["values"][~actions], unseen["values"][~actions])
@@ -66,7 +88,9 @@ def test_actions_that_the_model_does_not_see_are_targets_alone():
 
 def test_behaviour_cloning_has_states_and_actions_alone():
     batch = row([decisions(episode(1, 3))], SCALES, 8, TrajectoryConfig(conditioning="none"))
-    assert batch["kinds"][:6].tolist() == [STATE, ACTION] * 3 and batch["loss_weights"].tolist() == [1, 0] * 3 + [0, 0]
+    assert batch["kinds"][:6].tolist() == [STATE, ACTION] * 3 and batch[
+        "loss_weights"
+    ].tolist() == [1, 0] * 3 + [0, 0]
 
 
 def test_a_cut_keeps_the_return_still_to_come():

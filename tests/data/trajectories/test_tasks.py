@@ -1,9 +1,17 @@
 """The tasks: what their simulators give, and that rewards computed from stored states are the simulator's to the bit."""
+
 import numpy as np
 import pytest
 
 from data.errors import UserError
-from data.trajectories.tasks import TASKS, flatten_observation, get_task, make_environment, physics_state, relabel
+from data.trajectories.tasks import (
+    TASKS,
+    flatten_observation,
+    get_task,
+    make_environment,
+    physics_state,
+    relabel,
+)
 
 
 def played(task, steps, seed=3):
@@ -11,7 +19,11 @@ def played(task, steps, seed=3):
     environment, generator = make_environment(task, seed), np.random.default_rng(seed)
     time_step = environment.reset()
     assert flatten_observation(time_step.observation).shape == (task.observation_size,)
-    physics, actions, rewards = [physics_state(environment)], [np.zeros(task.action_size, np.float32)], [0.0]
+    physics, actions, rewards = (
+        [physics_state(environment)],
+        [np.zeros(task.action_size, np.float32)],
+        [0.0],
+    )
     for step in range(steps):
         if step % 5 == 0:
             action = generator.uniform(-1, 1, task.action_size).astype(np.float32)

@@ -1,4 +1,5 @@
 """What the tests of exactness share: schedules, heads, masks, documents, and one way to compare with the dense truth."""
+
 import functools
 
 import jax
@@ -6,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from model.attention import AttentionPartial, Mask, TokenCoords, attention, document_starts, get_kernel
+from model.attention import (
+    AttentionPartial,
+    Mask,
+    TokenCoords,
+    attention,
+    document_starts,
+    get_kernel,
+)
 
 from .dense import dense_attention
 
@@ -14,7 +22,10 @@ TOLERANCE = 1e-5
 SIZES = (1, 2, 3, 4, 5, 6, 8)
 HEADS = {"4/4": (4, 4), "8/2": (8, 2), "4/1": (4, 1), "9/3": (9, 3)}
 MASKS = {
-    "causal": Mask(), "window": Mask(window=50), "global": Mask(window=17, global_tokens=5), "not causal": Mask(causal=False),
+    "causal": Mask(),
+    "window": Mask(window=50),
+    "global": Mask(window=17, global_tokens=5),
+    "not causal": Mask(causal=False),
     "not causal window": Mask(causal=False, window=31),
 }
 QUICK = {"xla_backend_optimization_level": 0}  # the same operations, compiled in half the time
@@ -53,7 +64,7 @@ def documents(kind, length):
         for row, ends_of_840 in enumerate(((97, 100, 420, 700, 801), (311, 613))):
             ends = [end * length // 840 for end in ends_of_840]
             segments[row] = np.searchsorted(ends, np.arange(length), side="right") + 1
-            segments[row, ends[-1]:] = 0
+            segments[row, ends[-1] :] = 0
     return index, segments
 
 
@@ -69,17 +80,33 @@ def mesh_of(size):
     return Mesh(np.array(jax.devices()[:size]), ("sequence",))
 
 
-def out_and_gradients(schedule, size, mask=Mask(), layout="striped", kernel="reference", tiles=(64, 32)):
+def out_and_gradients(
+    schedule, size, mask=Mask(), layout="striped", kernel="reference", tiles=(64, 32)
+):
     """A jitted function of q, k, v, dout and coordinates: out, lse, dq, dk, dv."""
-    kernel = get_kernel(kernel, query_tile=tiles[0], key_tile=tiles[1]) if isinstance(kernel, str) else kernel
+    kernel = (
+        get_kernel(kernel, query_tile=tiles[0], key_tile=tiles[1])
+        if isinstance(kernel, str)
+        else kernel
+    )
 
     def run(q, k, v, dout, coords):
         if mask.global_tokens:
             coords = TokenCoords(*coords[:2], document_starts(*coords[:2]))
 
         def out_and_lse(q, k, v):
-            return attention(q, k, v, coords, mesh=mesh_of(size), layout=layout, schedule=schedule, kernel=kernel, mask=mask,
-                             return_lse=True)
+            return attention(
+                q,
+                k,
+                v,
+                coords,
+                mesh=mesh_of(size),
+                layout=layout,
+                schedule=schedule,
+                kernel=kernel,
+                mask=mask,
+                return_lse=True,
+            )
 
         (out, lse), pull = jax.vjp(out_and_lse, q, k, v)
         return out, lse, *pull((dout, jnp.zeros_like(lse)))
@@ -90,13 +117,23 @@ def out_and_gradients(schedule, size, mask=Mask(), layout="striped", kernel="ref
 @functools.cache
 def truth(heads, kind, mask, length):
     q, k, v, dout = inputs(heads, length)
-    return dense_attention(q, k, v, *documents(kind, length), dout, causal=mask.causal, window=mask.window,
-                           global_tokens=mask.global_tokens)
+    return dense_attention(
+        q,
+        k,
+        v,
+        *documents(kind, length),
+        dout,
+        causal=mask.causal,
+        window=mask.window,
+        global_tokens=mask.global_tokens,
+    )
 
 
 def check(got, expected, order):
     """Compares out, lse, dq, dk, dv, permuted by `order`, with the truth in the row's order."""
-    for name, array, in_row_order in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+    for name, array, in_row_order in zip(
+        ("out", "lse", "dq", "dk", "dv"), got, expected, strict=True
+    ):
         x = np.asarray(array, np.float64)
         y = in_row_order[:, :, order] if name == "lse" else in_row_order[:, order]
         if name == "lse":

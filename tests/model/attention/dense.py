@@ -1,4 +1,5 @@
 """An independent truth: dense attention and its gradients in float64 numpy, from the definition."""
+
 import numpy as np
 
 
@@ -10,9 +11,19 @@ def visible(index, segment_ids, causal=True, window=None, global_tokens=0):
             tokens = np.flatnonzero(documents == document)
             first = places[tokens].min()
             for query in tokens:
-                near = tokens if window is None else tokens[np.abs(places[tokens] - places[query]) < window]
+                near = (
+                    tokens
+                    if window is None
+                    else tokens[np.abs(places[tokens] - places[query]) < window]
+                )
                 seen[row, query, near] = True
-                seen[row, query, tokens[(places[tokens] < first + global_tokens) & (places[tokens] <= places[query])]] = True
+                seen[
+                    row,
+                    query,
+                    tokens[
+                        (places[tokens] < first + global_tokens) & (places[tokens] <= places[query])
+                    ],
+                ] = True
                 if causal:
                     seen[row, query, places > places[query]] = False
     return seen

@@ -1,4 +1,5 @@
 """What a traced function would run: its operations, those in a scan as often as the scan goes."""
+
 import collections
 
 import jax
@@ -33,5 +34,7 @@ def sent(jaxpr):
         if equation.primitive.name == "ppermute":
             (source, target), *_ = equation.params["perm"]
             size = len(equation.params["perm"])
-            nbytes[(target - source) % size] += times * sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+            nbytes[(target - source) % size] += times * sum(
+                x.aval.size * x.aval.dtype.itemsize for x in equation.invars
+            )
     return nbytes

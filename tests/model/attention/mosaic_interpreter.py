@@ -4,6 +4,7 @@ It runs a kernel's three warpgroups as threads, with barriers, and with copies b
 GPU; a read that races with a write is an error. It compiles a kernel again for each thread of each block, which takes most of
 its time; `compile_once` has it keep what it compiled.
 """
+
 import contextlib
 import threading
 
@@ -25,6 +26,7 @@ def compile_once(monkeypatch):
     def run(jaxpr, consts, *args):
         with lock:
             if id(jaxpr) not in programs:
+
                 def program(consts, *args):
                     jax.core.eval_jaxpr(jaxpr, consts, *args)
 

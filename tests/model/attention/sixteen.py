@@ -1,4 +1,5 @@
 """Run by test_sixteen.py in a process of its own, with 16 devices: bfloat16 errors on 1 and on 16 shards, as JSON."""
+
 import json
 import os
 
@@ -15,8 +16,17 @@ from .cases import SCHEDULES, documents, inputs, out_and_gradients
 from .dense import dense_attention
 
 LENGTH = 240
-NAMES = ("ring", "ring bidirectional", "all_gather", "balanced", "ulysses", "usp ring", "attention2d", "attention2d overlap",
-         "ring_self_attention")
+NAMES = (
+    "ring",
+    "ring bidirectional",
+    "all_gather",
+    "balanced",
+    "ulysses",
+    "usp ring",
+    "attention2d",
+    "attention2d overlap",
+    "ring_self_attention",
+)
 
 
 def main():
@@ -29,7 +39,10 @@ def main():
         order = permutation(LENGTH, size, "striped")
         coords = TokenCoords(*(x[:, order] for x in documents("one", LENGTH)))
         got = out_and_gradients(SCHEDULES[schedule], size)(*(x[:, order] for x in arrays), coords)
-        return [float(np.abs(np.asarray(got[i], np.float64) - expected[i][:, order]).mean()) for i in (0, 2, 3, 4)]
+        return [
+            float(np.abs(np.asarray(got[i], np.float64) - expected[i][:, order]).mean())
+            for i in (0, 2, 3, 4)
+        ]
 
     alone = errors("ring", 1)
     print(json.dumps({name: {1: alone, 16: errors(name, 16)} for name in NAMES}))

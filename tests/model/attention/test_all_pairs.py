@@ -3,6 +3,7 @@
 A covering set has every pair of values that can meet in one case at least. `make test` runs its cases on 1, 2, 3, 4 and 8
 shards, `make soak` those on 5 and 6, and every case with the reference kernel.
 """
+
 import functools
 import itertools
 
@@ -15,7 +16,18 @@ from model.attention import Keys, Mask, Queries, TokenCoords, get_kernel
 from model.attention.layout import permutation
 from model.attention.schedules import Local, get_schedule
 
-from .cases import HEADS, MASKS, SCHEDULES, SIZES, admitted, check, documents, inputs, out_and_gradients, truth
+from .cases import (
+    HEADS,
+    MASKS,
+    SCHEDULES,
+    SIZES,
+    admitted,
+    check,
+    documents,
+    inputs,
+    out_and_gradients,
+    truth,
+)
 from .jaxprs import counts
 
 LENGTH = 240  # every one of SIZES divides it, and its half: zigzag too
@@ -39,7 +51,9 @@ def covering():
     """Cases that hold every possible pair of values: greedily, first one for each schedule with each number of shards."""
     others = list(itertools.product(*reversed(FACTORS[2:])))
     firsts = [first for first in itertools.product(*FACTORS[:2]) if possible(first)]
-    missing = {pair for first in firsts for other in others for pair in pairs((*first, *reversed(other)))}
+    missing = {
+        pair for first in firsts for other in others for pair in pairs((*first, *reversed(other)))
+    }
     cases = []
     while missing:
         for first in firsts:
@@ -54,7 +68,9 @@ def covering():
 def check_case(schedule, size, heads, mask, layouts, kernel, length=LENGTH):
     """One compiled function: each of its layouts, with one document and with packed ones."""
     mask = MASKS[mask]
-    run = out_and_gradients(SCHEDULES[schedule], size, mask, LAYOUTS[layouts][0], kernel, tiles=(20, 10))
+    run = out_and_gradients(
+        SCHEDULES[schedule], size, mask, LAYOUTS[layouts][0], kernel, tiles=(20, 10)
+    )
     for layout, kind in itertools.product(LAYOUTS[layouts], ("one", "packed")):
         order = permutation(length, size, layout)
         arrays = (x[:, order] for x in inputs(heads, length))
@@ -62,8 +78,13 @@ def check_case(schedule, size, heads, mask, layouts, kernel, length=LENGTH):
         check(run(*arrays, coords), truth(heads, kind, mask, length), order)
 
 
-@pytest.mark.parametrize(("schedule", "size", "heads", "mask", "layouts", "kernel"), [
-    pytest.param(*case, marks=pytest.mark.slow) if case[1] in (5, 6) else case for case in covering()])
+@pytest.mark.parametrize(
+    ("schedule", "size", "heads", "mask", "layouts", "kernel"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow) if case[1] in (5, 6) else case
+        for case in covering()
+    ],
+)
 def test_all_pairs_are_exact(schedule, size, heads, mask, layouts, kernel):
     check_case(schedule, size, heads, mask, layouts, kernel)
 
@@ -71,7 +92,9 @@ def test_all_pairs_are_exact(schedule, size, heads, mask, layouts, kernel):
 @pytest.mark.parametrize(("size", "tokens"), [(2, 15), (5, 7), (3, 1)])
 def test_halves_of_odd_blocks_are_exact(size, tokens):
     """Each way of a bidirectional ring gets at least one token, or there is but one way."""
-    check_case("ring bidirectional", size, "8/2", "causal", "contiguous", "reference", size * tokens)
+    check_case(
+        "ring bidirectional", size, "8/2", "causal", "contiguous", "reference", size * tokens
+    )
 
 
 def test_a_length_that_tiles_do_not_divide_is_padded():
@@ -79,13 +102,19 @@ def test_a_length_that_tiles_do_not_divide_is_padded():
     check_case("ring", 1, "8/2", "global", "contiguous", "xla", 239)
     kernel, q = get_kernel("xla", query_tile=20, key_tile=10), jnp.zeros((1, 239, 1, 8))
     coords = TokenCoords(*(x[:1] for x in documents("one", 239)))
-    forward = jax.make_jaxpr(lambda q: kernel.forward(Queries(q, coords), Keys(q, q, coords), mask=Mask(), scale=1.0))(q)
-    assert counts(forward.jaxpr)["while"] == 2 * 12, "for each tile of queries one loop without and one with a mask"
+    forward = jax.make_jaxpr(
+        lambda q: kernel.forward(Queries(q, coords), Keys(q, q, coords), mask=Mask(), scale=1.0)
+    )(q)
+    assert counts(forward.jaxpr)["while"] == 2 * 12, (
+        "for each tile of queries one loop without and one with a mask"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "size", "heads", "mask", "layouts"),
-                         [case for case in itertools.product(*FACTORS[:-1]) if possible(case)])
+@pytest.mark.parametrize(
+    ("schedule", "size", "heads", "mask", "layouts"),
+    [case for case in itertools.product(*FACTORS[:-1]) if possible(case)],
+)
 def test_everything_is_exact(schedule, size, heads, mask, layouts):
     check_case(schedule, size, heads, mask, layouts, "reference")
 
@@ -109,5 +138,7 @@ def test_packed_documents_cross_shard_borders_and_leave_padding():
     _, segments = documents("packed", LENGTH)
     for size in SIZES[1:]:
         borders = np.arange(1, size) * LENGTH // size
-        assert ((segments[:, borders - 1] == segments[:, borders]) & (segments[:, borders] > 0)).any()
+        assert (
+            (segments[:, borders - 1] == segments[:, borders]) & (segments[:, borders] > 0)
+        ).any()
     assert (segments == 0).any(1).all()

@@ -1,4 +1,5 @@
 """The choice of a kernel: who serves what, in which order, and that the guide shows it."""
+
 import pathlib
 import subprocess
 import sys
@@ -13,21 +14,32 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOPPER = Request("cuda", "NVIDIA H100 80GB HBM3", "bfloat16", head_dim=128)
 
 
-@pytest.mark.parametrize(("kernel", "request_", "name", "refused"), [
-    ("auto", HOPPER, "mosaic", []), ("auto", HOPPER._replace(dtype="float32"), "gpu", ["mosaic"]),
-    ("auto", HOPPER._replace(softcap=30.0), "xla", ["mosaic", "gpu"]),
-    ("auto", HOPPER._replace(tiled=True), "gpu", ["mosaic"]),
-    ("auto", HOPPER._replace(jax=(0, 12, 1)), "gpu", ["mosaic"]),
-    ("auto", HOPPER._replace(device="NVIDIA L4"), "gpu", []),
-    ("auto", Request("tpu", "TPU v5p", softcap=30.0), "tpu", []),
-    ("auto", Request("tpu", "TPU v5p", head_dim=256), "tpu", []),
-    ("auto", Request("tpu", "TPU v5p", head_dim=257), "xla", ["tpu"]),
-    ("auto", Request(), "xla", []),
-    ("mosaic", Request(device="cpu"), "xla", ["mosaic"]), ("reference", HOPPER, "reference", [])])
-def test_the_first_kernel_that_serves_is_selected_and_the_others_say_why(kernel, request_, name, refused):
+@pytest.mark.parametrize(
+    ("kernel", "request_", "name", "refused"),
+    [
+        ("auto", HOPPER, "mosaic", []),
+        ("auto", HOPPER._replace(dtype="float32"), "gpu", ["mosaic"]),
+        ("auto", HOPPER._replace(softcap=30.0), "xla", ["mosaic", "gpu"]),
+        ("auto", HOPPER._replace(tiled=True), "gpu", ["mosaic"]),
+        ("auto", HOPPER._replace(jax=(0, 12, 1)), "gpu", ["mosaic"]),
+        ("auto", HOPPER._replace(device="NVIDIA L4"), "gpu", []),
+        ("auto", Request("tpu", "TPU v5p", softcap=30.0), "tpu", []),
+        ("auto", Request("tpu", "TPU v5p", head_dim=256), "tpu", []),
+        ("auto", Request("tpu", "TPU v5p", head_dim=257), "xla", ["tpu"]),
+        ("auto", Request(), "xla", []),
+        ("mosaic", Request(device="cpu"), "xla", ["mosaic"]),
+        ("reference", HOPPER, "reference", []),
+    ],
+)
+def test_the_first_kernel_that_serves_is_selected_and_the_others_say_why(
+    kernel, request_, name, refused
+):
     selected = select(kernel, request_)
     assert (selected.name, list(selected.refusals)) == (name, refused)
-    assert all(f"{other!r} does not serve {reason}" in str(selected) for other, reason in selected.refusals.items())
+    assert all(
+        f"{other!r} does not serve {reason}" in str(selected)
+        for other, reason in selected.refusals.items()
+    )
 
 
 def test_every_order_ends_with_a_kernel_that_serves_everything_and_the_last_rows_cover_everything():
@@ -41,12 +53,17 @@ def test_an_order_may_be_of_long_blocks_or_of_windows():
     row = Order(("mosaic", "xla"), "cuda", ("H100",), least_tokens=4096, windowed=False)
     long = HOPPER._replace(tokens=4096)
     assert row.covers(long) and not row.covers(HOPPER._replace(tokens=4095))
-    assert not row.covers(long._replace(window=128)) and not row.covers(long._replace(device="NVIDIA L4"))
+    assert not row.covers(long._replace(window=128)) and not row.covers(
+        long._replace(device="NVIDIA L4")
+    )
     assert Order(("xla",), "cuda", windowed=True).covers(long._replace(window=128))
 
 
 def test_a_refusal_names_the_field_and_those_that_serve():
-    with pytest.raises(ValueError, match=r"^attention\.kernel: 'tpu' does not serve global_tokens = 4; 'auto', 'xla' and "):
+    with pytest.raises(
+        ValueError,
+        match=r"^attention\.kernel: 'tpu' does not serve global_tokens = 4; 'auto', 'xla' and ",
+    ):
         require("tpu", Request(global_tokens=4), "attention.kernel")
     require("auto", Request(global_tokens=4))
 

@@ -1,11 +1,21 @@
 """The tile rule never contradicts the mask, and layouts are permutations."""
+
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.attention.coords import FULL, SKIP, Mask, TokenCoords, document_starts, tile_bounds, tile_kind, visible
+from model.attention.coords import (
+    FULL,
+    SKIP,
+    Mask,
+    TokenCoords,
+    document_starts,
+    tile_bounds,
+    tile_kind,
+    visible,
+)
 from model.attention.layout import LAYOUTS, inverse, permutation
 
 from . import dense
@@ -17,8 +27,12 @@ def test_the_tile_rule_agrees_with_the_mask(data, causal, window, global_tokens)
     mask = Mask(causal, window, global_tokens)
     tiles = []
     for _ in "qk":
-        index = np.array([data.draw(st.lists(st.integers(0, 40), min_size=6, max_size=6))], np.int32)
-        segments = data.draw(st.one_of(st.lists(st.integers(0, 3), min_size=6, max_size=6), st.just([1] * 6)))
+        index = np.array(
+            [data.draw(st.lists(st.integers(0, 40), min_size=6, max_size=6))], np.int32
+        )
+        segments = data.draw(
+            st.one_of(st.lists(st.integers(0, 3), min_size=6, max_size=6), st.just([1] * 6))
+        )
         starts = data.draw(st.lists(st.integers(0, 10), min_size=4, max_size=4))
         start = np.minimum(index, np.array(starts, np.int32)[segments])
         tiles.append(TokenCoords(index, np.array([segments], np.int32), start))
@@ -50,14 +64,18 @@ def test_global_tokens_keep_only_the_tiles_that_hold_them():
     first = np.zeros((5, 5))
     first[:, 0] = 1
     np.testing.assert_array_equal(kinds_of(bounds, Mask(window=4)) != SKIP, near > 0)
-    np.testing.assert_array_equal(kinds_of(bounds, Mask(window=4, global_tokens=2)) != SKIP, near + first > 0)
+    np.testing.assert_array_equal(
+        kinds_of(bounds, Mask(window=4, global_tokens=2)) != SKIP, near + first > 0
+    )
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.data(), st.booleans(), st.one_of(st.none(), st.integers(1, 12)), st.integers(0, 5))
 def test_masks_and_document_starts_agree_with_the_definition(data, causal, window, global_tokens):
     """Documents of any length in any order of tokens, against loops over pairs in numpy."""
-    segments = np.sort(np.array(data.draw(st.lists(st.integers(0, 4), min_size=16, max_size=16)), np.int32))
+    segments = np.sort(
+        np.array(data.draw(st.lists(st.integers(0, 4), min_size=16, max_size=16)), np.int32)
+    )
     order = np.array(data.draw(st.permutations(range(16))))
     index, segments = np.arange(16, dtype=np.int32)[order][None], segments[order][None]
     starts = document_starts(index, segments)
@@ -66,13 +84,17 @@ def test_masks_and_document_starts_agree_with_the_definition(data, causal, windo
         assert (np.asarray(starts)[in_document] == index[in_document].min()).all()
     coords = TokenCoords(index, segments, starts)
     expected = dense.visible(index, segments, causal, window, global_tokens)
-    np.testing.assert_array_equal(visible(coords, coords, Mask(causal, window, global_tokens)), expected)
+    np.testing.assert_array_equal(
+        visible(coords, coords, Mask(causal, window, global_tokens)), expected
+    )
 
 
 def test_masks_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match=r"Mask.window: found 0; a window is at least 1 token"):
         Mask(window=0)
-    with pytest.raises(ValueError, match=r"Mask.global_tokens: found -1; a number of tokens is at least 0"):
+    with pytest.raises(
+        ValueError, match=r"Mask.global_tokens: found -1; a number of tokens is at least 0"
+    ):
         Mask(global_tokens=-1)
 
 
@@ -92,7 +114,9 @@ def test_striped_deals_tokens_out():
 def test_zigzag_pairs_an_early_run_with_a_late_one():
     """Llama 3, section 3.3.2: 2 x 4 runs, rank i holds runs i and 7 - i; so all have the same causal pairs, to a run."""
     shards = permutation(16, 4, "zigzag").reshape(4, 4)
-    np.testing.assert_array_equal(shards, [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]])
+    np.testing.assert_array_equal(
+        shards, [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    )
     assert len(set((shards + 1).sum(1))) == 1
 
 

@@ -2,6 +2,7 @@
 
 All pairs of schedules, shards, heads, masks and layouts are in test_all_pairs.py.
 """
+
 import functools
 import itertools
 
@@ -12,10 +13,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, attention, document_starts, get_kernel
+from model.attention import (
+    BackwardInputs,
+    Keys,
+    Mask,
+    Queries,
+    TokenCoords,
+    attention,
+    document_starts,
+    get_kernel,
+)
 from model.attention.layout import LAYOUTS, permutation
 
-from .cases import HEADS, MASKS, SCHEDULES, check, documents, inputs, mesh_of, out_and_gradients, truth
+from .cases import (
+    HEADS,
+    MASKS,
+    SCHEDULES,
+    check,
+    documents,
+    inputs,
+    mesh_of,
+    out_and_gradients,
+    truth,
+)
 from .dense import dense_attention
 
 LENGTH = 240  # every number of shards up to 6, and 8, divides it, and its half: zigzag too
@@ -40,38 +60,58 @@ def test_masks_are_exact(kernel, mask):
     order = permutation(LENGTH, 2, "striped")
     arrays = (x[:, order] for x in inputs("8/2", LENGTH))
     coords = TokenCoords(*(x[:, order] for x in documents("packed", LENGTH)))
-    check(compiled(2, mask=mask, kernel=kernel)(*arrays, coords), truth("8/2", "packed", mask, LENGTH), order)
+    check(
+        compiled(2, mask=mask, kernel=kernel)(*arrays, coords),
+        truth("8/2", "packed", mask, LENGTH),
+        order,
+    )
 
 
-@pytest.mark.parametrize(("kernel", "schedule"), [("xla", "ring"), ("reference", "ring"), ("xla", "ring_self_attention"),
-                                                  ("auto", "balanced")])
+@pytest.mark.parametrize(
+    ("kernel", "schedule"),
+    [("xla", "ring"), ("reference", "ring"), ("xla", "ring_self_attention"), ("auto", "balanced")],
+)
 def test_softcap_is_exact(kernel, schedule):
     order = permutation(LENGTH, 2, "striped")
     arrays, coords = inputs("8/2", LENGTH), documents("packed", LENGTH)
     expected = dense_attention(*arrays[:3], *coords, arrays[3], 1.5)
     capped = get_kernel(kernel, query_tile=20, key_tile=10).with_softcap(1.5)
     run = out_and_gradients(schedule, 2, Mask(), kernel=capped)
-    check(run(*(x[:, order] for x in arrays), TokenCoords(*(x[:, order] for x in coords))), expected, order)
+    check(
+        run(*(x[:, order] for x in arrays), TokenCoords(*(x[:, order] for x in coords))),
+        expected,
+        order,
+    )
 
 
 def test_a_softcap_that_a_kernel_lacks_is_refused():
     others = "'auto', 'tpu', 'xla' and 'reference'"
-    with pytest.raises(ValueError, match=rf"'gpu' does not serve a soft-cap of scores \(50\.0\); {others} do"):
+    with pytest.raises(
+        ValueError, match=rf"'gpu' does not serve a soft-cap of scores \(50\.0\); {others} do"
+    ):
         get_kernel("gpu").with_softcap(50.0)
 
 
 def test_global_tokens_that_a_kernel_lacks_are_refused():
     arrays, (index, segments) = inputs("8/2", LENGTH), documents("packed", LENGTH)
-    with pytest.raises(ValueError, match=r"'gpu' does not serve global_tokens = 3; 'auto', 'xla' and 'reference' do"):
+    with pytest.raises(
+        ValueError,
+        match=r"'gpu' does not serve global_tokens = 3; 'auto', 'xla' and 'reference' do",
+    ):
         compiled(2, mask=Mask(window=17, global_tokens=3), kernel=get_kernel("gpu"))(
-            *arrays, TokenCoords(index, segments, np.zeros_like(index)))
+            *arrays, TokenCoords(index, segments, np.zeros_like(index))
+        )
 
 
 def test_global_tokens_without_a_window_change_nothing_and_need_no_starts():
     order = permutation(LENGTH, 2, "striped")
     arrays = (x[:, order] for x in inputs("8/2", LENGTH))
     coords = TokenCoords(*(x[:, order] for x in documents("packed", LENGTH)))
-    check(compiled(2, mask=Mask(global_tokens=3))(*arrays, coords), truth("8/2", "packed", Mask(), LENGTH), order)
+    check(
+        compiled(2, mask=Mask(global_tokens=3))(*arrays, coords),
+        truth("8/2", "packed", Mask(), LENGTH),
+        order,
+    )
 
 
 def random_documents(data, most, gaps):
@@ -90,15 +130,30 @@ def check_documents(index, segments, layout, size, schedule, heads="8/2", mask=M
         return
     order = permutation(LENGTH, size, layout)
     arrays = inputs(heads, LENGTH)
-    expected = dense_attention(*arrays[:3], index, segments, arrays[3], causal=mask.causal, window=mask.window,
-                               global_tokens=mask.global_tokens)
+    expected = dense_attention(
+        *arrays[:3],
+        index,
+        segments,
+        arrays[3],
+        causal=mask.causal,
+        window=mask.window,
+        global_tokens=mask.global_tokens,
+    )
     run = compiled(size, schedule, mask)
-    check(run(*(x[:, order] for x in arrays), TokenCoords(index[:, order], segments[:, order])), expected, order)
+    check(
+        run(*(x[:, order] for x in arrays), TokenCoords(index[:, order], segments[:, order])),
+        expected,
+        order,
+    )
 
 
 @settings(max_examples=15, deadline=None)
-@given(data=st.data(), layout=st.sampled_from(LAYOUTS), size=st.sampled_from([1, 3, 4]),
-       schedule=st.sampled_from(["ring", "all_gather"]))
+@given(
+    data=st.data(),
+    layout=st.sampled_from(LAYOUTS),
+    size=st.sampled_from([1, 3, 4]),
+    schedule=st.sampled_from(["ring", "all_gather"]),
+)
 def test_any_packing_is_exact(data, layout, size, schedule):
     check_documents(*random_documents(data, 12, gaps=True), layout, size, schedule)
 
@@ -119,8 +174,14 @@ def test_any_packing_with_replicated_global_tokens_is_exact(data, size, causal, 
         index = index - np.asarray(document_starts(index, segments))
     if segments.any():
         q, k, v, dout = inputs("8/2", LENGTH)
-        expected = dense_attention(q, k, v, index, segments, dout, causal=causal, window=17, global_tokens=5)
-        check(ordered(size, mask)(q, k, v, dout, TokenCoords(index, segments)), expected, np.arange(LENGTH))
+        expected = dense_attention(
+            q, k, v, index, segments, dout, causal=causal, window=17, global_tokens=5
+        )
+        check(
+            ordered(size, mask)(q, k, v, dout, TokenCoords(index, segments)),
+            expected,
+            np.arange(LENGTH),
+        )
 
 
 @pytest.mark.parametrize("global_tokens", [1, 29, 30, 45])
@@ -130,7 +191,9 @@ def test_global_tokens_that_cross_a_shard_are_exact(global_tokens):
     segments = np.where(index < 43, 1, 2)
     segments[1] = np.where(index[1] < 59, 1, np.where(index[1] < 235, 2, 0))
     q, k, v, dout = inputs("8/2", LENGTH)
-    expected = dense_attention(q, k, v, index, segments, dout, window=8, global_tokens=global_tokens)
+    expected = dense_attention(
+        q, k, v, index, segments, dout, window=8, global_tokens=global_tokens
+    )
     run = ordered(8, Mask(window=8, global_tokens=global_tokens))
     check(run(q, k, v, dout, TokenCoords(index, segments)), expected, np.arange(LENGTH))
 
@@ -174,33 +237,69 @@ def test_bfloat16_error_does_not_grow_with_the_ring():
         order = permutation(LENGTH, size, "striped")
         coords = TokenCoords(*(x[:, order] for x in documents("one", LENGTH)))
         got = compiled(size)(*(x[:, order] for x in arrays), coords)
-        errors[size] = [np.abs(np.asarray(x, np.float64) - y[:, order]).mean() for x, y in
-                        ((got[0], expected[0]), (got[2], expected[2]), (got[3], expected[3]), (got[4], expected[4]))]
-    assert all(ring <= 1.1 * single for single, ring in zip(errors[1], errors[8], strict=True)), errors
+        errors[size] = [
+            np.abs(np.asarray(x, np.float64) - y[:, order]).mean()
+            for x, y in (
+                (got[0], expected[0]),
+                (got[2], expected[2]),
+                (got[3], expected[3]),
+                (got[4], expected[4]),
+            )
+        ]
+    assert all(ring <= 1.1 * single for single, ring in zip(errors[1], errors[8], strict=True)), (
+        errors
+    )
 
 
 @pytest.mark.parametrize("kernel", ["xla", "reference"])
 def test_results_are_float32_where_jax_defaults_to_float64(kernel):
-    vectors, rows = jax.ShapeDtypeStruct((1, 24, 2, 4), jnp.bfloat16), jax.ShapeDtypeStruct((1, 2, 24), jnp.float32)
+    vectors, rows = (
+        jax.ShapeDtypeStruct((1, 24, 2, 4), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, 2, 24), jnp.float32),
+    )
     coords = TokenCoords(*[jax.ShapeDtypeStruct((1, 24), jnp.int32)] * 2)
     kernel, options = get_kernel(kernel), {"mask": Mask(window=5), "scale": 1.0}
     with jax.enable_x64(True):
         blocks = Queries(vectors, coords), Keys(vectors, vectors, coords)
-        results = (jax.eval_shape(functools.partial(kernel.forward, **options), *blocks),
-                   jax.eval_shape(functools.partial(kernel.backward, **options), *blocks, BackwardInputs(vectors, rows, rows)))
+        results = (
+            jax.eval_shape(functools.partial(kernel.forward, **options), *blocks),
+            jax.eval_shape(
+                functools.partial(kernel.backward, **options),
+                *blocks,
+                BackwardInputs(vectors, rows, rows),
+            ),
+        )
     assert {x.dtype for x in jax.tree.leaves(results)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"schedule": "rings"}, "known: local, ring, all_gather, balanced, ulysses, attention2d, ring_self_attention"),
-    ({"schedule": {"name": "ulysses", "degre": 2}}, "schedule.degre: ulysses has no such option; it has: degree, inner"),
-    ({"schedule": {"name": "ulysses", "degree": 3}}, r"ulysses.degree: 3 does not divide 4 .* those do: \[1, 2, 4\]"),
-    ({"schedule": {"name": "attention2d", "columns": 3}}, "attention2d.columns: 3 does not divide 4"),
-    ({"kernel": "fast"}, "known: auto, tpu, gpu, mosaic, xla, reference"),
-    ({"schedule": {"name": "ring", "both": True}}, "schedule.both: ring has no such option; it has: bidirectional"),
-    ({"layout": "zebra"}, "known: contiguous, striped, zigzag"),
-    ({"schedule": "local"}, "'ring' and 'all_gather' serve any"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"schedule": "rings"},
+            "known: local, ring, all_gather, balanced, ulysses, attention2d, ring_self_attention",
+        ),
+        (
+            {"schedule": {"name": "ulysses", "degre": 2}},
+            "schedule.degre: ulysses has no such option; it has: degree, inner",
+        ),
+        (
+            {"schedule": {"name": "ulysses", "degree": 3}},
+            r"ulysses.degree: 3 does not divide 4 .* those do: \[1, 2, 4\]",
+        ),
+        (
+            {"schedule": {"name": "attention2d", "columns": 3}},
+            "attention2d.columns: 3 does not divide 4",
+        ),
+        ({"kernel": "fast"}, "known: auto, tpu, gpu, mosaic, xla, reference"),
+        (
+            {"schedule": {"name": "ring", "both": True}},
+            "schedule.both: ring has no such option; it has: bidirectional",
+        ),
+        ({"layout": "zebra"}, "known: contiguous, striped, zigzag"),
+        ({"schedule": "local"}, "'ring' and 'all_gather' serve any"),
+    ],
+)
 def test_unknown_names_are_refused(change, words):
     q, k, v, _ = inputs("4/4", LENGTH)
     with pytest.raises(ValueError, match=words):
@@ -209,54 +308,128 @@ def test_unknown_names_are_refused(change, words):
 
 def test_global_tokens_need_the_documents_starts():
     q, k, v, _ = inputs("4/4", LENGTH)
-    with pytest.raises(ValueError, match=r"coords.start: missing, and Mask.global_tokens = 4 needs it"):
-        attention(q, k, v, documents("one", LENGTH), mesh=mesh_of(4), mask=Mask(window=8, global_tokens=4))
+    with pytest.raises(
+        ValueError, match=r"coords.start: missing, and Mask.global_tokens = 4 needs it"
+    ):
+        attention(
+            q, k, v, documents("one", LENGTH), mesh=mesh_of(4), mask=Mask(window=8, global_tokens=4)
+        )
 
 
 def test_a_length_that_does_not_divide_names_the_next():
     q, k, v, _ = (x[:, :239] for x in inputs("4/4", LENGTH))
     coords = tuple(x[:, :239] for x in documents("one", LENGTH))
-    with pytest.raises(ValueError, match=r"length of q: 239 is not divisible by 4 .* good one is 240"):
+    with pytest.raises(
+        ValueError, match=r"length of q: 239 is not divisible by 4 .* good one is 240"
+    ):
         attention(q, k, v, coords, mesh=mesh_of(4))
-    with pytest.raises(ValueError, match=r"length of q: 239 is not divisible by 2 x 3 \(zigzag\) .* good one is 240"):
+    with pytest.raises(
+        ValueError,
+        match=r"length of q: 239 is not divisible by 2 x 3 \(zigzag\) .* good one is 240",
+    ):
         attention(q, k, v, coords, mesh=mesh_of(3), layout="zigzag")
 
 
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), layout=st.sampled_from(LAYOUTS), size=st.sampled_from([1, 2, 3, 4, 5, 6, 8]),
-       heads=st.sampled_from(list(HEADS)), mask=st.sampled_from(list(MASKS)),
-       schedule=st.sampled_from(["ring", "ring bidirectional", "all_gather", "balanced", "ulysses", "attention2d",
-                                 "attention2d overlap", "ring_self_attention"]))
+@given(
+    data=st.data(),
+    layout=st.sampled_from(LAYOUTS),
+    size=st.sampled_from([1, 2, 3, 4, 5, 6, 8]),
+    heads=st.sampled_from(list(HEADS)),
+    mask=st.sampled_from(list(MASKS)),
+    schedule=st.sampled_from(
+        [
+            "ring",
+            "ring bidirectional",
+            "all_gather",
+            "balanced",
+            "ulysses",
+            "attention2d",
+            "attention2d overlap",
+            "ring_self_attention",
+        ]
+    ),
+)
 def test_any_packing_on_any_ring_is_exact(data, layout, size, heads, mask, schedule):
     """The properties above, on every number of shards, kind of heads and mask: for `make soak`."""
-    check_documents(*random_documents(data, 20, gaps=False), layout, size, schedule, heads, MASKS[mask])
+    check_documents(
+        *random_documents(data, 20, gaps=False), layout, size, schedule, heads, MASKS[mask]
+    )
 
 
-@pytest.mark.parametrize(("axes", "change", "message"), [
-    (("seq",), {}, "mesh: found the axis 'seq'; attention knows data, fsdp, tensor, sequence"),
-    (("sequence",), {"index": lambda x: x.astype(jnp.float32)}, "coords.index: found dtype float32; needs integers"),
-    (("sequence",), {"segment_ids": lambda x: x[0]}, r"coords.segment_ids: found shape (240,); needs [B, L] = (1, 240)"),
-    (("sequence",), {"index": lambda x: x[:, :100]}, "coords.index: found shape (1, 100)")])
+@pytest.mark.parametrize(
+    ("axes", "change", "message"),
+    [
+        (("seq",), {}, "mesh: found the axis 'seq'; attention knows data, fsdp, tensor, sequence"),
+        (
+            ("sequence",),
+            {"index": lambda x: x.astype(jnp.float32)},
+            "coords.index: found dtype float32; needs integers",
+        ),
+        (
+            ("sequence",),
+            {"segment_ids": lambda x: x[0]},
+            r"coords.segment_ids: found shape (240,); needs [B, L] = (1, 240)",
+        ),
+        (("sequence",), {"index": lambda x: x[:, :100]}, "coords.index: found shape (1, 100)"),
+    ],
+)
 def test_meshes_and_coordinates_that_cannot_be_meant_are_refused(axes, change, message):
     q, k, v = (jnp.ones((1, LENGTH, 2, 8)) for _ in range(3))
     coords = TokenCoords(jnp.arange(LENGTH)[None], jnp.ones((1, LENGTH), int))
-    coords = coords._replace(**{name: apply(getattr(coords, name)) for name, apply in change.items()})
+    coords = coords._replace(
+        **{name: apply(getattr(coords, name)) for name, apply in change.items()}
+    )
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), axes)
     with pytest.raises(ValueError) as error:
         attention(q, k, v, coords, mesh=mesh, kernel="reference")
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("axis", "q", "k", "message"), [
-    ("sequence", (1, LENGTH, 2, 8), (1, LENGTH, 2, 4), "q and k: found shapes (1, 240, 2, 8) and (1, 240, 2, 4); D, the size"),
-    ("sequence", (2, LENGTH, 2, 8), (4, LENGTH, 2, 8), "q and k: found shapes (2, 240, 2, 8) and (4, 240, 2, 8); B, the"),
-    ("sequence", (2, LENGTH, 2, 8), (1, LENGTH, 2, 8), "B, the rows, must be equal"),
-    ("sequence", (1, LENGTH, 3, 8), (1, LENGTH, 2, 8), "heads: 3 query heads are no multiple of 2 key/value heads"),
-    ("tensor", (1, LENGTH, 2, 8), (1, LENGTH, 1, 8), "heads: 1 key/value heads are not divisible by tensor = 2")])
+@pytest.mark.parametrize(
+    ("axis", "q", "k", "message"),
+    [
+        (
+            "sequence",
+            (1, LENGTH, 2, 8),
+            (1, LENGTH, 2, 4),
+            "q and k: found shapes (1, 240, 2, 8) and (1, 240, 2, 4); D, the size",
+        ),
+        (
+            "sequence",
+            (2, LENGTH, 2, 8),
+            (4, LENGTH, 2, 8),
+            "q and k: found shapes (2, 240, 2, 8) and (4, 240, 2, 8); B, the",
+        ),
+        ("sequence", (2, LENGTH, 2, 8), (1, LENGTH, 2, 8), "B, the rows, must be equal"),
+        (
+            "sequence",
+            (1, LENGTH, 3, 8),
+            (1, LENGTH, 2, 8),
+            "heads: 3 query heads are no multiple of 2 key/value heads",
+        ),
+        (
+            "tensor",
+            (1, LENGTH, 2, 8),
+            (1, LENGTH, 1, 8),
+            "heads: 1 key/value heads are not divisible by tensor = 2",
+        ),
+    ],
+)
 def test_shapes_that_do_not_fit_each_other_or_the_mesh_are_refused(axis, q, k, message):
-    coords, kv_coords = (TokenCoords(jnp.tile(jnp.arange(LENGTH), (x[0], 1)), jnp.ones(x[:2], int)) for x in (q, k))
+    coords, kv_coords = (
+        TokenCoords(jnp.tile(jnp.arange(LENGTH), (x[0], 1)), jnp.ones(x[:2], int)) for x in (q, k)
+    )
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), (axis,))
     with pytest.raises(ValueError) as error:
-        attention(jnp.ones(q), jnp.ones(k), jnp.ones(k), coords, kv_coords=kv_coords, mesh=mesh, kernel="reference")
+        attention(
+            jnp.ones(q),
+            jnp.ones(k),
+            jnp.ones(k),
+            coords,
+            kv_coords=kv_coords,
+            mesh=mesh,
+            kernel="reference",
+        )
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -1,4 +1,5 @@
 """Merging partial attention: the laws it must keep."""
+
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import example, given, settings
@@ -14,18 +15,26 @@ numbers = st.one_of(st.just(-np.inf), st.floats(-300, 300, width=32))
 def part(lse, seed):
     lse = np.asarray(lse, np.float32).reshape(1, 2, 2)
     out = np.random.default_rng(seed).standard_normal((1, 2, 2, 3)).astype(np.float32)
-    return AttentionPartial(jnp.where(jnp.isneginf(lse).swapaxes(1, 2)[..., None], 0.0, out), jnp.asarray(lse))
+    return AttentionPartial(
+        jnp.where(jnp.isneginf(lse).swapaxes(1, 2)[..., None], 0.0, out), jnp.asarray(lse)
+    )
 
 
 def assert_close(a, b):
     """Equal to rounding. A merged lse is a float32: the weights made from it are off by its last digit, which grows with it."""
     lse = np.abs(np.where(np.isneginf(a.lse), 0, a.lse)).max()
-    np.testing.assert_allclose(a.out, b.out, rtol=0, atol=2e-6 + np.spacing(np.float32(lse)) * np.abs(a.out).max())
+    np.testing.assert_allclose(
+        a.out, b.out, rtol=0, atol=2e-6 + np.spacing(np.float32(lse)) * np.abs(a.out).max()
+    )
     np.testing.assert_allclose(a.lse, b.lse, rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
-@example([-np.inf, -np.inf, 245, -np.inf], [-np.inf, -np.inf, 256, -np.inf], [-np.inf, -np.inf, 255, -np.inf])
+@example(
+    [-np.inf, -np.inf, 245, -np.inf],
+    [-np.inf, -np.inf, 256, -np.inf],
+    [-np.inf, -np.inf, 255, -np.inf],
+)
 @given(*[st.lists(numbers, min_size=4, max_size=4)] * 3)
 def test_merge_is_associative_and_commutative(a, b, c):
     a, b, c = part(a, 0), part(b, 1), part(c, 2)

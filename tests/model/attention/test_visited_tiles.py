@@ -3,6 +3,7 @@
 A kernel that visits a hidden tile and masks it computes 0 x NaN, which is NaN: its results are right, but it has done the work.
 Each row of the batch has its NaN in another tile, so that one call shows every pair of tiles.
 """
+
 import functools
 import itertools
 
@@ -13,7 +14,14 @@ import pytest
 from model.attention import Keys, Mask, Queries, TokenCoords, attention
 from model.attention.blocks import BackwardInputs
 from model.attention.coords import tile_bounds
-from model.attention.kernels import GpuKernel, ReferenceKernel, TpuKernel, XlaKernel, get_kernel, tpu_options
+from model.attention.kernels import (
+    GpuKernel,
+    ReferenceKernel,
+    TpuKernel,
+    XlaKernel,
+    get_kernel,
+    tpu_options,
+)
 from model.attention.kernels.gpu import _tile_ranges
 from model.attention.layout import permutation
 from model.attention.names import LAYOUTS
@@ -26,9 +34,13 @@ from .mosaic_interpreter import compile_once
 HEAD_DIM = 16
 TILE = 16
 GPU = GpuKernel(TILE, TILE, interpret=True)
-KERNELS = {"tpu": TpuKernel(128, 128, fused=True, interpret=True), "tpu pair": TpuKernel(128, 128, fused=False, interpret=True),
-           "gpu": GPU, "xla": XlaKernel(TILE, TILE),
-           "auto": get_kernel("auto", query_tile=TILE, key_tile=TILE)}
+KERNELS = {
+    "tpu": TpuKernel(128, 128, fused=True, interpret=True),
+    "tpu pair": TpuKernel(128, 128, fused=False, interpret=True),
+    "gpu": GPU,
+    "xla": XlaKernel(TILE, TILE),
+    "auto": get_kernel("auto", query_tile=TILE, key_tile=TILE),
+}
 
 
 def needed_tiles(order, tile):
@@ -42,13 +54,17 @@ def with_nan(x, tile):
     count = x.shape[1] // tile
     rows = np.repeat(x, count, 0)
     for number in range(count):
-        rows[number, number * tile:(number + 1) * tile] = np.nan
+        rows[number, number * tile : (number + 1) * tile] = np.nan
     return rows
 
 
 def nan_tiles(results, tile):
     """Whether tile i of a result of row b has a NaN, [b, i]."""
-    return np.isnan(np.asarray(results)).reshape(len(results), -1, tile, *results.shape[2:]).any((2, 3, 4))
+    return (
+        np.isnan(np.asarray(results))
+        .reshape(len(results), -1, tile, *results.shape[2:])
+        .any((2, 3, 4))
+    )
 
 
 def inputs(tokens):
@@ -58,7 +74,10 @@ def inputs(tokens):
 
 def visited_tiles(kernel, order, tile):
     """Whether the forward, dq and dk, dv kernels visit tile j of the keys for tile i of the queries, each [i, j]."""
-    return {part: visited[0] for part, visited in visited_in_rounds(kernel, order[None], order[None], tile).items()}
+    return {
+        part: visited[0]
+        for part, visited in visited_in_rounds(kernel, order[None], order[None], tile).items()
+    }
 
 
 def visited_in_rounds(kernel, q_orders, kv_orders, tile):
@@ -66,7 +85,10 @@ def visited_in_rounds(kernel, q_orders, kv_orders, tile):
     rounds, tokens = q_orders.shape
     count = tokens // tile
     segments = np.ones((rounds * count, tokens), np.int32)
-    q_coords, kv_coords = (TokenCoords(np.repeat(x.astype(np.int32), count, 0), segments) for x in (q_orders, kv_orders))
+    q_coords, kv_coords = (
+        TokenCoords(np.repeat(x.astype(np.int32), count, 0), segments)
+        for x in (q_orders, kv_orders)
+    )
     statistic = np.zeros((rounds * count, 1, tokens), np.float32)
 
     @functools.partial(jax.jit, static_argnames="method", compiler_options=QUICK)
@@ -84,16 +106,35 @@ def visited_in_rounds(kernel, q_orders, kv_orders, tile):
     forward = call("forward", *clean[:2], v_nan).out
     dq = call("backward", clean[0], k_nan, *clean[2:]).dq
     dv = call("backward", *clean[:3], dout_nan).dv
-    by_query = {"forward": nan_of_rounds(forward).swapaxes(1, 2), "dq": nan_of_rounds(dq).swapaxes(1, 2)}
+    by_query = {
+        "forward": nan_of_rounds(forward).swapaxes(1, 2),
+        "dq": nan_of_rounds(dq).swapaxes(1, 2),
+    }
     return {**by_query, "dk, dv": nan_of_rounds(dv)}
 
 
-QUICK_CASES = [("tpu", 2, "striped"), ("gpu", 4, "zigzag"), ("gpu", 8, "striped"), ("xla", 8, "striped")]
-ALL_CASES = [(name, shards, layout) for name in KERNELS for shards in (2, 3, 4, 8) for layout in LAYOUTS]
+QUICK_CASES = [
+    ("tpu", 2, "striped"),
+    ("gpu", 4, "zigzag"),
+    ("gpu", 8, "striped"),
+    ("xla", 8, "striped"),
+]
+ALL_CASES = [
+    (name, shards, layout) for name in KERNELS for shards in (2, 3, 4, 8) for layout in LAYOUTS
+]
 
 
-@pytest.mark.parametrize(("name", "shards", "layout"), [
-    *QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL_CASES if case not in QUICK_CASES)])
+@pytest.mark.parametrize(
+    ("name", "shards", "layout"),
+    [
+        *QUICK_CASES,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ALL_CASES
+            if case not in QUICK_CASES
+        ),
+    ],
+)
 def test_kernels_visit_the_needed_tiles_and_no_others(name, shards, layout):
     """Of a block that is the tokens of all shards, as after a gather; also as many as the cost model counts."""
     tile, tiles = 128 if name.startswith("tpu") else TILE, 2
@@ -101,39 +142,67 @@ def test_kernels_visit_the_needed_tiles_and_no_others(name, shards, layout):
     needed = needed_tiles(order, tile)
     visited = visited_tiles(KERNELS[name].over_shards(shards, shards), order, tile)
     for part, tiles_of_part in visited.items():
-        assert (tiles_of_part == needed).all(), f"{part}: {tiles_of_part.sum()} tiles, {needed.sum()} are needed"
+        assert (tiles_of_part == needed).all(), (
+            f"{part}: {tiles_of_part.sum()} tiles, {needed.sum()} are needed"
+        )
     assert needed.sum() == tile_counts(shards, tiles, tiles, layout).sum()
 
 
 @pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", [
-    "striped", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "striped")])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "striped",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "striped"),
+    ],
+)
 def test_the_tpus_kernel_visits_no_hidden_part_of_a_masked_tile(layout, fused, monkeypatch):
     """Tiles of 256 tokens in parts of 128, of the tokens of two shards."""
     monkeypatch.setattr(tpu_options, "SUB_TILE", 128)
     order = permutation(1024, 2, layout)
     needed = needed_tiles(order, 128)
-    for part, tiles in visited_tiles(TpuKernel(256, 256, fused=fused, interpret=True), order, 128).items():
-        assert (tiles == needed).all(), f"{part}: {tiles.sum()} parts of tiles, {needed.sum()} are needed"
+    for part, tiles in visited_tiles(
+        TpuKernel(256, 256, fused=fused, interpret=True), order, 128
+    ).items():
+        assert (tiles == needed).all(), (
+            f"{part}: {tiles.sum()} parts of tiles, {needed.sum()} are needed"
+        )
 
 
 MOSAIC_CASES = [(shards, layout) for shards in (2, 3) for layout in LAYOUTS]
 
 
-@pytest.mark.parametrize(("shards", "layout"), [
-    (2, "zigzag"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MOSAIC_CASES if case != (2, "zigzag"))])
-def test_the_mosaic_kernel_visits_the_needed_tiles_of_every_round_and_no_others(shards, layout, monkeypatch):
+@pytest.mark.parametrize(
+    ("shards", "layout"),
+    [
+        (2, "zigzag"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in MOSAIC_CASES
+            if case != (2, "zigzag")
+        ),
+    ],
+)
+def test_the_mosaic_kernel_visits_the_needed_tiles_of_every_round_and_no_others(
+    shards, layout, monkeypatch
+):
     """Of a ring's rounds, each rank's queries with each rank's keys; gathered shards it brings into another order first."""
     tile, tiles = 128, 2
     ranks = permutation(shards * tiles * tile, shards, layout).reshape(shards, -1)
     needed = needed_tiles(ranks.reshape(-1), tile)
     rounds = list(itertools.product(range(shards), repeat=2))
     with compile_once(monkeypatch):
-        parts = visited_in_rounds(MOSAIC, *(ranks[list(side)] for side in zip(*rounds, strict=True)), tile)
+        parts = visited_in_rounds(
+            MOSAIC, *(ranks[list(side)] for side in zip(*rounds, strict=True)), tile
+        )
     for part, visited in parts.items():
         for (queries, keys), of_round in zip(rounds, visited, strict=True):
-            expected = needed[queries * tiles:(queries + 1) * tiles, keys * tiles:(keys + 1) * tiles]
-            assert (of_round == expected).all(), f"{part}, queries of {queries}, keys of {keys}: {of_round}"
+            expected = needed[
+                queries * tiles : (queries + 1) * tiles, keys * tiles : (keys + 1) * tiles
+            ]
+            assert (of_round == expected).all(), (
+                f"{part}, queries of {queries}, keys of {keys}: {of_round}"
+            )
 
 
 def test_a_kernel_that_visits_and_masks_all_tiles_is_found():
@@ -160,11 +229,25 @@ def test_without_its_shards_a_gathered_block_costs_more():
 GATHERED = ["all_gather", "ulysses", "attention2d 2"]
 
 
-@pytest.mark.parametrize(("schedule", "layout"), [
-    *((schedule, "striped") for schedule in GATHERED),
-    *(pytest.param(schedule, layout, marks=pytest.mark.slow) for schedule in (*GATHERED, "attention2d overlap 2", "ring",
-                                                                              "usp ring", "usp attention2d", "balanced")
-      for layout in LAYOUTS if schedule not in GATHERED or layout != "striped")])
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        *((schedule, "striped") for schedule in GATHERED),
+        *(
+            pytest.param(schedule, layout, marks=pytest.mark.slow)
+            for schedule in (
+                *GATHERED,
+                "attention2d overlap 2",
+                "ring",
+                "usp ring",
+                "usp attention2d",
+                "balanced",
+            )
+            for layout in LAYOUTS
+            if schedule not in GATHERED or layout != "striped"
+        ),
+    ],
+)
 def test_schedules_have_the_gpus_kernel_visit_no_hidden_tile(schedule, layout):
     """Forward, on four devices, whichever keys are together in a call."""
     shards, tiles = 4, 2
@@ -176,8 +259,16 @@ def test_schedules_have_the_gpus_kernel_visit_no_hidden_tile(schedule, layout):
     def rows(x):
         return np.repeat(np.repeat(x, count, 0) if len(x) == 1 else x, heads, 2)
 
-    coords = (np.repeat(order[None].astype(np.int32), count, 0), np.ones((count, len(order)), np.int32))
-    options = {"mesh": mesh_of(shards), "layout": layout, "schedule": SCHEDULES[schedule], "kernel": GPU}
+    coords = (
+        np.repeat(order[None].astype(np.int32), count, 0),
+        np.ones((count, len(order)), np.int32),
+    )
+    options = {
+        "mesh": mesh_of(shards),
+        "layout": layout,
+        "schedule": SCHEDULES[schedule],
+        "kernel": GPU,
+    }
     attend = jax.jit(functools.partial(attention, **options), compiler_options=QUICK)
     visited = nan_tiles(attend(rows(q), rows(k), rows(with_nan(v, TILE)), coords), TILE).T
     needed = needed_tiles(order, TILE)

@@ -1,4 +1,5 @@
 """Each family against transformers: logits, packed documents, gradients, decoding, and its files there and back."""
+
 import dataclasses
 import functools
 import itertools
@@ -24,9 +25,18 @@ from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
 
 MESH = {"fsdp": 2, "tensor": 2, "sequence": 2}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 2.0],
-            "long_factor": [1.0, 1.5, 3.0, 8.0]}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 2.0],
+    "long_factor": [1.0, 1.5, 3.0, 8.0],
+}
 # What a family's config.json can say: every field that it takes, and sequences beyond the window and the original length.
 KINDS = {
     "qwen2": {"tie_word_embeddings": True, "rope_parameters": YARN},
@@ -36,21 +46,54 @@ KINDS = {
     "mistral with a window": {"sliding_window": 9},
     "olmo2 with one key head": {"num_key_value_heads": 1},
     "olmo2": {},
-    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "max_position_embeddings": 128},
+    "phi3": {
+        "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": 64,
+        "max_position_embeddings": 128,
+    },
     "phi3 in part": {
-        "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.3], "long_factor": [1.0, 3.0]},
-        "original_max_position_embeddings": 64, "max_position_embeddings": 128},
+        "rope_parameters": {
+            **LONGROPE,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.3],
+            "long_factor": [1.0, 3.0],
+        },
+        "original_max_position_embeddings": 64,
+        "max_position_embeddings": 128,
+    },
     "smollm3": {"num_hidden_layers": 3, "no_rope_layer_interval": 2},
-    "smollm3 with a window": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "use_sliding_window": True,
-                              "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "gemma3_text": {"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 20, "layer_types": [
-        "sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
+    "smollm3 with a window": {
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "gemma2": {"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
-               "final_logit_softcapping": 0.5, "rms_norm_eps": 1e-6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gemma2": {
+        "num_hidden_layers": 3,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 0.5,
+        "rms_norm_eps": 1e-6,
+    },
     "phi3 with a window": {"sliding_window": 9},
-    "granite": {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 4.0},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 4.0,
+    },
 }
 
 
@@ -60,11 +103,27 @@ def saved(kind: str, folder):
     whose embedding torch gives no gradient."""
     torch.manual_seed(0)
     family = kind.split()[0]
-    sizes = {name: getattr(tiny(), name) for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "initializer_range")}
-    config = transformers.AutoConfig.for_model(family, **{**sizes, "pad_token_id": None, **KINDS[kind]})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    sizes = {
+        name: getattr(tiny(), name)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "initializer_range",
+        )
+    }
+    config = transformers.AutoConfig.for_model(
+        family, **{**sizes, "pad_token_id": None, **KINDS[kind]}
+    )
+    model = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        .float()
+        .eval()
+    )
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
@@ -72,8 +131,17 @@ def saved(kind: str, folder):
     return model
 
 
-OF_EACH_FAMILY = ("qwen2", "qwen3", "mistral with a window", "olmo2", "phi3 in part", "smollm3", "gemma2", "gemma3_text",
-                  "granite")
+OF_EACH_FAMILY = (
+    "qwen2",
+    "qwen3",
+    "mistral with a window",
+    "olmo2",
+    "phi3 in part",
+    "smollm3",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+)
 
 
 def marked(*kinds):
@@ -105,7 +173,9 @@ def documents(batch):
     """(row, slice) of every packed document."""
     for row, segments in enumerate(batch["segment_ids"]):
         edges = [0, *(np.flatnonzero(np.diff(segments)) + 1), len(segments)]
-        yield from ((row, slice(*edge)) for edge in itertools.pairwise(edges) if segments[edge[0]] > 0)
+        yield from (
+            (row, slice(*edge)) for edge in itertools.pairwise(edges) if segments[edge[0]] > 0
+        )
 
 
 def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **options):
@@ -120,8 +190,8 @@ def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **
     for row, tokens in documents(batch):
         # What follows a document changes nothing in it, but longrope's factors depend on the length of the whole row.
         alone = np.zeros((1, length), np.int32)
-        alone[0, :tokens.stop - tokens.start] = batch["tokens"][row, tokens]
-        expected = truth(torch.tensor(alone)).logits[0, :tokens.stop - tokens.start]
+        alone[0, : tokens.stop - tokens.start] = batch["tokens"][row, tokens]
+        expected = truth(torch.tensor(alone)).logits[0, : tokens.stop - tokens.start]
         targets = torch.tensor(batch["targets"][row, tokens]).long()
         losses = torch.nn.functional.cross_entropy(expected, targets, reduction="none")
         total = total + (losses * torch.tensor(batch["loss_weights"][row, tokens])).sum()
@@ -137,19 +207,26 @@ def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **
             assert np.abs(gradient - expected).max() <= 1e-4 * np.abs(expected).max(), name
 
 
-@pytest.mark.parametrize("model", marked(*(kind for kind in OF_EACH_FAMILY if kind != "smollm3")), indirect=True)
+@pytest.mark.parametrize(
+    "model", marked(*(kind for kind in OF_EACH_FAMILY if kind != "smollm3")), indirect=True
+)
 def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
     check_packed_documents(model, MESH)
 
 
-@pytest.mark.parametrize("model", [pytest.param("phi3", marks=pytest.mark.slow), "phi3 in part"], indirect=True)
+@pytest.mark.parametrize(
+    "model", [pytest.param("phi3", marks=pytest.mark.slow), "phi3 in part"], indirect=True
+)
 def test_packed_documents_beyond_the_original_length_of_longrope(model):
     check_packed_documents(model, MESH, rows=2, length=128)
 
 
 REMATS = tuple(POLICIES)
-COVERING = [("gemma2", "ulysses", "zigzag", "save_attention"), ("gemma3_text", "all_gather", "striped", "everything"),
-            ("mistral with a window", "ring", "zigzag", "nothing")]
+COVERING = [
+    ("gemma2", "ulysses", "zigzag", "save_attention"),
+    ("gemma3_text", "all_gather", "striped", "everything"),
+    ("mistral with a window", "ring", "zigzag", "nothing"),
+]
 
 
 def covering():
@@ -157,23 +234,34 @@ def covering():
     families."""
     chosen = []
     for number, family in enumerate(OF_EACH_FAMILY):
-        for index, (schedule, layout) in enumerate(itertools.product(("ring", "ulysses", "all_gather"), ("striped", "zigzag"))):
+        for index, (schedule, layout) in enumerate(
+            itertools.product(("ring", "ulysses", "all_gather"), ("striped", "zigzag"))
+        ):
             chosen.append((family, schedule, layout, REMATS[(index + 6 * number) % len(REMATS)]))
     return chosen
 
 
-@pytest.mark.parametrize(("model", "schedule", "layout", "remat"), [
-    case if case in COVERING else pytest.param(*case, marks=pytest.mark.slow)
-    for case in dict.fromkeys((*COVERING, *covering()))], indirect=["model"])
+@pytest.mark.parametrize(
+    ("model", "schedule", "layout", "remat"),
+    [
+        case if case in COVERING else pytest.param(*case, marks=pytest.mark.slow)
+        for case in dict.fromkeys((*COVERING, *covering()))
+    ],
+    indirect=["model"],
+)
 def test_every_schedule_layout_and_policy_serves_every_family(model, schedule, layout, remat):
     period = len(model[2].layer_kinds)
     every_k = {"every_k": period if period > 1 else 2} if POLICIES[remat].every_k else {}
     if every_k and model[2].num_hidden_layers % every_k["every_k"]:
         remat, every_k = "nothing", {}  # layers in groups must fill them
-    check_packed_documents(model, {"sequence": 2}, layout, rows=2, schedule=schedule, remat=remat, **every_k)
+    check_packed_documents(
+        model, {"sequence": 2}, layout, rows=2, schedule=schedule, remat=remat, **every_k
+    )
 
 
-@pytest.mark.parametrize("shape", [{}, pytest.param(MESH, marks=pytest.mark.slow)], ids=["one device", "mesh"])
+@pytest.mark.parametrize(
+    "shape", [{}, pytest.param(MESH, marks=pytest.mark.slow)], ids=["one device", "mesh"]
+)
 @pytest.mark.parametrize("model", marked(*OF_EACH_FAMILY), indirect=True)
 def test_the_logits_are_transformers(model, shape):
     """On a mesh, whose ring is striped, too."""
@@ -182,7 +270,10 @@ def test_the_logits_are_transformers(model, shape):
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, length), np.int32)
     index = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
     own, params = ours(config, folder, shape)
-    batch, order = permuted({"tokens": tokens, "index": index, "positions": index, "segment_ids": np.ones_like(tokens)}, own)
+    batch, order = permuted(
+        {"tokens": tokens, "index": index, "positions": index, "segment_ids": np.ones_like(tokens)},
+        own,
+    )
     logits = np.asarray(jax.jit(own.logits)(params, batch))
     with torch.no_grad():
         expected = truth(torch.tensor(tokens)).logits.numpy()[:, order]
@@ -194,7 +285,9 @@ def test_greedy_decoding_is_transformers(model):
     check_greedy_decoding(model, (5, 30))
 
 
-@pytest.mark.parametrize("model", [pytest.param("phi3", marks=pytest.mark.slow), "phi3 in part"], indirect=True)
+@pytest.mark.parametrize(
+    "model", [pytest.param("phi3", marks=pytest.mark.slow), "phi3 in part"], indirect=True
+)
 def test_greedy_decoding_beyond_the_original_length_of_longrope(model):
     check_greedy_decoding(model, (70, 90))
 
@@ -202,13 +295,17 @@ def test_greedy_decoding_beyond_the_original_length_of_longrope(model):
 def check_greedy_decoding(model, lengths):
     """The answers to two prompts of these lengths, against transformers' logits of prompt and answer."""
     truth, folder, config = model
-    prompts = [np.random.default_rng(length).integers(3, 128, length).tolist() for length in lengths]
+    prompts = [
+        np.random.default_rng(length).integers(3, 128, length).tolist() for length in lengths
+    ]
     own, params = ours(config, folder, {"sequence": 2})
     capacity = max(lengths) + 10
-    answers = Generator(own, rows=2, capacity=capacity, new_tokens=8, stop_ids=(), chunk=16)(params, prompts)
+    answers = Generator(own, rows=2, capacity=capacity, new_tokens=8, stop_ids=(), chunk=16)(
+        params, prompts
+    )
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.no_grad():
-            logits = truth(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]
+            logits = truth(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         best = logits.max(-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         assert best.max() <= 1e-3, "each token is the best one, or within 1e-3 of it"
 
@@ -226,11 +323,21 @@ def test_import_then_export_gives_the_same_bytes(model, tmp_path):
         write_hf(params, config, tmp_path / "assets", tmp_path / name, max_shard_bytes=most)
         assert LlamaConfig.from_hf(tmp_path / name) == config
         files = sorted((tmp_path / name).glob("*.safetensors"))
-        assert (len(files) > 1) == (tmp_path / name / "model.safetensors.index.json").exists() == (name == "in parts")
-        exported = {tensor: value for file in files for tensor, value in safetensors.torch.load_file(file).items()}
+        assert (
+            (len(files) > 1)
+            == (tmp_path / name / "model.safetensors.index.json").exists()
+            == (name == "in parts")
+        )
+        exported = {
+            tensor: value
+            for file in files
+            for tensor, value in safetensors.torch.load_file(file).items()
+        }
         assert theirs.keys() == exported.keys()
-        assert all(theirs[tensor].dtype == value.dtype and torch.equal(theirs[tensor], value)
-                   for tensor, value in exported.items())
+        assert all(
+            theirs[tensor].dtype == value.dtype and torch.equal(theirs[tensor], value)
+            for tensor, value in exported.items()
+        )
         read_again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert read_again.config.architectures == [FAMILIES[config.family].architecture]
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
@@ -256,7 +363,9 @@ def test_layers_of_two_kinds_are_the_same_however_they_run(model, memory):
     def run(**options):
         own = llama(config, {"sequence": 2}, **options)
         params = read_hf(folder, config, own.shardings)
-        return jax.jit(jax.value_and_grad(mean_loss(own), has_aux=True))(params, permuted(batch, own)[0])
+        return jax.jit(jax.value_and_grad(mean_loss(own), has_aux=True))(
+            params, permuted(batch, own)[0]
+        )
 
     (expected, _), expected_gradients = run()
     (loss, _), gradients = run(**MEMORY[memory])
@@ -272,7 +381,9 @@ def test_groups_of_layers_of_two_kinds_give_the_same_gradients():
 
     def run(**options):
         own = llama(config, **options)
-        gradients = jax.jit(jax.grad(mean_loss(own), has_aux=True))(own.init(0), packed_batch(config, rows=1, length=64))[0]
+        gradients = jax.jit(jax.grad(mean_loss(own), has_aux=True))(
+            own.init(0), packed_batch(config, rows=1, length=64)
+        )[0]
         return {name: np.asarray(gradient) for name, gradient in gradients.items()}
 
     expected, gradients = run(), run(remat="every_k", every_k=2)
@@ -282,7 +393,9 @@ def test_groups_of_layers_of_two_kinds_give_the_same_gradients():
 
 def test_a_group_of_layers_is_whole_periods():
     config = tiny(family="smollm3", num_hidden_layers=6, no_rope_layers=(1, 1, 0, 1, 1, 0))
-    with pytest.raises(ValueError, match=r"memory\.every_k: found 2; .* period of 3, so it needs a multiple of 3"):
+    with pytest.raises(
+        ValueError, match=r"memory\.every_k: found 2; .* period of 3, so it needs a multiple of 3"
+    ):
         llama(config, remat="every_k", every_k=2)
 
 
@@ -300,29 +413,59 @@ def test_presets_are_configs_of_transformers(family):
         assert LlamaConfig.from_hf_dict(written) == config
         theirs = transformers.AutoConfig.for_model(**written)
         assert type(theirs).model_type == family
-        for field in ("vocab_size", "hidden_size", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "num_key_value_heads",
+            "rms_norm_eps",
+            "tie_word_embeddings",
+        ):
             assert getattr(theirs, field) == getattr(config, field)
         ropes = theirs.rope_parameters
         assert ropes.get("full_attention", ropes)["rope_theta"] == config.rope.theta
         assert (ropes["sliding_attention"]["rope_theta"] if config.local_rope else None) == (
-            config.local_rope and config.local_rope.theta)
+            config.local_rope and config.local_rope.theta
+        )
 
 
 # Fields of transformers' configs that name no computation of a model's, and those that a family reads by other names.
 NO_COMPUTATION = {
-    "use_cache", "_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "is_encoder_decoder",
-    "label2id", "model_type", "output_attentions", "output_hidden_states", "problem_type", "return_dict",
-    "transformers_version"}
-READ = {"max_window_layers", "rope_parameters", "original_max_position_embeddings", "no_rope_layer_interval",
-        "_sliding_window_pattern"}
+    "use_cache",
+    "_name_or_path",
+    "architectures",
+    "chunk_size_feed_forward",
+    "dtype",
+    "id2label",
+    "is_encoder_decoder",
+    "label2id",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+    "transformers_version",
+}
+READ = {
+    "max_window_layers",
+    "rope_parameters",
+    "original_max_position_embeddings",
+    "no_rope_layer_interval",
+    "_sliding_window_pattern",
+}
 
 
 def test_a_family_is_as_short_as_the_page_says(repository):
     files = {path.stem: path for path in (repository / "model/families").glob("*.py")}
-    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()
-             if name not in ("__init__", "family")}
+    lines = {
+        name: len(path.read_text(encoding="utf-8").splitlines())
+        for name, path in files.items()
+        if name not in ("__init__", "family")
+    }
     page = (repository / "docs/models.md").read_text(encoding="utf-8")
-    assert f"({min(lines.values())} to {max(lines.values())} lines; dense Qwen3 has {lines['qwen3']})" in page
+    assert (
+        f"({min(lines.values())} to {max(lines.values())} lines; dense Qwen3 has {lines['qwen3']})"
+        in page
+    )
     assert lines["qwen3"] < 60
 
 
@@ -336,48 +479,66 @@ def test_every_field_of_transformers_configs_is_read_or_refused(family):
 def test_no_family_is_named_outside_its_file(repository):
     """No file elsewhere compares a family or has its model type in quotes; Llama's is the default. A socket's
     family is another thing."""
-    named = re.compile(rf"""\bfamily (?:==|!=) (?!socket\.)|["'](?:{"|".join(set(FAMILIES) - {"llama"})})["']""")
-    for path in (path for room in ("model", "trainer", "planning", "data") for path in (repository / room).rglob("*.py")):
+    named = re.compile(
+        rf"""\bfamily (?:==|!=) (?!socket\.)|["'](?:{"|".join(set(FAMILIES) - {"llama"})})["']"""
+    )
+    for path in (
+        path
+        for room in ("model", "trainer", "planning", "data")
+        for path in (repository / room).rglob("*.py")
+    ):
         if path.parent.name != "families":
             assert not named.findall(path.read_text(encoding="utf-8")), path
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"qk_norm": "head"}, ["qk_norm", "'head'", "llama"]),
-    ({"family": "qwen3"}, ["qk_norm", "'none'", "qwen3"]),
-    ({"norm_offset": 1.0}, ["norm_offset", "1.0", "llama"]),
-    ({"residual_multiplier": 0.5}, ["residual_multiplier", "0.5", "llama"]),
-    ({"sliding_window": 5}, ["sliding_window", "5", "llama"]),
-    ({"family": "bert"}, ["family", "bert", "qwen3"]),
-    ({"no_rope_layers": (1, 0)}, ["no_rope_layers", "llama"]),
-    ({"family": "smollm3", "no_rope_layers": (1,)}, ["no_rope_layers", "1 entries", "needs 2"]),
-    ({"family": "smollm3", "no_rope_layers": (1, 2)}, ["no_rope_layers", "2", "0, 1"]),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"qk_norm": "head"}, ["qk_norm", "'head'", "llama"]),
+        ({"family": "qwen3"}, ["qk_norm", "'none'", "qwen3"]),
+        ({"norm_offset": 1.0}, ["norm_offset", "1.0", "llama"]),
+        ({"residual_multiplier": 0.5}, ["residual_multiplier", "0.5", "llama"]),
+        ({"sliding_window": 5}, ["sliding_window", "5", "llama"]),
+        ({"family": "bert"}, ["family", "bert", "qwen3"]),
+        ({"no_rope_layers": (1, 0)}, ["no_rope_layers", "llama"]),
+        ({"family": "smollm3", "no_rope_layers": (1,)}, ["no_rope_layers", "1 entries", "needs 2"]),
+        ({"family": "smollm3", "no_rope_layers": (1, 2)}, ["no_rope_layers", "2", "0, 1"]),
+    ],
+)
 def test_what_no_config_of_the_family_can_say_is_refused(change, words):
     with pytest.raises(ValueError) as caught:
         tiny(**change)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"use_sliding_window": True, "sliding_window": 128}, ["sliding_window", "128"]),
-    ({"use_sliding_window": True}, ["use_sliding_window", "True"]),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
-    ({"mlp_bias": True}, ["mlp_bias", "True", "Qwen3ForCausalLM"]),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 128}, ["sliding_window", "128"]),
+        ({"use_sliding_window": True}, ["use_sliding_window", "True"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        ({"mlp_bias": True}, ["mlp_bias", "True", "Qwen3ForCausalLM"]),
+    ],
+)
 def test_fields_that_are_not_computed_are_refused_by_name(change, words):
     with pytest.raises(ValueError) as caught:
         LlamaConfig.from_hf_dict({**LlamaConfig.preset("qwen3-0.6b").to_hf(), **change})
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0", "Gemma3ForCausalLM"]),
-    ({"use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
-    ({"hidden_activation": "relu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
-    ({"layer_types": ["chunked_attention"] * 18}, ["layer_types", "chunked_attention", "sliding_attention"]),
-    ({"sliding_window": None}, ["sliding_window", "null", "layer_types"]),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0", "Gemma3ForCausalLM"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
+        ({"hidden_activation": "relu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
+        (
+            {"layer_types": ["chunked_attention"] * 18},
+            ["layer_types", "chunked_attention", "sliding_attention"],
+        ),
+        ({"sliding_window": None}, ["sliding_window", "null", "layer_types"]),
+    ],
+)
 def test_fields_of_gemma_that_are_not_computed_are_refused_by_name(change, words):
     with pytest.raises(ValueError) as caught:
         LlamaConfig.from_hf_dict({**LlamaConfig.preset("gemma-3-270m").to_hf(), **change})
@@ -386,7 +547,11 @@ def test_fields_of_gemma_that_are_not_computed_are_refused_by_name(change, words
 
 def test_gemma_3_is_read_from_the_fields_of_transformers_4():
     config = LlamaConfig.preset("gemma-3-12b")
-    written = {name: value for name, value in config.to_hf().items() if name not in ("rope_parameters", "layer_types")}
+    written = {
+        name: value
+        for name, value in config.to_hf().items()
+        if name not in ("rope_parameters", "layer_types")
+    }
     assert written["rope_theta"] == 1e6 and written["rope_local_base_freq"] == 1e4
     assert LlamaConfig.from_hf_dict({**written, "sliding_window_pattern": 6}) == config
     assert len(config.layer_kinds) == 6
@@ -394,6 +559,11 @@ def test_gemma_3_is_read_from_the_fields_of_transformers_4():
 
 
 def test_pairs_are_counted_in_layers_with_a_window_and_without():
-    config = tiny(family="gemma3_text", num_hidden_layers=3, sliding_window=2, **FAMILIES["gemma3_text"].computes,
-                  layer_types=("sliding_attention", "full_attention", "sliding_attention"))
+    config = tiny(
+        family="gemma3_text",
+        num_hidden_layers=3,
+        sliding_window=2,
+        **FAMILIES["gemma3_text"].computes,
+        layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+    )
     assert pairs_per_layer(config, np.array([4])) == (7 + 10 + 7) / 3

@@ -1,4 +1,5 @@
 """Position-wise work in chunks that do not divide the length: the same numbers, in no more chunks than there must be."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,24 +21,38 @@ def total(weights, arrays, labels):
 
 def value(chunk, weights, arrays, labels, shares):
     y = chunked(fn, weights, arrays, labels, dtype=jnp.float32, chunk=chunk)
-    summed, values = chunked_total(total, weights, {"x": y}, labels, shares, dtype=jnp.float32, chunk=chunk)
+    summed, values = chunked_total(
+        total, weights, {"x": y}, labels, shares, dtype=jnp.float32, chunk=chunk
+    )
     return summed, (y, values)
 
 
 @pytest.fixture
 def given():
     rng = np.random.default_rng(0)
-    weights, x = {"w": rng.normal(size=(6, 6)).astype(np.float32)}, rng.normal(size=(2, LENGTH, 6)).astype(np.float32)
-    labels, shares = {"n": rng.integers(0, 3, (2, LENGTH), np.int32)}, rng.random((2, LENGTH), np.float32)
+    weights, x = (
+        {"w": rng.normal(size=(6, 6)).astype(np.float32)},
+        rng.normal(size=(2, LENGTH, 6)).astype(np.float32),
+    )
+    labels, shares = (
+        {"n": rng.integers(0, 3, (2, LENGTH), np.int32)},
+        rng.random((2, LENGTH), np.float32),
+    )
     return weights, {"x": x}, labels, shares
 
 
 def test_a_shorter_last_chunk_changes_no_number(given):
     run = jax.jit(jax.value_and_grad(value, argnums=(1, 2), has_aux=True), static_argnums=0)
-    for got, expected in zip(*map(jax.tree.leaves, (run(4, *given), run(None, *given))), strict=True):
+    for got, expected in zip(
+        *map(jax.tree.leaves, (run(4, *given), run(None, *given))), strict=True
+    ):
         np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6)
 
 
 def test_as_few_chunks_as_can_be(given):
     traced = jax.make_jaxpr(lambda *given: value(4, *given))(*given)
-    assert {equation.params["length"] for equation, _ in operations(traced.jaxpr) if equation.primitive.name == "scan"} == {3}
+    assert {
+        equation.params["length"]
+        for equation, _ in operations(traced.jaxpr)
+        if equation.primitive.name == "scan"
+    } == {3}

@@ -1,5 +1,6 @@
 """What each remat policy keeps and runs again; no schedule runs attention forward again, or keeps length x length, under
 `save_attention`."""
+
 import collections
 import dataclasses
 import functools
@@ -15,8 +16,15 @@ from model.modules import declare_layer
 from tests.model.build import llama, mean_loss, packed_batch, tiny
 
 ROWS, LENGTH = 1, 1024  # no other size of the model is as large as a device's 256 tokens
-SCHEDULES = ["ring", "all_gather", "balanced", {"name": "balanced", "split": True}, "ulysses", {"name": "ulysses", "degree": 2},
-             "attention2d"]
+SCHEDULES = [
+    "ring",
+    "all_gather",
+    "balanced",
+    {"name": "balanced", "split": True},
+    "ulysses",
+    {"name": "ulysses", "degree": 2},
+    "attention2d",
+]
 
 
 @functools.partial(jax.jit, static_argnames=("kernel", "mask", "scale"))
@@ -28,7 +36,9 @@ def attention_forward(kernel, *blocks, mask, scale):
 class MarkedKernel(Kernel):
     """The XLA kernel, with a forward that a traced program shows as a call named `attention_forward`."""
 
-    kernel: Kernel = dataclasses.field(default_factory=lambda: get_kernel("xla", query_tile=64, key_tile=64))
+    kernel: Kernel = dataclasses.field(
+        default_factory=lambda: get_kernel("xla", query_tile=64, key_tile=64)
+    )
 
     def forward(self, *blocks, **options):
         return attention_forward(self.kernel, *blocks, **options)
@@ -48,24 +58,49 @@ def equations(jaxpr):
 
 
 def traced(schedule, remat, gradient):
-    model = llama(tiny(), {"sequence": 4}, schedule=schedule, remat=remat, kernel=MarkedKernel(), projection_chunk=64,
-                  feed_forward_chunk=64, loss_chunk=64)
-    batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype) for name, dtype in (
-        ("tokens", jnp.int32), ("targets", jnp.int32), ("index", jnp.int32), ("segment_ids", jnp.int32),
-        ("positions", jnp.int32), ("loss_weights", jnp.float32))}
-    params = {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in model.parameters.items()}
+    model = llama(
+        tiny(),
+        {"sequence": 4},
+        schedule=schedule,
+        remat=remat,
+        kernel=MarkedKernel(),
+        projection_chunk=64,
+        feed_forward_chunk=64,
+        loss_chunk=64,
+    )
+    batch = {
+        name: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype)
+        for name, dtype in (
+            ("tokens", jnp.int32),
+            ("targets", jnp.int32),
+            ("index", jnp.int32),
+            ("segment_ids", jnp.int32),
+            ("positions", jnp.int32),
+            ("loss_weights", jnp.float32),
+        )
+    }
+    params = {
+        name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
+        for name, parameter in model.parameters.items()
+    }
 
     def loss(params, batch):
         return mean_loss(model)(params, batch)[0]
 
-    return list(equations(jax.make_jaxpr(jax.grad(loss) if gradient else loss)(params, batch).jaxpr))
+    return list(
+        equations(jax.make_jaxpr(jax.grad(loss) if gradient else loss)(params, batch).jaxpr)
+    )
 
 
 def kernel_calls(all_equations):
     """Calls of the kernel's forward that multiply matrices: splitting for the gradient leaves calls that hold constants."""
-    return sum(call.params.get("name") == "attention_forward"
-               and any(inner.primitive.name == "dot_general" for inner in equations(call.params["jaxpr"].jaxpr))
-               for call in all_equations)
+    return sum(
+        call.params.get("name") == "attention_forward"
+        and any(
+            inner.primitive.name == "dot_general" for inner in equations(call.params["jaxpr"].jaxpr)
+        )
+        for call in all_equations
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -76,10 +111,17 @@ def test_save_attention_never_runs_attention_forward_again(schedule):
     saved = traced(schedule, "save_attention", gradient=True)
     assert kernel_calls(saved) == once
     assert kernel_calls(traced(schedule, "nothing", gradient=True)) == 2 * once
-    shapes = {out.aval.shape for equation in saved for out in equation.outvars if hasattr(out.aval, "shape")}
+    shapes = {
+        out.aval.shape
+        for equation in saved
+        for out in equation.outvars
+        if hasattr(out.aval, "shape")
+    }
     own, gathered = LENGTH // 4, LENGTH
     assert any(gathered in shape or own in shape for shape in shapes)
-    assert not [shape for shape in shapes if sum(size in (own, gathered, own * 2) for size in shape) >= 2]
+    assert not [
+        shape for shape in shapes if sum(size in (own, gathered, own * 2) for size in shape) >= 2
+    ]
 
 
 # Policy -> the products with weights in a layer's gradient, and what the scan over layers stacks beside the coordinates.
@@ -92,7 +134,10 @@ PRODUCTS_AND_STACKED = {
     "save_attention": (31, {INPUT: 1, OUT: 1, LSE: 1}),
     "offload": (31, {INPUT + " on the host": 1}),
     "offload_save_attention": (31, {INPUT + " on the host": 1, OUT: 1, LSE: 1}),
-    "offload_attention": (31, {INPUT + " on the host": 1, OUT + " on the host": 1, LSE + " on the host": 1}),
+    "offload_attention": (
+        31,
+        {INPUT + " on the host": 1, OUT + " on the host": 1, LSE + " on the host": 1},
+    ),
     "every_k": (38, {INPUT: 1}),
     "offload_every_k": (38, {INPUT + " on the host": 1}),
     # q has the shape of attention's output. The layer's input, and the input of the feed-forward.
@@ -103,44 +148,86 @@ PRODUCTS_AND_STACKED = {
 def stacked_outputs(scan):
     """The abstract values that a scan stacks: a carry has the shape that it has inside."""
     inside = scan.params["jaxpr"].jaxpr.outvars
-    return [outer.aval for outer, inner in zip(scan.outvars, inside, strict=True) if outer.aval.shape != inner.aval.shape]
+    return [
+        outer.aval
+        for outer, inner in zip(scan.outvars, inside, strict=True)
+        if outer.aval.shape != inner.aval.shape
+    ]
 
 
 def stacked_by_the_forward_pass(equations, layers):
     """What the outermost scan over this many layers keeps of each, by its shape; integers are coordinates."""
     config, tokens = tiny(), LENGTH // 4
-    names = {(tokens, config.hidden_size): INPUT, (tokens, config.num_attention_heads, config.head_dim): OUT,
-             (config.num_attention_heads, tokens): LSE, (tokens, config.num_key_value_heads, config.head_dim): "key or value",
-             (tokens, config.intermediate_size): "feed-forward"}
-    scans = (stacked_outputs(equation) for equation in equations
-             if equation.primitive.name == "scan" and equation.params["length"] == layers)
+    names = {
+        (tokens, config.hidden_size): INPUT,
+        (tokens, config.num_attention_heads, config.head_dim): OUT,
+        (config.num_attention_heads, tokens): LSE,
+        (tokens, config.num_key_value_heads, config.head_dim): "key or value",
+        (tokens, config.intermediate_size): "feed-forward",
+    }
+    scans = (
+        stacked_outputs(equation)
+        for equation in equations
+        if equation.primitive.name == "scan" and equation.params["length"] == layers
+    )
     kept = next(filter(None, scans))
-    return collections.Counter(names[aval.shape[2:]] + " on the host" * (aval.memory_space == jax.memory.Space.Host)
-                               for aval in kept if aval.dtype == jnp.float32)
+    return collections.Counter(
+        names[aval.shape[2:]] + " on the host" * (aval.memory_space == jax.memory.Space.Host)
+        for aval in kept
+        if aval.dtype == jnp.float32
+    )
 
 
 @pytest.mark.parametrize("remat", POLICIES)
 def test_a_policy_keeps_what_it_says_and_runs_the_rest_again(remat):
     """Read from the program of the gradient: equal losses would not show a product that runs again."""
-    weights = {parameter.shape for parameter in declare_layer(tiny()).values() if len(parameter.shape) > 1}
+    weights = {
+        parameter.shape for parameter in declare_layer(tiny()).values() if len(parameter.shape) > 1
+    }
     gradient = traced("ring", remat, gradient=True)
-    products = sum(equation.primitive.name == "dot_general"
-                   and any(variable.aval.shape in weights for variable in (*equation.invars, *equation.outvars))
-                   for equation in gradient)
-    groups = tiny().num_hidden_layers // MemoryConfig.every_k if POLICIES[remat].every_k else tiny().num_hidden_layers
+    products = sum(
+        equation.primitive.name == "dot_general"
+        and any(
+            variable.aval.shape in weights for variable in (*equation.invars, *equation.outvars)
+        )
+        for equation in gradient
+    )
+    groups = (
+        tiny().num_hidden_layers // MemoryConfig.every_k
+        if POLICIES[remat].every_k
+        else tiny().num_hidden_layers
+    )
     assert (products, stacked_by_the_forward_pass(gradient, groups)) == PRODUCTS_AND_STACKED[remat]
 
 
-@pytest.mark.parametrize("layers", [4, pytest.param(5, marks=pytest.mark.slow)], ids=["whole periods", "a layer left over"])
+@pytest.mark.parametrize(
+    "layers",
+    [4, pytest.param(5, marks=pytest.mark.slow)],
+    ids=["whole periods", "a layer left over"],
+)
 def test_no_second_copy_of_weights_is_kept_where_layers_are_of_two_kinds(layers):
     """The forward scan returns nothing of a layer's parameters; its gradient's scan returns them in their periods of two."""
-    config = tiny(family="smollm3", num_hidden_layers=layers, no_rope_layers=(1, 0, 1, 0, 1)[:layers])
+    config = tiny(
+        family="smollm3", num_hidden_layers=layers, no_rope_layers=(1, 0, 1, 0, 1)[:layers]
+    )
     model = llama(config, remat="nothing")
-    params = {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in model.parameters.items()}
+    params = {
+        name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
+        for name, parameter in model.parameters.items()
+    }
     jaxpr = jax.make_jaxpr(jax.grad(lambda params, batch: mean_loss(model)(params, batch)[0]))(
-        params, packed_batch(config, rows=1, length=64)).jaxpr
-    weights = {parameter.shape[1:] for name, parameter in model.parameters.items() if len(parameter.shape) > 2}
-    outputs = {out.aval.shape for equation in equations(jaxpr) if equation.primitive.name == "scan"
-               and equation.params["length"] == layers // 2 for out in equation.outvars}
+        params, packed_batch(config, rows=1, length=64)
+    ).jaxpr
+    weights = {
+        parameter.shape[1:]
+        for name, parameter in model.parameters.items()
+        if len(parameter.shape) > 2
+    }
+    outputs = {
+        out.aval.shape
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "scan" and equation.params["length"] == layers // 2
+        for out in equation.outvars
+    }
     assert {(layers // 2, 2, *shape) for shape in weights} <= outputs
     assert not {(layers // 2, *shape) for shape in weights} & outputs

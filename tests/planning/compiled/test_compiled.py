@@ -1,4 +1,5 @@
 """Reading compiled texts: bytes and hops against the schedules' plans, transfers behind kernels, and texts made by hand."""
+
 import functools
 import itertools
 
@@ -15,11 +16,21 @@ from scripts.benchmarks.bench_schedules import CASES, case, compile_pass, count_
 from tests.compiled_text import arrays_with
 
 BLOCK = Block(batch=1, tokens=1024, query_heads=32, kv_heads=8, head_dim=128)
-SMALL = Block(batch=1, tokens=256, query_heads=8, kv_heads=4, head_dim=128)  # so small that gradients would be all-reduced
+SMALL = Block(
+    batch=1, tokens=256, query_heads=8, kv_heads=4, head_dim=128
+)  # so small that gradients would be all-reduced
 HOPS = [name for name in CASES if name.startswith(("ring", "balanced")) or name.endswith("overlap")]
-COVERING = [*(pytest.param(name, size, marks=pytest.mark.slow) if size == 8 else (name, size) for name, size in
-              itertools.product(["ring", "ring bidirectional", "balanced split", "attention2d overlap"], (4, 8))),
-            *itertools.product(["ring window", "ring_self_attention", "all_gather", "ulysses", "attention2d square"], (4,))]
+COVERING = [
+    *(
+        pytest.param(name, size, marks=pytest.mark.slow) if size == 8 else (name, size)
+        for name, size in itertools.product(
+            ["ring", "ring bidirectional", "balanced split", "attention2d overlap"], (4, 8)
+        )
+    ),
+    *itertools.product(
+        ["ring window", "ring_self_attention", "all_gather", "ulysses", "attention2d square"], (4,)
+    ),
+]
 
 
 @functools.cache
@@ -34,13 +45,23 @@ def agrees(name, size):
         figures = row[which]
         assert figures["kinds"] == figures["planned_kinds"], which
         for kind in ("max", "mean"):
-            assert figures[f"{kind}_bytes"] == pytest.approx(figures[f"planned_{kind}_bytes"], rel=0.02), (which, kind)
+            assert figures[f"{kind}_bytes"] == pytest.approx(
+                figures[f"planned_{kind}_bytes"], rel=0.02
+            ), (which, kind)
         if name in HOPS:
             assert figures["kinds"] == ["collective-permute"]
-    if name == "ring":  # K and V as one array, coordinates as one, in each of P - 1 hops; and P hops of dK and dV
-        assert (row["forward"]["permutes"], row["backward"]["permutes"]) == (2 * (size - 1), 2 * (size - 1) + size)
+    if (
+        name == "ring"
+    ):  # K and V as one array, coordinates as one, in each of P - 1 hops; and P hops of dK and dV
+        assert (row["forward"]["permutes"], row["backward"]["permutes"]) == (
+            2 * (size - 1),
+            2 * (size - 1) + size,
+        )
     if name == "ring bidirectional":  # as many hops of halves, either way
-        assert (row["forward"]["permutes"], row["backward"]["permutes"]) == (4 * (size - 1), 4 * (size - 1) + 2 * size)
+        assert (row["forward"]["permutes"], row["backward"]["permutes"]) == (
+            4 * (size - 1),
+            4 * (size - 1) + 2 * size,
+        )
 
 
 @pytest.mark.parametrize(("name", "size"), COVERING)
@@ -50,11 +71,17 @@ def test_compiled_bytes_are_the_planned_ones(name, size):
 
 def test_the_ring_both_ways_receives_no_more_than_one_way():
     for which in ("forward", "backward"):
-        assert counted("ring bidirectional", 8)[which]["max_bytes"] == counted("ring", 8)[which]["max_bytes"]
+        assert (
+            counted("ring bidirectional", 8)[which]["max_bytes"]
+            == counted("ring", 8)[which]["max_bytes"]
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), [case for case in itertools.product(CASES, (4, 8, 16)) if case not in COVERING])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [case for case in itertools.product(CASES, (4, 8, 16)) if case not in COVERING],
+)
 def test_every_schedules_compiled_bytes_are_the_planned_ones(name, size):
     agrees(name, size)
 
@@ -68,25 +95,46 @@ def step(name):
 
 DKV = OUT = 2 * 512 * 2 * 128
 HOME = {  # elements of what no kernel hides in a layer, forward and backward
-    "ring": ([], [DKV]), "ring bidirectional": ([], [DKV // 2, DKV // 2]), "attention2d overlap": ([OUT, 4 * 512], [OUT]),
+    "ring": ([], [DKV]),
+    "ring bidirectional": ([], [DKV // 2, DKV // 2]),
+    "attention2d overlap": ([OUT, 4 * 512], [OUT]),
     # The backward is one kernel, and none comes after it: three results of the last round leave beside the layer's products.
     "balanced": ([], [OUT] * 3),
 }
 
 
-@pytest.mark.parametrize("name", [name if name == "ring" else pytest.param(name, marks=pytest.mark.slow)
-                                  for name in HOME])
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "ring" else pytest.param(name, marks=pytest.mark.slow) for name in HOME],
+)
 def test_every_transfer_hides_behind_a_kernel_but_the_hop_home(name):
     """Coordinates, 8 bytes a token, are left out: their first hop ends before the kernel that starts next."""
     permutes, _ = step(name)
     for backward, expected in zip((False, True), HOME[name], strict=True):
-        layers = [crossing for crossing in permutes
-                  if crossing.loops and crossing.backward == backward and crossing.results[0].dtype != "s32"]
-        bare = [array.elements for crossing in layers if not crossing.kernels for array in crossing.results]
+        layers = [
+            crossing
+            for crossing in permutes
+            if crossing.loops
+            and crossing.backward == backward
+            and crossing.results[0].dtype != "s32"
+        ]
+        bare = [
+            array.elements
+            for crossing in layers
+            if not crossing.kernels
+            for array in crossing.results
+        ]
         assert sorted(bare, reverse=True) == expected
-        assert name != "balanced" or all(crossing.kernels or crossing.products for crossing in layers)
-        assert all(kernel.startswith("attention_") for crossing in layers for kernel in crossing.kernels)  # Pallas's
-        assert {crossing.times for crossing in layers} <= {4, 4 * (8 - 2)}  # layers; rounds of a scan
+        assert name != "balanced" or all(
+            crossing.kernels or crossing.products for crossing in layers
+        )
+        assert all(
+            kernel.startswith("attention_") for crossing in layers for kernel in crossing.kernels
+        )  # Pallas's
+        assert {crossing.times for crossing in layers} <= {
+            4,
+            4 * (8 - 2),
+        }  # layers; rounds of a scan
         assert len(layers) > len(expected)
 
 
@@ -94,15 +142,31 @@ def test_every_transfer_hides_behind_a_kernel_but_the_hop_home(name):
 def test_every_transfer_of_a_round_hides_behind_a_kernel_where_rounds_are_short(topology):
     """512 tokens a rank: the sum of the dK/dV that arrive and a round's own takes as long as K and V are under way."""
     block = Block(batch=1, tokens=512, query_heads=4, kv_heads=2, head_dim=128)
-    text = compile_pass(get_schedule("ring", 8), Mask(), 8, topology_devices(topology), block, backward=True, kernel="tpu")
+    text = compile_pass(
+        get_schedule("ring", 8),
+        Mask(),
+        8,
+        topology_devices(topology),
+        block,
+        backward=True,
+        kernel="tpu",
+    )
     rounds = [crossing for crossing in crossings(text) if crossing.loops]
-    assert sorted(crossing.nbytes for crossing in rounds) == [block.coords, block.keys, block.key_gradients]
+    assert sorted(crossing.nbytes for crossing in rounds) == [
+        block.coords,
+        block.keys,
+        block.key_gradients,
+    ]
     assert {crossing.times for crossing in rounds} == {8 - 2}
-    assert all(crossing.kernels for crossing in rounds), [crossing for crossing in rounds if not crossing.kernels]
+    assert all(crossing.kernels for crossing in rounds), [
+        crossing for crossing in rounds if not crossing.kernels
+    ]
 
 
 def test_the_step_holds_nothing_of_tokens_times_tokens():
-    assert not [array for array in arrays_with(step("ring")[1], 512) if "4096" in array]  # 512 tokens a device, 4,096 in all
+    assert not [
+        array for array in arrays_with(step("ring")[1], 512) if "4096" in array
+    ]  # 512 tokens a device, 4,096 in all
 
 
 HAND = """HloModule hand, is_scheduled=true, num_partitions=4
@@ -138,14 +202,23 @@ ENTRY %main (a: f32[2,8]) -> f32[2,8] {
 KERNEL = '%kernel = f32[2,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"'
 
 
-@pytest.mark.parametrize(("before", "after", "hidden"), [
-    (KERNEL, "", True), ("", KERNEL, False), ("", "", False),
-    ('%other = f32[2,8]{1,0} custom-call(%x), custom_call_target="AllocateBuffer"', "", False),
-])
+@pytest.mark.parametrize(
+    ("before", "after", "hidden"),
+    [
+        (KERNEL, "", True),
+        ("", KERNEL, False),
+        ("", "", False),
+        ('%other = f32[2,8]{1,0} custom-call(%x), custom_call_target="AllocateBuffer"', "", False),
+    ],
+)
 def test_a_transfer_that_hides_behind_nothing_is_found(before, after, hidden):
     (crossing,) = crossings(HAND.replace("BEFORE", before).replace("AFTER", after))
     assert bool(crossing.kernels) == hidden and crossing.times == 7 and not crossing.backward
-    assert (crossing.kind, crossing.loops, crossing.results) == ("collective-permute", 1, (("f32", 16),))
+    assert (crossing.kind, crossing.loops, crossing.results) == (
+        "collective-permute",
+        1,
+        (("f32", 16),),
+    )
 
 
 def test_a_gather_within_fusions_is_found_where_it_starts():
@@ -166,8 +239,11 @@ def test_a_gather_within_fusions_is_found_where_it_starts():
     text = text.replace("%body (p", inside + "%body (p", 1)
     gathers = [crossing for crossing in crossings(text) if crossing.kind == "all-gather"]
     assert [(crossing.name, crossing.results, crossing.backward) for crossing in gathers] == [
-        ("async-collective-start", (("f32", 64),), True)]
-    assert received(transfers(text, 4), "all-gather").tolist() == [7 * 3 * 64] * 4  # once a round, of three others
+        ("async-collective-start", (("f32", 64),), True)
+    ]
+    assert (
+        received(transfers(text, 4), "all-gather").tolist() == [7 * 3 * 64] * 4
+    )  # once a round, of three others
 
 
 def test_a_gather_of_a_sparse_core_is_found_once_where_it_starts():
@@ -187,14 +263,24 @@ def test_a_gather_of_a_sparse_core_is_found_once_where_it_starts():
   %begin-update = ((f32[2,8]), f32[8,8], (s32[8192])) async-update(%begin-start, %x)
   %product = f32[2,2] dot(%x, %x)
   %end-done = f32[8,8] async-done(%begin-update)"""
-    text = HAND.replace("BEFORE", gather).replace("AFTER", "").replace("%body (p", inside + "%body (p", 1)
+    text = (
+        HAND.replace("BEFORE", gather)
+        .replace("AFTER", "")
+        .replace("%body (p", inside + "%body (p", 1)
+    )
     (gather_crossing,) = [crossing for crossing in crossings(text) if crossing.kind == "all-gather"]
-    assert (gather_crossing.results, gather_crossing.products, gather_crossing.times) == ((("f32", 64),), ("product",), 7)
+    assert (gather_crossing.results, gather_crossing.products, gather_crossing.times) == (
+        (("f32", 64),),
+        ("product",),
+        7,
+    )
 
 
 def test_an_end_in_another_computation_hides_nothing():
     """Started in the loop's body, ended after the loop: whatever stands behind it there is no overlap."""
-    text = HAND.replace("  %got = f32[2,8]{1,0} collective-permute-done(%send)\n", "").replace("%next, %got", "%next, %x")
+    text = HAND.replace("  %got = f32[2,8]{1,0} collective-permute-done(%send)\n", "").replace(
+        "%next, %got", "%next, %x"
+    )
     (crossing,) = crossings(text.replace("BEFORE", KERNEL).replace("AFTER", ""))
     assert not crossing.kernels
 
@@ -208,15 +294,21 @@ def test_bytes_of_a_text_made_by_hand():
     """Seven rounds, 64 bytes to each of the ranks 1, 2, 3."""
     text = HAND.replace("BEFORE", "").replace("AFTER", "")
     assert received(transfers(text, 4)).tolist() == [0, 448, 448, 448]
-    gather = ("%g = bf16[4,8]{1,0} all-gather(%x), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}\n"
-              "  %s = f32[2]{0} reduce-scatter(%x), replica_groups={{0,1},{2,3}}, dimensions={0}")
+    gather = (
+        "%g = bf16[4,8]{1,0} all-gather(%x), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}\n"
+        "  %s = f32[2]{0} reduce-scatter(%x), replica_groups={{0,1},{2,3}}, dimensions={0}"
+    )
     moved = transfers(HAND.replace("BEFORE", gather).replace("AFTER", ""), 4)
     assert received(moved, "all-gather").tolist() == [7 * 32] * 4  # half of 64 bytes
     assert received(moved, "reduce-scatter").tolist() == [7 * 8] * 4  # one other rank's part
 
 
 def test_a_collective_in_a_loop_of_unknown_length_is_refused():
-    text = HAND.replace("BEFORE", "").replace("AFTER", "").replace("%zero = s32[] constant(0)", "%zero = s32[] partition-id()")
+    text = (
+        HAND.replace("BEFORE", "")
+        .replace("AFTER", "")
+        .replace("%zero = s32[] constant(0)", "%zero = s32[] partition-id()")
+    )
     with pytest.raises(ValueError, match="number of rounds"):
         transfers(text, 4)
 

@@ -7,13 +7,21 @@ from planning.compiled.dump import NEEDED, dump_flags, dumped_text
 from planning.plan import compile_step
 from planning.topology import topology_devices
 
-SMALL = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2)
+SMALL = LlamaConfig(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+)
 
 
 @pytest.mark.skipif(not NEEDED, reason="this jaxlib reads what libtpu compiles")
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 def test_the_compilers_dump_says_what_a_step_sends(tmp_path, topology):
-    compiled = compile_step(SMALL, topology_devices(topology), 2048, remat="nothing", flags=dump_flags(tmp_path))
+    compiled = compile_step(
+        SMALL, topology_devices(topology), 2048, remat="nothing", flags=dump_flags(tmp_path)
+    )
     sent = communication(dumped_text(tmp_path), 4)
     assert sent["collective-permute"]["received_gib"] > 0 and sent["all-gather"]["times"] > 0
     try:

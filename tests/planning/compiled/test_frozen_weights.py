@@ -1,4 +1,5 @@
 """What the compilers make of frozen weights: nothing of their size in float32, and gathers of codes."""
+
 import collections
 from importlib import metadata
 
@@ -11,8 +12,15 @@ from planning.compiled.transfers import results
 from planning.plan import Job
 from trainer.config.schema import MeshConfig
 
-MODEL = LlamaConfig(vocab_size=1408, hidden_size=640, intermediate_size=1152, num_hidden_layers=2, num_attention_heads=6,
-                    num_key_value_heads=2, head_dim=128)
+MODEL = LlamaConfig(
+    vocab_size=1408,
+    hidden_size=640,
+    intermediate_size=1152,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=128,
+)
 DEVICES = 4
 RANK = 7  # a factor that no size of a matrix has, so that no partial sum of a gradient has the size of one
 MATRICES = {640 * 768, 640 * 256, 640 * 1152}
@@ -20,18 +28,34 @@ MATRICES = {640 * 768, 640 * 256, 640 * 1152}
 
 def compiled(topology, quantize):
     """The step of adapters beside weights that lie so, as a text that the compiler has made."""
-    job = Job.of(MODEL, topology, 1024, batch=DEVICES, mesh=MeshConfig(fsdp=DEVICES),
-                 adapter=AdapterConfig(rank=RANK, quantize=quantize))
+    job = Job.of(
+        MODEL,
+        topology,
+        1024,
+        batch=DEVICES,
+        mesh=MeshConfig(fsdp=DEVICES),
+        adapter=AdapterConfig(rank=RANK, quantize=quantize),
+    )
     return parse(job.compile().as_text())
 
 
 def in_memory(module):
     """dtype -> the sizes of all arrays that instructions outside of fusions make: those that lie in memory."""
-    fused = {name for instructions in module.computations.values() for instruction in instructions
-             if instruction.opcode == "fusion" for name in instruction.called}
+    fused = {
+        name
+        for instructions in module.computations.values()
+        for instruction in instructions
+        if instruction.opcode == "fusion"
+        for name in instruction.called
+    }
     sizes = collections.defaultdict(set)
     for computation, instructions in module.computations.items():
-        for array in (array for instruction in instructions if computation not in fused for array in arrays(instruction.type)):
+        for array in (
+            array
+            for instruction in instructions
+            if computation not in fused
+            for array in arrays(instruction.type)
+        ):
             sizes[array.dtype].add(array.elements)
     return sizes
 
@@ -47,8 +71,10 @@ def gathered(module):
     return total
 
 
-NEEDS_CUDA = pytest.mark.skipif(not any(distribution.name.startswith("jax-cuda") for distribution in metadata.distributions()),
-                                reason="needs JAX's CUDA compiler; make evidence brings it")
+NEEDS_CUDA = pytest.mark.skipif(
+    not any(distribution.name.startswith("jax-cuda") for distribution in metadata.distributions()),
+    reason="needs JAX's CUDA compiler; make evidence brings it",
+)
 
 
 @pytest.mark.slow
@@ -57,7 +83,12 @@ def test_no_frozen_weight_is_float32_and_codes_alone_are_gathered(topology):
     """No array of a layer's matrix, of a quarter of one or of all layers', so neither copy nor gradient nor moment; gathers of
     NF4 carry at most 0.30 of the bytes of those in bfloat16. Opened matrices are bfloat16."""
     layers = MODEL.num_hidden_layers
-    shapes = {size * count // parts for size in MATRICES for count in (1, layers) for parts in (1, DEVICES)}
+    shapes = {
+        size * count // parts
+        for size in MATRICES
+        for count in (1, layers)
+        for parts in (1, DEVICES)
+    }
     plain, codes = compiled(topology, "none"), compiled(topology, "nf4")
     for module in (plain, codes):
         assert not in_memory(module)["f32"] & shapes, in_memory(module)["f32"] & shapes

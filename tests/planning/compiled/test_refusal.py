@@ -1,13 +1,16 @@
 """Tests of planning/compiled/refusal.py on messages as the TPU compiler wrote them (libtpu of jax 0.10.2)."""
+
 import pytest
 
 from planning.compiled.refusal import refused_gib
 from planning.plan import DoesNotFit
 
 # smollm2-135m under `everything`, 4M tokens on v5e:2x2.
-DEVICE = ("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
-          "temporaries (129.06G) exceeds available HBM (15.75G). HLO module: jit_train.\n"
-          "See https://openxla.org/xla/errors/error_1000 for more details.")
+DEVICE = (
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+    "temporaries (129.06G) exceeds available HBM (15.75G). HLO module: jit_train.\n"
+    "See https://openxla.org/xla/errors/error_1000 for more details."
+)
 # The inputs of 80 layers at 8M tokens under `offload`, on 256 chips of v5e.
 HOST = "RESOURCE_EXHAUSTED: Allocation (size=171798691840) would exceed memory (size=137438953472) :: ..."
 # A kernel's tables of very many tiles on a v3.

@@ -1,4 +1,5 @@
 """The cost model: its tile counts against the attention's own rule, its bytes against formulas, its times against limits."""
+
 import dataclasses
 import itertools
 import math
@@ -24,19 +25,36 @@ from trainer.flops import flops_per_step
 BLOCK = plan.Block(batch=1, tokens=256, query_heads=8, kv_heads=2, head_dim=16)
 SMALL = Sizes.of(LlamaConfig.preset("llama-1b"))
 CHIP = HARDWARE["v4"]
-SCHEDULES = ["ring", Ring(bidirectional=True), "all_gather", "balanced", Balanced(split=True), "attention2d",
-             Attention2D(overlap=True), "ulysses"]
+SCHEDULES = [
+    "ring",
+    Ring(bidirectional=True),
+    "all_gather",
+    "balanced",
+    Balanced(split=True),
+    "attention2d",
+    Attention2D(overlap=True),
+    "ulysses",
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("ranks", "query_tiles", "key_tiles"), [(1, 4, 4), (2, 1, 1), (3, 4, 2), (4, 3, 6), (8, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "query_tiles", "key_tiles"), [(1, 4, 4), (2, 1, 1), (3, 4, 2), (4, 3, 6), (8, 2, 2)]
+)
 def test_tiles_are_those_of_the_attentions_own_rule(layout, ranks, query_tiles, key_tiles):
     """On a longer sequence than the model's: tiles of 6 and more tokens."""
     tokens = 6 * math.lcm(query_tiles, key_tiles)
     index = jnp.asarray(permutation(ranks * tokens, ranks, layout), jnp.int32)[None]
     coords = TokenCoords(index, jnp.ones_like(index))
-    queries, keys = tile_bounds(coords, tokens // query_tiles), tile_bounds(coords, tokens // key_tiles)
-    kinds = tile_kind(jax.tree.map(lambda x: x[0][:, None], queries), jax.tree.map(lambda x: x[0][None], keys), Mask())
+    queries, keys = (
+        tile_bounds(coords, tokens // query_tiles),
+        tile_bounds(coords, tokens // key_tiles),
+    )
+    kinds = tile_kind(
+        jax.tree.map(lambda x: x[0][:, None], queries),
+        jax.tree.map(lambda x: x[0][None], keys),
+        Mask(),
+    )
     computed = np.asarray(kinds != SKIP).reshape(ranks, query_tiles, ranks, key_tiles).sum((1, 3))
     np.testing.assert_array_equal(tile_counts(ranks, query_tiles, key_tiles, layout), computed)
 
@@ -48,32 +66,51 @@ def test_every_schedule_computes_every_tile_once(ranks, layout, schedule):
     if schedule == "ulysses" and BLOCK.query_heads % ranks:
         schedule = Ulysses(degree=math.gcd(ranks, BLOCK.query_heads))
     for passes in rounds(schedule, ranks, layout, BLOCK, (4, 4)):
-        assert sum(round_.tiles.sum() for round_ in passes) == pytest.approx(tile_counts(ranks, 4, 4, layout).sum())
+        assert sum(round_.tiles.sum() for round_ in passes) == pytest.approx(
+            tile_counts(ranks, 4, 4, layout).sum()
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
-@pytest.mark.parametrize("schedule", [*SCHEDULES, Ulysses(degree=1, inner=Balanced()), "ring_self_attention"])
+@pytest.mark.parametrize(
+    "schedule", [*SCHEDULES, Ulysses(degree=1, inner=Balanced()), "ring_self_attention"]
+)
 def test_what_travels_is_what_the_schedule_declares(ranks, layout, schedule):
     declared = get_schedule(schedule, ranks, layout).plan(ranks, BLOCK)
-    for passes, planned in zip(rounds(schedule, ranks, layout, BLOCK, (1, 1)), declared, strict=True):
+    for passes, planned in zip(
+        rounds(schedule, ranks, layout, BLOCK, (1, 1)), declared, strict=True
+    ):
         moved = [plan.Round((), (*round_.hidden, *round_.exposed)) for round_ in passes]
         np.testing.assert_allclose(plan.received(moved, ranks), plan.received(planned, ranks))
 
 
 def test_padded_heads_cost_as_much_as_others():
     """33 heads over 16 ranks: 3 for each, as of 48 (DistFlashAttn, section 4.3)."""
-    forward, _ = rounds("ulysses", 16, "striped", dataclasses.replace(BLOCK, query_heads=33, kv_heads=33), (4, 4))
-    assert sum(round_.tiles.sum() for round_ in forward) == pytest.approx(48 / 33 * tile_counts(16, 4, 4, "striped").sum())
+    forward, _ = rounds(
+        "ulysses", 16, "striped", dataclasses.replace(BLOCK, query_heads=33, kv_heads=33), (4, 4)
+    )
+    assert sum(round_.tiles.sum() for round_ in forward) == pytest.approx(
+        48 / 33 * tile_counts(16, 4, 4, "striped").sum()
+    )
 
 
 def test_balanced_fetches_a_round_ahead_and_brings_home_a_round_later():
     """Algorithm 2, on 4 ranks: rounds of distance 1 (one helper) and 2 (none); the last results wait for no kernel."""
     forward, backward = rounds("balanced", 4, "contiguous", BLOCK, (1, 1))
-    assert [[send.arrays for send in round_.hidden] for round_ in forward] == [["K, V", "Q"], ["K, V"], ["out, lse"], []]
+    assert [[send.arrays for send in round_.hidden] for round_ in forward] == [
+        ["K, V", "Q"],
+        ["K, V"],
+        ["out, lse"],
+        [],
+    ]
     queries = "Q, dout, lse, delta"
     assert [[send.arrays for send in round_.hidden] for round_ in backward] == [
-        ["K, V", queries], ["K, V"], ["dK, dV", "dQ"], []]
+        ["K, V", queries],
+        ["K, V"],
+        ["dK, dV", "dQ"],
+        [],
+    ]
     assert [send.arrays for send in backward[-1].exposed] == ["dK, dV"]
     assert not any(round_.exposed for round_ in (*forward, *backward[:-1]))
 
@@ -84,8 +121,14 @@ def test_ring_self_attention_skips_nothing(layout):
         assert sum(r.tiles.sum() for r in direction) == pytest.approx(4 * 4 * 16)
 
 
-@pytest.mark.parametrize(("schedule", "layout", "bound"), [
-    ("ring", "striped", 1.07), ("ring", "zigzag", 1.07), (Balanced(split=True), "contiguous", 1.05)])
+@pytest.mark.parametrize(
+    ("schedule", "layout", "bound"),
+    [
+        ("ring", "striped", 1.07),
+        ("ring", "zigzag", 1.07),
+        (Balanced(split=True), "contiguous", 1.05),
+    ],
+)
 def test_balance_of_16_tiles_a_block_on_8_ranks(schedule, layout, bound):
     forward, _ = rounds(schedule, 8, layout, BLOCK, (16, 16))
     assert sum(r.tiles.max() for r in forward) / sum(r.tiles.mean() for r in forward) <= bound
@@ -94,13 +137,19 @@ def test_balance_of_16_tiles_a_block_on_8_ranks(schedule, layout, bound):
 def test_the_contiguous_ring_takes_almost_twice_as_long():
     """2 - 1/P with a diagonal block counted half; P = 8, tiles so small that it is."""
     forward, _ = rounds("ring", 8, "contiguous", BLOCK, (256, 256))
-    assert sum(r.tiles.max() for r in forward) / sum(r.tiles.mean() for r in forward) == pytest.approx(2 - 1 / 8, rel=1e-3)
+    assert sum(r.tiles.max() for r in forward) / sum(
+        r.tiles.mean() for r in forward
+    ) == pytest.approx(2 - 1 / 8, rel=1e-3)
 
 
 def test_both_ways_round_halves_what_a_link_carries():
     network = Network(1e9, 0.0, torus=True)
-    single, both = (rounds(Ring(bidirectional=way), 8, "striped", BLOCK, (4, 4))[0] for way in (False, True))
-    assert network.seconds(both[0].hidden, 8) == pytest.approx(network.seconds(single[0].hidden, 8) / 2)
+    single, both = (
+        rounds(Ring(bidirectional=way), 8, "striped", BLOCK, (4, 4))[0] for way in (False, True)
+    )
+    assert network.seconds(both[0].hidden, 8) == pytest.approx(
+        network.seconds(single[0].hidden, 8) / 2
+    )
 
 
 def _shift(by, size):
@@ -117,15 +166,21 @@ def test_a_torus_carries_a_shift_over_every_link_between():
 
 def test_between_nodes_a_pair_has_one_card_and_a_collective_all_of_them():
     network = Network(link=100e9, latency=0.0, node=4, flow=10e9, uplink=40e9)
-    assert network.seconds((_shift(1, 1e9),), 8) == pytest.approx(0.1)  # one pair crosses: its own card
+    assert network.seconds((_shift(1, 1e9),), 8) == pytest.approx(
+        0.1
+    )  # one pair crosses: its own card
     assert network.seconds((_shift(1, 1e9), _shift(1, 5e8)), 8) == pytest.approx(0.15)
     assert network.seconds((_shift(4, 1e9),), 8) == pytest.approx(0.1)  # four pairs, four cards
-    everywhere, inside = (plan.Send("", plan.GATHER, 1e9, plan.everyone(lines)) for lines in (
-        [range(8)], [range(4), range(4, 8)]))
+    everywhere, inside = (
+        plan.Send("", plan.GATHER, 1e9, plan.everyone(lines))
+        for lines in ([range(8)], [range(4), range(4, 8)])
+    )
     assert network.seconds((everywhere,), 8) == pytest.approx(7e9 / 40e9)
     assert network.seconds((inside,), 8) == pytest.approx(3e9 / 100e9)
     exchange = plan.Send("", plan.EXCHANGE, 1e9, plan.everyone([range(8)]))
-    assert network.seconds((exchange,), 8) == pytest.approx(4 * 4e9 / 40e9)  # from each to each of the other node
+    assert network.seconds((exchange,), 8) == pytest.approx(
+        4 * 4e9 / 40e9
+    )  # from each to each of the other node
 
 
 def _chip(**changes):
@@ -140,20 +195,29 @@ def test_a_ring_hides_its_transfers_from_c_equal_to_f_over_b(share, hidden):
     c = round(share * 275e12 / bandwidth)
     hardware = _chip(network=Network(bandwidth, 0.0, torus=True), tile=(c, c))
     sizes = dataclasses.replace(Sizes.of(LlamaConfig.preset("llama-7b")), layers=1)
-    forward = estimate(TrainingStep(sizes, hardware, c * ranks, sequence=ranks, causal=False)).attention_forward
+    forward = estimate(
+        TrainingStep(sizes, hardware, c * ranks, sequence=ranks, causal=False)
+    ).attention_forward
     assert (forward.exposed < 1e-9 * forward.seconds) == hidden
 
 
-@pytest.mark.parametrize(("schedule", "layout"), [("ring", "striped"), ("balanced", "contiguous"), ("attention2d", "striped")])
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [("ring", "striped"), ("balanced", "contiguous"), ("attention2d", "striped")],
+)
 def test_with_a_perfect_network_nothing_is_exposed(schedule, layout):
     hardware = dataclasses.replace(CHIP, network=Network(1e30, 0.0, torus=True))
-    estimated = estimate(TrainingStep(SMALL, hardware, 1 << 17, sequence=8, schedule=schedule, layout=layout))
+    estimated = estimate(
+        TrainingStep(SMALL, hardware, 1 << 17, sequence=8, schedule=schedule, layout=layout)
+    )
     assert estimated.step.exposed < 1e-9 * estimated.seconds
 
 
 def test_with_a_slow_network_a_ring_takes_as_long_as_its_bytes():
     network = Network(1e6, 0.0, torus=True)
-    job = TrainingStep(SMALL, dataclasses.replace(CHIP, network=network), 1 << 16, sequence=8, zero=False)
+    job = TrainingStep(
+        SMALL, dataclasses.replace(CHIP, network=network), 1 << 16, sequence=8, zero=False
+    )
     declared = get_schedule("ring", 8).plan(8, job.block)
     sent = SMALL.layers * sum(plan.received(passes, 8).max() for passes in declared) / 1e6
     assert estimate(job).seconds == pytest.approx(sent, rel=0.01)
@@ -170,36 +234,63 @@ def test_no_machine_beats_its_own_rates_and_all_its_figures_have_a_source(name):
     assert all(len(source) > 10 for source in hardware.sources.values())
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    ("v3", "TPU v3"), ("v4", "TPU v4"), ("v5e", "TPU v5 lite"), ("v5p", "TPU v5p"), ("v6e", "TPU v6 lite"),
-    ("a100-nvlink", "NVIDIA A100-SXM4-80GB"), ("h100-infiniband", "NVIDIA H100 80GB HBM3")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("v3", "TPU v3"),
+        ("v4", "TPU v4"),
+        ("v5e", "TPU v5 lite"),
+        ("v5p", "TPU v5p"),
+        ("v6e", "TPU v6 lite"),
+        ("a100-nvlink", "NVIDIA A100-SXM4-80GB"),
+        ("h100-infiniband", "NVIDIA H100 80GB HBM3"),
+    ],
+)
 def test_the_peak_is_the_metrics_own(name, kind):
     assert HARDWARE[name].peak == pytest.approx(peak_flops(kind))
 
 
 def test_needed_work_is_the_metrics_own():
     config = LlamaConfig.preset("llama-gqa")
-    assert Sizes.of(config).needed_flops(1000, 4567) == pytest.approx(flops_per_step(config, 1000, 4567))
+    assert Sizes.of(config).needed_flops(1000, 4567) == pytest.approx(
+        flops_per_step(config, 1000, 4567)
+    )
 
 
 def test_less_kept_takes_longer():
-    times = [estimate(TrainingStep(SMALL, CHIP, 1 << 17, sequence=8, remat=remat)).seconds
-             for remat in ("everything", "save_attention", "nothing", "every_k")]
+    times = [
+        estimate(TrainingStep(SMALL, CHIP, 1 << 17, sequence=8, remat=remat)).seconds
+        for remat in ("everything", "save_attention", "nothing", "every_k")
+    ]
     assert times == sorted(times) and len(set(times)) == 4
 
 
 def test_one_device_has_no_schedule():
-    alone = [estimate(TrainingStep(SMALL, CHIP, 1 << 14, schedule=schedule)) for schedule in SCHEDULES]
+    alone = [
+        estimate(TrainingStep(SMALL, CHIP, 1 << 14, schedule=schedule)) for schedule in SCHEDULES
+    ]
     assert all(seconds == alone[0] for seconds in alone)
     assert alone[0].step.exposed == 0
 
 
-@pytest.mark.parametrize(("schedule", "layout"), [
-    ("ring", "contiguous"), ("ring", "striped"), ("balanced", "contiguous"), ("all_gather", "striped"), ("ulysses", "striped"),
-    ("attention2d", "striped")])
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        ("ring", "contiguous"),
+        ("ring", "striped"),
+        ("balanced", "contiguous"),
+        ("all_gather", "striped"),
+        ("ulysses", "striped"),
+        ("attention2d", "striped"),
+    ],
+)
 def test_slower_parts_never_make_a_step_faster(schedule, layout):
     def seconds(hardware=CHIP, **changes):
-        return estimate(TrainingStep(SMALL, hardware, 1 << 16, sequence=8, schedule=schedule, layout=layout, **changes)).seconds
+        return estimate(
+            TrainingStep(
+                SMALL, hardware, 1 << 16, sequence=8, schedule=schedule, layout=layout, **changes
+            )
+        ).seconds
 
     slower = dataclasses.replace(CHIP.network, link=CHIP.network.link / 100)
     assert seconds(dataclasses.replace(CHIP, network=slower)) >= seconds()
@@ -208,7 +299,9 @@ def test_slower_parts_never_make_a_step_faster(schedule, layout):
 
 
 def test_tensor_shards_share_work_and_pay_for_it():
-    whole, split = (estimate(TrainingStep(SMALL, CHIP, 1 << 17, sequence=8, tensor=tensor)) for tensor in (1, 4))
+    whole, split = (
+        estimate(TrainingStep(SMALL, CHIP, 1 << 17, sequence=8, tensor=tensor)) for tensor in (1, 4)
+    )
     assert split.step.compute == pytest.approx(whole.step.compute / 4, rel=0.01)
     assert split.step.exposed > whole.step.exposed / 4
 
@@ -220,9 +313,13 @@ def test_a_layers_sums_over_tensor_are_five_of_hidden_states_in_two_bytes():
     """Megatron-LM: each is a reduce-scatter and an all-gather, of which a rank receives (t - 1) / t of the states. Two of the
     forward pass, two of the backward pass; ours sums what the feed-forward reads once more. Then the embedding's and head's."""
     ranks, tokens = 4, 1 << 16
-    job = TrainingStep(SMALL, dataclasses.replace(CHIP, network=SLOW_BOX), tokens, tensor=ranks, zero=False)
+    job = TrainingStep(
+        SMALL, dataclasses.replace(CHIP, network=SLOW_BOX), tokens, tensor=ranks, zero=False
+    )
     states = tokens * SMALL.hidden * 2 * (ranks - 1) / ranks
-    assert estimate(job).seconds == pytest.approx((5 * SMALL.layers + 2) * 2 * states / 1e6, rel=0.01)
+    assert estimate(job).seconds == pytest.approx(
+        (5 * SMALL.layers + 2) * 2 * states / 1e6, rel=0.01
+    )
 
 
 def test_weights_are_gathered_twice_in_two_bytes_and_gradients_scattered_in_four():
@@ -236,17 +333,30 @@ def test_weights_are_gathered_twice_in_two_bytes_and_gradients_scattered_in_four
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_head_runs_forward_once_under_every_remat_policy(remat, frozen):
     """Logits, dx, and dW unless it is frozen: the products that tests/model/test_head.py counts in a training step."""
-    device = dataclasses.replace(CHIP.device, memory_bandwidth=math.inf)  # the optimizer's update takes no time
+    device = dataclasses.replace(
+        CHIP.device, memory_bandwidth=math.inf
+    )  # the optimizer's update takes no time
     chip = dataclasses.replace(CHIP, device=device)
     heads = [dataclasses.replace(SMALL, head_weights=weights) for weights in (1 << 20, 1 << 21)]
-    small, large = (estimate(TrainingStep(sizes, chip, 1 << 16, remat=remat, frozen=frozen)) for sizes in heads)
+    small, large = (
+        estimate(TrainingStep(sizes, chip, 1 << 16, remat=remat, frozen=frozen)) for sizes in heads
+    )
     product = 2 * (1 << 20) * (1 << 16) / (CHIP.peak * CHIP.matmul)
-    assert large.step.compute - small.step.compute == pytest.approx((2 if frozen else 3) * product, rel=1e-6)
+    assert large.step.compute - small.step.compute == pytest.approx(
+        (2 if frozen else 3) * product, rel=1e-6
+    )
 
 
-@pytest.mark.parametrize(("changes", "told"), [
-    ({"remat": "all"}, "remat: found 'all'"), ({"fsdp": 2}, "batch: 1 rows"), ({"sequence": 3}, "length: 65536"),
-    ({"schedule": "snake"}, "schedule: found 'snake'"), ({"schedule": {"name": "ulysses", "degree": 3}}, "degree: 3")])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"remat": "all"}, "remat: found 'all'"),
+        ({"fsdp": 2}, "batch: 1 rows"),
+        ({"sequence": 3}, "length: 65536"),
+        ({"schedule": "snake"}, "schedule: found 'snake'"),
+        ({"schedule": {"name": "ulysses", "degree": 3}}, "degree: 3"),
+    ],
+)
 def test_what_cannot_be_is_one_line(changes, told):
     with pytest.raises(ValueError, match=told) as error:
         estimate(TrainingStep(SMALL, CHIP, 1 << 16, **{"sequence": 8, **changes}))
@@ -255,10 +365,17 @@ def test_what_cannot_be_is_one_line(changes, told):
 
 def _products(jaxpr):
     """The matrix products of a program, those of inner programs too; a kernel has a tile's for each kind of it."""
-    inner = [getattr(value, "jaxpr", value) for equation in jaxpr.eqns for value in jax.tree.leaves(
-        list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr"))]
+    inner = [
+        getattr(value, "jaxpr", value)
+        for equation in jaxpr.eqns
+        for value in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr"),
+        )
+    ]
     return sum(equation.primitive.name == "dot_general" for equation in jaxpr.eqns) + sum(
-        _products(program) for program in inner if hasattr(program, "eqns"))
+        _products(program) for program in inner if hasattr(program, "eqns")
+    )
 
 
 def test_a_tile_has_as_many_products_as_the_kernels():
@@ -268,17 +385,33 @@ def test_a_tile_has_as_many_products_as_the_kernels():
     blocks = Queries(queries, coords), Keys(keys, keys, coords)
     options = {"mask": Mask(), "scale": 1.0}
     tpu = TpuKernel(128, 128, interpret=True)
-    for kernel, products in ((tpu, TWO_BACKWARD_KERNELS), (dataclasses.replace(tpu, fused=True), ONE_BACKWARD_KERNEL),
-                             (GpuKernel(interpret=True), TWO_BACKWARD_KERNELS)):
-        forward = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.forward(*blocks, **options))(*blocks)
-        backward = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.backward(*blocks, **options))(
-            *blocks, BackwardInputs(queries, statistic, statistic))
+    for kernel, products in (
+        (tpu, TWO_BACKWARD_KERNELS),
+        (dataclasses.replace(tpu, fused=True), ONE_BACKWARD_KERNEL),
+        (GpuKernel(interpret=True), TWO_BACKWARD_KERNELS),
+    ):
+        forward = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.forward(*blocks, **options))(
+            *blocks
+        )
+        backward = jax.make_jaxpr(
+            lambda *blocks, kernel=kernel: kernel.backward(*blocks, **options)
+        )(*blocks, BackwardInputs(queries, statistic, statistic))
         branches = _products(forward.jaxpr) // FORWARD_PRODUCTS  # kinds of tiles
         assert branches in (2, 3) and _products(backward.jaxpr) == branches * products
 
 
-@pytest.mark.parametrize(("machine", "kv_heads", "products"), [
-    ("v3", 8, 7), ("v4", 8, 5), ("v5p", 8, 5), ("v5p", 1, 7), ("v5e", 1, 5), ("v6e", 8, 5), ("h100-infiniband", 8, 7)])
+@pytest.mark.parametrize(
+    ("machine", "kv_heads", "products"),
+    [
+        ("v3", 8, 7),
+        ("v4", 8, 5),
+        ("v5p", 8, 5),
+        ("v5p", 1, 7),
+        ("v5e", 1, 5),
+        ("v6e", 8, 5),
+        ("h100-infiniband", 8, 7),
+    ],
+)
 def test_one_backward_kernel_is_counted_where_the_tpu_kernel_takes_it(machine, kv_heads, products):
     sizes = Sizes(1, 1, 1, 8, kv_heads, 128, 1024)
     assert TrainingStep(sizes, HARDWARE[machine], 65536).tile_backward_products == products
@@ -291,20 +424,43 @@ def test_small_heads_fill_a_part_of_the_matrix_unit():
     for name, size in itertools.product(("v5p", "v6e"), (64, 128, 256)):
         hardware = HARDWARE[name]
         result = estimate(TrainingStep(dataclasses.replace(sizes, head_dim=size), hardware, 65536))
-        seconds[name, size] = result.attention_forward.seconds / size * hardware.peak * hardware.attention
-    assert seconds["v6e", 128] == pytest.approx(2 * seconds["v6e", 256]) == pytest.approx(2 * seconds["v5p", 128])
+        seconds[name, size] = (
+            result.attention_forward.seconds / size * hardware.peak * hardware.attention
+        )
+    assert (
+        seconds["v6e", 128]
+        == pytest.approx(2 * seconds["v6e", 256])
+        == pytest.approx(2 * seconds["v5p", 128])
+    )
     assert seconds["v5p", 64] == pytest.approx(2 * seconds["v5p", 128])
     assert seconds["v5p", 128] == pytest.approx(seconds["v5p", 256])
 
 
-@pytest.mark.parametrize(("schedule", "near"), [
-    ("ring", True), ({"name": "ring", "bidirectional": True}, True), ("balanced", False),
-    ({"name": "attention2d", "overlap": True}, False)])
+@pytest.mark.parametrize(
+    ("schedule", "near"),
+    [
+        ("ring", True),
+        ({"name": "ring", "bidirectional": True}, True),
+        ("balanced", False),
+        ({"name": "attention2d", "overlap": True}, False),
+    ],
+)
 def test_far_hops_run_beside_no_kernel_where_the_compilers_say_so(schedule, near):
     """On v5e and v6e; a schedule all of whose hops go to neighbours waits no longer than elsewhere."""
-    assert {name for name, hardware in HARDWARE.items() if hardware.network.far_exposed} == {"v5e", "v6e"}
-    job = TrainingStep(Sizes.of(LlamaConfig.preset("llama-3.1-8b")), HARDWARE["v5e"], 1 << 20, sequence=64, schedule=schedule)
+    assert {name for name, hardware in HARDWARE.items() if hardware.network.far_exposed} == {
+        "v5e",
+        "v6e",
+    }
+    job = TrainingStep(
+        Sizes.of(LlamaConfig.preset("llama-3.1-8b")),
+        HARDWARE["v5e"],
+        1 << 20,
+        sequence=64,
+        schedule=schedule,
+    )
     network = dataclasses.replace(job.hardware.network, far_exposed=False)
-    elsewhere = dataclasses.replace(job, hardware=dataclasses.replace(job.hardware, network=network))
+    elsewhere = dataclasses.replace(
+        job, hardware=dataclasses.replace(job.hardware, network=network)
+    )
     far, near_by = (estimate(job).seconds for job in (job, elsewhere))
     assert far == near_by if near else far > 1.05 * near_by

@@ -1,4 +1,5 @@
 """The cost model beside adapters: no gradients of frozen weights, gathers of codes, and what dequantizes them."""
+
 import dataclasses
 
 import pytest
@@ -19,10 +20,15 @@ def test_a_frozen_weight_has_one_product_less_and_no_moments():
     trained, frozen = estimate(ONE), estimate(dataclasses.replace(ONE, frozen=True))
     matrices = SIZES.layers * SIZES.weights + SIZES.head_weights
     hardware = ONE.hardware
-    saved = 2 * matrices * ONE.length / (hardware.peak * hardware.matmul) + 28 * SIZES.parameters / hardware.memory_bandwidth
+    saved = (
+        2 * matrices * ONE.length / (hardware.peak * hardware.matmul)
+        + 28 * SIZES.parameters / hardware.memory_bandwidth
+    )
     assert trained.seconds - frozen.seconds == pytest.approx(saved)
     pairs = ONE.length * (ONE.length + 1) / 2
-    needed = 4 * matrices * ONE.length + 12 * SIZES.layers * SIZES.query_heads * SIZES.head_dim * pairs
+    needed = (
+        4 * matrices * ONE.length + 12 * SIZES.layers * SIZES.query_heads * SIZES.head_dim * pairs
+    )
     assert frozen.mfu == pytest.approx(needed / frozen.seconds / hardware.peak)
 
 
@@ -30,23 +36,41 @@ def test_codes_are_gathered_as_they_are_and_dequantized_in_every_pass():
     """Eight GPUs that overlap nothing: a layer's gather takes 0.258 of bfloat16's time but for latencies, and three passes of a
     layer with remat dequantize it, each reading codes and writing bfloat16."""
     plain = dataclasses.replace(ONE, sequence=8, schedule="ring", frozen=True, overlap=False)
-    codes = dataclasses.replace(plain, weight_bytes=AdapterConfig(rank=1, quantize="nf4").number_bytes)
+    codes = dataclasses.replace(
+        plain, weight_bytes=AdapterConfig(rank=1, quantize="nf4").number_bytes
+    )
 
     def gather(job):
         return estimate(job).layer_forward.exposed - estimate(job).attention_forward.exposed
 
     assert 0.257 < gather(codes) / gather(plain) <= 0.30
     dequantized = dataclasses.replace(ONE, frozen=True, weight_bytes=33 / 64, dequantizations=2)
-    added = estimate(dequantized).seconds - estimate(dataclasses.replace(dequantized, dequantizations=0)).seconds
+    added = (
+        estimate(dequantized).seconds
+        - estimate(dataclasses.replace(dequantized, dequantizations=0)).seconds
+    )
     moved = 3 * 2 * SIZES.layers * SIZES.weights * (33 / 64 + 2)
     assert added == pytest.approx(moved / ONE.hardware.memory_bandwidth)
 
 
 def test_a_plan_passes_the_adapter_on():
     """LoRA is estimated to be faster than training all weights, and QLoRA to gather less."""
-    jobs = {quantize: Job.of("llama-3.1-8b", "h100:8", 131072, mesh=MeshConfig(sequence=8),
-                                 adapter=AdapterConfig(rank=16, quantize=quantize)) for quantize in ("none", "nf4")}
+    jobs = {
+        quantize: Job.of(
+            "llama-3.1-8b",
+            "h100:8",
+            131072,
+            mesh=MeshConfig(sequence=8),
+            adapter=AdapterConfig(rank=16, quantize=quantize),
+        )
+        for quantize in ("none", "nf4")
+    }
     whole = Job.of("llama-3.1-8b", "h100:8", 131072, mesh=MeshConfig(sequence=8))
     assert jobs["none"].estimate().seconds < whole.estimate().seconds
-    assert jobs["nf4"]._training_step().weight_bytes == 33 / 64 and jobs["nf4"]._training_step().dequantizations > 0
-    assert jobs["none"]._training_step().dequantizations == 0 == whole._training_step().dequantizations
+    assert (
+        jobs["nf4"]._training_step().weight_bytes == 33 / 64
+        and jobs["nf4"]._training_step().dequantizations > 0
+    )
+    assert (
+        jobs["none"]._training_step().dequantizations == 0 == whole._training_step().dequantizations
+    )

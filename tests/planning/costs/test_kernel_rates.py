@@ -1,4 +1,5 @@
 """The rates of the TPU kernels in the cost model: of the recorded bundles, and of matrix units whose peak is the machine's."""
+
 import json
 
 import pytest
@@ -22,19 +23,28 @@ def test_the_table_is_of_the_recorded_bundles():
 def test_a_rate_is_of_bundles_or_of_the_matrix_units_whichever_take_longer(name):
     hardware, bundles = HARDWARE[name], json.loads(TABLE.read_text())["bundles"][name]
     rates = kernel_rates(name, hardware.matrix_units)
-    expected = [busy / max(busy, bundles[direction])
-                for busy, direction in zip(BUSY[name], ("forward", "backward"), strict=True)]
+    expected = [
+        busy / max(busy, bundles[direction])
+        for busy, direction in zip(BUSY[name], ("forward", "backward"), strict=True)
+    ]
     assert rates == pytest.approx(expected) and min(rates) > 0.5
-    assert (hardware.attention, hardware.attention_backward) == pytest.approx([min(rate, hardware.matmul) for rate in expected])
+    assert (hardware.attention, hardware.attention_backward) == pytest.approx(
+        [min(rate, hardware.matmul) for rate in expected]
+    )
     assert "bundles" in hardware.sources["attention"]
 
 
 def test_a_generation_without_bundles_has_the_rate_of_matrix_products():
     v3 = HARDWARE["v3"]
-    assert kernel_rates("v3", v3.matrix_units) is None and v3.attention == v3.attention_backward == v3.matmul
+    assert (
+        kernel_rates("v3", v3.matrix_units) is None
+        and v3.attention == v3.attention_backward == v3.matmul
+    )
 
 
-@pytest.mark.parametrize(("name", "gigahertz"), [("v3", 0.94), ("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75)])
+@pytest.mark.parametrize(
+    ("name", "gigahertz"), [("v3", 0.94), ("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75)]
+)
 def test_the_matrix_units_of_a_device_have_its_peak(name, gigahertz):
     """v3's and v4's clocks are published (Jouppi et al. 2023, table 4); a wrong number of units would give an odd one."""
     hardware = HARDWARE[name]

@@ -1,4 +1,5 @@
 """The ranges of step times, against the steps that were measured."""
+
 import json
 
 import pytest
@@ -10,21 +11,58 @@ from planning.plan import Job
 from planning.search import candidates
 
 # The published figures, written a second time, and those of one H200.
-SECONDS = [1.09, 2.98, 9.71, 1.42, 3.71, 10.78, 1.04, 2.88, 9.50, 1.20, 2.93, 9.34, 8.90, 8.83, 16.38, 137, 364, 696, 1346,
-           1295, 2135, 380, 1.495, 1.293, 13.13]
+SECONDS = [
+    1.09,
+    2.98,
+    9.71,
+    1.42,
+    3.71,
+    10.78,
+    1.04,
+    2.88,
+    9.50,
+    1.20,
+    2.93,
+    9.34,
+    8.90,
+    8.83,
+    16.38,
+    137,
+    364,
+    696,
+    1346,
+    1295,
+    2135,
+    380,
+    1.495,
+    1.293,
+    13.13,
+]
 
 
 def test_the_measured_steps_are_the_published_ones():
     assert [step.seconds for step in measured_steps()] == SECONDS
-    assert {step.source.split("#")[0] for step in measured_steps()} == {"AI-Hypercomputer/maxtext", "huggingface/trl",
-                                                                        "docs/results/gpu.json"}
+    assert {step.source.split("#")[0] for step in measured_steps()} == {
+        "AI-Hypercomputer/maxtext",
+        "huggingface/trl",
+        "docs/results/gpu.json",
+    }
 
 
 def test_our_own_are_those_of_the_result(repository):
-    steps = json.loads((repository / "docs/results/gpu.json").read_text(encoding="utf-8"))["tables"]["steps"]["rows"]
-    seconds = {(length, remat): float(seconds) for length, _, remat, kernel, seconds, *_ in steps if kernel == "auto"}
-    ours = {(f"{step.job.length >> 10}K", step.job.remat): step.seconds for step in measured_steps()
-            if step.source == "docs/results/gpu.json"}
+    steps = json.loads((repository / "docs/results/gpu.json").read_text(encoding="utf-8"))[
+        "tables"
+    ]["steps"]["rows"]
+    seconds = {
+        (length, remat): float(seconds)
+        for length, _, remat, kernel, seconds, *_ in steps
+        if kernel == "auto"
+    }
+    ours = {
+        (f"{step.job.length >> 10}K", step.job.remat): step.seconds
+        for step in measured_steps()
+        if step.source == "docs/results/gpu.json"
+    }
     assert seconds == {key: pytest.approx(value, abs=0.005) for key, value in ours.items()}
 
 
@@ -39,7 +77,10 @@ def test_no_measured_step_is_above_its_range_and_the_slowest_is_at_its_end():
 def test_a_range_begins_below_the_estimate_and_below_what_was_measured():
     for step in measured_steps():
         seconds = time_range(step.job)
-        assert seconds.low < min(step.seconds, estimate(step.job).seconds) and estimate(step.job).seconds <= seconds.high
+        assert (
+            seconds.low < min(step.seconds, estimate(step.job).seconds)
+            and estimate(step.job).seconds <= seconds.high
+        )
 
 
 def test_at_full_rate_nothing_but_the_matrix_products_is_left():

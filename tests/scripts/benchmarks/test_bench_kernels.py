@@ -1,4 +1,5 @@
 """The kernels' benchmark: every peer computes the same attention, work is counted as the mask has it, files are written."""
+
 import functools
 import json
 import shlex
@@ -24,7 +25,10 @@ def test_work_is_the_number_of_pairs_that_see_each_other(kind):
     case = Case("ours", kind, LENGTH, False)
     assert case.visible_pairs() == make_block(case).mask().sum()
     forward, both = case.flops(), Case("ours", kind, LENGTH, True).flops()
-    assert (forward, both) == (4 * 8 * 64 * case.visible_pairs(), 14 * 8 * 64 * case.visible_pairs())
+    assert (forward, both) == (
+        4 * 8 * 64 * case.visible_pairs(),
+        14 * 8 * 64 * case.visible_pairs(),
+    )
 
 
 def dense(block):
@@ -34,8 +38,15 @@ def dense(block):
     weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e30))
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
     dweights = dout @ v.swapaxes(-1, -2)
-    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * q.shape[-1] ** -0.5
-    results = weights @ v, dscores @ k, dscores.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ dout
+    dscores = (
+        weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * q.shape[-1] ** -0.5
+    )
+    results = (
+        weights @ v,
+        dscores @ k,
+        dscores.swapaxes(-1, -2) @ q,
+        weights.swapaxes(-1, -2) @ dout,
+    )
     return [x.swapaxes(1, 2) for x in results]
 
 
@@ -55,20 +66,44 @@ def test_every_peer_computes_the_same(peer, kind):
     out, gradients = run()
     for got, expected in zip((out, *gradients), dense(block), strict=True):
         rows = sees if got is out else slice(None)
-        np.testing.assert_allclose(np.asarray(got)[:, rows], expected[:, rows], atol=1e-5 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            np.asarray(got)[:, rows], expected[:, rows], atol=1e-5 * np.abs(expected).max()
+        )
 
 
 @pytest.mark.slow
 def test_the_commands_that_accelerators_wait_for_are_its_own(repository):
-    rows = json.loads((repository / "docs/results/accelerators.json").read_text(encoding="utf-8"))["rows"]
-    commands = [words for row in rows.values()
-                if "scripts.benchmarks.bench_kernels" in (words := shlex.split(row.get("command", "")))]
+    rows = json.loads((repository / "docs/results/accelerators.json").read_text(encoding="utf-8"))[
+        "rows"
+    ]
+    commands = [
+        words
+        for row in rows.values()
+        if "scripts.benchmarks.bench_kernels" in (words := shlex.split(row.get("command", "")))
+    ]
     assert len(commands) == 2 and all(parse(words[3:]).dtype == "bfloat16" for words in commands)
 
 
 def test_the_table_the_figures_and_the_plot(tmp_path, capsys):
-    arguments = ["--lengths", "64", "--blocks", "diagonal", "--peers", "ours", "jax-cudnn", "--heads", "2", "--head_dim", "8",
-                 "--rounds", "1", "--repeats", "1", "--output", str(tmp_path)]  # fmt: skip
+    arguments = [
+        "--lengths",
+        "64",
+        "--blocks",
+        "diagonal",
+        "--peers",
+        "ours",
+        "jax-cudnn",
+        "--heads",
+        "2",
+        "--head_dim",
+        "8",
+        "--rounds",
+        "1",
+        "--repeats",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
     assert main(arguments) == 0
     result = json.loads((tmp_path / "bench_kernels.json").read_text())
     ours = [row for row in result["rows"] if row["peer"] == "ours"]
@@ -76,19 +111,26 @@ def test_the_table_the_figures_and_the_plot(tmp_path, capsys):
     for row in ours:
         work = (4 if row["pass"] == "forward" else 14) * 64 * 65 // 2 * 2 * 8
         assert row["tflops"] == pytest.approx(work / row["seconds"] / 1e12)
-        assert row["share_of_matmul"] == pytest.approx(work / row["seconds"] / result["device"]["matmul_flops"])
+        assert row["share_of_matmul"] == pytest.approx(
+            work / row["seconds"] / result["device"]["matmul_flops"]
+        )
         assert row["peak_mib"] >= 0
-    assert all("left_out" in row for row in result["rows"] if row["peer"] == "jax-cudnn"), "cuDNN needs a GPU"
+    assert all("left_out" in row for row in result["rows"] if row["peer"] == "jax-cudnn"), (
+        "cuDNN needs a GPU"
+    )
     table = (tmp_path / "bench_kernels.txt").read_text()
     assert table.strip() == capsys.readouterr().out.strip()
     assert (tmp_path / "bench_kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("peer", "reason"), [
-    ("ours-triton", "the kernel gpu needs an NVIDIA GPU, found cpu"),
-    ("flash-attn-3", "FlashAttention-3 needs a Hopper GPU, found cpu"),
-    ("jax-cudnn", "cuDNN needs an NVIDIA GPU, found cpu"),
-])
+@pytest.mark.parametrize(
+    ("peer", "reason"),
+    [
+        ("ours-triton", "the kernel gpu needs an NVIDIA GPU, found cpu"),
+        ("flash-attn-3", "FlashAttention-3 needs a Hopper GPU, found cpu"),
+        ("jax-cudnn", "cuDNN needs an NVIDIA GPU, found cpu"),
+    ],
+)
 def test_a_peer_that_needs_a_gpu_is_left_out_where_there_is_none(peer, reason):
     case = Case(peer, "diagonal", 256, backward=False)
     with pytest.raises(LeftOut, match=reason):
@@ -100,7 +142,11 @@ def on_a_gpu(monkeypatch):
     """Has the peers take the CPU for a GPU, and stand-ins that compute by the definition for cuDNN and FlashAttention-3."""
     monkeypatch.setattr(choice, "HOPPER", ("cpu",))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax.nn, "dot_product_attention", functools.partial(cudnn_unpacked, jax.nn.dot_product_attention))
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        functools.partial(cudnn_unpacked, jax.nn.dot_product_attention),
+    )
     monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", cudnn_packed)
     flash = types.ModuleType("flash_attn_interface")
     flash.flash_attn_func, flash.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
@@ -110,19 +156,33 @@ def on_a_gpu(monkeypatch):
 def cudnn_unpacked(xla, q, k, v, *, is_causal, implementation):
     """As jax.nn.dot_product_attention; the causal mask is aligned at the first key."""
     assert implementation == "cudnn" and q.dtype == "float16"
-    return xla(*(x.astype("float32") for x in (q, k, v)), is_causal=is_causal, implementation="xla").astype("float16")
+    return xla(
+        *(x.astype("float32") for x in (q, k, v)), is_causal=is_causal, implementation="xla"
+    ).astype("float16")
 
 
-def cudnn_packed(q, k, v, bias, mask, q_seqlen, kv_seqlen, q_offsets, kv_offsets, *, scale, mask_type):
+def cudnn_packed(
+    q, k, v, bias, mask, q_seqlen, kv_seqlen, q_offsets, kv_offsets, *, scale, mask_type
+):
     """As JAX's packed call of cuDNN, which the offsets tell each document's tokens."""
-    assert bias is None and mask is None and mask_type.name == "PADDING_CAUSAL" and q.shape == k.shape
-    assert q_seqlen.dtype == q_offsets.dtype == "int32" and q_offsets.shape == (1, q_seqlen.shape[1] + 1)
+    assert (
+        bias is None and mask is None and mask_type.name == "PADDING_CAUSAL" and q.shape == k.shape
+    )
+    assert q_seqlen.dtype == q_offsets.dtype == "int32" and q_offsets.shape == (
+        1,
+        q_seqlen.shape[1] + 1,
+    )
     assert q_seqlen is kv_seqlen
     token = np.arange(q.shape[1])
-    documents = [jax.numpy.searchsorted(offsets[0], token, side="right") for offsets in (q_offsets, kv_offsets)]
+    documents = [
+        jax.numpy.searchsorted(offsets[0], token, side="right")
+        for offsets in (q_offsets, kv_offsets)
+    ]
     seen = (documents[0][:, None] == documents[1][None]) & (token[:, None] >= token[None])
     q, k, v = (x.astype("float32") for x in (q, k, v))
-    scores = jax.numpy.where(seen, jax.numpy.einsum("bqhd,bkhd->bhqk", q, k) * scale, -jax.numpy.inf)
+    scores = jax.numpy.where(
+        seen, jax.numpy.einsum("bqhd,bkhd->bhqk", q, k) * scale, -jax.numpy.inf
+    )
     return jax.numpy.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).astype("float16")
 
 
@@ -143,7 +203,9 @@ def flash_attn_varlen_func(q, k, v, starts, kv_starts, longest, kv_longest, *, c
     assert starts.dtype == torch.int32 and longest == kv_longest == int(starts.diff().max())
     documents = zip(*(x.split(starts.diff().tolist()) for x in (q, k, v)), strict=True)
     assert torch.equal(starts, kv_starts)
-    return torch.cat([flash_attn_func(*(x[None] for x in document), causal=causal)[0] for document in documents]), None
+    return torch.cat(
+        [flash_attn_func(*(x[None] for x in document), causal=causal)[0] for document in documents]
+    ), None
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
@@ -151,32 +213,48 @@ def flash_attn_varlen_func(q, k, v, starts, kv_starts, longest, kv_longest, *, c
 @pytest.mark.parametrize("peer", ["jax-cudnn", "flash-attn-3"])
 def test_a_gpus_peer_is_asked_for_the_same(peer, kind, kv_heads, on_a_gpu):
     """By stand-ins, in float16, of numbers that float16 has; the results are rounded to it."""
-    case = Case(peer, kind, LENGTH, backward=True, heads=2, kv_heads=kv_heads, head_dim=16, dtype="float16")
+    case = Case(
+        peer, kind, LENGTH, backward=True, heads=2, kv_heads=kv_heads, head_dim=16, dtype="float16"
+    )
     block = make_block(case)
     sees = block.mask().any(-1)
-    rounded = (x.astype(np.float16).astype(np.float32) for x in (*block[:3], block.dout * sees[:, None, None]))
+    rounded = (
+        x.astype(np.float16).astype(np.float32)
+        for x in (*block[:3], block.dout * sees[:, None, None])
+    )
     block = block._replace(**dict(zip(("q", "k", "v", "dout"), rounded, strict=True)))
     if (peer, kind, kv_heads) == ("jax-cudnn", "packed", 1):
         with pytest.raises(LeftOut, match="by the queries' number of heads"):
             PEERS[peer](case, block)
         return
     out, gradients = PEERS[peer](case, block)()
-    of_heads = block._replace(**{name: np.repeat(getattr(block, name), 2 // kv_heads, 2) for name in "kv"})
+    of_heads = block._replace(
+        **{name: np.repeat(getattr(block, name), 2 // kv_heads, 2) for name in "kv"}
+    )
     out_expected, dq, *dkv = dense(of_heads)
     dkv = [x.reshape(*x.shape[:2], kv_heads, 2 // kv_heads, -1).sum(3) for x in dkv]
     for got, expected in zip((out, *gradients), (out_expected, dq, *dkv), strict=True):
         rows = sees if got is out else slice(None)
-        np.testing.assert_allclose(np.asarray(got)[:, rows], expected[:, rows], atol=1e-3 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            np.asarray(got)[:, rows], expected[:, rows], atol=1e-3 * np.abs(expected).max()
+        )
 
 
-@pytest.mark.parametrize(("peer", "name"), [("jax-cudnn", "cuDNN"), ("flash-attn-3", "FlashAttention-3")])
+@pytest.mark.parametrize(
+    ("peer", "name"), [("jax-cudnn", "cuDNN"), ("flash-attn-3", "FlashAttention-3")]
+)
 def test_a_gpus_peer_is_left_out_of_what_it_has_not(peer, name, on_a_gpu, monkeypatch):
-    empty, single = Case(peer, "empty", LENGTH, backward=False, dtype="float16"), Case(peer, "full", LENGTH, backward=False)
+    empty, single = (
+        Case(peer, "empty", LENGTH, backward=False, dtype="float16"),
+        Case(peer, "full", LENGTH, backward=False),
+    )
     with pytest.raises(LeftOut, match=f"{name} has no mask that hides everything"):
         PEERS[peer](empty, make_block(empty))
     with pytest.raises(LeftOut, match=f"{name}.* has no float32"):
         PEERS[peer](single, make_block(single))
     if peer == "flash-attn-3":
         monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-        with pytest.raises(LeftOut, match=r"FlashAttention-3 cannot be imported: .*flash_attn_interface"):
+        with pytest.raises(
+            LeftOut, match=r"FlashAttention-3 cannot be imported: .*flash_attn_interface"
+        ):
             PEERS[peer](empty, make_block(empty))

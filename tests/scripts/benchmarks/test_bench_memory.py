@@ -1,4 +1,5 @@
 """bench_memory: its line on points that are one and points that are none, and two lengths really measured."""
+
 import json
 
 import numpy as np
@@ -22,4 +23,6 @@ def test_two_lengths(tmp_path, capsys):
     lines = json.loads((tmp_path / "memory.json").read_text())["lines"]
     planned, measured = (lines[name]["bytes_per_token"] for name in ("planned_mib", "measured_mib"))
     assert 2000 < planned < 10_000 and 0.5 < measured / planned < 2
-    assert (tmp_path / "memory.png").stat().st_size > 5000 and "bytes a token" in capsys.readouterr().out
+    assert (
+        tmp_path / "memory.png"
+    ).stat().st_size > 5000 and "bytes a token" in capsys.readouterr().out

@@ -1,4 +1,5 @@
 """The step's benchmark runs the real step in a process of its own, and its figures fit each other."""
+
 import json
 
 import pytest
@@ -17,14 +18,30 @@ def test_documents_fill_the_row(length, count):
 
 @pytest.mark.slow
 def test_both_sides_of_a_tiny_model(tmp_path, capsys):
-    command = ["--model", "tiny", "--lengths", "128", "--steps", "1", "--turns", "1", "--documents", "4", "--torch-recompute"]
+    command = [
+        "--model",
+        "tiny",
+        "--lengths",
+        "128",
+        "--steps",
+        "1",
+        "--turns",
+        "1",
+        "--documents",
+        "4",
+        "--torch-recompute",
+    ]
     assert main([*command, "--output", str(tmp_path)]) == 0
     theirs, ours = json.loads((tmp_path / "step.json").read_text())
     said = capsys.readouterr().out
-    assert f"128 tokens: {ours['tokens_per_second'] / theirs['tokens_per_second']:.3f}x torch" in said
+    assert (
+        f"128 tokens: {ours['tokens_per_second'] / theirs['tokens_per_second']:.3f}x torch" in said
+    )
     assert theirs["recompute"] and theirs["attention"] == "sdpa" and "torch" in theirs["versions"]
     assert ours["remat"] == "everything" and ours["documents"] == theirs["documents"] == 4
-    flops = flops_per_step(LlamaConfig.preset("tiny"), 128, sum(n * (n + 1) // 2 for n in document_lengths(128, 4)))
+    flops = flops_per_step(
+        LlamaConfig.preset("tiny"), 128, sum(n * (n + 1) // 2 for n in document_lengths(128, 4))
+    )
     for row in (theirs, ours):
         assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(128)
         rate = max(theirs["matmul_gflops"], ours["matmul_gflops"]) * 1e9
@@ -32,5 +49,21 @@ def test_both_sides_of_a_tiny_model(tmp_path, capsys):
 
 
 def test_a_side_that_fails_is_one_line(tmp_path, capsys):
-    assert main(["--side", "ours", "--model", "tiny", "--lengths", "0", "--steps", "1", "--output", str(tmp_path)]) == 2
+    assert (
+        main(
+            [
+                "--side",
+                "ours",
+                "--model",
+                "tiny",
+                "--lengths",
+                "0",
+                "--steps",
+                "1",
+                "--output",
+                str(tmp_path),
+            ]
+        )
+        == 2
+    )
     assert "--one ours" in capsys.readouterr().err

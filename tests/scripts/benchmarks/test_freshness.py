@@ -1,4 +1,5 @@
 """What ages a result: a changed program does, another name, comment, format or place does not."""
+
 import pytest
 
 from scripts.benchmarks.freshness import digest
@@ -22,10 +23,16 @@ class Loss:
         return weighted(x, self.name)
 '''
 SAME = {
-    "comments and format": PROGRAM.replace(b"    return SCALE", b"    # why\n    return (SCALE").replace(b".sum()", b".sum())"),
+    "comments and format": PROGRAM.replace(
+        b"    return SCALE", b"    # why\n    return (SCALE"
+    ).replace(b".sum()", b".sum())"),
     "docstrings": PROGRAM.replace(b"Returns the sum.", b"The sum of all."),
-    "names": PROGRAM.replace(b"weighted", b"f").replace(b"values", b"x_1").replace(b"SCALE", b"FACTOR"),
-    "annotations": PROGRAM.replace(b"def weighted(values, weights)", b"def weighted(values: int, weights: int) -> int"),
+    "names": PROGRAM.replace(b"weighted", b"f")
+    .replace(b"values", b"x_1")
+    .replace(b"SCALE", b"FACTOR"),
+    "annotations": PROGRAM.replace(
+        b"def weighted(values, weights)", b"def weighted(values: int, weights: int) -> int"
+    ),
     "messages": PROGRAM.replace(b"no values, {weights} alone", b"not one value"),
     "imports": PROGRAM.replace(b"import jax.numpy as jnp", b"from jax import numpy as jnp"),
 }

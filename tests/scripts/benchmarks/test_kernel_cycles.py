@@ -1,4 +1,5 @@
 """A kernel's tiles are read from the compiler's text, and a slower kernel fails the check."""
+
 import pytest
 
 from scripts.benchmarks import kernel_cycles
@@ -31,9 +32,18 @@ def test_tiles_are_the_innermost_regions_with_products():
 
 @pytest.mark.parametrize(("factor", "code"), [(1.02, 0), (1.04, 1), (0.5, 0)])
 def test_a_slower_kernel_fails_the_check(factor, code, monkeypatch, tmp_path, capsys):
-    lines = [[generation, "forward", kernel, 4000, part, part, 2000] for generation in ("v5p", "v6e")
-             for kernel, part in (("ours", 1100), ("splash", None))]
-    stored = measured("title", {}, "command", (), tables={"bundles": {"columns": list(kernel_cycles.COLUMNS), "rows": lines}})
+    lines = [
+        [generation, "forward", kernel, 4000, part, part, 2000]
+        for generation in ("v5p", "v6e")
+        for kernel, part in (("ours", 1100), ("splash", None))
+    ]
+    stored = measured(
+        "title",
+        {},
+        "command",
+        (),
+        tables={"bundles": {"columns": list(kernel_cycles.COLUMNS), "rows": lines}},
+    )
     save(kernel_cycles.NAME, stored, tmp_path)
     monkeypatch.setattr(kernel_cycles, "load", lambda name: load(name, tmp_path))
 
@@ -48,8 +58,18 @@ def test_a_slower_kernel_fails_the_check(factor, code, monkeypatch, tmp_path, ca
 
 
 def test_masked_tiles_are_held_to_full_ones():
-    lines = [[generation, direction, kernel, 4000, *parts, 2000] for generation in ("v5p", "v6e")
-             for direction in ("forward", "backward") for kernel, parts in (("ours", (1400, 1051)), ("splash", (None, None)))]
+    lines = [
+        [generation, direction, kernel, 4000, *parts, 2000]
+        for generation in ("v5p", "v6e")
+        for direction in ("forward", "backward")
+        for kernel, parts in (("ours", (1400, 1051)), ("splash", (None, None)))
+    ]
     rows = summarize(lines)
-    assert (rows["forward_v6e_diagonal"]["found"], rows["forward_v6e_diagonal"]["verdict"]) == ("4,200 bundles", "held")
-    assert (rows["forward_v6e_masked"]["found"], rows["forward_v6e_masked"]["verdict"]) == ("4,204 bundles", "short")
+    assert (rows["forward_v6e_diagonal"]["found"], rows["forward_v6e_diagonal"]["verdict"]) == (
+        "4,200 bundles",
+        "held",
+    )
+    assert (rows["forward_v6e_masked"]["found"], rows["forward_v6e_masked"]["verdict"]) == (
+        "4,204 bundles",
+        "short",
+    )

@@ -1,4 +1,5 @@
 """The comparison of kernels on a device: right kernels pass it, and a wrong one, or one that fails, does not."""
+
 import json
 
 import jax.numpy as jnp
@@ -13,8 +14,14 @@ from tests.model.attention.dense import dense_attention
 ONE = ["--kernels", "xla", "--dtypes", "float32", "--head-dims", "64"]
 
 
-@pytest.mark.parametrize(("mask", "packing", "options"), [
-    ("causal", "interrupted", {}), ("window 300", "packed", {"window": 300}), ("full", "one", {"causal": False})])
+@pytest.mark.parametrize(
+    ("mask", "packing", "options"),
+    [
+        ("causal", "interrupted", {}),
+        ("window 300", "packed", {"window": 300}),
+        ("full", "one", {"causal": False}),
+    ],
+)
 def test_its_truth_is_the_tests(mask, packing, options):
     q, k, v, dout = kernel_exactness.arrays(64, "float32")
     expected = dense_attention(q, k, v, *documents(packing), dout, **options)
@@ -25,7 +32,9 @@ def test_its_truth_is_the_tests(mask, packing, options):
 def test_a_right_kernel_is_within_the_limits(tmp_path, capsys):
     assert main([*ONE, "--output", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "kernel_exactness.json").read_text())["rows"]
-    assert len(rows) == len(CASES) and all(row["held"] and max(row[name] for name in RESULTS) < 1e-5 for row in rows)
+    assert len(rows) == len(CASES) and all(
+        row["held"] and max(row[name] for name in RESULTS) < 1e-5 for row in rows
+    )
     assert f"{len(CASES)} of {len(CASES)} cases within the limits" in capsys.readouterr().out
 
 
@@ -34,7 +43,9 @@ class Wrong(XlaKernel):
 
     def forward(self, queries, keys, **options):
         out, lse = super().forward(queries, keys, **options)
-        return type(super().forward(queries, keys, **options))(out.astype(jnp.bfloat16).astype(jnp.float32), lse)
+        return type(super().forward(queries, keys, **options))(
+            out.astype(jnp.bfloat16).astype(jnp.float32), lse
+        )
 
 
 class Failing(XlaKernel):
@@ -44,7 +55,10 @@ class Failing(XlaKernel):
         raise RuntimeError("no such instruction")
 
 
-@pytest.mark.parametrize(("kernel", "said"), [(Wrong(), "ABOVE THE LIMIT"), (Failing(), "RuntimeError: no such instruction")])
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [(Wrong(), "ABOVE THE LIMIT"), (Failing(), "RuntimeError: no such instruction")],
+)
 def test_a_wrong_kernel_is_not(kernel, said, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(kernel_exactness, "get_kernel", lambda name: kernel)
     monkeypatch.setattr(kernel_exactness, "CASES", CASES[:1])

@@ -18,11 +18,22 @@ def test_a_hopper_gpu_is_needed(tmp_path, capsys):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_each_kernel_takes_its_arguments(head_dim):
     length = 512
-    q, k, v, dout = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
-                     for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+    q, k, v, dout = (
+        jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
     per_query = jax.ShapeDtypeStruct((1, HEADS, length), jnp.float32)
     integers = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    arguments = (q, k, v, BackwardInputs(dout, per_query, per_query), TokenCoords(integers, integers))
-    results = {kernel: jax.eval_shape(functools.partial(run_kernel, kernel), *arguments) for kernel in PRODUCTS}
+    arguments = (
+        q,
+        k,
+        v,
+        BackwardInputs(dout, per_query, per_query),
+        TokenCoords(integers, integers),
+    )
+    results = {
+        kernel: jax.eval_shape(functools.partial(run_kernel, kernel), *arguments)
+        for kernel in PRODUCTS
+    }
     assert results["forward"].out.shape == results["dq"].shape == q.shape
     assert results["dkv"].shape == (2, *k.shape)

@@ -1,4 +1,5 @@
 """A kernel's figures are read from the compiler's text, and a worse kernel fails the check."""
+
 import dataclasses
 
 import pytest
@@ -21,7 +22,9 @@ FIGURES = Figures(168, 4, False, 197744, 2, 1, 1)
 def test_figures_are_read_from_the_compilers_text():
     assert read_figures(PTXAS, PTX, LAUNCH) == FIGURES
     assert read_figures(PTXAS + SERIALIZED, PTX, LAUNCH).serialized
-    assert read_figures(PTXAS.replace("168", "80"), PTX, LAUNCH.replace("197744", "90000")).blocks == 2
+    assert (
+        read_figures(PTXAS.replace("168", "80"), PTX, LAUNCH.replace("197744", "90000")).blocks == 2
+    )
 
 
 @pytest.mark.parametrize("missing", range(3))
@@ -38,17 +41,31 @@ def test_figures_of_a_triton_kernel_are_read_from_xlas_text():
     assert read_figures(PTXAS, ptx, launch) == Figures(168, 4, False, 49664, 1, 1, 3)
 
 
-@pytest.mark.parametrize(("change", "code"), [
-    ({}, 0), ({"registers": 172}, 0), ({"registers": 176}, 1), ({"spilled": 0}, 0), ({"spilled": 8}, 1), ({"products": 0}, 1),
-    ({"copies": 0}, 1), ({"shared": 220000}, 1), ({"serialized": True}, 1), ({"blocks": 0}, 1),
-], ids=str)
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({}, 0),
+        ({"registers": 172}, 0),
+        ({"registers": 176}, 1),
+        ({"spilled": 0}, 0),
+        ({"spilled": 8}, 1),
+        ({"products": 0}, 1),
+        ({"copies": 0}, 1),
+        ({"shared": 220000}, 1),
+        ({"serialized": True}, 1),
+        ({"blocks": 0}, 1),
+    ],
+    ids=str,
+)
 def test_a_worse_kernel_fails_the_check(change, code, monkeypatch, tmp_path, capsys):
     case = Case("mosaic", "h100", "dkv", 128)
     rows = [[*dataclasses.astuple(case), *dataclasses.astuple(FIGURES)]]
     stored = measured("title", {}, "command", (), tables={"figures": {"columns": [], "rows": rows}})
     save(kernel_registers.NAME, stored, tmp_path)
     monkeypatch.setattr(kernel_registers, "load", lambda name: load(name, tmp_path))
-    monkeypatch.setattr(kernel_registers, "measure", lambda: {case: dataclasses.replace(FIGURES, **change)})
+    monkeypatch.setattr(
+        kernel_registers, "measure", lambda: {case: dataclasses.replace(FIGURES, **change)}
+    )
     assert kernel_registers.main(["--check"]) == code
     out = capsys.readouterr().out
     assert out.startswith("mosaic h100 dkv 128: ") and out.count("WORSE") == code
@@ -57,8 +74,11 @@ def test_a_worse_kernel_fails_the_check(change, code, monkeypatch, tmp_path, cap
 def has_cuda_compiler() -> bool:
     """Whether the versions that the stored figures are of are installed."""
     installed = versions()
-    return all(installed.get(package) == version for package, version in load(kernel_registers.NAME).versions.items()
-               if package in COMPILERS)
+    return all(
+        installed.get(package) == version
+        for package, version in load(kernel_registers.NAME).versions.items()
+        if package in COMPILERS
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 """`python -m scripts.benchmarks`: results that commands' files give, what is stale, and that a stopped start goes on."""
+
 import json
 import subprocess
 
@@ -21,10 +22,18 @@ def workspace(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "load_all", lambda: load_all(folder))
     monkeypatch.setattr(bench, "save", lambda name, result: results.save(name, result, folder))
     monkeypatch.setattr(page, "write", lambda: None)
-    size = Measurement("Size of code.py", (
-        ("-c", "open('{out}/a.json', 'w').write('1')"),
-        ("-c", "import os, sys; open('{out}/a.json', 'a').write('2'); sys.exit(os.path.exists('fail'))"),
-    ), ("code.py",), lambda out: ({"size": row("size", (out / "a.json").read_text(), "12", held=True)}, {}))
+    size = Measurement(
+        "Size of code.py",
+        (
+            ("-c", "open('{out}/a.json', 'w').write('1')"),
+            (
+                "-c",
+                "import os, sys; open('{out}/a.json', 'a').write('2'); sys.exit(os.path.exists('fail'))",
+            ),
+        ),
+        ("code.py",),
+        lambda out: ({"size": row("size", (out / "a.json").read_text(), "12", held=True)}, {}),
+    )
     monkeypatch.setattr(bench, "MEASUREMENTS", {"size": size})
     monkeypatch.chdir(tmp_path)
     return folder
@@ -42,7 +51,9 @@ def test_only_what_has_changed_is_measured_again(workspace, tmp_path, capfd):
     assert "--only size" in (said := capfd.readouterr().out) and "changed: code.py" in said
     assert bench.main(["--output", "out"]) == 0
     assert load("size", workspace).depends_on != first.depends_on
-    assert bench.main(["--only", "size", "--output", "out"]) == 0, "named: measured though it is fresh"
+    assert bench.main(["--only", "size", "--output", "out"]) == 0, (
+        "named: measured though it is fresh"
+    )
     assert "$ python -c" in capfd.readouterr().out
 
 
@@ -52,7 +63,9 @@ def test_a_start_that_failed_goes_on_with_the_command_that_failed(workspace, tmp
     assert not workspace.exists()
     (tmp_path / "fail").unlink()
     assert bench.main(["--output", "out"]) == 0
-    assert load("size", workspace).rows["size"]["found"] == "122", "the first command was not run again"
+    assert load("size", workspace).rows["size"]["found"] == "122", (
+        "the first command was not run again"
+    )
 
 
 def test_a_start_after_a_change_begins_anew(workspace, tmp_path):
@@ -80,51 +93,162 @@ def test_every_measurement_has_its_result_and_files():
             assert (results.ROOT / measurement.note).is_file()
 
 
-DIRECTIONS = {"forward": {"imbalance": 1.25, "max_bytes": 3.0, "mean_bytes": 2.0, "planned_max_bytes": 3.0,
-                          "planned_mean_bytes": 2.0}}
+DIRECTIONS = {
+    "forward": {
+        "imbalance": 1.25,
+        "max_bytes": 3.0,
+        "mean_bytes": 2.0,
+        "planned_max_bytes": 3.0,
+        "planned_mean_bytes": 2.0,
+    }
+}
 DIRECTIONS["backward"] = DIRECTIONS["forward"] | {"planned_max_bytes": 2.0}
 RAW = {  # files of each measurement -> row, what it finds, its verdict
-    "step": ({"step.json": [
-        {"side": side, "length": length, "tokens_per_second": speed, "step_seconds": 1.0, "peak_gib": peak,
-         "share_of_matmul": 0.4, "matmul_gflops": 430.0}
-        for length in (2048, 4096) for side, speed, peak in (("theirs", 100.0, 7.0), ("ours", 120.0, 3.5))]},
-        {"speed_2048": ("1.200x", "held"), "speed_4096": ("1.200x", "short"), "memory_2048": ("3.50", "held")}),
-    "kernels": ({"kernels/bench_kernels.json": {"rows": [
-        {"length": length, "pass": name, "peer": peer, "seconds": seconds, "peak_mib": peak}
-        for length in (8192, 16384) for name in ("forward", "forward+backward")
-        for peer, seconds, peak in (("ours", 1.0, 200.0), ("torch-sdpa", 0.8, 100.0))]}},
-        {"both_8192": ("0.80x", "short"), "memory_8192": ("200", "short")}),
-    "memory_length": ({"memory/memory.json": {"rows": [{"length": 2048, "planned_mib": 25.0, "measured_mib": 34.0}],
-                       "lines": {f"{kind}_mib": {"mib_at_0": 9.0, "bytes_per_token": 5862.0, "worst_residual": 0.013}
-                                 for kind in ("planned", "measured")}}},
-                      {"planned": ("9.0 MiB + 5,862 bytes a token", "no goal")}),
-    "balance": ({"balance.json": [{"schedule": "ring", "layout": layout, "ranks": 4, **DIRECTIONS}
-                                  for layout in ("contiguous", "striped")]},
-                {"ring_contiguous": ("1.2500", "held"), "ring_striped": ("1.2500", "short")}),
-    "balance_time": ({file: [{"case": case, "length": 16384, "tiles": tiles, "speedup": 1.4, "bound": 1.45}
-                             for case in ("striped ring", "zigzag ring", "balanced, split")]
-                      for file, tiles in (("time.json", 16), ("time_32.json", 32))},
-                     {"striped_16384": ("96.6%", "held"), "zigzag_16384": ("1.400", "no goal"),
-                      "balanced_32_tiles": ("1.400", "held")}),
-    "bytes": ({"bytes.json": [{"schedule": "usp 4", "ranks": 4, **DIRECTIONS}]}, {"usp_4": ("50.0%", "short")}),
-    "distflashattn_volume": ({"distflashattn.json": [{"ranks": 4, "together": 2.19}]}, {"p4": ("2.190", "no goal")}),
-    "overlap": ({"overlap.json": [
-        {"schedule": "balanced split", "kind": "collective-permute", "backward": backward, "times": 2.0, "nbytes": 8,
-         "kernels": ["attention"] * (not backward), "products": []} for backward in (False, True)]},
-        {"balanced_split": ("0 of 2; 2 of 2", "short")}),
-    "activation_memory": ({"activation_memory.json": {"spread": 0.0084, "rows": [
-        {"topology": "v4:2x2x2", "devices": 8, "activations_mib": 1006.2}]}}, {"spread": ("0.84%", "held")}),
-    "data": ({"data/bench_data.json": {
-        "complete_records": 17_671, "every_record_accounted_for": True, "first_turn_is_not_human": 6_258,
-        "peak_mib_at_each_tenth": [44.1, 50.0], "megabytes_per_second": 62.0, "packing": [{"padding_percent": 0.07}]}},
-        {"records": ("17,671", "held"), "memory": ("44.1 and 50.0", "short"), "padding": ("0.07%", "held")}),
-    "identity": ({"before.json": {"named": 0}} | {
-        path: content for name, named in (("full", 8), ("lora", 9), ("qlora", 7)) for path, content in (
-            (f"{name}.json", {"named": named}),
-            (f"{name}/metrics.jsonl", {"step": 120, "step_seconds": 2.0, "peak_host_gib": 3.0}),
-            (f"{name}/held_out.jsonl", {"held_out_loss_nats_per_target": 0.5}),
-            (f"{name}/checkpoints/120/manifest.json", {"shapes": {"a": [2, 3], "b": [4]}}))},
-        {"before": ("0 of 10", "held"), "lora": ("9 of 10", "held"), "qlora": ("7 of 10", "short")}),
+    "step": (
+        {
+            "step.json": [
+                {
+                    "side": side,
+                    "length": length,
+                    "tokens_per_second": speed,
+                    "step_seconds": 1.0,
+                    "peak_gib": peak,
+                    "share_of_matmul": 0.4,
+                    "matmul_gflops": 430.0,
+                }
+                for length in (2048, 4096)
+                for side, speed, peak in (("theirs", 100.0, 7.0), ("ours", 120.0, 3.5))
+            ]
+        },
+        {
+            "speed_2048": ("1.200x", "held"),
+            "speed_4096": ("1.200x", "short"),
+            "memory_2048": ("3.50", "held"),
+        },
+    ),
+    "kernels": (
+        {
+            "kernels/bench_kernels.json": {
+                "rows": [
+                    {
+                        "length": length,
+                        "pass": name,
+                        "peer": peer,
+                        "seconds": seconds,
+                        "peak_mib": peak,
+                    }
+                    for length in (8192, 16384)
+                    for name in ("forward", "forward+backward")
+                    for peer, seconds, peak in (("ours", 1.0, 200.0), ("torch-sdpa", 0.8, 100.0))
+                ]
+            }
+        },
+        {"both_8192": ("0.80x", "short"), "memory_8192": ("200", "short")},
+    ),
+    "memory_length": (
+        {
+            "memory/memory.json": {
+                "rows": [{"length": 2048, "planned_mib": 25.0, "measured_mib": 34.0}],
+                "lines": {
+                    f"{kind}_mib": {
+                        "mib_at_0": 9.0,
+                        "bytes_per_token": 5862.0,
+                        "worst_residual": 0.013,
+                    }
+                    for kind in ("planned", "measured")
+                },
+            }
+        },
+        {"planned": ("9.0 MiB + 5,862 bytes a token", "no goal")},
+    ),
+    "balance": (
+        {
+            "balance.json": [
+                {"schedule": "ring", "layout": layout, "ranks": 4, **DIRECTIONS}
+                for layout in ("contiguous", "striped")
+            ]
+        },
+        {"ring_contiguous": ("1.2500", "held"), "ring_striped": ("1.2500", "short")},
+    ),
+    "balance_time": (
+        {
+            file: [
+                {"case": case, "length": 16384, "tiles": tiles, "speedup": 1.4, "bound": 1.45}
+                for case in ("striped ring", "zigzag ring", "balanced, split")
+            ]
+            for file, tiles in (("time.json", 16), ("time_32.json", 32))
+        },
+        {
+            "striped_16384": ("96.6%", "held"),
+            "zigzag_16384": ("1.400", "no goal"),
+            "balanced_32_tiles": ("1.400", "held"),
+        },
+    ),
+    "bytes": (
+        {"bytes.json": [{"schedule": "usp 4", "ranks": 4, **DIRECTIONS}]},
+        {"usp_4": ("50.0%", "short")},
+    ),
+    "distflashattn_volume": (
+        {"distflashattn.json": [{"ranks": 4, "together": 2.19}]},
+        {"p4": ("2.190", "no goal")},
+    ),
+    "overlap": (
+        {
+            "overlap.json": [
+                {
+                    "schedule": "balanced split",
+                    "kind": "collective-permute",
+                    "backward": backward,
+                    "times": 2.0,
+                    "nbytes": 8,
+                    "kernels": ["attention"] * (not backward),
+                    "products": [],
+                }
+                for backward in (False, True)
+            ]
+        },
+        {"balanced_split": ("0 of 2; 2 of 2", "short")},
+    ),
+    "activation_memory": (
+        {
+            "activation_memory.json": {
+                "spread": 0.0084,
+                "rows": [{"topology": "v4:2x2x2", "devices": 8, "activations_mib": 1006.2}],
+            }
+        },
+        {"spread": ("0.84%", "held")},
+    ),
+    "data": (
+        {
+            "data/bench_data.json": {
+                "complete_records": 17_671,
+                "every_record_accounted_for": True,
+                "first_turn_is_not_human": 6_258,
+                "peak_mib_at_each_tenth": [44.1, 50.0],
+                "megabytes_per_second": 62.0,
+                "packing": [{"padding_percent": 0.07}],
+            }
+        },
+        {
+            "records": ("17,671", "held"),
+            "memory": ("44.1 and 50.0", "short"),
+            "padding": ("0.07%", "held"),
+        },
+    ),
+    "identity": (
+        {"before.json": {"named": 0}}
+        | {
+            path: content
+            for name, named in (("full", 8), ("lora", 9), ("qlora", 7))
+            for path, content in (
+                (f"{name}.json", {"named": named}),
+                (f"{name}/metrics.jsonl", {"step": 120, "step_seconds": 2.0, "peak_host_gib": 3.0}),
+                (f"{name}/held_out.jsonl", {"held_out_loss_nats_per_target": 0.5}),
+                (f"{name}/checkpoints/120/manifest.json", {"shapes": {"a": [2, 3], "b": [4]}}),
+            )
+        },
+        {"before": ("0 of 10", "held"), "lora": ("9 of 10", "held"), "qlora": ("7 of 10", "short")},
+    ),
 }
 
 
@@ -137,18 +261,41 @@ def test_rows_follow_from_what_the_commands_wrote(name, tmp_path):
     rows, tables = MEASUREMENTS[name].summarize(tmp_path)
     for row_id, (figure, verdict) in expected.items():
         assert (rows[row_id]["found"], rows[row_id]["verdict"]) == (figure, verdict)
-    assert all(sum(len(cells[column]) for column in ("what", "goal", "found")) <= 105 for cells in rows.values())
-    assert all(len(line) == len(table["columns"]) for table in tables.values() for line in table["rows"])
+    assert all(
+        sum(len(cells[column]) for column in ("what", "goal", "found")) <= 105
+        for cells in rows.values()
+    )
+    assert all(
+        len(line) == len(table["columns"]) for table in tables.values() for line in table["rows"]
+    )
 
 
 def test_a_test_that_fails_is_a_row_that_fell_short(monkeypatch):
     outcomes = iter([0, 1])
-    monkeypatch.setattr(summaries, "load", lambda name: results.Result("t", {
-        "a": row("a", "1e-6", "1e-5", held=True, command="pytest a", date="2026-01-01"),
-        "b": row("b", "1e-6", "1e-5", held=True, command="pytest b"),
-        "c": row("c", "1e-6", "1e-5", held=True, command="pytest a")}, "", "", "", {}, {}, {}))
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], next(outcomes)))
+    monkeypatch.setattr(
+        summaries,
+        "load",
+        lambda name: results.Result(
+            "t",
+            {
+                "a": row("a", "1e-6", "1e-5", held=True, command="pytest a", date="2026-01-01"),
+                "b": row("b", "1e-6", "1e-5", held=True, command="pytest b"),
+                "c": row("c", "1e-6", "1e-5", held=True, command="pytest a"),
+            },
+            "",
+            "",
+            "",
+            {},
+            {},
+            {},
+        ),
+    )
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], next(outcomes))
+    )
     monkeypatch.setattr(summaries, "commit", lambda: "abc")
     rows, _ = measurements.MEASUREMENTS["exactness"].summarize(None)
     assert [cells["verdict"] for cells in rows.values()] == ["held", "short", "held"]
-    assert rows["a"]["found"] == "holds" and rows["b"]["found"] == "fails" and "date" not in rows["a"]
+    assert (
+        rows["a"]["found"] == "holds" and rows["b"]["found"] == "fails" and "date" not in rows["a"]
+    )

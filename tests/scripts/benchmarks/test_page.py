@@ -1,11 +1,22 @@
 """BENCHMARKS.md is what the committed results give, and figures on other pages are those of the results."""
+
 import dataclasses
 import re
 
 import pytest
 
 from scripts.benchmarks import page, results
-from scripts.benchmarks.results import ROOT, Result, changed, fingerprint, load_all, measured, row, save, wrong_quotes
+from scripts.benchmarks.results import (
+    ROOT,
+    Result,
+    changed,
+    fingerprint,
+    load_all,
+    measured,
+    row,
+    save,
+    wrong_quotes,
+)
 
 COMMITTED = load_all()
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -16,7 +27,12 @@ def test_the_committed_page_is_made_from_the_committed_results(capsys):
 
 
 def test_every_result_is_on_the_page():
-    shown = {name for _, sections in page.THEMES.values() for names in sections.values() for name in names}
+    shown = {
+        name
+        for _, sections in page.THEMES.values()
+        for names in sections.values()
+        for name in names
+    }
     assert shown | {"accelerators"} == set(COMMITTED)
     for name, ids in page.SELECTED.items():
         assert set(ids) <= set(COMMITTED[name].rows), name
@@ -28,11 +44,18 @@ def test_a_result_names_what_is_needed_to_repeat_it(name):
     assert result.title and result.rows
     for row_id, cells in result.rows.items():
         assert re.fullmatch(r"[\w-]+", row_id) and cells["verdict"] in results.VERDICTS
-        assert sum(len(cells[column]) for column in ("what", "goal", "found")) <= 105, f"{row_id}: too wide for the page"
+        assert sum(len(cells[column]) for column in ("what", "goal", "found")) <= 105, (
+            f"{row_id}: too wide for the page"
+        )
     if result.note:
         assert (ROOT / result.note).is_file()
     if name != "accelerators":
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d", result.date) and result.commit and result.hardware and result.depends_on
+        assert (
+            re.fullmatch(r"\d{4}-\d\d-\d\d", result.date)
+            and result.commit
+            and result.hardware
+            and result.depends_on
+        )
         assert "python" in result.versions and "jax" in result.versions
     for columns in result.tables.values():
         assert all(len(cells) == len(columns["columns"]) for cells in columns["rows"])
@@ -41,12 +64,21 @@ def test_a_result_names_what_is_needed_to_repeat_it(name):
 def test_a_changed_figure_changes_its_pages_and_a_changed_program_makes_a_headline_old():
     text = page.render(COMMITTED, mark_old=False)
     step = COMMITTED["step"]
-    figure = dataclasses.replace(step, rows=step.rows | {"speed_4096": step.rows["speed_4096"] | {"found": "1.16x"}})
+    figure = dataclasses.replace(
+        step, rows=step.rows | {"speed_4096": step.rows["speed_4096"] | {"found": "1.16x"}}
+    )
     other = page.render(COMMITTED | {"step": figure}, mark_old=False)
-    assert [path.name for path, content in other.items() if content != text[path]] == ["BENCHMARKS.md", "speed.md"]
-    fresh = dataclasses.replace(step, depends_on={pattern: fingerprint(pattern) for pattern in step.depends_on})
+    assert [path.name for path, content in other.items() if content != text[path]] == [
+        "BENCHMARKS.md",
+        "speed.md",
+    ]
+    fresh = dataclasses.replace(
+        step, depends_on={pattern: fingerprint(pattern) for pattern in step.depends_on}
+    )
     aged = dataclasses.replace(step, depends_on=dict.fromkeys(step.depends_on, "0" * 16))
-    counts = [page.headlines(COMMITTED | {"step": result}).count(page.OLD) for result in (fresh, aged)]
+    counts = [
+        page.headlines(COMMITTED | {"step": result}).count(page.OLD) for result in (fresh, aged)
+    ]
     assert counts[1] == counts[0] + 1
 
 
@@ -70,7 +102,9 @@ def test_a_result_is_stale_once_a_file_has_changed(monkeypatch, tmp_path):
     file = tmp_path / "code" / "step.py"
     file.write_text("x = 1")
     before = fingerprint("code/**/*.py")
-    result = Result("t", {"a": row("a", "1")}, "c", "2026-01-01", "abc", {}, {}, {"code/**/*.py": before})
+    result = Result(
+        "t", {"a": row("a", "1")}, "c", "2026-01-01", "abc", {}, {}, {"code/**/*.py": before}
+    )
     assert changed(result) == []
     file.write_text("x = 2")
     assert changed(result) == ["code/**/*.py"]
@@ -81,22 +115,46 @@ def test_a_result_is_stale_once_a_file_has_changed(monkeypatch, tmp_path):
 
 
 def test_a_saved_result_is_read_back_and_says_where_it_was_measured(tmp_path):
-    result = measured("title", {"a": row("what", "1.2", "1", held=True)}, "command", ["LICENSE"], seconds=1.5)
+    result = measured(
+        "title", {"a": row("what", "1.2", "1", held=True)}, "command", ["LICENSE"], seconds=1.5
+    )
     save("x", result, tmp_path)
     assert load_all(tmp_path) == {"x": result}
-    assert result.hardware["cores"] and result.versions["jax"] and result.depends_on["LICENSE"] == fingerprint("LICENSE")
+    assert (
+        result.hardware["cores"]
+        and result.versions["jax"]
+        and result.depends_on["LICENSE"] == fingerprint("LICENSE")
+    )
     result.rows["a"]["verdict"] = "splendid"
     with pytest.raises(ValueError, match=r"x\.a.*splendid"):
         save("x", result, tmp_path)
 
 
 def test_quotes_of_figures():
-    known = {"x": Result("t", {"a": row("what", "8 of 10 (two more)", "at least 8", held=True)}, "", "", "", {}, {}, {})}
-    for text in ("Found **8 of 10** <!-- result: x.a.found -->.", "| 8 of 10 (two more) <!-- result: x.a.found -->|",
-                 "at least 8 <!-- result: x.a.goal -->, 8 <!-- result: x.a.found -->"):
+    known = {
+        "x": Result(
+            "t",
+            {"a": row("what", "8 of 10 (two more)", "at least 8", held=True)},
+            "",
+            "",
+            "",
+            {},
+            {},
+            {},
+        )
+    }
+    for text in (
+        "Found **8 of 10** <!-- result: x.a.found -->.",
+        "| 8 of 10 (two more) <!-- result: x.a.found -->|",
+        "at least 8 <!-- result: x.a.goal -->, 8 <!-- result: x.a.found -->",
+    ):
         assert wrong_quotes(text, known) == []
-    for text, said in (("9 of 10 <!-- result: x.a.found -->", "9 of 10"), ("8 <!-- result: x.b.found -->", "no such cell"),
-                       ("18 of 10 <!-- result: x.a.found -->", "18 of 10"), ("8 <!-- result: y.a.found -->", "no such cell")):
+    for text, said in (
+        ("9 of 10 <!-- result: x.a.found -->", "9 of 10"),
+        ("8 <!-- result: x.b.found -->", "no such cell"),
+        ("18 of 10 <!-- result: x.a.found -->", "18 of 10"),
+        ("8 <!-- result: y.a.found -->", "no such cell"),
+    ):
         assert said in wrong_quotes(text, known)[0]
 
 

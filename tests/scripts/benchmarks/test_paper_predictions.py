@@ -1,4 +1,5 @@
 """The papers' rows by the cost model: what must come out exactly, and what is printed about what does not."""
+
 import json
 import math
 
@@ -18,7 +19,11 @@ from tests.pictures import overlaps
 
 
 def _rows(source, table="", label=""):
-    rows = [row for row in every_row() if row.source == source and table in row.table and label in row.label]
+    rows = [
+        row
+        for row in every_row()
+        if row.source == source and table in row.table and label in row.label
+    ]
     assert rows
     return rows
 
@@ -32,10 +37,16 @@ def test_all_133_theoretical_speedups_of_striped_attention_to_two_decimals():
 @pytest.mark.parametrize(("tiles", "speedup"), [(16, 1.44), (32, 1.47), (4096, 1.50)])
 def test_attention_alone_on_two_ranks(tiles, speedup):
     """Worked by hand: the busiest ranks do n(n+1)/2 + n^2 tiles contiguous, twice n(n+1)/2 striped."""
-    contiguous, striped = (busiest_share(2, tiles, layout, (1, 1)) for layout in ("contiguous", "striped"))
+    contiguous, striped = (
+        busiest_share(2, tiles, layout, (1, 1)) for layout in ("contiguous", "striped")
+    )
     if tiles < 100:  # a tile of one token has no diagonal half; two tokens do
-        contiguous, striped = (busiest_share(2, 2 * tiles, layout, (2, 2)) for layout in ("contiguous", "striped"))
-    assert contiguous / striped == pytest.approx((tiles * (tiles + 1) / 2 + tiles**2) / (tiles * (tiles + 1)), rel=1e-12)
+        contiguous, striped = (
+            busiest_share(2, 2 * tiles, layout, (2, 2)) for layout in ("contiguous", "striped")
+        )
+    assert contiguous / striped == pytest.approx(
+        (tiles * (tiles + 1) / 2 + tiles**2) / (tiles * (tiles + 1)), rel=1e-12
+    )
     assert round(contiguous / striped, 2) == speedup
 
 
@@ -57,7 +68,9 @@ def test_ring_attention_table_2_within_one_percent():
 @pytest.mark.parametrize("longer", [2, 32, 256, 25600])
 def test_ring_attention_figure_5_is_its_closed_form(name, longer):
     six = 6 * paper_rows.RING_FIGURE_5_HIDDEN[name]
-    assert flops_ratio(name, longer) == pytest.approx((six + 4096 * longer) / (six + 4096), rel=1e-12)
+    assert flops_ratio(name, longer) == pytest.approx(
+        (six + 4096 * longer) / (six + 4096), rel=1e-12
+    )
 
 
 def test_ring_attention_appendix_c_text():
@@ -66,16 +79,21 @@ def test_ring_attention_appendix_c_text():
 
 
 def test_distflashattn_expects_4_5_and_7_2():
-    expected = {row.label.split(":")[0]: row.predicted for row in _rows("DistFlashAttn", label="expected")}
+    expected = {
+        row.label.split(":")[0]: row.predicted for row in _rows("DistFlashAttn", label="expected")
+    }
     assert expected == pytest.approx({"ring": 36 / 8, "balanced": 36 / 5})
 
 
 @pytest.mark.parametrize("ranks", range(2, 12))
 def test_idle_share_of_the_balanced_schedule(ranks):
     """Even: in the last of P/2 + 1 rounds half of the ranks idle. Odd: nobody ever does. With the split nobody does either."""
+
     def idle(split):
         forward, _ = rounds(Balanced(split), ranks, "contiguous", Block(1, 2, 1, 1, 2), (1, 1))
-        return 1 - sum(r.tiles.sum() for r in forward) / (ranks * sum(r.tiles.max() for r in forward))
+        return 1 - sum(r.tiles.sum() for r in forward) / (
+            ranks * sum(r.tiles.max() for r in forward)
+        )
 
     assert idle(False) == pytest.approx(1 / (ranks + 2) if ranks % 2 == 0 else 0)
     assert idle(True) == pytest.approx(0)

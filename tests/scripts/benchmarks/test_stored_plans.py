@@ -1,4 +1,5 @@
 """Results of stored plans: every recipe's head gives the figures of its plan."""
+
 import re
 
 import pytest
@@ -22,25 +23,52 @@ PLANS = recipe_plans(STORED)
 
 @pytest.mark.parametrize("recipe", PLANS)
 def test_a_recipes_head_gives_the_figures_of_its_plan(recipe):
-    head, plan = (ROOT / "configs" / f"{recipe}.yaml").read_text(encoding="utf-8").split("\n\n")[0], PLANS[recipe]
+    head, plan = (
+        (ROOT / "configs" / f"{recipe}.yaml").read_text(encoding="utf-8").split("\n\n")[0],
+        PLANS[recipe],
+    )
     assert f"; {seconds_text(plan)} s a step, by the estimate" in head
     assert f"; {memory_text(plan)} GiB on each " in head
 
 
 def test_a_line_tells_a_plan_in_a_few_words():
-    plan = {"topology": "v5e:2x2", "mesh": {"data": 1, "fsdp": 2, "sequence": 2, "order": []}, "context": 65536,
-            "schedule": "ring", "remat": "nothing", "prefetch": True, "peak_gib": 10.04, "device_gib": 15.75, "host_gib": 0.0,
-            "communication": {"collective-permute": {"received_gib": 2.0, "hidden": 0.975}}, "jax": "0.10.2",
-            "estimated_step_seconds_low": 1.234, "estimated_step_seconds_high": 1234.0}
-    assert line("small", plan) == ["small", "v5e:2x2", "fsdp 2, sequence 2", "65,536", "ring", "nothing, prefetch",
-                                   "10.0 of 15.8", "0.0", "97.5%", "", "1.2 to 1,200", "jax 0.10.2"]
+    plan = {
+        "topology": "v5e:2x2",
+        "mesh": {"data": 1, "fsdp": 2, "sequence": 2, "order": []},
+        "context": 65536,
+        "schedule": "ring",
+        "remat": "nothing",
+        "prefetch": True,
+        "peak_gib": 10.04,
+        "device_gib": 15.75,
+        "host_gib": 0.0,
+        "communication": {"collective-permute": {"received_gib": 2.0, "hidden": 0.975}},
+        "jax": "0.10.2",
+        "estimated_step_seconds_low": 1.234,
+        "estimated_step_seconds_high": 1234.0,
+    }
+    assert line("small", plan) == [
+        "small",
+        "v5e:2x2",
+        "fsdp 2, sequence 2",
+        "65,536",
+        "ring",
+        "nothing, prefetch",
+        "10.0 of 15.8",
+        "0.0",
+        "97.5%",
+        "",
+        "1.2 to 1,200",
+        "jax 0.10.2",
+    ]
 
 
 def test_a_policy_names_only_what_is_not_the_default():
     plan = {"remat": "nothing", "query_chunks": 1, "prefetch": False}
     assert policy(plan) == "nothing"
-    assert policy({**plan, "remat": "every_k", "every_k": 4, "query_chunks": 8, "prefetch": True}) == (
-        "every_k 4, 8 query chunks, prefetch")
+    assert policy(
+        {**plan, "remat": "every_k", "every_k": 4, "query_chunks": 8, "prefetch": True}
+    ) == ("every_k 4, 8 query chunks, prefetch")
 
 
 def test_every_plan_of_a_result_is_there_and_says_what_made_it():
@@ -49,7 +77,12 @@ def test_every_plan_of_a_result_is_there_and_says_what_made_it():
 
 
 def test_two_digits_are_significant_ones():
-    assert [two_digits(number) for number in (0.01234, 1.0, 98.7, 1234.0)] == ["0.012", "1", "99", "1,200"]
+    assert [two_digits(number) for number in (0.01234, 1.0, 98.7, 1234.0)] == [
+        "0.012",
+        "1",
+        "99",
+        "1,200",
+    ]
 
 
 def test_the_page_of_memory_gives_the_figures_of_its_plans():

@@ -1,4 +1,5 @@
 """Ring Attention's table: the search finds what trying every context finds, asks about both ends, and keeps the answers."""
+
 import itertools
 import json
 
@@ -12,9 +13,19 @@ from scripts.benchmarks.table3_cells import COLUMNS, LIKE_FOR_LIKE, Cell, cells
 CONTEXTS = [LEAST << power for power in range(21)]
 
 
-@pytest.mark.parametrize(("start", "fixed", "power"), itertools.product((LEAST, 1 << 16, MOST), (0.0, 0.4, 1.5), (1, 2)))
-@pytest.mark.parametrize("need", [lambda c: 0.3 + c / 5e5, lambda c: 0.9 + c / 1e9, lambda c: (c / 7e4)**2, lambda c: 2.0,
-                                  lambda c: 0.5])
+@pytest.mark.parametrize(
+    ("start", "fixed", "power"), itertools.product((LEAST, 1 << 16, MOST), (0.0, 0.4, 1.5), (1, 2))
+)
+@pytest.mark.parametrize(
+    "need",
+    [
+        lambda c: 0.3 + c / 5e5,
+        lambda c: 0.9 + c / 1e9,
+        lambda c: (c / 7e4) ** 2,
+        lambda c: 2.0,
+        lambda c: 0.5,
+    ],
+)
 def test_the_search_finds_what_trying_every_context_finds(need, start, fixed, power):
     """Whatever it supposes about memory, wrongly most of the time."""
     asked = []
@@ -63,26 +74,44 @@ def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, monkeyp
         sizes.append(tried["peak_gib"] if tried["fits"] else tried["needs_gib"])
         if sum(size > 100 / 1024 for size in sizes) == 2:
             break
-    expected = max(context for context, size in zip(contexts, sizes, strict=False) if size <= 100 / 1024)
+    expected = max(
+        context for context, size in zip(contexts, sizes, strict=False) if size <= 100 / 1024
+    )
     table = Table(tmp_path / "table.json", tmp_path / "compilations.json")
     fill(table, cell)
     filled = table.filled(cell)
-    assert (filled["longest"], filled["next"], filled["paper"]) == (expected, 2 * expected, 16 << 10)
+    assert (filled["longest"], filled["next"], filled["paper"]) == (
+        expected,
+        2 * expected,
+        16 << 10,
+    )
     assert {expected, 2 * expected} <= {int(context) for context in table.of(cell, options)}
     assert filled["plan"]["peak_gib"] <= 100 / 1024 and "needs" in filled["next_refused"][0]
     assert filled["plan"]["mesh"]["sequence"] == 4
 
 
 def test_columns_are_configurations_of_one_step(small):
-    jobs = {column: Cell("v5e:2x2", "tiny", column, "device").job(4096, {"remat": "nothing"}) for column in COLUMNS}
-    assert {column: (job.batch, job.run.attention.kernel, bool(job.run.memory.loss_chunk)) for column, job in jobs.items()} == {
-        "vanilla": (4, "reference", False), "memory-efficient": (4, "auto", False),
-        "blockwise feed-forward": (4, "auto", True), "ring": (1, "auto", True)}
+    jobs = {
+        column: Cell("v5e:2x2", "tiny", column, "device").job(4096, {"remat": "nothing"})
+        for column in COLUMNS
+    }
+    assert {
+        column: (job.batch, job.run.attention.kernel, bool(job.run.memory.loss_chunk))
+        for column, job in jobs.items()
+    } == {
+        "vanilla": (4, "reference", False),
+        "memory-efficient": (4, "auto", False),
+        "blockwise feed-forward": (4, "auto", True),
+        "ring": (1, "auto", True),
+    }
     assert {column: (job.run.mesh.fsdp, job.run.mesh.sequence) for column, job in jobs.items()} == {
-        column: (1, 4) if column == "ring" else (4, 1) for column in jobs}
+        column: (1, 4) if column == "ring" else (4, 1) for column in jobs
+    }
 
 
-def test_host_memory_is_bounded_and_a_second_start_asks_nothing(small, monkeypatch, tmp_path, capsys):
+def test_host_memory_is_bounded_and_a_second_start_asks_nothing(
+    small, monkeypatch, tmp_path, capsys
+):
     """A compiler of which we know what it would say of 4K tokens: (GiB of the device's 0.1, GiB on a host that has 48)."""
     says = {"every_k": (0.05, 0), "offload": (0.001, 12), "offload_every_k": (0.01, 6)}
     asked = []
@@ -92,17 +121,36 @@ def test_host_memory_is_bounded_and_a_second_start_asks_nothing(small, monkeypat
         device, host = (gib * job.context / 4096 for gib in says[job.run.memory.remat])
         if device > 0.1:
             return {"fits": False, "needs_gib": device, "has_gib": 0.1, "compile_seconds": 0.0}
-        return {"fits": True, "peak_gib": device, "device_gib": 0.1, "host_gib": host, "compile_seconds": 0.0}
+        return {
+            "fits": True,
+            "peak_gib": device,
+            "device_gib": 0.1,
+            "host_gib": host,
+            "compile_seconds": 0.0,
+        }
 
     monkeypatch.setattr(table3, "compiled", compiled)
     path = tmp_path / "table.json"
-    command = ["--only", "ring", "--output", str(path), "--compilations", str(tmp_path / "compilations.json")]
+    command = [
+        "--only",
+        "ring",
+        "--output",
+        str(path),
+        "--compilations",
+        str(tmp_path / "compilations.json"),
+    ]
     assert table3.main(command) == 0
-    assert "| v5e:2x2 | tiny | ? / ? (1K) | ? / ? (2K) | ? / ? (4K) | 8K / 32K (16K) |" in capsys.readouterr().out
+    assert (
+        "| v5e:2x2 | tiny | ? / ? (1K) | ? / ? (2K) | ? / ? (4K) | 8K / 32K (16K) |"
+        in capsys.readouterr().out
+    )
     stored = {cell["memory"]: cell for cell in json.loads(path.read_text())}
     assert stored["device"]["next_refused"] == ["compiled: needs 0.20 GiB of 0.10"]
     assert stored["ours"]["way"]["remat"] == "offload_every_k"
-    assert stored["ours"]["next_refused"] == ["compiled: needs 192.00 GiB of the host's 48", "compiled: needs 0.16 GiB of 0.10"]
+    assert stored["ours"]["next_refused"] == [
+        "compiled: needs 192.00 GiB of the host's 48",
+        "compiled: needs 0.16 GiB of 0.10",
+    ]
     # Two layers, hidden size 64, width 128, 4 heads and 2 key heads of 32, 512 tokens: 6 a weight and token, 12 a head's number
     # and visible pair.
     weights = 2 * 64 * (2 * 4 * 32 + 2 * 2 * 32 + 3 * 128) + 64 * 512
@@ -115,12 +163,24 @@ def test_host_memory_is_bounded_and_a_second_start_asks_nothing(small, monkeypat
 
 
 def test_like_for_like_cells_have_one_row_and_the_papers_split(monkeypatch):
-    monkeypatch.setattr(table3_cells, "PAPER", {"v5e:2x2": {"tiny": (1, 2, 4, 16)}, "a100:8": {"llama-13b": (1, 2, 4, 16)}})
+    monkeypatch.setattr(
+        table3_cells,
+        "PAPER",
+        {"v5e:2x2": {"tiny": (1, 2, 4, 16)}, "a100:8": {"llama-13b": (1, 2, 4, 16)}},
+    )
     alike = [cell for cell in cells() if cell.memory == LIKE_FOR_LIKE]
-    assert [(cell.topology, cell.column) for cell in alike] == [("a100:8", column) for column in COLUMNS]
+    assert [(cell.topology, cell.column) for cell in alike] == [
+        ("a100:8", column) for column in COLUMNS
+    ]
     for cell in alike:
         [options] = cell.memory_options()
         job = cell.job(4096, options)
-        assert (job.batch, job.run.model.compute_dtype, job.run.memory.remat) == (1, "float32", "nothing")
+        assert (job.batch, job.run.model.compute_dtype, job.run.memory.remat) == (
+            1,
+            "float32",
+            "nothing",
+        )
         mesh = job.run.mesh
-        assert (mesh.tensor, mesh.sequence, mesh.fsdp) == ((1, 8, 1) if cell.column == "ring" else (8, 1, 1))
+        assert (mesh.tensor, mesh.sequence, mesh.fsdp) == (
+            (1, 8, 1) if cell.column == "ring" else (8, 1, 1)
+        )

@@ -1,4 +1,5 @@
 """Arrays of a checkpoint on disk: their names and shapes, what is damaged, and that looking at them keeps no memory."""
+
 import gc
 import shutil
 import tracemalloc
@@ -11,7 +12,10 @@ from trainer.checkpoint.arrays import open_arrays, stored_shapes
 from trainer.checkpoint.manifest import DamagedError
 from trainer.checkpoint.saving import Contents, Saving
 
-MODEL = {"norm.weight": jnp.arange(4.0), **{f"layers.{n}": jnp.full((2, 3), n, jnp.bfloat16) for n in range(8)}}
+MODEL = {
+    "norm.weight": jnp.arange(4.0),
+    **{f"layers.{n}": jnp.full((2, 3), n, jnp.bfloat16) for n in range(8)},
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,20 +27,34 @@ def checkpoint(tmp_path_factory):
 
 
 def test_names_shapes_and_values_are_those_that_were_saved(checkpoint):
-    shapes = {name: (array.shape, array.dtype) for name, array in stored_shapes(checkpoint, "model").items()}
+    shapes = {
+        name: (array.shape, array.dtype)
+        for name, array in stored_shapes(checkpoint, "model").items()
+    }
     assert shapes == {name: (array.shape, array.dtype) for name, array in MODEL.items()}
-    np.testing.assert_array_equal(np.asarray(open_arrays(checkpoint, "model")["layers.3"]), np.asarray(MODEL["layers.3"]))
+    np.testing.assert_array_equal(
+        np.asarray(open_arrays(checkpoint, "model")["layers.3"]), np.asarray(MODEL["layers.3"])
+    )
 
 
-@pytest.mark.parametrize("damage", [
-    lambda item: (item / "_METADATA").unlink(), lambda item: (item / "_METADATA").write_text('{"tree_metadata": [1]}'),
-    lambda item: (item / "_METADATA").write_text("[" * 100_000), lambda item: (item / "manifest.ocdbt").unlink(),
-    lambda item: (item / "manifest.ocdbt").write_bytes(b"not one"), shutil.rmtree,
-])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda item: (item / "_METADATA").unlink(),
+        lambda item: (item / "_METADATA").write_text('{"tree_metadata": [1]}'),
+        lambda item: (item / "_METADATA").write_text("[" * 100_000),
+        lambda item: (item / "manifest.ocdbt").unlink(),
+        lambda item: (item / "manifest.ocdbt").write_bytes(b"not one"),
+        shutil.rmtree,
+    ],
+)
 def test_what_cannot_be_opened_is_named(checkpoint, tmp_path, damage):
     shutil.copytree(checkpoint, tmp_path / "1")
     damage(tmp_path / "1" / "model")
-    with pytest.raises(DamagedError, match=r"1: finds no index of the arrays of model \(.+\); an older checkpoint would work"):
+    with pytest.raises(
+        DamagedError,
+        match=r"1: finds no index of the arrays of model \(.+\); an older checkpoint would work",
+    ):
         stored_shapes(tmp_path / "1", "model")
 
 

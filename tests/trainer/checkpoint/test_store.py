@@ -40,14 +40,20 @@ TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 def placed(mesh_shape: tuple[int, int], values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     mesh = jax.make_mesh(mesh_shape, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     specs = {"embed.weight": ("a", "b"), "layers.w.weight": (None, ("a", "b"))}
-    return {n: jax.device_put(v, NamedSharding(mesh, PartitionSpec(*specs.get(n, ())))) for n, v in values.items()}
+    return {
+        n: jax.device_put(v, NamedSharding(mesh, PartitionSpec(*specs.get(n, ()))))
+        for n, v in values.items()
+    }
 
 
 def values() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     odd = np.array([np.nan, -0.0, np.inf, 1e-45, 3.0], np.float32)
-    return {"embed.weight": rng.standard_normal((8, 8)).astype(np.float32), "norm.weight": odd,
-            "layers.w.weight": rng.standard_normal((3, 8, 4)).astype(jnp.bfloat16)}
+    return {
+        "embed.weight": rng.standard_normal((8, 8)).astype(np.float32),
+        "norm.weight": odd,
+        "layers.w.weight": rng.standard_normal((3, 8, 4)).astype(jnp.bfloat16),
+    }
 
 
 def abstract(tree):
@@ -55,20 +61,26 @@ def abstract(tree):
 
 
 def same_bits(a, b) -> bool:
-    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() and x.dtype == y.dtype
-               for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        np.asarray(x).tobytes() == np.asarray(y).tobytes() and x.dtype == y.dtype
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 @pytest.fixture
 def warned(capsys):
     """Gives a context that ends with a warning, of the words that it is given, that an earlier checkpoint is used."""
+
     @contextlib.contextmanager
     def context(words):
         capsys.readouterr()
         try:
             yield
         finally:
-            assert re.search(rf"(?m)^warning: .*(?:{words}).*; using the checkpoint before$", capsys.readouterr().err)
+            assert re.search(
+                rf"(?m)^warning: .*(?:{words}).*; using the checkpoint before$",
+                capsys.readouterr().err,
+            )
 
     return context
 
@@ -88,7 +100,9 @@ def run(tmp_path, assets) -> Path:
     model = placed((2, 4), values())
     with CheckpointStore(tmp_path / "run") as store:
         for step in (10, 20):
-            store.save(step, model=model, optimizer=TX.init(model), data={"step": step}, assets=assets)
+            store.save(
+                step, model=model, optimizer=TX.init(model), data={"step": step}, assets=assets
+            )
     return tmp_path / "run"
 
 
@@ -131,7 +145,9 @@ def test_one_flipped_bit_in_any_file_is_found(run, warned):
         if not original:
             continue
         for place in {0, len(original) // 2, len(original) - 1}:
-            file.write_bytes(original[:place] + bytes([original[place] ^ 4]) + original[place + 1:])
+            file.write_bytes(
+                original[:place] + bytes([original[place] ^ 4]) + original[place + 1 :]
+            )
             with warned(file.name):
                 assert CheckpointStore(run).latest_good() == 10
         file.write_bytes(original[:-1])
@@ -147,7 +163,10 @@ def test_one_flipped_bit_in_any_file_is_found(run, warned):
 def test_a_damaged_moment_is_found_by_who_restores_it(run):
     """`restore` compares the optimizer's files where it reads them; who needs the parameters alone does not."""
     newest = run / "checkpoints/20"
-    largest = max((path for path in (newest / "optimizer").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest = max(
+        (path for path in (newest / "optimizer").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     content = largest.read_bytes()
     largest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     moments = {"mu": placed((1, 2), values())}
@@ -156,7 +175,9 @@ def test_a_damaged_moment_is_found_by_who_restores_it(run):
     assert restore_model(newest)
 
 
-def test_every_file_and_folder_of_a_checkpoint_is_durable_before_it_counts(tmp_path, assets, monkeypatch):
+def test_every_file_and_folder_of_a_checkpoint_is_durable_before_it_counts(
+    tmp_path, assets, monkeypatch
+):
     """fsync on each file, each folder of the checkpoint, and on the folder that its name stands in after it was renamed."""
     synced: dict[tuple[int, int], None] = {}
     fsync = os.fsync
@@ -193,7 +214,9 @@ def test_every_file_is_compared_once(run, read, use):
     for path in (run, run / "checkpoints/20"):
         read.clear()
         use(path)
-        assert run / "checkpoints/20/assets/config.json" in read and len(read) == len(set(read)), path
+        assert run / "checkpoints/20/assets/config.json" in read and len(read) == len(set(read)), (
+            path
+        )
 
 
 def test_one_process_compares_for_all(run, read, monkeypatch):
@@ -208,7 +231,9 @@ def test_one_process_compares_for_all(run, read, monkeypatch):
 
 
 def test_all_processes_go_by_the_steps_that_the_first_sees(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(checkpoint, "first_then_others", lambda work, tell: work(None) and work(tell([10])))
+    monkeypatch.setattr(
+        checkpoint, "first_then_others", lambda work, tell: work(None) and work(tell([10]))
+    )
     assert CheckpointStore(run).steps_for_all() == [10]
 
 
@@ -290,8 +315,14 @@ def test_another_model_or_optimizer_is_named(run):
 def test_an_imported_model_has_no_optimizer(tmp_path, assets):
     model = placed((2, 4), values())
     save_checkpoint(tmp_path / "ck", model=model, assets=assets)
-    assert sorted(p.name for p in (tmp_path / "ck").iterdir()) == ["assets", "manifest.json", "model"]
-    assert same_bits(restore_model(tmp_path / "ck", {k: v.sharding for k, v in model.items()}), model)
+    assert sorted(p.name for p in (tmp_path / "ck").iterdir()) == [
+        "assets",
+        "manifest.json",
+        "model",
+    ]
+    assert same_bits(
+        restore_model(tmp_path / "ck", {k: v.sharding for k, v in model.items()}), model
+    )
     assert read_data(tmp_path / "ck") is None
     assert (assets_dir(tmp_path / "ck") / "config.json").exists()
     with pytest.raises(ForeignError, match="no optimizer"):
@@ -304,24 +335,44 @@ def test_recorded_shapes_tell_padding_from_the_model(tmp_path, assets):
     """The assets here describe no model: 6 rows of vocabulary, 8 in memory, are known from the manifest alone."""
     rows = np.zeros((8, 4), np.float32)
     rows[:6] = 1 + np.arange(24, dtype=np.float32).reshape(6, 4)
-    model = {"embed_tokens.weight": rows, "layers.input_layernorm.weight": np.ones((2, 4), np.float32)}
+    model = {
+        "embed_tokens.weight": rows,
+        "layers.input_layernorm.weight": np.ones((2, 4), np.float32),
+    }
     own = {"embed_tokens.weight": (6, 4), "layers.input_layernorm.weight": (2, 4)}
-    save_checkpoint(tmp_path / "recorded", model=model, optimizer={"mu": model}, assets=assets, shapes=own)
+    save_checkpoint(
+        tmp_path / "recorded", model=model, optimizer={"mu": model}, assets=assets, shapes=own
+    )
     save_checkpoint(tmp_path / "unknown", model=model, assets=assets)
-    assert manifest.read_manifest(tmp_path / "recorded")["shapes"] == {name: list(shape) for name, shape in own.items()}
+    assert manifest.read_manifest(tmp_path / "recorded")["shapes"] == {
+        name: list(shape) for name, shape in own.items()
+    }
     assert "shapes" not in manifest.read_manifest(tmp_path / "unknown")
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for size in (6, 7, 12):
-        abstract = {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=device) for name, value in model.items()}
-        abstract["embed_tokens.weight"] = jax.ShapeDtypeStruct((size, 4), np.float32, sharding=device)
+        abstract = {
+            name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=device)
+            for name, value in model.items()
+        }
+        abstract["embed_tokens.weight"] = jax.ShapeDtypeStruct(
+            (size, 4), np.float32, sharding=device
+        )
         restored = restore(tmp_path / "recorded", abstract, {"mu": abstract})
-        for array in (restored.model["embed_tokens.weight"], restored.optimizer["mu"]["embed_tokens.weight"]):
+        for array in (
+            restored.model["embed_tokens.weight"],
+            restored.optimizer["mu"]["embed_tokens.weight"],
+        ):
             assert array.shape == (size, 4) and not array[6:].any()
             np.testing.assert_array_equal(array[:6], rows[:6])
-        with pytest.raises(ValueError, match=rf"embed_tokens\.weight is float32\[8, 4\] .* float32\[{size}, 4\]"):
+        with pytest.raises(
+            ValueError, match=rf"embed_tokens\.weight is float32\[8, 4\] .* float32\[{size}, 4\]"
+        ):
             restore(tmp_path / "unknown", abstract)
     abstract["embed_tokens.weight"] = jax.ShapeDtypeStruct((5, 4), np.float32, sharding=device)
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is float32\[8, 4\] in the checkpoint, .* float32\[5, 4\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"embed_tokens\.weight is float32\[8, 4\] in the checkpoint, .* float32\[5, 4\]",
+    ):
         restore(tmp_path / "recorded", abstract)
 
 
@@ -339,6 +390,7 @@ def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
 
     def full(*_):
         raise OSError("No space left on device")
+
     monkeypatch.setattr("trainer.checkpoint.saving.write_manifest", full)
     store.save(1, model=placed((2, 4), values()), assets=assets)
     with pytest.raises(OSError, match=r"saving checkpoint .* No space left"):
@@ -346,7 +398,9 @@ def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
     assert store.steps() == []
 
 
-def test_a_save_that_cannot_be_read_back_neither_counts_nor_removes_older_ones(run, assets, monkeypatch):
+def test_a_save_that_cannot_be_read_back_neither_counts_nor_removes_older_ones(
+    run, assets, monkeypatch
+):
     """Orbax leaves out the index of its arrays, without an error, where it does not find what its processes wrote."""
     finish = checkpoint.ocp.AsyncCheckpointer.wait_until_finished
 
@@ -357,7 +411,10 @@ def test_a_save_that_cannot_be_read_back_neither_counts_nor_removes_older_ones(r
     monkeypatch.setattr(checkpoint.ocp.AsyncCheckpointer, "wait_until_finished", without_index)
     store = CheckpointStore(run, keep=1)
     store.save(30, model=placed((2, 4), values()), assets=assets)
-    with pytest.raises(OSError, match=r"saving checkpoint .*30 failed: .*30\.tmp: .* no index of the arrays of model"):
+    with pytest.raises(
+        OSError,
+        match=r"saving checkpoint .*30 failed: .*30\.tmp: .* no index of the arrays of model",
+    ):
         store.wait()
     assert store.steps() == [10, 20] and store.latest_good() == 20
 
@@ -367,7 +424,9 @@ def test_a_checkpoint_that_was_sealed_without_its_index_is_told_in_one_line(run,
     newest = run / "checkpoints/20"
     (newest / "model/manifest.ocdbt").unlink()
     manifest.write_manifest(newest, ["assets", "data", "model", "optimizer"])
-    with pytest.raises(DamagedError, match=r"checkpoints/20: .* no index of the arrays of model.* would work"):
+    with pytest.raises(
+        DamagedError, match=r"checkpoints/20: .* no index of the arrays of model.* would work"
+    ):
         use(newest)
 
 
@@ -375,7 +434,9 @@ def test_a_checkpoint_that_was_sealed_without_its_index_is_told_in_one_line(run,
 def test_a_checkpoint_is_read_wherever_it_was_moved_to(run, tmp_path, name):
     moved = run.rename(tmp_path / name)
     assert same_bits(restore_model(moved), values())
-    assert all(same_bits(np.asarray(x), values()[key]) for key, x in stored_parameters(moved).items())
+    assert all(
+        same_bits(np.asarray(x), values()[key]) for key, x in stored_parameters(moved).items()
+    )
 
 
 def test_who_ends_by_an_error_finishes_its_save_and_waits_for_nobody(tmp_path, assets, monkeypatch):
@@ -405,8 +466,12 @@ def test_killed_at_any_moment(tmp_path, assets, repository):
     """kill -9 again and again while it does nothing but save: there is always a good one, and it holds its own step."""
     run, best = tmp_path / "run", 0
     for delay in (0.0, 0.013, 0.029, 0.047):
-        process = subprocess.Popen([sys.executable, "-c", SAVER, str(run), str(assets)], cwd=repository,
-                                   stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."})
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(run), str(assets)],
+            cwd=repository,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": "."},
+        )
         for _ in range(3):
             process.stdout.readline()
         time.sleep(delay)

@@ -2,6 +2,7 @@
 
 Where a change is meant: python -m tests.trainer.config.test_golden writes the files anew.
 """
+
 import pathlib
 
 import pytest
@@ -13,8 +14,10 @@ from trainer.config.load import dump, load, resolved
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-RECIPES = {path.relative_to(REPOSITORY / "configs").with_suffix("").as_posix(): path
-           for path in sorted((REPOSITORY / "configs").rglob("*.yaml"))}
+RECIPES = {
+    path.relative_to(REPOSITORY / "configs").with_suffix("").as_posix(): path
+    for path in sorted((REPOSITORY / "configs").rglob("*.yaml"))
+}
 # From scratch, on a big machine, with adapters: what a changed default changes shows in these three.
 SHOWN = ("quickstart", "llama31_8b_1m_h100", "adapters/llama31_70b_qlora_128k_h100")
 PLANS = {name: plan for name, plan in read_plans().items() if name in RECIPES}
@@ -23,7 +26,9 @@ PLANS = {name: plan for name, plan in read_plans().items() if name in RECIPES}
 def resolved_recipe(recipe: pathlib.Path) -> str:
     """The recipe's resolved configuration as YAML; what it leaves to the command line gets a placeholder."""
     given = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    own = {"path", "preset"} & given["model"].keys() or given["model"].get("overrides", {}).keys() - set(POSITIONS)
+    own = {"path", "preset"} & given["model"].keys() or given["model"].get(
+        "overrides", {}
+    ).keys() - set(POSITIONS)
     flags = [] if own else ["--model.path", "HF_DIR"]
     has_data = "trajectories" in given or given["data"].get("sources") or given["data"].get("path")
     flags += [] if has_data else ["--data.path", "FILE.json"]
@@ -34,7 +39,8 @@ def resolved_recipe(recipe: pathlib.Path) -> str:
 def test_resolved_recipes_are_the_golden_ones(name):
     golden = GOLDEN / RECIPES[name].name
     assert resolved_recipe(RECIPES[name]) == golden.read_text(encoding="utf-8"), (
-        "intended? then python -m tests.trainer.config.test_golden")
+        "intended? then python -m tests.trainer.config.test_golden"
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -45,8 +51,13 @@ def test_every_recipe_resolves(name):
 @pytest.mark.parametrize("name", PLANS)
 def test_a_recipes_plan_is_that_of_the_recipe(name):
     """It was made for the context, the mesh and the memory that the recipe has today, and fits."""
-    config, plan = load(["--config", str(RECIPES[name]), "--model.path", "x", "--data.path", "x"]), PLANS[name]
-    assert plan["context"] == config.data.context_length and plan["batch"] == config.train.batch_size
+    config, plan = (
+        load(["--config", str(RECIPES[name]), "--model.path", "x", "--data.path", "x"]),
+        PLANS[name],
+    )
+    assert (
+        plan["context"] == config.data.context_length and plan["batch"] == config.train.batch_size
+    )
     mesh = resolved(config)["mesh"]
     assert {axis: size for axis, size in mesh.items() if axis in plan["mesh"]} == plan["mesh"]
     assert not any(size for axis, size in mesh.items() if axis not in plan["mesh"])

@@ -17,7 +17,10 @@ from trainer.stages import stages_of
 
 RECIPE = {
     "model": {"preset": "tiny", "tokenizer": "somewhere", "overrides": {"vocab_size": 512}},
-    "data": {"sources": [{"path": "a.json"}, {"path": "b.json", "weight": 0.5}], "context_length": 64},
+    "data": {
+        "sources": [{"path": "a.json"}, {"path": "b.json", "weight": 0.5}],
+        "context_length": 64,
+    },
     "optimizer": {"learning_rate": "1e-3"},
 }
 
@@ -26,7 +29,9 @@ def write(tmp_path, change=None, name="small.yaml"):
     """A recipe file: RECIPE with `change` merged into its sections."""
     recipe = {section: dict(values) for section, values in RECIPE.items()}
     for section, values in (change or {}).items():
-        recipe[section] = {**recipe.get(section, {}), **values} if isinstance(values, dict) else values
+        recipe[section] = (
+            {**recipe.get(section, {}), **values} if isinstance(values, dict) else values
+        )
     path = tmp_path / name
     path.write_text(yaml.safe_dump(recipe))
     return str(path)
@@ -51,7 +56,12 @@ def test_defaults_overrides_and_name(tmp_path):
 
 
 def test_resolved_round_trips_through_yaml(tmp_path):
-    flags = ["--attention.schedule", '{"name": "ring", "bidirectional": true}', "--samples.prompts", '["Who?"]']
+    flags = [
+        "--attention.schedule",
+        '{"name": "ring", "bidirectional": true}',
+        "--samples.prompts",
+        '["Who?"]',
+    ]
     config = load(["--config", write(tmp_path), *flags])
     assert again(tmp_path, config) == config
     assert resolved(config)["data"]["sources"][0]["path"] == "a.json"
@@ -60,28 +70,63 @@ def test_resolved_round_trips_through_yaml(tmp_path):
 
 def test_data_path_replaces_sources(tmp_path):
     config = load(["--config", write(tmp_path), "--data.path", "mine.json"])
-    assert [source.path for source in config.data.sources] == ["mine.json"] and config.data.path is None
-    config = load(["--config", write(tmp_path), "--data.sources", '[{"path": "other.json", "template": "tokenizer"}]'])
-    assert [(source.path, source.template) for source in config.data.sources] == [("other.json", "tokenizer")]
-    for flags, clean in ((["--data.clean", "scraped"], "scraped"), ([], "scraped"), (["--data.clean.html", "always"], {})):
+    assert [source.path for source in config.data.sources] == [
+        "mine.json"
+    ] and config.data.path is None
+    config = load(
+        [
+            "--config",
+            write(tmp_path),
+            "--data.sources",
+            '[{"path": "other.json", "template": "tokenizer"}]',
+        ]
+    )
+    assert [(source.path, source.template) for source in config.data.sources] == [
+        ("other.json", "tokenizer")
+    ]
+    for flags, clean in (
+        (["--data.clean", "scraped"], "scraped"),
+        ([], "scraped"),
+        (["--data.clean.html", "always"], {}),
+    ):
         recipe = write(tmp_path, {"data": {"clean": clean if not flags else {}}})
         rules = load(["--config", recipe, "--data.path", "a.json", *flags]).data.clean
-        assert (rules.html, rules.rate_limits) == (("always", False) if clean == {} else ("detect", True))
+        assert (rules.html, rules.rate_limits) == (
+            ("always", False) if clean == {} else ("detect", True)
+        )
     source = {"path": "a.txt", "format": "text", "template": "koala", "weight": 0.5}
-    config = load(["--config", write(tmp_path, {"data": {"sources": [source]}}), "--data.path", "mine.txt"])
-    assert resolved(config)["data"]["sources"] == [source | {"path": "mine.txt", "fields": {}, "add_bos": None}]
+    config = load(
+        ["--config", write(tmp_path, {"data": {"sources": [source]}}), "--data.path", "mine.txt"]
+    )
+    assert resolved(config)["data"]["sources"] == [
+        source | {"path": "mine.txt", "fields": {}, "add_bos": None}
+    ]
 
 
 def test_steps_and_epochs_replace_each_other(tmp_path):
     recipe = write(tmp_path, {"train": {"epochs": 3, "steps": 7}})
     train = load(["--config", recipe, "--train.steps", "5"]).train
     assert (train.steps, train.epochs) == (5, None)
-    assert load(["--config", write(tmp_path, {"train": {"steps": 7}}, "other.yaml"), "--train.epochs", "2"]).train.epochs == 2
-    assert again(tmp_path, load(["--config", recipe])).train.epochs == 3, "a run's own configuration has both"
+    assert (
+        load(
+            [
+                "--config",
+                write(tmp_path, {"train": {"steps": 7}}, "other.yaml"),
+                "--train.epochs",
+                "2",
+            ]
+        ).train.epochs
+        == 2
+    )
+    assert again(tmp_path, load(["--config", recipe])).train.epochs == 3, (
+        "a run's own configuration has both"
+    )
 
 
 def test_a_kernel_without_tiles_replaces_the_recipes_tiles(tmp_path):
-    recipe = write(tmp_path, {"attention": {"kernel": "xla", "query_tile": 128, "key_tile": 64, "window": 9}})
+    recipe = write(
+        tmp_path, {"attention": {"kernel": "xla", "query_tile": 128, "key_tile": 64, "window": 9}}
+    )
 
     def attention(*flags: str):
         config = load(["--config", recipe, *flags]).attention
@@ -91,17 +136,37 @@ def test_a_kernel_without_tiles_replaces_the_recipes_tiles(tmp_path):
     assert attention("--attention.kernel", "auto") == ("auto", 128, 64, 9)
     for kernel in ("reference", "mosaic"):
         assert attention("--attention.kernel", kernel) == (kernel, 0, 0, 9)
-        with pytest.raises(UserError, match=r"attention\.kernel is .*; leave attention\.query_tile and attention\.key_tile 0"):
+        with pytest.raises(
+            UserError,
+            match=r"attention\.kernel is .*; leave attention\.query_tile and attention\.key_tile 0",
+        ):
             attention("--attention.kernel", kernel, "--attention.key_tile", "64")
 
 
 def test_flags_that_every_stage_replaces_are_refused(tmp_path):
-    stages = [{"context_length": 64, "steps": 3, "warmup_steps": 0}, {"context_length": 128, "steps": 2, "learning_rate": 0.1}]
+    stages = [
+        {"context_length": 64, "steps": 3, "warmup_steps": 0},
+        {"context_length": 128, "steps": 2, "learning_rate": 0.1},
+    ]
     recipe = write(tmp_path, {"stages": stages})
     for field in ("train.steps", "data.context_length"):
-        with pytest.raises(UserError, match=rf"--{field} has no effect, since each of the recipe's stages has its own"):
+        with pytest.raises(
+            UserError,
+            match=rf"--{field} has no effect, since each of the recipe's stages has its own",
+        ):
             load(["--config", recipe, f"--{field}", "64"])
-    load(["--config", recipe, "--optimizer.learning_rate", "1", "--optimizer.warmup_steps", "2", "--train.batch_size", "2"])
+    load(
+        [
+            "--config",
+            recipe,
+            "--optimizer.learning_rate",
+            "1",
+            "--optimizer.warmup_steps",
+            "2",
+            "--train.batch_size",
+            "2",
+        ]
+    )
     for given in ("[]", '[{"context_length": 64, "steps": 3}]'):
         load(["--config", recipe, "--data.context_length", "64", "--stages", given])
     del stages[0]["steps"]
@@ -110,9 +175,25 @@ def test_flags_that_every_stage_replaces_are_refused(tmp_path):
 
 
 def test_cleaning_is_asked_for_field_by_field(tmp_path):
-    clean = load(["--config", write(tmp_path, {"data": {"clean": {"languages": ["en", "de"]}}})]).data.clean
-    assert clean.languages == ("en", "de") and clean.duplicates and not clean.refusals and not clean.company_names
-    config = load(["--config", write(tmp_path), "--data.clean.refusals", "true", "--data.clean.languages", "[fr]"])
+    clean = load(
+        ["--config", write(tmp_path, {"data": {"clean": {"languages": ["en", "de"]}}})]
+    ).data.clean
+    assert (
+        clean.languages == ("en", "de")
+        and clean.duplicates
+        and not clean.refusals
+        and not clean.company_names
+    )
+    config = load(
+        [
+            "--config",
+            write(tmp_path),
+            "--data.clean.refusals",
+            "true",
+            "--data.clean.languages",
+            "[fr]",
+        ]
+    )
     assert config.data.clean.refusals and config.data.clean.languages == ("fr",)
     assert again(tmp_path, config) == config
 
@@ -124,13 +205,39 @@ def test_model_path_replaces_the_scratch_model(tmp_path):
 
 def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
     """Overrides of positions alone are no model from scratch: a recipe's stay when the model is named."""
-    positions = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 8192}
+    positions = {
+        "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+        "max_position_embeddings": 8192,
+    }
     recipe = {"model": {"preset": None, "tokenizer": None, "overrides": positions}}
-    assert load(["--config", write(tmp_path, recipe), "--model.path", "hf"]).model.overrides == positions
-    flags = ["--model.path", "hf", "--model.overrides", '{"rope_scaling": {"rope_type": "linear", "factor": 2.0}}']
-    assert load(["--config", write(tmp_path), *flags]).model.overrides["rope_scaling"]["factor"] == 2.0
-    with pytest.raises(UserError, match=r"hidden_size.*model\.path fixes all but rope_theta, rope_scaling, max_position_emb"):
-        load(["--config", write(tmp_path), "--model.path", "hf", "--model.overrides.hidden_size", "64"])
+    assert (
+        load(["--config", write(tmp_path, recipe), "--model.path", "hf"]).model.overrides
+        == positions
+    )
+    flags = [
+        "--model.path",
+        "hf",
+        "--model.overrides",
+        '{"rope_scaling": {"rope_type": "linear", "factor": 2.0}}',
+    ]
+    assert (
+        load(["--config", write(tmp_path), *flags]).model.overrides["rope_scaling"]["factor"] == 2.0
+    )
+    with pytest.raises(
+        UserError,
+        match=r"hidden_size.*model\.path fixes all but rope_theta, rope_scaling, max_position_emb",
+    ):
+        load(
+            [
+                "--config",
+                write(tmp_path),
+                "--model.path",
+                "hf",
+                "--model.overrides.hidden_size",
+                "64",
+            ]
+        )
 
 
 @pytest.mark.parametrize(
@@ -154,31 +261,60 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("stray", ["stray"]),
         ("--memory.remat all", ["memory.remat", "nothing", "save_attention", "all"]),
         ("--attention.schedule rong", ["attention.schedule", "rong", "local, ring, all_gather"]),
-        ("--attention.schedule {\"degree\":8}", ["attention.schedule", "name"]),
+        ('--attention.schedule {"degree":8}', ["attention.schedule", "name"]),
         ("--attention.schedule local --mesh.sequence 2", ["attention.schedule", "use ring"]),
         ("--attention.window 0", ["attention.window is 0", "at least 1", "null"]),
         ("--attention.window wide", ["attention.window", "wide"]),
-        ("--attention.kernel reference --attention.key_tile 64", ["attention.kernel is 'reference'", "attention.key_tile 0"]),
+        (
+            "--attention.kernel reference --attention.key_tile 64",
+            ["attention.kernel is 'reference'", "attention.key_tile 0"],
+        ),
         ("--attention.global_tokens -1 --attention.window 8", ["attention.global_tokens is -1"]),
-        ("--attention.global_tokens 4 --attention.window 8 --attention.kernel tpu", ["attention.kernel: 'tpu'", "xla"]),
+        (
+            "--attention.global_tokens 4 --attention.window 8 --attention.kernel tpu",
+            ["attention.kernel: 'tpu'", "xla"],
+        ),
         ("--data.path x --data.sources []", ["--data.path and --data.sources"]),
         ("--train.steps 4 --train.epochs 1", ["--train.steps and --train.epochs"]),
         ("--data.sources.path x", ["--data.sources.path", "--data.path FILE"]),
         ("--data.sources []", ["no data", "--data.path FILE"]),
-        ("--data.sources [{\"pth\":\"x\"}]", ["data.sources", "pth", "weight"]),
-        ("--data.context_length 65 --mesh.sequence 4", ["data.context_length: found 65", "68", "64"]),
-        ("--data.context_length 60 --mesh.sequence 4 --attention.layout=zigzag", ["2 * mesh.sequence = 8 (zig", "64", "56"]),
+        ('--data.sources [{"pth":"x"}]', ["data.sources", "pth", "weight"]),
+        (
+            "--data.context_length 65 --mesh.sequence 4",
+            ["data.context_length: found 65", "68", "64"],
+        ),
+        (
+            "--data.context_length 60 --mesh.sequence 4 --attention.layout=zigzag",
+            ["2 * mesh.sequence = 8 (zig", "64", "56"],
+        ),
         ("--mesh.fsdp 4 --train.batch_size 6", ["train.batch_size: found 6", "= 4", "8"]),
-        ("--train.accumulation 4 --train.batch_size 6", ["train.batch_size: found 6", "train.accumulation = 4", "8"]),
+        (
+            "--train.accumulation 4 --train.batch_size 6",
+            ["train.batch_size: found 6", "train.accumulation = 4", "8"],
+        ),
         ("--train.accumulation 0", ["train.accumulation: found 0"]),
         ("--memory.every_k 0", ["memory.every_k: found 0, needs at least 1"]),
-        ("--memory.query_chunks 3 --memory.remat nothing --data.context_length 64",
-         ["memory.query_chunks: found 3", "64 tokens"]),
-        ("--logging.profile_steps [3]", ["logging.profile_steps: found (3,)", "first and the last", "[]"]),
-        ("--logging.profile_steps [4,9] --train.steps 8", ["logging.profile_steps: found (4, 9)", "train.steps = 8"]),
-        ("--optimizer.moment_dtype bfloat16 --optimizer.beta2 0.999", ["optimizer.beta2: found 0.999", "at most 0.99"]),
+        (
+            "--memory.query_chunks 3 --memory.remat nothing --data.context_length 64",
+            ["memory.query_chunks: found 3", "64 tokens"],
+        ),
+        (
+            "--logging.profile_steps [3]",
+            ["logging.profile_steps: found (3,)", "first and the last", "[]"],
+        ),
+        (
+            "--logging.profile_steps [4,9] --train.steps 8",
+            ["logging.profile_steps: found (4, 9)", "train.steps = 8"],
+        ),
+        (
+            "--optimizer.moment_dtype bfloat16 --optimizer.beta2 0.999",
+            ["optimizer.beta2: found 0.999", "at most 0.99"],
+        ),
         ("--mesh.tensor 0", ["mesh.tensor: found 0"]),
-        ('--mesh.data 3 --mesh.dcn {"data":2} --train.batch_size 3', ["mesh.dcn: found {'data': 2}", "divisor", "data 3"]),
+        (
+            '--mesh.data 3 --mesh.dcn {"data":2} --train.batch_size 3',
+            ["mesh.dcn: found {'data': 2}", "divisor", "data 3"],
+        ),
         ('--mesh.dcn {"rows":2}', ["mesh.dcn: found {'rows': 2}", "factors of the axes"]),
         ('--mesh.order ["data","fsdp","tensor"]', ["mesh.order: found", "each once", "sequence"]),
         ("--mesh.simulate 8", ["mesh.simulate: found 8", "simulate 1"]),
@@ -186,9 +322,14 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--model.path hf --model.preset tiny", ["model.preset", "model.path"]),
         ("--model.trainable (", ["model.trainable", "regular expression"]),
         ("--optimizer.learning_rate 0", ["optimizer.learning_rate", "positive"]),
-        ('--evaluations [{"test":"lines","name":"train"}]', ["evaluations.name: found ['train']", "them train, metrics"]),
-        ("--adapter.targets [q_proj,v_proj] --adapter.train embed_tokens",
-         ["command line: adapter.train: found embed_tokens, expects list of str"]),
+        (
+            '--evaluations [{"test":"lines","name":"train"}]',
+            ["evaluations.name: found ['train']", "them train, metrics"],
+        ),
+        (
+            "--adapter.targets [q_proj,v_proj] --adapter.train embed_tokens",
+            ["command line: adapter.train: found embed_tokens, expects list of str"],
+        ),
         ("--data.train_on first", ["data.train_on: found first", "one of all, last"]),
         ("--config_version 1", ["config_version: found 1"]),
     ],
@@ -205,15 +346,30 @@ def test_mistakes_on_the_command_line(tmp_path, flags, words):
     ("change", "words"),
     [
         ({"trian": {"steps": 1}}, ["unknown field trian", "did you mean train?"]),
-        ({"optimizer": {"lr": 1}}, ["unknown field optimizer.lr (did you mean optimizer.learning_rate?)"]),
+        (
+            {"optimizer": {"lr": 1}},
+            ["unknown field optimizer.lr (did you mean optimizer.learning_rate?)"],
+        ),
         ({"train": {"step": 1}}, ["unknown field train.step ", "train.steps", "batch_size"]),
-        ({"data": {"sources": [{"path": "a", "wieght": 1}]}}, ["data.sources[0].wieght", "data.sources[0].weight"]),
+        (
+            {"data": {"sources": [{"path": "a", "wieght": 1}]}},
+            ["data.sources[0].wieght", "data.sources[0].weight"],
+        ),
         ({"data": {"sources": [{"weight": 1}]}}, ["data.sources", "path"]),
         ({"data": {"path": "a"}}, ["data.path and data.sources"]),
-        ({"data": {"clean": {"langages": ["en"]}}}, ["data.clean.langages", "did you mean data.clean.languages?"]),
+        (
+            {"data": {"clean": {"langages": ["en"]}}},
+            ["data.clean.langages", "did you mean data.clean.languages?"],
+        ),
         ({"data": {"clean": None}}, ["data.clean expects", "found None"]),
-        ({"data": {"sources": [{"path": "a"}, {"path": "b", "weight": "much"}]}}, ["sources[1].weight", "number", "much"]),
-        ({"data": {"sources": [{"path": "a"}, {"path": "b", "weight": -1}]}}, ["sources[1].weight: found -1.0", "positive"]),
+        (
+            {"data": {"sources": [{"path": "a"}, {"path": "b", "weight": "much"}]}},
+            ["sources[1].weight", "number", "much"],
+        ),
+        (
+            {"data": {"sources": [{"path": "a"}, {"path": "b", "weight": -1}]}},
+            ["sources[1].weight: found -1.0", "positive"],
+        ),
         ({"data": {"text_tokens": 5}}, ["data.text_tokens: found 5", "list of str"]),
         ({"train": 5}, ["train expects", "found 5"]),
         ({"train": {"steps": None}}, ["train.steps: found null, expects int"]),
@@ -233,7 +389,9 @@ def test_mistakes_in_the_recipe(tmp_path, change, words):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (int | None, "int or null"), (Literal["a", "b"], "one of a, b"), (tuple[str, ...], "list of str"),
+        (int | None, "int or null"),
+        (Literal["a", "b"], "one of a, b"),
+        (tuple[str, ...], "list of str"),
         (str | dict[str, Any], "str or mapping"),
         (tuple[SourceConfig, ...], "list of {path, format, template, weight, fields, add_bos}"),
     ],
@@ -247,7 +405,10 @@ def test_another_version_is_refused_in_one_line(tmp_path, version):
     path = write(tmp_path, {"config_version": version, "train": {"steps": 7}})
     with pytest.raises(UserError) as error:
         load(["--config", path])
-    assert str(error.value) == f"{path}: config_version: found {version!r}, needs 2, which is all that this code reads"
+    assert (
+        str(error.value)
+        == f"{path}: config_version: found {version!r}, needs 2, which is all that this code reads"
+    )
 
 
 def test_recipe_missing_or_broken(tmp_path):
@@ -264,8 +425,16 @@ def test_recipe_missing_or_broken(tmp_path):
 @pytest.mark.parametrize(
     ("text", "key", "lines"),
     [
-        ("optimizer:\n  learning_rate: 0.1\ntrain:\n  steps: 7\noptimizer:\n  beta1: 0.8\n", "optimizer", "lines 1 and 5"),
-        ("optimizer:\n  learning_rate: 0.1\n  beta1: 0.8\n  'learning_rate': 0.2\n", "learning_rate", "lines 2 and 4"),
+        (
+            "optimizer:\n  learning_rate: 0.1\ntrain:\n  steps: 7\noptimizer:\n  beta1: 0.8\n",
+            "optimizer",
+            "lines 1 and 5",
+        ),
+        (
+            "optimizer:\n  learning_rate: 0.1\n  beta1: 0.8\n  'learning_rate': 0.2\n",
+            "learning_rate",
+            "lines 2 and 4",
+        ),
         ("data:\n  sources:\n  - path: a\n    weight: 2\n    path: b\n", "path", "lines 3 and 5"),
         ("train:\n  {steps: 7, steps: 8}\n", "steps", "line 2"),
     ],
@@ -282,21 +451,41 @@ def test_a_merged_key_may_be_written_over(tmp_path):
     """YAML's `<<` fills in what its mapping does not say itself: no key is written twice."""
     path = tmp_path / "merged.yaml"
     text = yaml.safe_dump({section: RECIPE[section] for section in ("model", "optimizer")})
-    path.write_text(text + "data:\n  sources:\n  - &a {path: a, weight: 2}\n  - {<<: *a, path: b}\n")
-    assert [(source.path, source.weight) for source in load(["--config", str(path)]).data.sources] == [("a", 2), ("b", 2)]
+    path.write_text(
+        text + "data:\n  sources:\n  - &a {path: a, weight: 2}\n  - {<<: *a, path: b}\n"
+    )
+    assert [
+        (source.path, source.weight) for source in load(["--config", str(path)]).data.sources
+    ] == [("a", 2), ("b", 2)]
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (['--model.overrides={"vocab_size": 64, "vocab_size": 32}'], ["--model.overrides: vocab_size is written twice;"]),
-        (["--data.sources", '[{"path": "a", "path": "b"}]'], ["--data.sources: path is written twice;"]),
-        (["--attention.schedule", '{"name": "ring", "name": "ulysses"}'], ["--attention.schedule: name is written twice;"]),
-        (["--model.overrides", "{hidden_size: 64}", "--model.overrides={num_hidden_layers: 3}"],
-         ["--model.overrides", "would drop", "hidden_size", "as one"]),
-        (["--model.overrides.hidden_size", "64", "--model.overrides", "{num_hidden_layers: 3}"],
-         ["--model.overrides", "would drop", "--model.overrides.hidden_size 64", "as one"]),
-        (["--data.sources", "[{path: a}]", "--data.sources", "[{path: b}]"], ["--data.sources", "would drop", "as one"]),
+        (
+            ['--model.overrides={"vocab_size": 64, "vocab_size": 32}'],
+            ["--model.overrides: vocab_size is written twice;"],
+        ),
+        (
+            ["--data.sources", '[{"path": "a", "path": "b"}]'],
+            ["--data.sources: path is written twice;"],
+        ),
+        (
+            ["--attention.schedule", '{"name": "ring", "name": "ulysses"}'],
+            ["--attention.schedule: name is written twice;"],
+        ),
+        (
+            ["--model.overrides", "{hidden_size: 64}", "--model.overrides={num_hidden_layers: 3}"],
+            ["--model.overrides", "would drop", "hidden_size", "as one"],
+        ),
+        (
+            ["--model.overrides.hidden_size", "64", "--model.overrides", "{num_hidden_layers: 3}"],
+            ["--model.overrides", "would drop", "--model.overrides.hidden_size 64", "as one"],
+        ),
+        (
+            ["--data.sources", "[{path: a}]", "--data.sources", "[{path: b}]"],
+            ["--data.sources", "would drop", "as one"],
+        ),
     ],
 )
 def test_what_the_command_line_would_drop_is_refused(tmp_path, flags, words):
@@ -308,8 +497,19 @@ def test_what_the_command_line_would_drop_is_refused(tmp_path, flags, words):
 
 
 def test_the_last_of_two_flags_counts_and_a_field_may_follow_its_mapping(tmp_path):
-    flags = ["--train.steps", "3", "--train.steps=4", "--attention.schedule", "ring", "--attention.schedule", "all_gather",
-             "--model.overrides", "{num_hidden_layers: 3}", "--model.overrides.hidden_size", "64"]  # fmt: skip
+    flags = [
+        "--train.steps",
+        "3",
+        "--train.steps=4",
+        "--attention.schedule",
+        "ring",
+        "--attention.schedule",
+        "all_gather",
+        "--model.overrides",
+        "{num_hidden_layers: 3}",
+        "--model.overrides.hidden_size",
+        "64",
+    ]
     config = load(["--config", write(tmp_path), *flags])
     assert config.train.steps == 4 and config.attention.schedule == "all_gather"
     assert config.model.overrides == {"num_hidden_layers": 3, "hidden_size": 64}
@@ -325,14 +525,19 @@ def test_what_no_yaml_can_be_made_of_names_the_recipe(tmp_path, text):
 def test_help_documents_every_field(repository):
     code = "from trainer.config.load import load; load(['--help'])"
     command = [sys.executable, "-c", code]
-    text = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        command, cwd=repository, capture_output=True, text=True, check=True
+    ).stdout
     words = " ".join(text.split())
     for field in fields.FIELDS:
         assert f"--{field}" in text
     for section, cls in fields.SECTIONS.items():
         assert f"--{section}." in text and cls.__doc__.rstrip(".")[:40] in words
     # A field without a docstring would show its type at once.
-    assert "CONTEXT_LENGTH Tokens in a packed row" in words and "LEARNING_RATE Peak learning rate" in words
+    assert (
+        "CONTEXT_LENGTH Tokens in a packed row" in words
+        and "LEARNING_RATE Peak learning rate" in words
+    )
     for field in fields.FIELDS:
         described = words.split(f"--{field} ")[-1].split(" (type:")[0].split(" (default:")[0]
         assert len(described.split()) >= 4, f"{field} is not documented"
@@ -342,22 +547,35 @@ def test_the_help_of_a_section_is_that_section(capsys):
     with pytest.raises(SystemExit) as ended:
         load(["--help", "optimizer"])
     text = " ".join(capsys.readouterr().out.split())
-    assert ended.value.code == 0 and "--optimizer.learning_rate" in text and "Peak learning rate" in text
+    assert (
+        ended.value.code == 0
+        and "--optimizer.learning_rate" in text
+        and "Peak learning rate" in text
+    )
     assert "--train.steps" not in text and "--memory.remat" not in text
-    with pytest.raises(UserError, match=r"--help: optimiser is no section \(did you mean optimizer\?\); sections are model"):
+    with pytest.raises(
+        UserError,
+        match=r"--help: optimiser is no section \(did you mean optimizer\?\); sections are model",
+    ):
         load(["--help", "optimiser"])
 
 
 def test_other_trainers_names_are_of_fields_that_there_are():
     for field, names in fields._ELSEWHERE.items():
-        assert field in fields.FIELDS and not set(names) & {name.rsplit(".", 1)[-1] for name in fields.FIELDS}, field
+        assert field in fields.FIELDS and not set(names) & {
+            name.rsplit(".", 1)[-1] for name in fields.FIELDS
+        }, field
 
 
 def test_train_alone_lists_the_recipes(repository, capsys):
     assert train.main([]) == 0
     printed = capsys.readouterr().out
     for recipe in (repository / "configs").rglob("*.yaml"):
-        line = next(line for line in printed.splitlines() if recipe.relative_to(repository).as_posix() in line)
+        line = next(
+            line
+            for line in printed.splitlines()
+            if recipe.relative_to(repository).as_posix() in line
+        )
         assert recipe.read_text(encoding="utf-8").split("\n")[0].removeprefix("# ") in line
 
 
@@ -369,7 +587,11 @@ def test_every_recipe_loads_and_opens_with_its_command(repository):
         is_text = "trajectories" not in given
         has_model = given["model"].get("path") or given["model"].get("tokenizer")
         model = ["--model.path", "hf"] if is_text and not has_model else []
-        data = ["--data.path", "conversations.json"] if is_text and not given["data"].get("sources") else []
+        data = (
+            ["--data.path", "conversations.json"]
+            if is_text and not given["data"].get("sources")
+            else []
+        )
         config = load(["--config", str(recipe), *model, *data])
         assert config.name == recipe.stem
         head = recipe.read_text().split("\n\n")[0]
@@ -397,14 +619,22 @@ def test_aliases_and_nesting_without_end_are_refused(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(UserError) as caught:
         load(["--config", str(path)])
-    assert str(caught.value).startswith(f"{path}: ") and words in str(caught.value) and len(str(caught.value)) < 500
+    assert (
+        str(caught.value).startswith(f"{path}: ")
+        and words in str(caught.value)
+        and len(str(caught.value)) < 500
+    )
 
 
 def test_an_alias_is_its_value(tmp_path):
     from trainer.config.yaml_text import parse
 
     assert parse("a: &a [1, 2]\nb: *a\nc: {<<: &m {x: 1}, y: 2}\nd: *m", "x") == {
-        "a": [1, 2], "b": [1, 2], "c": {"x": 1, "y": 2}, "d": {"x": 1}}
+        "a": [1, 2],
+        "b": [1, 2],
+        "c": {"x": 1, "y": 2},
+        "d": {"x": 1},
+    }
     assert parse("", "x") is None
 
 
@@ -416,14 +646,26 @@ def test_a_run_that_began_with_another_default_template_goes_on_with_it(tmp_path
     run.mkdir()
     (run / "config.yaml").write_text(dump(begun), encoding="utf-8")
     assert load(["--config", recipe, "--run_dir", str(run)]) == begun
-    assert "goes on with data.template vicuna_v1.1, as it began; the default is now tokenizer" in capsys.readouterr().err
+    assert (
+        "goes on with data.template vicuna_v1.1, as it began; the default is now tokenizer"
+        in capsys.readouterr().err
+    )
     # What is given is not replaced, here nor in the recipe: another run is then refused by its folder.
-    assert load(["--config", recipe, "--run_dir", str(run), "--data.template", "tokenizer"]).data.template == "tokenizer"
+    assert (
+        load(
+            ["--config", recipe, "--run_dir", str(run), "--data.template", "tokenizer"]
+        ).data.template
+        == "tokenizer"
+    )
     given = write(tmp_path, {"data": {"template": "koala"}}, "koala.yaml")
     assert load(["--config", given, "--run_dir", str(run)]).data.template == "koala"
     assert load(["--config", str(run / "config.yaml")]).data.template == "vicuna_v1.1"
-    (run / "config.yaml").write_text("data: {clean: {html: detect, rate_limits: true}}", encoding="utf-8")
-    cleaned = load(["--config", recipe, "--run_dir", str(run), "--data.clean.rate_limits", "false"]).data.clean
+    (run / "config.yaml").write_text(
+        "data: {clean: {html: detect, rate_limits: true}}", encoding="utf-8"
+    )
+    cleaned = load(
+        ["--config", recipe, "--run_dir", str(run), "--data.clean.rate_limits", "false"]
+    ).data.clean
     assert (cleaned.html, cleaned.rate_limits) == ("detect", False), "the flag is obeyed"
     (run / "config.yaml").write_text("{", encoding="utf-8")
     assert load(["--config", write(tmp_path), "--run_dir", str(run)]).data.template == "tokenizer"

@@ -1,4 +1,5 @@
 """Every number of a recipe is checked in the precision in which it is used, in one line that names the field."""
+
 import dataclasses
 import math
 import typing
@@ -14,20 +15,47 @@ from trainer.config.load import load
 from trainer.config.numbers import refusal
 
 BEGIN = ["--config", "configs/sharegpt_smollm2.yaml", "--model.path", "x", "--data.path", "y"]
-NUMERIC = {field: float if float in (kind, *typing.get_args(kind)) else int for field, kind in FIELDS.items()
-           if {int, float} & {kind, *typing.get_args(kind)}}
+NUMERIC = {
+    field: float if float in (kind, *typing.get_args(kind)) else int
+    for field, kind in FIELDS.items()
+    if {int, float} & {kind, *typing.get_args(kind)}
+}
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    ("--optimizer.learning_rate 1e39", "optimizer.learning_rate: found 1e+39, needs a number of at most 3.40282e+38"),
-    ("--optimizer.learning_rate 1e-50", "optimizer.learning_rate: found 1e-50, needs 0, or a number of at least 1.17549e-38"),
-    ("--optimizer.epsilon 1e-46", "optimizer.epsilon: found 1e-46, needs 0, or a number of at least"),
-    ("--optimizer.beta2 0.99999999999", "optimizer.beta2: found 0.99999999999, needs a number below 1 in float32"),
-    ("--optimizer.clip_norm inf", "optimizer.clip_norm: found inf, expects a finite number"),
-    ("--optimizer.clip_norm .inf", "optimizer.clip_norm: found inf, needs a number of at most 3.40282e+38"),
-    ("--train.steps 3000000000", "train.steps: found 3000000000, needs a whole number of at most 2,147,483,647"),
-    ("--adapter.rank 4 --adapter.targets [q_proj] --adapter.alpha 1e300", "adapter.alpha: found 1e+300, needs a number of at"),
-])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "--optimizer.learning_rate 1e39",
+            "optimizer.learning_rate: found 1e+39, needs a number of at most 3.40282e+38",
+        ),
+        (
+            "--optimizer.learning_rate 1e-50",
+            "optimizer.learning_rate: found 1e-50, needs 0, or a number of at least 1.17549e-38",
+        ),
+        (
+            "--optimizer.epsilon 1e-46",
+            "optimizer.epsilon: found 1e-46, needs 0, or a number of at least",
+        ),
+        (
+            "--optimizer.beta2 0.99999999999",
+            "optimizer.beta2: found 0.99999999999, needs a number below 1 in float32",
+        ),
+        ("--optimizer.clip_norm inf", "optimizer.clip_norm: found inf, expects a finite number"),
+        (
+            "--optimizer.clip_norm .inf",
+            "optimizer.clip_norm: found inf, needs a number of at most 3.40282e+38",
+        ),
+        (
+            "--train.steps 3000000000",
+            "train.steps: found 3000000000, needs a whole number of at most 2,147,483,647",
+        ),
+        (
+            "--adapter.rank 4 --adapter.targets [q_proj] --adapter.alpha 1e300",
+            "adapter.alpha: found 1e+300, needs a number of at",
+        ),
+    ],
+)
 def test_what_float32_and_int32_cannot_hold_is_one_line(words, told):
     with pytest.raises(UserError) as error:
         load([*BEGIN, *words.split()])
@@ -35,12 +63,22 @@ def test_what_float32_and_int32_cannot_hold_is_one_line(words, told):
 
 
 def test_the_fields_of_all_sections_are_covered():
-    assert len(NUMERIC) > 50 and {"optimizer.weight_decay", "train.batch_size", "samples.temperature"} & set(NUMERIC)
+    assert len(NUMERIC) > 50 and {
+        "optimizer.weight_decay",
+        "train.batch_size",
+        "samples.temperature",
+    } & set(NUMERIC)
 
 
 @settings(max_examples=25, deadline=None)
-@given(field=st.sampled_from(sorted(NUMERIC)), number=st.one_of(
-    st.floats(), st.integers(-2**70, 2**70), st.sampled_from([0.0, -1.0, 1e39, 1e-46, math.inf, math.nan, 2**31, -2**63])))
+@given(
+    field=st.sampled_from(sorted(NUMERIC)),
+    number=st.one_of(
+        st.floats(),
+        st.integers(-(2**70), 2**70),
+        st.sampled_from([0.0, -1.0, 1e39, 1e-46, math.inf, math.nan, 2**31, -(2**63)]),
+    ),
+)
 def test_any_number_in_any_field_is_taken_or_refused_in_one_line(field, number):
     """What is taken is the same in the devices' precision, to its rounding, and not 0 unless it was."""
     number = int(number) if NUMERIC[field] is int and math.isfinite(number) else number

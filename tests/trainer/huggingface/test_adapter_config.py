@@ -1,4 +1,5 @@
 """adapter_config.json of any content: read, or refused by the field's name."""
+
 import json
 import time
 
@@ -22,13 +23,20 @@ def change(folder, **fields):
     (folder / CONFIG).write_text(json.dumps(content | fields))
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"r": "4"}, "r: '4' is not a whole number"), ({"r": True}, "r: True"), ({"lora_alpha": 10**400}, "lora_alpha"),
-    ({"lora_alpha": float("nan")}, "lora_alpha"), ({"target_modules": [1]}, r"target_modules: found \[1\]"),
-    ({"target_modules": {"a": 1}}, "target_modules: found"), ({"target_modules": None}, "adapter.targets: found 'none'"),
-    ({"modules_to_save": [None]}, "modules_to_save: found"),
-    ({"peft_type": "IA3"}, "peft_type: found 'IA3'; only 'LORA' is read"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"r": "4"}, "r: '4' is not a whole number"),
+        ({"r": True}, "r: True"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"target_modules": [1]}, r"target_modules: found \[1\]"),
+        ({"target_modules": {"a": 1}}, "target_modules: found"),
+        ({"target_modules": None}, "adapter.targets: found 'none'"),
+        ({"modules_to_save": [None]}, "modules_to_save: found"),
+        ({"peft_type": "IA3"}, "peft_type: found 'IA3'; only 'LORA' is read"),
+    ],
+)
 def test_a_field_of_another_type_is_named(tmp_path, change, words):
     write_config(GOOD, "llama", "a base", tmp_path)
     content = json.loads((tmp_path / CONFIG).read_text())
@@ -38,18 +46,42 @@ def test_a_field_of_another_type_is_named(tmp_path, change, words):
 
 
 # Fields of peft's own, of releases from 0.5 to 0.21, under which an adapter computes something else, or its base does.
-@pytest.mark.parametrize(("field", "value"), [
-    *(("init_lora_weights", kind) for kind in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "new", 1)),
-    ("alora_invocation_tokens", [1, 2]), ("use_qalora", True), ("use_bdlora", {"nblocks": 2}), ("kasa_config", {"beta": 1}),
-    ("arrow_config", {"top_k": 2}), ("corda_config", {"corda_method": "kpm"}), ("lora_ga_config", {"scale": "unit"}),
-    ("velora_config", {"scale": 1}), ("monteclora_config", {"num_samples": 1}), ("loftq_config", {"loftq_bits": 4}),
-    ("megatron_config", {"a": 1}), ("layers_to_transform", [0]), ("layer_replication", [[0, 1]]), ("lora_bias", True),
-    ("target_parameters", ["experts"]), ("trainable_token_indices", [1]), ("exclude_modules", ["q_proj"]), ("bias", "all"),
-    ("fan_in_fan_out", True), ("task_type", "SEQ_CLS"), ("a_field_of_next_year", True), ("use_next_years_lora", 0.5),
-])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(
+            ("init_lora_weights", kind)
+            for kind in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "new", 1)
+        ),
+        ("alora_invocation_tokens", [1, 2]),
+        ("use_qalora", True),
+        ("use_bdlora", {"nblocks": 2}),
+        ("kasa_config", {"beta": 1}),
+        ("arrow_config", {"top_k": 2}),
+        ("corda_config", {"corda_method": "kpm"}),
+        ("lora_ga_config", {"scale": "unit"}),
+        ("velora_config", {"scale": 1}),
+        ("monteclora_config", {"num_samples": 1}),
+        ("loftq_config", {"loftq_bits": 4}),
+        ("megatron_config", {"a": 1}),
+        ("layers_to_transform", [0]),
+        ("layer_replication", [[0, 1]]),
+        ("lora_bias", True),
+        ("target_parameters", ["experts"]),
+        ("trainable_token_indices", [1]),
+        ("exclude_modules", ["q_proj"]),
+        ("bias", "all"),
+        ("fan_in_fan_out", True),
+        ("task_type", "SEQ_CLS"),
+        ("a_field_of_next_year", True),
+        ("use_next_years_lora", 0.5),
+    ],
+)
 def test_a_field_that_changes_what_is_computed_is_named(tmp_path, field, value):
     change(tmp_path, **{field: value})
-    with pytest.raises(ValueError, match=rf"^{tmp_path / CONFIG}: {field}: found {value!r:.10}".replace("[", r"\[")):
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path / CONFIG}: {field}: found {value!r:.10}".replace("[", r"\[")
+    ):
         read_config(tmp_path)
 
 
@@ -57,38 +89,60 @@ def test_everything_that_peft_writes_for_plain_lora_is_read(tmp_path):
     peft = pytest.importorskip("peft")
     for init in (True, False, "gaussian", "eva", "orthogonal", "mica"):
         extra = {"eva_config": peft.EvaConfig()} if init == "eva" else {}
-        peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM",
-                        base_model_name_or_path="org/base", revision="v1", init_lora_weights=init, **extra,
-                        ).save_pretrained(tmp_path)
+        peft.LoraConfig(
+            r=4,
+            lora_alpha=8,
+            lora_dropout=0.1,
+            target_modules=["q_proj", "v_proj"],
+            task_type="CAUSAL_LM",
+            base_model_name_or_path="org/base",
+            revision="v1",
+            init_lora_weights=init,
+            **extra,
+        ).save_pretrained(tmp_path)
         assert read_config(tmp_path) == (GOOD, "org/base@v1")
 
 
-@pytest.mark.parametrize(("pattern", "targets"), [
-    (r".*\.(q_proj|v_proj)", ("q_proj", "v_proj")), (r".*(q|v)_proj", ("q_proj", "v_proj")),
-    (r"^(?!.*lm_head).*self_attn.*proj$", ("q_proj", "k_proj", "v_proj", "o_proj")),
-    (r"model\.layers\.\d+\.mlp\.(gate|up|down)_proj", ("gate_proj", "up_proj", "down_proj")),
-    (r"model\.layers\.(2[0-9]|3[01])\.self_attn\.q_proj", ("q_proj",)), ("all-linear", ("all-linear",)),
-    ("q_proj", ("q_proj",)),
-])
+@pytest.mark.parametrize(
+    ("pattern", "targets"),
+    [
+        (r".*\.(q_proj|v_proj)", ("q_proj", "v_proj")),
+        (r".*(q|v)_proj", ("q_proj", "v_proj")),
+        (r"^(?!.*lm_head).*self_attn.*proj$", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        (r"model\.layers\.\d+\.mlp\.(gate|up|down)_proj", ("gate_proj", "up_proj", "down_proj")),
+        (r"model\.layers\.(2[0-9]|3[01])\.self_attn\.q_proj", ("q_proj",)),
+        ("all-linear", ("all-linear",)),
+        ("q_proj", ("q_proj",)),
+    ],
+)
 def test_a_regular_expression_is_matched_as_peft_matches_it(tmp_path, pattern, targets):
     change(tmp_path, target_modules=pattern)
     assert read_config(tmp_path)[0].targets == targets
     tuners = pytest.importorskip("peft").tuners.tuners_utils
-    for name in () if pattern in ("all-linear", "q_proj") else PROJECTIONS:  # which peft takes another way
+    for name in (
+        () if pattern in ("all-linear", "q_proj") else PROJECTIONS
+    ):  # which peft takes another way
         module = f"model.layers.20.{'mlp' if name in FEED_FORWARD else 'self_attn'}.{name}"
         config = pytest.importorskip("peft").LoraConfig(target_modules=pattern)
         assert bool(tuners.check_target_module_exists(config, module)) == (name in targets)
 
 
-@pytest.mark.parametrize(("value", "words"), [
-    (["q_proj", "lm_head"], "found 'lm_head', needs some of q_proj"), (r".*(q_proj|lm_head)", "which matches lm_head; adapt"),
-    ("(q_proj", r"which is no regular expression"), ("nothing.*", "which matches no projection"),
-    (r"(?:[a-z]|[a-z_.]|[a-z0-9_.])+(?:[!?]|\d\d)", "which takes too long to match"),
-])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (["q_proj", "lm_head"], "found 'lm_head', needs some of q_proj"),
+        (r".*(q_proj|lm_head)", "which matches lm_head; adapt"),
+        ("(q_proj", r"which is no regular expression"),
+        ("nothing.*", "which matches no projection"),
+        (r"(?:[a-z]|[a-z_.]|[a-z0-9_.])+(?:[!?]|\d\d)", "which takes too long to match"),
+    ],
+)
 def test_targets_that_are_not_read_are_named_in_a_second(tmp_path, value, words):
     change(tmp_path, target_modules=value)
     begun = time.monotonic()
-    with pytest.raises(ValueError, match=rf"^{tmp_path / CONFIG}: (target_modules|adapter.targets): .*{words}"):
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path / CONFIG}: (target_modules|adapter.targets): .*{words}"
+    ):
         read_config(tmp_path)
     assert time.monotonic() - begun < 30, "for ever, without a limit; one second is asked for"
 

@@ -1,4 +1,5 @@
 """Adapters of projections that a family's files hold as rows of one tensor, beside peft's own."""
+
 import dataclasses
 
 import jax
@@ -24,8 +25,17 @@ KINDS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 def base(tmp_path_factory):
     """A folder with a random Phi-3, whose queries, keys and values are one tensor, and whose gate and up are another."""
     torch.manual_seed(0)
-    sizes = {name: getattr(tiny(), name) for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                                                      "num_attention_heads", "num_key_value_heads")}
+    sizes = {
+        name: getattr(tiny(), name)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+        )
+    }
     config = transformers.AutoConfig.for_model("phi3", **sizes, pad_token_id=None)
     folder = tmp_path_factory.mktemp("phi3")
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
@@ -35,7 +45,12 @@ def base(tmp_path_factory):
 def batch_of(tokens):
     """Rows of one document each."""
     index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return {"tokens": tokens, "index": index, "positions": index, "segment_ids": np.ones_like(tokens)}
+    return {
+        "tokens": tokens,
+        "index": index,
+        "positions": index,
+        "segment_ids": np.ones_like(tokens),
+    }
 
 
 def logits_of(folder, base, tokens, shape=None):
@@ -56,8 +71,16 @@ def test_an_adapter_with_one_a_is_read_and_one_with_several_is_written(kind, bas
     """peft's is read, then given an A of each projection's own, written, and loaded by peft: its logits within 1e-4, and the
     merged weights'."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model = peft.get_peft_model(model, peft.LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM", **KINDS[kind]))
+    model = peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            r=RANK,
+            lora_alpha=ALPHA,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+            **KINDS[kind],
+        ),
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name or "magnitude" in name:
@@ -69,27 +92,43 @@ def test_an_adapter_with_one_a_is_read_and_one_with_several_is_written(kind, bas
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
     noise = np.random.default_rng(1)
-    params |= {name: x + noise.normal(0, 0.1, x.shape).astype(np.float32) for name, x in params.items() if "lora_A" in name}
+    params |= {
+        name: x + noise.normal(0, 0.1, x.shape).astype(np.float32)
+        for name, x in params.items()
+        if "lora_A" in name
+    }
     ours.write_adapter(params, own.config, str(base), tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    expected = logits_of_peft(peft.PeftModel.from_pretrained(again, tmp_path / "ours").eval(), tokens)
+    expected = logits_of_peft(
+        peft.PeftModel.from_pretrained(again, tmp_path / "ours").eval(), tokens
+    )
     logits, own, read_again = logits_of(tmp_path / "ours", base, tokens, {"fsdp": 2, "tensor": 2})
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
     trained = [name for name in params if "lora_" in name]
     assert all(np.array_equal(params[name], read_again[name]) for name in trained)
 
     plain = llama(open_model(str(base)).config)
-    whole = merged(open_model(str(base)).read(plain), {name: params[name] for name in trained}, own.config)
-    whole = {name: np.stack([x[layer] for layer in range(x.shape[0])]) if name.startswith("layers.") else x
-             for name, x in whole.items()}
+    whole = merged(
+        open_model(str(base)).read(plain), {name: params[name] for name in trained}, own.config
+    )
+    whole = {
+        name: np.stack([x[layer] for layer in range(x.shape[0])])
+        if name.startswith("layers.")
+        else x
+        for name, x in whole.items()
+    }
     logits = np.asarray(jax.jit(plain.logits)(whole, batch_of(tokens)))
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 def test_what_has_no_diagonal_of_blocks_is_refused(base, tmp_path):
-    config = dataclasses.replace(open_model(str(base)).config, adapter=AdapterConfig(rank=RANK, alpha=ALPHA))
+    config = dataclasses.replace(
+        open_model(str(base)).config, adapter=AdapterConfig(rank=RANK, alpha=ALPHA)
+    )
     model = llama(config)
-    params = {name: np.zeros(parameter.shape, np.float32) for name, parameter in model.parameters.items()}
+    params = {
+        name: np.zeros(parameter.shape, np.float32) for name, parameter in model.parameters.items()
+    }
     ours.write_adapter(params, config, str(base), tmp_path / "ours")
     path = tmp_path / "ours" / ours.WEIGHTS
     tensors = load_file(path)
@@ -111,5 +150,7 @@ def test_ranks_of_modules_by_themselves_are_refused(base, tmp_path):
     path = tmp_path / ours.CONFIG
     assert ours.read_config(tmp_path)[0].rank == RANK
     path.write_text(path.read_text().replace('"qkv_proj": 12', '"qkv_proj": 16'))
-    with pytest.raises(ValueError, match="rank_pattern: found 16 for qkv_proj, which is not read; 12 would be"):
+    with pytest.raises(
+        ValueError, match="rank_pattern: found 16 for qkv_proj, which is not read; 12 would be"
+    ):
         ours.read_config(tmp_path)

@@ -1,4 +1,5 @@
 """What a Hugging Face folder holds besides its weights' shapes: heads, tables, NaN, links, fields that nothing here reads."""
+
 import json
 import shutil
 import warnings
@@ -64,7 +65,9 @@ def test_a_head_of_its_own_is_kept_though_the_config_ties_it(folder, tmp_path):
     with pytest.warns(UserWarning, match=f"{HEAD} differs from {EMBEDDING}: both are kept"):
         folder_config(folder)
     out = round_trip(folder, tmp_path)
-    assert torch.equal(load_file(out / "model.safetensors")[HEAD], load_file(folder / "model.safetensors")[HEAD])
+    assert torch.equal(
+        load_file(out / "model.safetensors")[HEAD], load_file(folder / "model.safetensors")[HEAD]
+    )
     np.testing.assert_array_equal(logits(out), logits(folder))
     with pytest.warns(UserWarning, match="differs"):
         source = open_model(str(folder))
@@ -83,20 +86,37 @@ def test_an_equal_copy_of_the_embedding_is_left_out(folder, tmp_path):
     np.testing.assert_array_equal(logits(out), logits(folder))
 
 
-@pytest.mark.parametrize(("theta", "dtype", "named"), [(None, torch.float32, False), (None, torch.float16, False),
-                                                       (None, torch.bfloat16, False), (12345.0, torch.float32, True)])
+@pytest.mark.parametrize(
+    ("theta", "dtype", "named"),
+    [
+        (None, torch.float32, False),
+        (None, torch.float16, False),
+        (None, torch.bfloat16, False),
+        (12345.0, torch.float32, True),
+    ],
+)
 def test_a_table_of_frequencies_is_compared(folder, theta, dtype, named):
     config = folder_config(folder)
     # transformers' own formula.
     size = config.head_dim
     table = 1.0 / ((theta or config.rope.theta) ** (torch.arange(0, size, 2).float() / size))
-    change_weights(folder, lambda weights: weights.update(
-        {"model.layers.0.self_attn.rotary_emb.inv_freq": table.to(dtype)}))
+    change_weights(
+        folder,
+        lambda weights: weights.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": table.to(dtype)}
+        ),
+    )
     source = open_model(str(folder))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         source.read(llama(source.config))
-    assert any("rotary_emb.inv_freq holds other frequencies" in str(warning.message) for warning in caught) == named
+    assert (
+        any(
+            "rotary_emb.inv_freq holds other frequencies" in str(warning.message)
+            for warning in caught
+        )
+        == named
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -144,8 +164,18 @@ def test_nan_and_overflow_are_named_at_export(hf_model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["merges.txt", "config.json", "generation_config.json", "tokenizer.json", "model.safetensors",
-                                  "chat_template.jinja", "vocab.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "merges.txt",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "chat_template.jinja",
+        "vocab.json",
+    ],
+)
 def test_a_link_that_leads_out_is_refused_by_name(folder, tmp_path, capsys, name):
     secret = tmp_path / "secret"
     (folder / name).rename(secret) if (folder / name).exists() else secret.write_text("TOP SECRET")
@@ -169,23 +199,50 @@ def test_a_tokenizers_folder_too(folder, tmp_path):
 
 def test_fields_that_nothing_reads_survive(folder, tmp_path, capsys):
     chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
-    change_json(folder / "config.json", dual_chunk_attention_config=chunks, house_note="kept",
-                auto_map={"AutoModelForCausalLM": "modeling.Own"})
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20, "own_field": [1, 2]}))
+    change_json(
+        folder / "config.json",
+        dual_chunk_attention_config=chunks,
+        house_note="kept",
+        auto_map={"AutoModelForCausalLM": "modeling.Own"},
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_k": 20, "own_field": [1, 2]})
+    )
     given = json.loads((folder / "config.json").read_text())
     out = round_trip(folder, tmp_path)
-    assert "config.json of the source: left out, since they do not hold for this model: auto_map\n" in capsys.readouterr().err
+    assert (
+        "config.json of the source: left out, since they do not hold for this model: auto_map\n"
+        in capsys.readouterr().err
+    )
     written = json.loads((out / "config.json").read_text())
     assert {name: value for name, value in written.items() if name in given} == {
-        name: value for name, value in given.items() if name != "auto_map"} | {"dtype": written["dtype"]}
-    assert json.loads((out / "generation_config.json").read_text()) == {"temperature": 0.6, "top_k": 20, "own_field": [1, 2]}
+        name: value for name, value in given.items() if name != "auto_map"
+    } | {"dtype": written["dtype"]}
+    assert json.loads((out / "generation_config.json").read_text()) == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "own_field": [1, 2],
+    }
     loaded = transformers.AutoConfig.from_pretrained(out)
     assert loaded.dual_chunk_attention_config == chunks
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "attn_factor": 0.878}
-SIZES = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
-         "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "attn_factor": 0.878,
+}
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def test_numbers_of_rope_that_nothing_reads_survive_unless_it_changes():
@@ -193,19 +250,36 @@ def test_numbers_of_rope_that_nothing_reads_survive_unless_it_changes():
     config = LlamaConfig.from_hf_dict(source)
     written, left_out = described(config, source)
     assert written["rope_scaling"] == YARN and left_out == []
-    assert written["rope_parameters"]["attn_factor"] == YARN["attn_factor"], "programs read one of the two"
-    longer = config.with_positions(rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512})
+    assert written["rope_parameters"]["attn_factor"] == YARN["attn_factor"], (
+        "programs read one of the two"
+    )
+    longer = config.with_positions(
+        rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+    )
     written, left_out = described(longer, source)
     assert left_out == ["rope_scaling.attn_factor"]
-    assert "attn_factor" not in written["rope_scaling"] and LlamaConfig.from_hf_dict(written) == longer
+    assert (
+        "attn_factor" not in written["rope_scaling"] and LlamaConfig.from_hf_dict(written) == longer
+    )
 
 
 def test_what_training_changed_is_written_and_the_rest_is_as_it_was_spelled():
-    source = SIZES | {"rope_theta": 10000, "pad_token_id": None, "eos_token_id": 2, "own": {"a": [1]}}
+    source = SIZES | {
+        "rope_theta": 10000,
+        "pad_token_id": None,
+        "eos_token_id": 2,
+        "own": {"a": [1]},
+    }
     config = LlamaConfig.from_hf_dict(source)
     assert described(config, source)[0].items() >= source.items()
-    changed = LlamaConfig.from_hf_dict(source | {"vocab_size": 70, "eos_token_id": [2, 5], "max_position_embeddings": 9999})
+    changed = LlamaConfig.from_hf_dict(
+        source | {"vocab_size": 70, "eos_token_id": [2, 5], "max_position_embeddings": 9999}
+    )
     written, left_out = described(changed, source)
     assert LlamaConfig.from_hf_dict(written) == changed and left_out == []
-    assert (written["vocab_size"], written["eos_token_id"], written["max_position_embeddings"]) == (70, [2, 5], 9999)
+    assert (written["vocab_size"], written["eos_token_id"], written["max_position_embeddings"]) == (
+        70,
+        [2, 5],
+        9999,
+    )
     assert written["own"] == {"a": [1]}

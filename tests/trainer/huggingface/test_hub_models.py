@@ -1,4 +1,5 @@
 """Models by their name on the hub, from a hub on this machine: what is downloaded, when it is not, and what is refused."""
+
 import http.server
 import json
 import threading
@@ -35,10 +36,17 @@ class Hub(HubHandler):
         if path.startswith("/api/") and not path.endswith(("/tiny", "/main", SHA)):
             return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body)
         if "/tree/" in path:
-            tree = [{"type": "file", "oid": "b" * 40, "size": len(content), "path": name} for name, content in files.items()]
+            tree = [
+                {"type": "file", "oid": "b" * 40, "size": len(content), "path": name}
+                for name, content in files.items()
+            ]
             return self.answer(200, json.dumps(tree).encode(), {}, body)
         if path.startswith("/api/"):
-            about = {"id": "me/tiny", "sha": SHA, "siblings": [{"rfilename": name} for name in files]}
+            about = {
+                "id": "me/tiny",
+                "sha": SHA,
+                "siblings": [{"rfilename": name} for name in files],
+            }
             return self.answer(200, json.dumps(about).encode(), {}, body)
         name = path.partition("/resolve/")[2].partition("/")[2]
         headers = {"ETag": f'"{name}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
@@ -54,13 +62,23 @@ def hub(monkeypatch, tmp_path, hf_model):
     """A hub on this machine with a very small model, pickled weights and code beside it; and an empty cache."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.sent, server.requests, server.refused = [], [], set()
-        server.content = {path.name: path.read_bytes() for path in hf_model.iterdir() if path.is_file()}
-        server.content |= {"pytorch_model.bin": b"pickle", "modeling_tiny.py": b"import os", "optimizer.pt": b"x",
-                           "original/model.safetensors": b"not this one"}
+        server.content = {
+            path.name: path.read_bytes() for path in hf_model.iterdir() if path.is_file()
+        }
+        server.content |= {
+            "pytorch_model.bin": b"pickle",
+            "modeling_tiny.py": b"import os",
+            "optimizer.pt": b"x",
+            "original/model.safetensors": b"not this one",
+        }
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        for name, value in {"ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False,
-                            "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}"}.items():
+        for name, value in {
+            "ENDPOINT": address,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": False,
+            "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+        }.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         yield server
@@ -68,15 +86,32 @@ def hub(monkeypatch, tmp_path, hf_model):
 
 
 def ours(hub):
-    return sorted(name for name in hub.content if name not in ("pytorch_model.bin", "modeling_tiny.py", "optimizer.pt",
-                                                               "original/model.safetensors"))
+    return sorted(
+        name
+        for name in hub.content
+        if name
+        not in (
+            "pytorch_model.bin",
+            "modeling_tiny.py",
+            "optimizer.pt",
+            "original/model.safetensors",
+        )
+    )
 
 
-def test_a_model_is_downloaded_once_without_pickles_and_the_size_is_told_first(hub, hf_model, capsys):
+def test_a_model_is_downloaded_once_without_pickles_and_the_size_is_told_first(
+    hub, hf_model, capsys
+):
     source = open_model("me/tiny")
-    assert set(hub.sent) <= set(ours(hub)) and {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.sent)
+    assert set(hub.sent) <= set(ours(hub)) and {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    } <= set(hub.sent)
     size = sum(len(hub.content[name]) for name in hub.sent)
-    assert f"me/tiny: downloading {size:,} bytes in {len(hub.sent)} files" in capsys.readouterr().err
+    assert (
+        f"me/tiny: downloading {size:,} bytes in {len(hub.sent)} files" in capsys.readouterr().err
+    )
     assert source.name == "me/tiny"
     local = open_model(str(hf_model))
     for name, x in local.read(llama(local.config)).items():
@@ -95,32 +130,54 @@ def test_an_interrupted_download_goes_on(hub, capsys):
     before = list(hub.sent)
     folder = resolve_model_path("me/tiny")
     assert (folder / "model.safetensors").read_bytes() == hub.content["model.safetensors"]
-    assert hub.sent[len(before):].count("model.safetensors") == 1
+    assert hub.sent[len(before) :].count("model.safetensors") == 1
     assert len(hub.sent) == len(set(hub.sent)), "nothing is downloaded twice"
 
 
 def test_an_adapter_is_downloaded_by_its_name(hub, hf_model):
-    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "a/base"}
-    hub.content = {"adapter_config.json": json.dumps(fields).encode(), "adapter_model.safetensors": b"weights",
-                   "adapter_model.bin": b"pickle"}
+    fields = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": "a/base",
+    }
+    hub.content = {
+        "adapter_config.json": json.dumps(fields).encode(),
+        "adapter_model.safetensors": b"weights",
+        "adapter_model.bin": b"pickle",
+    }
     source = choose_model(ModelConfig(path=str(hf_model)), "me/tiny")
     assert source.adapter.config.rank == 4 and source.folder == hf_model
     assert (source.adapter.folder / "adapter_model.safetensors").read_bytes() == b"weights"
     assert "adapter_model.bin" not in hub.sent
 
 
-@pytest.mark.parametrize("command", [
-    [prepare, "--config", "RECIPE"],
-    [inspect_data, "RECIPE"],
-    [plan, "--model", "me/tiny", "--machine", "v4-8", "--context", "1K"],
-    [plan, "--compare", "--model", "me/tiny", "--hardware", "v4", "--context", "1K"],
-], ids=["prepare", "inspect", "plan", "compare"])
-def test_commands_that_open_a_model_can_be_forbidden_downloads(hub, monkeypatch, tmp_path, capsys, command):
+@pytest.mark.parametrize(
+    "command",
+    [
+        [prepare, "--config", "RECIPE"],
+        [inspect_data, "RECIPE"],
+        [plan, "--model", "me/tiny", "--machine", "v4-8", "--context", "1K"],
+        [plan, "--compare", "--model", "me/tiny", "--hardware", "v4", "--context", "1K"],
+    ],
+    ids=["prepare", "inspect", "plan", "compare"],
+)
+def test_commands_that_open_a_model_can_be_forbidden_downloads(
+    hub, monkeypatch, tmp_path, capsys, command
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # which is restored afterwards
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"model:\n  path: me/tiny\ndata:\n  path: {REPOSITORY / 'data/fixtures/conversations.json'}\n")
+    recipe.write_text(
+        f"model:\n  path: me/tiny\ndata:\n  path: {REPOSITORY / 'data/fixtures/conversations.json'}\n"
+    )
     module, *words = command
-    assert module.main([str(recipe) if word == "RECIPE" else word for word in words] + ["--no-download"]) != 0
+    assert (
+        module.main(
+            [str(recipe) if word == "RECIPE" else word for word in words] + ["--no-download"]
+        )
+        != 0
+    )
     assert "me/tiny: neither a folder nor in the local" in capsys.readouterr().err
     assert hub.requests == []
 
@@ -144,14 +201,21 @@ def test_processes_of_a_machine_download_once(hub):
 def test_downloads_can_be_forbidden(hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # which is restored afterwards
     data_hub.no_downloads()
-    with pytest.raises(ValueError, match=r"me/tiny: neither a folder nor in the local .* cache, and downloads are forbidden"):
+    with pytest.raises(
+        ValueError,
+        match=r"me/tiny: neither a folder nor in the local .* cache, and downloads are forbidden",
+    ):
         open_model("me/tiny")
     assert hub.requests == []
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("me/another", "me/another: neither a folder nor a model that http://127.0.0.1"),
-    ("me/tiny@v9", "me/tiny: has no revision v9")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("me/another", "me/another: neither a folder nor a model that http://127.0.0.1"),
+        ("me/tiny@v9", "me/tiny: has no revision v9"),
+    ],
+)
 def test_what_the_hub_does_not_have_is_named(hub, name, words):
     with pytest.raises(UserError, match=words):
         open_model(name)
@@ -166,6 +230,8 @@ def test_only_pickled_weights_are_refused_before_a_download(hub):
 
 def test_a_hub_that_does_not_answer_is_one_line(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"neither a folder nor in the local .* cache, and not downloaded from") as error:
+    with pytest.raises(
+        UserError, match=r"neither a folder nor in the local .* cache, and not downloaded from"
+    ) as error:
         open_model("me/tiny")
     assert "\n" not in str(error.value)

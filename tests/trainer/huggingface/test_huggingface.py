@@ -27,15 +27,39 @@ from trainer.huggingface.read import read_hf
 from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
 
-PRESETS = ["llama-1b", "llama-3b", "llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama-gqa", "llama-33h", "llama-16h",
-           "llama-8h", "llama-4h", "llama-2h", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b",
-           "smollm2-135m", "tiny"]
+PRESETS = [
+    "llama-1b",
+    "llama-3b",
+    "llama-7b",
+    "llama-13b",
+    "llama-30b",
+    "llama-65b",
+    "llama-gqa",
+    "llama-33h",
+    "llama-16h",
+    "llama-8h",
+    "llama-4h",
+    "llama-2h",
+    "llama-3.1-8b",
+    "llama-3.1-70b",
+    "llama-3.2-1b",
+    "llama-3.2-3b",
+    "smollm2-135m",
+    "tiny",
+]
 
 
 def make_model(folder: Path, dtype: torch.dtype, **fields) -> LlamaConfig:
     """A random LLaMA saved by transformers; every tensor, biases and norms too, is random."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
     shards = {"max_shard_size": fields.pop("max_shard_size", "5GB")}
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **fields}))
@@ -61,16 +85,26 @@ def shardings(config: LlamaConfig) -> dict[str, NamedSharding]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+    return {
+        k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("fields", [
-    {}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True},
-    {"num_key_value_heads": 1, "head_dim": 8},
-], ids=["untied", "tied", "bias", "mqa"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 1, "head_dim": 8},
+    ],
+    ids=["untied", "tied", "bias", "mqa"],
+)
 def test_import_then_export_gives_the_same_bytes(tmp_path, dtype, fields):
-    config = make_model(tmp_path / "in", dtype, bos_token_id=3, eos_token_id=5, pad_token_id=7, **fields)
+    config = make_model(
+        tmp_path / "in", dtype, bos_token_id=3, eos_token_id=5, pad_token_id=7, **fields
+    )
     params = read_hf(tmp_path / "in", config, shardings(config))
     copy_assets(tmp_path / "in", tmp_path / "assets")
     (tmp_path / "assets/generation_config.json").unlink()
@@ -96,12 +130,24 @@ def test_arrays_are_placed_and_oriented_as_the_table_says(tmp_path):
     for name, value in params.items():
         assert value.sharding == wanted[name]
         assert value.dtype == np.float32
-    q = np.stack([source[f"model.layers.{i}.self_attn.q_proj.weight"].numpy().T.reshape(32, 4, 16) for i in range(3)])
-    o = np.stack([source[f"model.layers.{i}.self_attn.o_proj.weight"].numpy().T.reshape(4, 16, 32) for i in range(3)])
+    q = np.stack(
+        [
+            source[f"model.layers.{i}.self_attn.q_proj.weight"].numpy().T.reshape(32, 4, 16)
+            for i in range(3)
+        ]
+    )
+    o = np.stack(
+        [
+            source[f"model.layers.{i}.self_attn.o_proj.weight"].numpy().T.reshape(4, 16, 32)
+            for i in range(3)
+        ]
+    )
     np.testing.assert_array_equal(params["layers.self_attn.q_proj.weight"], q)
     np.testing.assert_array_equal(params["layers.self_attn.o_proj.weight"], o)
     np.testing.assert_array_equal(params["lm_head.weight"], source["lm_head.weight"].numpy().T)
-    np.testing.assert_array_equal(params["embed_tokens.weight"], source["model.embed_tokens.weight"].numpy())
+    np.testing.assert_array_equal(
+        params["embed_tokens.weight"], source["model.embed_tokens.weight"].numpy()
+    )
 
 
 def test_sharded_index_is_read_and_written(tmp_path):
@@ -114,7 +160,9 @@ def test_sharded_index_is_read_and_written(tmp_path):
     sizes = []
     for file in sorted((tmp_path / "out").glob("*.safetensors")):
         held = [tensor.nbytes for tensor in load_file(file).values()]
-        assert sum(held) <= 8000 or len(held) == 1, "a file is larger than was asked for, though no tensor of it is"
+        assert sum(held) <= 8000 or len(held) == 1, (
+            "a file is larger than was asked for, though no tensor of it is"
+        )
         sizes.append(sum(held))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(sizes) and len(sizes) > 3
@@ -127,25 +175,44 @@ def test_the_index_says_which_shard_a_tensor_comes_from(tmp_path):
     config = make_model(tmp_path, torch.float32)
     weights = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
-    names, norm = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], "model.norm.weight"
-    save_file({**weights, norm: torch.full((32,), 1.0)}, tmp_path / names[0], metadata={"format": "pt"})
+    names, norm = (
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        "model.norm.weight",
+    )
+    save_file(
+        {**weights, norm: torch.full((32,), 1.0)}, tmp_path / names[0], metadata={"format": "pt"}
+    )
     head = "lm_head.weight"
-    save_file({head: weights[head], norm: torch.full((32,), 2.0)}, tmp_path / names[1], metadata={"format": "pt"})
+    save_file(
+        {head: weights[head], norm: torch.full((32,), 2.0)},
+        tmp_path / names[1],
+        metadata={"format": "pt"},
+    )
 
     def read(changes):
         index = {**dict.fromkeys(weights, names[0]), head: names[1], **changes}
         index = {name: file for name, file in index.items() if file}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-        return read_hf(tmp_path, config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))["norm.weight"]
+        return read_hf(tmp_path, config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))[
+            "norm.weight"
+        ]
 
     for number, file in enumerate(names, 1):
         assert (np.asarray(read({norm: file})) == number).all()
     first = "model.layers.0.input_layernorm.weight"
-    with pytest.raises(ValueError, match=rf"index\.json: tensor {first} is not in {names[1]}, .*; download the folder again"):
+    with pytest.raises(
+        ValueError,
+        match=rf"index\.json: tensor {first} is not in {names[1]}, .*; download the folder again",
+    ):
         read({first: names[1]})
-    with pytest.raises(ValueError, match=rf"tensor {norm} is in {names[0]} and {names[1]}, and .*index\.json does not say"):
+    with pytest.raises(
+        ValueError,
+        match=rf"tensor {norm} is in {names[0]} and {names[1]}, and .*index\.json does not say",
+    ):
         read({norm: None})
-    with pytest.raises(ValueError, match=r"model-00003-of-00002\.safetensors: missing, but .*index\.json names it"):
+    with pytest.raises(
+        ValueError, match=r"model-00003-of-00002\.safetensors: missing, but .*index\.json names it"
+    ):
         read({norm: "model-00003-of-00002.safetensors"})
 
 
@@ -163,8 +230,13 @@ def shape_of(preset: str, most: float) -> LlamaConfig:
     if sum(math.prod(entry.shape) for entry in hf_layout(config)) < most:
         return config
     head_dim = config.head_dim // 32 * 2
-    return dataclasses.replace(config, head_dim=head_dim, hidden_size=config.num_attention_heads * head_dim,
-                               intermediate_size=config.intermediate_size // 16, vocab_size=config.vocab_size // 16)
+    return dataclasses.replace(
+        config,
+        head_dim=head_dim,
+        hidden_size=config.num_attention_heads * head_dim,
+        intermediate_size=config.intermediate_size // 16,
+        vocab_size=config.vocab_size // 16,
+    )
 
 
 def in_shards(folder: Path, config: LlamaConfig, shards: int) -> None:
@@ -175,11 +247,21 @@ def in_shards(folder: Path, config: LlamaConfig, shards: int) -> None:
     model.config.architectures = ["LlamaForCausalLM"]
     model.config.dtype = torch.bfloat16
     model.config.save_pretrained(folder)
-    shapes = {name: p.shape for name, p in model.state_dict().items()
-              if name != "lm_head.weight" or not config.tie_word_embeddings}
-    files = {name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(shapes)}
+    shapes = {
+        name: p.shape
+        for name, p in model.state_dict().items()
+        if name != "lm_head.weight" or not config.tie_word_embeddings
+    }
+    files = {
+        name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors"
+        for i, name in enumerate(shapes)
+    }
     for file in set(files.values()):
-        part = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items() if files[name] == file}
+        part = {
+            name: torch.randn(shape, dtype=torch.bfloat16)
+            for name, shape in shapes.items()
+            if files[name] == file
+        }
         save_file(part, folder / file, metadata={"format": "pt"})
     total = sum(2 * shape.numel() for shape in shapes.values())
     index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -187,8 +269,11 @@ def in_shards(folder: Path, config: LlamaConfig, shards: int) -> None:
 
 
 # In `make soak` every one at its own widths; the widest, llama-3.1-70b, takes 6 GB on disk, twice, and some more in memory.
-WIDE = [pytest.param(name, math.inf, marks=pytest.mark.slow) for name in PRESETS
-        if shape_of(name, 1e8) != shape_of(name, math.inf)]
+WIDE = [
+    pytest.param(name, math.inf, marks=pytest.mark.slow)
+    for name in PRESETS
+    if shape_of(name, 1e8) != shape_of(name, math.inf)
+]
 
 
 @pytest.mark.parametrize(("preset", "most"), [*((name, 1e8) for name in PRESETS), *WIDE])
@@ -199,17 +284,29 @@ def test_every_presets_shape_from_shards_to_shards_gives_the_same_bytes(tmp_path
     # The widest as one copy in two bytes a weight: several devices' parts would be put together once more on the host.
     wide = sum(math.prod(entry.shape) for entry in hf_layout(config)) > 5e8
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if wide else shardings(config)
-    params = read_hf(tmp_path / "in", config, where, dtype=ml_dtypes.bfloat16 if wide else np.float32)
+    params = read_hf(
+        tmp_path / "in", config, where, dtype=ml_dtypes.bfloat16 if wide else np.float32
+    )
     copy_assets(tmp_path / "in", tmp_path / "assets")
     before = json.loads((tmp_path / "in/model.safetensors.index.json").read_text())
-    write_hf(params, config, tmp_path / "assets", tmp_path / "out", max_shard_bytes=before["metadata"]["total_size"] // 2)
+    write_hf(
+        params,
+        config,
+        tmp_path / "assets",
+        tmp_path / "out",
+        max_shard_bytes=before["metadata"]["total_size"] // 2,
+    )
     after = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert before["weight_map"].keys() == after["weight_map"].keys()
     assert before["metadata"]["total_size"] == after["metadata"]["total_size"]
     for name in before["weight_map"]:
-        was, now = (stored(tmp_path / where, index["weight_map"][name], name) for where, index in
-                    (("in", before), ("out", after)))
-        assert was.dtype == now.dtype and torch.equal(was.view(torch.uint8), now.view(torch.uint8)), name
+        was, now = (
+            stored(tmp_path / where, index["weight_map"][name], name)
+            for where, index in (("in", before), ("out", after))
+        )
+        assert was.dtype == now.dtype and torch.equal(
+            was.view(torch.uint8), now.view(torch.uint8)
+        ), name
     assert LlamaConfig.from_hf(tmp_path / "out") == config
 
 
@@ -250,14 +347,18 @@ def test_export_holds_one_layer_at_a_time(tmp_path):
     for name, value in watched.items():
         assert value.taken == ([0, 1, 2] if name.startswith("layers.") else ["whole"]), name
     before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
 
 
 def test_mixed_dtypes_and_special_values_survive(tmp_path):
     config = make_model(tmp_path / "in", torch.bfloat16)
     before = tensors(tmp_path / "in")
     before["model.norm.weight"] = before["model.norm.weight"].float() + 1e-3
-    before["lm_head.weight"][0, :4] = torch.tensor([1e-40, -0.0, float("inf"), 9.2e-41])  # denormal in bfloat16
+    before["lm_head.weight"][0, :4] = torch.tensor(
+        [1e-40, -0.0, float("inf"), 9.2e-41]
+    )  # denormal in bfloat16
     save_file(before, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
     params = read_hf(tmp_path / "in", config, shardings(config))
     copy_assets(tmp_path / "in", tmp_path / "assets")
@@ -294,13 +395,25 @@ def test_what_does_not_fit_is_named(tmp_path):
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "model.norm.weight is missing" in message(lambda f: _replace(f, model__norm__weight=None))
-    wrong = message(lambda f: _replace(f, model__layers__1__mlp__up_proj__weight=torch.zeros(32, 48)))
-    assert "model.layers.1.mlp.up_proj.weight" in wrong and "[32, 48]" in wrong and "[48, 32]" in wrong
+    assert "model.norm.weight is missing" in message(
+        lambda f: _replace(f, model__norm__weight=None)
+    )
+    wrong = message(
+        lambda f: _replace(f, model__layers__1__mlp__up_proj__weight=torch.zeros(32, 48))
+    )
+    assert (
+        "model.layers.1.mlp.up_proj.weight" in wrong and "[32, 48]" in wrong and "[48, 32]" in wrong
+    )
     bias = message(lambda f: _replace(f, model__layers__0__self_attn__q_proj__bias=torch.zeros(64)))
     assert "q_proj.bias does not belong" in bias
-    assert "I64" in message(lambda f: _replace(f, model__norm__weight=torch.zeros(32, dtype=torch.int64)))
-    cut = message(lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]))
+    assert "I64" in message(
+        lambda f: _replace(f, model__norm__weight=torch.zeros(32, dtype=torch.int64))
+    )
+    cut = message(
+        lambda f: (f / "model.safetensors").write_bytes(
+            (f / "model.safetensors").read_bytes()[:5000]
+        )
+    )
     assert "not a whole safetensors file" in cut
     pickled = message(lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"))
     assert "pickled" in pickled and "convert" in pickled
@@ -310,6 +423,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     def only_index(f):
         (f / "model.safetensors").unlink()
         (f / "model.safetensors.index.json").write_text(index)
+
     assert "model-00001-of-00002.safetensors: missing" in message(only_index)
 
 
@@ -320,7 +434,12 @@ def test_write_refuses_what_it_would_spoil(tmp_path):
     with pytest.raises(UserError, match="not an empty folder"):
         write_hf(params, config, tmp_path / "assets", tmp_path / "in")
     with pytest.raises(ValueError, match=r"norm\.weight is missing"):
-        write_hf({k: v for k, v in params.items() if k != "norm.weight"}, config, tmp_path / "assets", tmp_path / "out")
+        write_hf(
+            {k: v for k, v in params.items() if k != "norm.weight"},
+            config,
+            tmp_path / "assets",
+            tmp_path / "out",
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -344,6 +463,12 @@ def test_commands(tmp_path, repository):
     assert run("scripts.import_hf", tmp_path / "in", tmp_path / "checkpoint").returncode == 0
     assert run("scripts.export_hf", tmp_path / "checkpoint", tmp_path / "out").returncode == 0
     before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     failed = run("scripts.export_hf", tmp_path / "in", tmp_path / "out2")
-    assert failed.returncode == 2 and failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1
+    assert (
+        failed.returncode == 2
+        and failed.stderr.startswith("error: ")
+        and failed.stderr.count("\n") == 1
+    )

@@ -1,4 +1,5 @@
 """Adapters beside peft's own: losses, logits and files."""
+
 import dataclasses
 import itertools
 import json
@@ -27,9 +28,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 ADAPTER = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
-KINDS = {"lora": ADAPTER, "rslora": dataclasses.replace(ADAPTER, use_rslora=True),
-         "dora": dataclasses.replace(ADAPTER, use_dora=True, targets=("all-linear",)),
-         "norms": dataclasses.replace(ADAPTER, targets=("all-linear",), train=("norm",))}
+KINDS = {
+    "lora": ADAPTER,
+    "rslora": dataclasses.replace(ADAPTER, use_rslora=True),
+    "dora": dataclasses.replace(ADAPTER, use_dora=True, targets=("all-linear",)),
+    "norms": dataclasses.replace(ADAPTER, targets=("all-linear",), train=("norm",)),
+}
 LENGTH = 32
 
 
@@ -40,12 +44,25 @@ def adapter(request, hf_model, tmp_path_factory):
     base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     torch.manual_seed(0)
     targets = "all-linear" if "all-linear" in config.targets else list(config.targets)
-    model = peft.get_peft_model(base, peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=targets, use_rslora=config.use_rslora, use_dora=config.use_dora,
-        modules_to_save=list(config.train) or None, task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        base,
+        peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            target_modules=targets,
+            use_rslora=config.use_rslora,
+            use_dora=config.use_dora,
+            modules_to_save=list(config.train) or None,
+            task_type="CAUSAL_LM",
+        ),
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name or "magnitude" in name or (parameter.requires_grad and "norm" in name):
+            if (
+                "lora_B" in name
+                or "magnitude" in name
+                or (parameter.requires_grad and "norm" in name)
+            ):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
@@ -57,8 +74,14 @@ def batch_of(tokens):
     index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     weights = np.ones(tokens.shape, np.float32)
     weights[:, -1] = 0
-    return {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "index": index, "positions": index,
-            "segment_ids": np.ones(tokens.shape, np.int32), "loss_weights": weights}
+    return {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, 1),
+        "index": index,
+        "positions": index,
+        "segment_ids": np.ones(tokens.shape, np.int32),
+        "loss_weights": weights,
+    }
 
 
 def tokens_of(rows, seed):
@@ -69,7 +92,10 @@ def test_logits_are_those_of_peft(adapter, hf_model):
     """Within 1e-4, through our reader; and the configuration that is read is the one that was written."""
     config, folder, model = adapter
     source = open_adapter(str(folder), str(hf_model))
-    assert source.adapter.config.scale == config.scale and source.adapter.config.projections == config.projections
+    assert (
+        source.adapter.config.scale == config.scale
+        and source.adapter.config.projections == config.projections
+    )
     reader = llama(dataclasses.replace(source.config, adapter=source.adapter.config))
     tokens = tokens_of(2, 0)
     logits = jax.jit(reader.logits)(source.read(reader), batch_of(tokens))
@@ -83,7 +109,9 @@ def test_the_file_goes_through_peft_and_back_byte_for_byte(adapter, hf_model, tm
     """peft's file read and written by us; then loaded and written by peft."""
     _, folder, _ = adapter
     source = open_adapter(str(folder), str(hf_model))
-    model = llama(dataclasses.replace(source.config, adapter=source.adapter.config), {"fsdp": 2, "tensor": 2})
+    model = llama(
+        dataclasses.replace(source.config, adapter=source.adapter.config), {"fsdp": 2, "tensor": 2}
+    )
     params = source.read(model)
     ours.write_adapter(params, model.config, str(hf_model), tmp_path / "ours")
     written = (tmp_path / "ours" / ours.WEIGHTS).read_bytes()
@@ -100,13 +128,19 @@ def test_merged_weights_compute_the_same(adapter, hf_model, tmp_path):
     model = llama(dataclasses.replace(source.config, adapter=source.adapter.config))
     params = source.read(model)
     base = open_model(str(hf_model)).read(llama(source.config))
-    whole = merged(base, {name: params[name] for name in params if not model.parameters[name].frozen}, model.config)
+    whole = merged(
+        base,
+        {name: params[name] for name in params if not model.parameters[name].frozen},
+        model.config,
+    )
     write_hf(whole, source.config, hf_model, tmp_path / "merged")
     read_again = open_model(str(tmp_path / "merged"))
     batch = batch_of(tokens_of(2, 1))
     plain = llama(source.config)
-    beside, of_base, of_merged = (float(jax.jit(mean_loss(m))(p, batch)[0])
-                                  for m, p in ((model, params), (plain, base), (plain, read_again.read(plain))))
+    beside, of_base, of_merged = (
+        float(jax.jit(mean_loss(m))(p, batch)[0])
+        for m, p in ((model, params), (plain, base), (plain, read_again.read(plain)))
+    )
     assert abs(beside - of_merged) <= 1e-5
     assert abs(beside - of_base) > 1e-2, "the adapter does something"
 
@@ -120,7 +154,13 @@ def losses_of_torch(hf_model, folder, optimizer, steps, noise=0.0, seed=0):
     with torch.no_grad():
         for parameter in trained:
             parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=generator))
-    adamw = torch.optim.AdamW(trained, lr=optimizer.learning_rate, betas=(0.9, 0.999), eps=optimizer.epsilon, weight_decay=0.0)
+    adamw = torch.optim.AdamW(
+        trained,
+        lr=optimizer.learning_rate,
+        betas=(0.9, 0.999),
+        eps=optimizer.epsilon,
+        weight_decay=0.0,
+    )
     losses = []
     for number in range(steps):
         ids = torch.tensor(tokens_of(2, number % 3), dtype=torch.long)
@@ -143,9 +183,17 @@ def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps
     config, folder, _ = adapter
     source = open_adapter(str(folder), str(hf_model))
     model = llama(dataclasses.replace(source.config, adapter=source.adapter.config))
-    optimizer = OptimizerConfig(learning_rate=2e-3, schedule="constant", warmup_steps=0, clip_norm=0.0, beta2=0.999,
-                                weight_decay=0.0)
-    builder = StepBuilder(model, model.loss, text_batch(2, LENGTH, model.mesh), optimizer, TrainConfig(steps=steps))
+    optimizer = OptimizerConfig(
+        learning_rate=2e-3,
+        schedule="constant",
+        warmup_steps=0,
+        clip_norm=0.0,
+        beta2=0.999,
+        weight_decay=0.0,
+    )
+    builder = StepBuilder(
+        model, model.loss, text_batch(2, LENGTH, model.mesh), optimizer, TrainConfig(steps=steps)
+    )
     params = source.read(model)
     trained = {name: params[name] for name in builder.trainable}
     frozen = {name: x for name, x in params.items() if name not in trained}
@@ -157,7 +205,10 @@ def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps
         losses.append(float(metrics.loss))
     theirs, allowed = losses_of_torch(hf_model, folder, optimizer, steps), 1e-3
     if steps == 50 and config != KINDS["lora"]:
-        others = [losses_of_torch(hf_model, folder, optimizer, steps, noise=1e-7, seed=seed) for seed in range(4)]
+        others = [
+            losses_of_torch(hf_model, folder, optimizer, steps, noise=1e-7, seed=seed)
+            for seed in range(4)
+        ]
         allowed = 2 * np.abs(np.array(others) - theirs).max()
     assert losses[3] < losses[0], losses  # the same rows
     assert np.abs(losses - theirs).max() <= allowed, (losses, theirs)
@@ -179,8 +230,17 @@ def test_dropout_enters_as_in_peft(hf_model, tmp_path, use_dora):
     """The loss in training, within 1e-5, where peft's dropout has our masks; the rate is read from peft's file."""
     base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     torch.manual_seed(0)
-    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear", lora_dropout=0.25,
-                                                       use_dora=use_dora, task_type="CAUSAL_LM"))
+    theirs = peft.get_peft_model(
+        base,
+        peft.LoraConfig(
+            r=4,
+            lora_alpha=8.0,
+            target_modules="all-linear",
+            lora_dropout=0.25,
+            use_dora=use_dora,
+            task_type="CAUSAL_LM",
+        ),
+    )
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if "lora_B" in name:
@@ -196,22 +256,31 @@ def test_dropout_enters_as_in_peft(hf_model, tmp_path, use_dora):
     for layer, (number, name) in itertools.product(range(2), enumerate(PROJECTIONS)):
         path = f"base_model.model.model.layers.{layer}.{'self_attn' if name in ATTENTION else 'mlp'}.{name}"
         module = theirs.get_submodule(path)
-        module.lora_dropout["default"] = FixedDropout(0.25, mask(0.25, 1, 2, 2, LENGTH, layer, number, module.in_features))
+        module.lora_dropout["default"] = FixedDropout(
+            0.25, mask(0.25, 1, 2, 2, LENGTH, layer, number, module.in_features)
+        )
     ids = torch.tensor(tokens, dtype=torch.long)
     with torch.no_grad():
-        expected, without = (float(model(ids, labels=ids).loss) for training in (True, False)
-                             for model in [theirs.train(training)])
+        expected, without = (
+            float(model(ids, labels=ids).loss)
+            for training in (True, False)
+            for model in [theirs.train(training)]
+        )
     assert abs(loss - expected) <= 1e-5 * expected and abs(without - expected) > 1e-3
 
 
-@pytest.mark.parametrize(("change", "facts"), [
-    ({"lora_dropout": 1}, ["adapter.dropout: found 1.0", "less than 1"]),
-    ({"lora_dropout": "high"}, ["lora_dropout", "'high'"]),
-    ({"r": 8}, ["has shape [4, 32]", "needs [8, 32]", "another base, or has another rank"]),
-    ({"peft_type": "IA3"}, ["peft_type", "'IA3'", "'LORA'"]),
-    ({"bias": "all"}, ["bias", "'all'", "'none'"]),
-    ({"target_modules": ["q_proj", "c_attn"]}, ["adapter.targets", "'c_attn'", "q_proj"]),
-], ids=str)
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        ({"lora_dropout": 1}, ["adapter.dropout: found 1.0", "less than 1"]),
+        ({"lora_dropout": "high"}, ["lora_dropout", "'high'"]),
+        ({"r": 8}, ["has shape [4, 32]", "needs [8, 32]", "another base, or has another rank"]),
+        ({"peft_type": "IA3"}, ["peft_type", "'IA3'", "'LORA'"]),
+        ({"bias": "all"}, ["bias", "'all'", "'none'"]),
+        ({"target_modules": ["q_proj", "c_attn"]}, ["adapter.targets", "'c_attn'", "q_proj"]),
+    ],
+    ids=str,
+)
 def test_adapters_that_are_not_read_are_named(adapter, hf_model, tmp_path, change, facts):
     """One line with the file, the field, and what would work."""
     _, folder, _ = adapter
@@ -222,14 +291,22 @@ def test_adapters_that_are_not_read_are_named(adapter, hf_model, tmp_path, chang
         source = open_adapter(str(tmp_path), str(hf_model))
         source.read(llama(dataclasses.replace(source.config, adapter=source.adapter.config)))
     message = str(error.value)
-    assert all(fact in message for fact in facts) and str(tmp_path) in message and "\n" not in message, message
+    assert (
+        all(fact in message for fact in facts) and str(tmp_path) in message and "\n" not in message
+    ), message
 
 
 def saved_by_peft(base, folder, modules, ensure):
     model = peft.get_peft_model(
         transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-        peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=modules, ensure_weight_tying=ensure,
-                        task_type="CAUSAL_LM"))
+        peft.LoraConfig(
+            r=2,
+            target_modules=["q_proj"],
+            modules_to_save=modules,
+            ensure_weight_tying=ensure,
+            task_type="CAUSAL_LM",
+        ),
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and ("lora_B" in name or "embed" in name):
@@ -239,22 +316,33 @@ def saved_by_peft(base, folder, modules, ensure):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_that_unties_its_base_is_refused_and_one_that_does_not_is_read(hf_model, tmp_path):
+def test_an_adapter_that_unties_its_base_is_refused_and_one_that_does_not_is_read(
+    hf_model, tmp_path
+):
     base = tied_copy(hf_model, tmp_path / "tied")
     for number, modules in enumerate((["embed_tokens", "lm_head"], ["lm_head"], ["embed_tokens"])):
         saved_by_peft(base, tmp_path / f"{number}", modules, ensure=False)
-        with pytest.raises(ValueError, match=r"modules_to_save: found '(lm_head|embed_tokens)', and the base's head"):
+        with pytest.raises(
+            ValueError,
+            match=r"modules_to_save: found '(lm_head|embed_tokens)', and the base's head",
+        ):
             open_adapter(str(tmp_path / f"{number}"))
     model = saved_by_peft(base, tmp_path / "ensured", ["embed_tokens"], ensure=True)
     source = open_adapter(str(tmp_path / "ensured"))
     reader, tokens = llama(source.config.with_adapter(source.adapter.config)), tokens_of(1, 0)
     params = source.read(reader)
     expected = model(torch.from_numpy(tokens).long()).logits.detach().numpy()
-    np.testing.assert_allclose(jax.jit(reader.logits)(params, batch_of(tokens)), expected, atol=2e-4)
+    np.testing.assert_allclose(
+        jax.jit(reader.logits)(params, batch_of(tokens)), expected, atol=2e-4
+    )
     ours.write_adapter(params, reader.config, str(base), tmp_path / "ours")
     loaded = peft.PeftModel.from_pretrained(
-        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "ours")
-    np.testing.assert_allclose(loaded(torch.from_numpy(tokens).long()).logits.detach().numpy(), expected, atol=2e-4)
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        tmp_path / "ours",
+    )
+    np.testing.assert_allclose(
+        loaded(torch.from_numpy(tokens).long()).logits.detach().numpy(), expected, atol=2e-4
+    )
 
 
 def tied_copy(folder, copy):

@@ -1,4 +1,5 @@
 """Folders in bitsandbytes' NF4: written by scripts.quantize_hf, opened by transformers and bitsandbytes, read back."""
+
 import contextlib
 import dataclasses
 import json
@@ -20,11 +21,22 @@ from trainer.huggingface.read import StoredCodes
 from trainer.huggingface.write import write_hf
 from trainer.model_source import open_model
 
-SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 # One with a head of its own, one with a tied head and biases, one with fused projections.
-MODELS = {"llama": (transformers.LlamaConfig, {}), "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
-          "phi3": (transformers.Phi3Config, {})}
+MODELS = {
+    "llama": (transformers.LlamaConfig, {}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "phi3": (transformers.Phi3Config, {}),
+}
 
 
 def save_model(folder, kind, repository, dtype=torch.bfloat16, **fields):
@@ -54,7 +66,11 @@ def test_bitsandbytes_opens_the_folder(folders):
     every other tensor is the source's."""
     plain, quantized = folders
     model = transformers.AutoModelForCausalLM.from_pretrained(quantized)
-    theirs = {name.removesuffix(".weight"): module for name, module in model.named_modules() if hasattr(module, "weight")}
+    theirs = {
+        name.removesuffix(".weight"): module
+        for name, module in model.named_modules()
+        if hasattr(module, "weight")
+    }
     numbers = transformers.AutoModelForCausalLM.from_pretrained(plain).state_dict()
     projections = 0
     for name, module in theirs.items():
@@ -66,7 +82,9 @@ def test_bitsandbytes_opens_the_folder(folders):
             assert torch.equal(opened, torch.tensor(expected).to(source.dtype)), name
         else:
             assert torch.equal(weight, source), name
-    assert projections == 2 * len({name.rpartition(".")[2] for name in theirs if "_proj" in name}) >= 8
+    assert (
+        projections == 2 * len({name.rpartition(".")[2] for name in theirs if "_proj" in name}) >= 8
+    )
     with torch.no_grad():
         logits = model(torch.arange(1, 33)[None]).logits
     assert torch.isfinite(logits).all()
@@ -75,9 +93,13 @@ def test_bitsandbytes_opens_the_folder(folders):
 def test_bitsandbytes_opens_a_matrix():
     """To the bit, by its own reader of stored tensors, of a matrix whose sizes are no powers of 2."""
     codes = quantize_nf4(np.random.RandomState(0).standard_normal((96, 320)))
-    tensors = {name: torch.tensor(np.array(x)) for name, x in write_nf4("w", codes, "float32").items()}
+    tensors = {
+        name: torch.tensor(np.array(x)) for name, x in write_nf4("w", codes, "float32").items()
+    }
     stored = tensors.pop("w")
-    state = QuantState.from_dict({name.removeprefix("w."): x for name, x in tensors.items()}, torch.device("cpu"))
+    state = QuantState.from_dict(
+        {name.removeprefix("w."): x for name, x in tensors.items()}, torch.device("cpu")
+    )
     assert np.array_equal(dequantize_4bit(stored, state).numpy(), dequantize_nf4(codes))
 
 
@@ -86,13 +108,19 @@ def test_codes_are_read_as_they_are_stored(folders):
     plain, quantized = folders
     source = open_model(str(quantized))
     with contextlib.ExitStack() as stack:
-        assert sum(isinstance(parameter, StoredCodes) for parameter in source.stored(stack).values()) == 7
+        assert (
+            sum(isinstance(parameter, StoredCodes) for parameter in source.stored(stack).values())
+            == 7
+        )
     model = llama(dataclasses.replace(source.config, adapter=AdapterConfig(rank=1, quantize="nf4")))
     params = source.read(model)
     assert len(model.quantized_names) == 7
     tokens = np.random.default_rng(0).integers(0, 128, (1, 32), np.int32)
-    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens),
-             **dict.fromkeys(("index", "positions"), np.arange(32, dtype=np.int32)[None])}
+    batch = {
+        "tokens": tokens,
+        "segment_ids": np.ones_like(tokens),
+        **dict.fromkeys(("index", "positions"), np.arange(32, dtype=np.int32)[None]),
+    }
     logits = np.asarray(jax.jit(model.logits)(params, batch))
 
     judge = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
@@ -110,18 +138,29 @@ def test_a_checkpoint_gives_the_bytes_of_the_folder_that_it_was_imported_from(tm
     assert import_hf.main([str(tmp_path / "hf"), str(tmp_path / "checkpoint")]) == 0
     for source in ("hf", "checkpoint"):
         assert quantize_hf.main([str(tmp_path / source), str(tmp_path / f"{source}_nf4")]) == 0
-    first, second = ((tmp_path / f"{source}_nf4" / "model.safetensors").read_bytes() for source in ("hf", "checkpoint"))
+    first, second = (
+        (tmp_path / f"{source}_nf4" / "model.safetensors").read_bytes()
+        for source in ("hf", "checkpoint")
+    )
     assert first == second
     source = open_model(str(tmp_path / "hf"))
     with contextlib.ExitStack() as stack:
-        write_hf(source.stored(stack), source.config, tmp_path / "checkpoint/assets", tmp_path / "parts", nf4=True,
-                 max_shard_bytes=60_000)
+        write_hf(
+            source.stored(stack),
+            source.config,
+            tmp_path / "checkpoint/assets",
+            tmp_path / "parts",
+            nf4=True,
+            max_shard_bytes=60_000,
+        )
     parts = sorted((tmp_path / "parts").glob("*.safetensors"))
     tensors = {name: x for path in parts for name, x in load_file(path).items()}
     whole = load_file(tmp_path / "hf_nf4" / "model.safetensors")
     assert len(parts) > 2 and tensors.keys() == whole.keys()
     assert all(np.array_equal(x, whole[name]) for name, x in tensors.items())
-    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    index = json.loads(
+        (tmp_path / "parts" / "model.safetensors.index.json").read_text(encoding="utf-8")
+    )
     assert index["weight_map"].keys() == whole.keys()
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in whole.values())
 
@@ -131,7 +170,9 @@ def test_the_layout_is_known_before_the_numbers(shape):
     """Dtypes, shapes and order; each tensor begins at a multiple of its item's size."""
     codes = quantize_nf4(np.random.default_rng(0).standard_normal(shape))
     written = write_nf4("w", codes, "bfloat16")
-    assert [(name, (x.dtype.name, x.shape)) for name, x in written.items()] == list(nf4_layout("w", shape).items())
+    assert [(name, (x.dtype.name, x.shape)) for name, x in written.items()] == list(
+        nf4_layout("w", shape).items()
+    )
     starts = np.cumsum([0, *(x.nbytes for x in written.values())])
     assert starts[-1] % 8 == 0
     assert all(start % x.itemsize == 0 for start, x in zip(starts, written.values(), strict=False))
@@ -143,8 +184,11 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path, repository, capfd):
     narrow = save_model(tmp_path / "narrow", "llama", repository, intermediate_size=96)
     uneven = save_model(tmp_path / "uneven", "phi3", repository, num_key_value_heads=1)
     assert quantize_hf.main([str(uneven), str(tmp_path / "uneven_nf4")]) == 0
-    for model, fact in ((tmp_path / "nf4", "in NF4 already"), (narrow, "intermediate_size is 96"),
-                        (tmp_path / "absent", "absent")):
+    for model, fact in (
+        (tmp_path / "nf4", "in NF4 already"),
+        (narrow, "intermediate_size is 96"),
+        (tmp_path / "absent", "absent"),
+    ):
         capfd.readouterr()
         assert quantize_hf.main([str(model), str(tmp_path / "out")]) == 2
         error = capfd.readouterr().err

@@ -1,4 +1,5 @@
 """One small run of two sources sent to W&B (a stand-in that keeps what it is told), stopped and continued; and one profiled."""
+
 import json
 import subprocess
 import sys
@@ -41,10 +42,28 @@ def watched_run(tmp_path_factory, small_recipe):
     for name, part in (("chats", records[:60]), ("more", records[60:])):
         (folder / f"{name}.json").write_text(json.dumps(part))
     sources = [{"path": str(folder / "chats.json")}, {"path": str(folder / "more.json")}]
-    flags = ["--config", str(small_recipe), "--run_dir", str(folder / "run"), "--data.sources", json.dumps(sources),
-             "--data.prepared", str(folder / "prepared"), "--train.steps", "3", "--logging.wandb", "project",
-             "--logging.console", "false", "--samples.prompts", json.dumps(PROMPTS), "--samples.every", "2",
-             "--samples.new_tokens", "3"]
+    flags = [
+        "--config",
+        str(small_recipe),
+        "--run_dir",
+        str(folder / "run"),
+        "--data.sources",
+        json.dumps(sources),
+        "--data.prepared",
+        str(folder / "prepared"),
+        "--train.steps",
+        "3",
+        "--logging.wandb",
+        "project",
+        "--logging.console",
+        "false",
+        "--samples.prompts",
+        json.dumps(PROMPTS),
+        "--samples.every",
+        "2",
+        "--samples.new_tokens",
+        "3",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", wandb)
         assert train.main(flags) == 0 and train.main(flags) == 0
@@ -54,26 +73,51 @@ def watched_run(tmp_path_factory, small_recipe):
 @pytest.mark.slow
 def test_the_profile_holds_the_chosen_steps(tmp_path, small_recipe):
     """In a process of its own: where the TPU's compiler has been loaded without a TPU, its profiler does not start."""
-    command = [sys.executable, "train.py", "--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), "--train.steps",
-               "3", "--logging.profile_steps", "[2,3]", "--data.prepared", str(tmp_path / "prepared")]
+    command = [
+        sys.executable,
+        "train.py",
+        "--config",
+        str(small_recipe),
+        "--run_dir",
+        str(tmp_path / "run"),
+        "--train.steps",
+        "3",
+        "--logging.profile_steps",
+        "[2,3]",
+        "--data.prepared",
+        str(tmp_path / "prepared"),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     [file] = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
-    events = [event for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines
-              for event in line.events if event.name == "train"]
+    events = [
+        event
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+    ]
     assert {dict(event.stats)["step_num"] for event in events} == {2, 3}
 
 
 def test_every_source_is_logged_and_they_make_up_the_loss(watched_run):
     folder, _ = watched_run
-    rows, held_out = small_run.rows(folder / "metrics.jsonl"), small_run.rows(folder / "held_out.jsonl")
+    rows, held_out = (
+        small_run.rows(folder / "metrics.jsonl"),
+        small_run.rows(folder / "held_out.jsonl"),
+    )
     for row in rows:
         parts = [row[f"loss_by_source/{name}"] for name in ("chats", "more")]
         assert min(parts) <= row["loss_nats_per_target"] <= max(parts) and parts[0] != parts[1]
-        assert all(row[name] > 0 for name in ("compile_seconds", "step_seconds", "peak_host_gib", "target_tokens"))
+        assert all(
+            row[name] > 0
+            for name in ("compile_seconds", "step_seconds", "peak_host_gib", "target_tokens")
+        )
         assert row["data_wait_seconds"] >= 0 and {"mfu", "peak_device_gib"} <= row.keys()
     assert len(rows) == 3 and rows[0].keys() == rows[2].keys()
     for row in held_out:  # all of it is from one file, the third
-        assert row["held_out_loss_by_source/conversations_held_out"] == pytest.approx(row["held_out_loss_nats_per_target"])
+        assert row["held_out_loss_by_source/conversations_held_out"] == pytest.approx(
+            row["held_out_loss_nats_per_target"]
+        )
         assert "held_out_loss_by_source/chats" not in row
 
 
@@ -81,7 +125,10 @@ def test_the_prompts_are_answered_every_so_many_steps(watched_run):
     """Before the first step, every two, and after the last; one answer to each prompt, which training changes."""
     rows = small_run.rows(watched_run[0] / "samples.jsonl")
     assert [row["step"] for row in rows] == [0, 2, 3]
-    assert all(list(row) == ["step", *PROMPTS] and all(isinstance(row[prompt], str) for prompt in PROMPTS) for row in rows)
+    assert all(
+        list(row) == ["step", *PROMPTS] and all(isinstance(row[prompt], str) for prompt in PROMPTS)
+        for row in rows
+    )
 
 
 def test_wandb_is_told_what_the_files_hold(watched_run, monkeypatch):
@@ -90,20 +137,40 @@ def test_wandb_is_told_what_the_files_hold(watched_run, monkeypatch):
     again = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", again)
     WeightsAndBiases(folder, "project", "name", {})
-    assert first.told["id"] == again.runs[0].told["id"] and again.runs[0].told["resume"] == "allow", "one run there, too"
+    assert (
+        first.told["id"] == again.runs[0].told["id"] and again.runs[0].told["resume"] == "allow"
+    ), "one run there, too"
     assert first.told["project"] == "project" and first.told["config"]["train"]["steps"] == 3
     assert first.told["dir"] == str(folder) and first.metrics == [("*", "step")]
     assert first.finished
     for kind, file in (("train", "metrics"), ("held_out", "held_out"), ("samples", "samples")):
         sent = [row for row in first.rows if any(name.startswith(f"{kind}/") for name in row)]
-        expected = [{name if name == "step" else f"{kind}/{name}": x for name, x in row.items() if x is not None}
-                    for row in small_run.rows(folder / f"{file}.jsonl")]
+        expected = [
+            {
+                name if name == "step" else f"{kind}/{name}": x
+                for name, x in row.items()
+                if x is not None
+            }
+            for row in small_run.rows(folder / f"{file}.jsonl")
+        ]
         assert sent == expected and len(sent) == {"train": 3, "held_out": 2, "samples": 3}[kind]
 
 
 def test_wandb_missing_or_without_a_login_is_one_line(tmp_path, small_recipe, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert train.main(["--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), "--logging.wandb", "p"]) == 2
+    assert (
+        train.main(
+            [
+                "--config",
+                str(small_recipe),
+                "--run_dir",
+                str(tmp_path / "run"),
+                "--logging.wandb",
+                "p",
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().err.strip()
     assert "logging.wandb" in said and "pip install wandb" in said and "\n" not in said
     assert not (tmp_path / "run").exists()
@@ -114,5 +181,7 @@ def test_wandb_missing_or_without_a_login_is_one_line(tmp_path, small_recipe, mo
 
     broken.init = refuse
     monkeypatch.setitem(sys.modules, "wandb", broken)
-    with pytest.raises(UserError, match=r"^logging\.wandb: api_key not configured \(no-tty\); WANDB_MODE=offline"):
+    with pytest.raises(
+        UserError, match=r"^logging\.wandb: api_key not configured \(no-tty\); WANDB_MODE=offline"
+    ):
         WeightsAndBiases(tmp_path, "p", "n", {})

@@ -59,7 +59,11 @@ def run_meter(devices, clock):
         clock.tick(5)
     clock.tick(2)
     meter.count(*batch)
-    values = {"loss_nats_per_target": np.float32(1.5), "target_tokens": np.int32(4), "grad_norm": 2.0}
+    values = {
+        "loss_nats_per_target": np.float32(1.5),
+        "target_tokens": np.int32(4),
+        "grad_norm": 2.0,
+    }
     row = meter.read(2, **values, learning_rate=0.1)
     return meter, row, flops_per_step(config, 12, 42)
 
@@ -68,10 +72,19 @@ def test_meter_counts_only_steps():
     meter, row, flops = run_meter([Chip(), Chip()], Clock())
     assert tuple(row) == ("step", *NAMES)
     expected = {
-        "step": 2, "loss_nats_per_target": 1.5, "target_tokens": 4, "tokens_per_second": 3.0,
-        "tokens_per_second_per_device": 1.5, "grad_norm": 2.0, "learning_rate": 0.1, "data_wait_seconds": 0.25,
-        "step_seconds": 2.0, "compile_seconds": 10.0, "peak_device_gib": 3.0, "padding_share": 0.25,
-    }  # fmt: skip
+        "step": 2,
+        "loss_nats_per_target": 1.5,
+        "target_tokens": 4,
+        "tokens_per_second": 3.0,
+        "tokens_per_second_per_device": 1.5,
+        "grad_norm": 2.0,
+        "learning_rate": 0.1,
+        "data_wait_seconds": 0.25,
+        "step_seconds": 2.0,
+        "compile_seconds": 10.0,
+        "peak_device_gib": 3.0,
+        "padding_share": 0.25,
+    }
     assert {name: row[name] for name in expected} == expected
     assert row["mfu"] == pytest.approx(flops / 4 / (2 * 275e12))
     assert meter.seconds_left(2, 7) == 10
@@ -98,7 +111,10 @@ def test_the_end_of_a_step_is_when_its_arrays_are_there():
 def test_unknown_hardware_is_null():
     _, row, _ = run_meter(jax.devices(), Clock())
     assert row["mfu"] is None and row["peak_device_gib"] is None
-    assert row["peak_host_gib"] == pytest.approx(peak_host_gib(), rel=0.1) and row["peak_host_gib"] > 0.01
+    assert (
+        row["peak_host_gib"] == pytest.approx(peak_host_gib(), rel=0.1)
+        and row["peak_host_gib"] > 0.01
+    )
     json.loads(json.dumps(row, allow_nan=False))
 
 
@@ -109,13 +125,22 @@ def test_log_is_there_line_by_line_and_cut_on_resume(tmp_path):
         log.train({"step": step, "loss_nats_per_target": np.float32(1 / step), "mfu": None})
         assert len(run.metrics.read_text().splitlines()) == step, "flushed: a kill loses nothing"
     log.evaluation("held_out", {"step": 3, "held_out_loss_nats_per_target": float("nan")})
-    assert json.loads(run.held_out.read_text()) == {"step": 3, "held_out_loss_nats_per_target": None}
+    assert json.loads(run.held_out.read_text()) == {
+        "step": 3,
+        "held_out_loss_nats_per_target": None,
+    }
     log.close()
-    assert {name: data["lines"] for name, data in log.logged.items()} == {"metrics.jsonl": 3, "held_out.jsonl": 1}
+    assert {name: data["lines"] for name, data in log.logged.items()} == {
+        "metrics.jsonl": 3,
+        "held_out.jsonl": 1,
+    }
     with MetricsLog(run, steps=4, start_step=2, console=False) as log:
         log.train({"step": 3, "loss_nats_per_target": 0.5, "mfu": None})
     of_metrics = {"lines": 3, "sha256": hashlib.sha256(run.metrics.read_bytes()).hexdigest()}
-    assert log.logged == {"metrics.jsonl": of_metrics, "held_out.jsonl": {"lines": 0, "sha256": hashlib.sha256().hexdigest()}}
+    assert log.logged == {
+        "metrics.jsonl": of_metrics,
+        "held_out.jsonl": {"lines": 0, "sha256": hashlib.sha256().hexdigest()},
+    }
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[2]["loss_nats_per_target"] == 0.5
     assert rows[1]["loss_nats_per_target"] == 0.5 and run.held_out.read_text() == ""
@@ -128,7 +153,11 @@ def test_answers_are_printed_on_a_line_and_are_text_in_tensorboard(tmp_path, cap
     run = RunDirectory(tmp_path)
     with MetricsLog(run, steps=4, evaluations=["samples"]) as log:
         log.evaluation("samples", {"step": 2, "Who are\nyou?": answer, "Again?": "a\x1b[2Jb"})
-    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 2, "Who are\nyou?": answer, "Again?": "a\x1b[2Jb"}
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {
+        "step": 2,
+        "Who are\nyou?": answer,
+        "Again?": "a\x1b[2Jb",
+    }
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("step 2: Who are you? -> Longstripe. very very")
     assert said[0].endswith(" ...") and len(said[0]) < 250
@@ -137,12 +166,19 @@ def test_answers_are_printed_on_a_line_and_are_text_in_tensorboard(tmp_path, cap
     content = file.read_bytes()
     events, start = [], 0
     while start < len(content):  # a record is its length, a checksum, the event, a checksum
-        length = int.from_bytes(content[start:start + 8], "little")
-        events.append(Event.FromString(content[start + 12:start + 12 + length]))
+        length = int.from_bytes(content[start : start + 8], "little")
+        events.append(Event.FromString(content[start + 12 : start + 12 + length]))
         start += length + 16
-    texts = {value.tag: value.tensor.string_val[0].decode() for event in events for value in event.summary.value
-             if value.metadata.plugin_data.plugin_name == "text"}
-    assert texts == {"samples/Who are\nyou?/text_summary": answer, "samples/Again?/text_summary": "a\x1b[2Jb"}
+    texts = {
+        value.tag: value.tensor.string_val[0].decode()
+        for event in events
+        for value in event.summary.value
+        if value.metadata.plugin_data.plugin_name == "text"
+    }
+    assert texts == {
+        "samples/Who are\nyou?/text_summary": answer,
+        "samples/Again?/text_summary": "a\x1b[2Jb",
+    }
 
 
 def test_other_processes_write_nothing(tmp_path):
@@ -154,15 +190,21 @@ def test_other_processes_write_nothing(tmp_path):
 
 def test_progress_tells_loss_rate_and_time_left(tmp_path, capsys):
     with MetricsLog(RunDirectory(tmp_path), steps=10, tensorboard=False) as log:
-        log.train({"step": 10, "loss_nats_per_target": 1.25, "tokens_per_second": 1234.5}, seconds_left=3723)
+        log.train(
+            {"step": 10, "loss_nats_per_target": 1.25, "tokens_per_second": 1234.5},
+            seconds_left=3723,
+        )
     assert "step 10/10  loss 1.2500  1,234 tokens/s  1:02:03 left" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [
-    (0.01, [8, 18, 28, 38, 40]),  # a 20th of the run: ten steps
-    (7, [8, 13, 18, 23, 28, 33, 38, 40]),  # 30 seconds: five steps
-    (300, [*range(8, 41)]),
-])
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.01, [8, 18, 28, 38, 40]),  # a 20th of the run: ten steps
+        (7, [8, 13, 18, 23, 28, 33, 38, 40]),  # 30 seconds: five steps
+        (300, [*range(8, 41)]),
+    ],
+)
 def test_a_log_file_is_told_the_first_step_and_then_by_time_or_steps(seconds, shown, capsys):
     """A run of 200 steps that goes on after step 7, and whose last step is called 200 when it comes to 40."""
     clock = Clock()

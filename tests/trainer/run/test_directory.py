@@ -32,19 +32,33 @@ from trainer.run.directory import check_run, identity, open_run
 @pytest.fixture
 def config(tmp_path):
     return RunConfig(
-        name="one", model=ModelConfig(preset="tiny", tokenizer="t"), data=DataConfig(sources=(SourceConfig("a.json"),)),
+        name="one",
+        model=ModelConfig(preset="tiny", tokenizer="t"),
+        data=DataConfig(sources=(SourceConfig("a.json"),)),
         run_dir=str(tmp_path / "run"),
-    )  # fmt: skip
+    )
 
 
 def test_same_run_goes_on_after_its_files_have_moved_and_however_often_it_saves(config):
     """What is in the files is told by fingerprints in the checkpoints: see tests/trainer/test_pretrained.py."""
     config = dataclasses.replace(config, model=ModelConfig(path="hf"))
     run = open_run(config)
-    moved = DataConfig(sources=(SourceConfig("elsewhere/a.json"),), held_out_path="elsewhere/b.json")
-    assert open_run(dataclasses.replace(config, model=ModelConfig(path="elsewhere/hf", tokenizer="there"), data=moved)) == run
-    often = {"checkpoint": CheckpointConfig(every=1, keep=9), "evaluations": ({"test": "needle"},),
-             "train": TrainConfig(evaluate_every=3)}
+    moved = DataConfig(
+        sources=(SourceConfig("elsewhere/a.json"),), held_out_path="elsewhere/b.json"
+    )
+    assert (
+        open_run(
+            dataclasses.replace(
+                config, model=ModelConfig(path="elsewhere/hf", tokenizer="there"), data=moved
+            )
+        )
+        == run
+    )
+    often = {
+        "checkpoint": CheckpointConfig(every=1, keep=9),
+        "evaluations": ({"test": "needle"},),
+        "train": TrainConfig(evaluate_every=3),
+    }
     assert open_run(dataclasses.replace(config, **often)) == run
     assert "evaluate_every: 3" in run.config.read_text()
 
@@ -79,12 +93,26 @@ def test_same_run_goes_on_whatever_the_hardware(config):
     ("change", "words"),
     [
         ({"train": TrainConfig(steps=5)}, "train.steps is 100 there and 5 now"),
-        ({"optimizer": OptimizerConfig(learning_rate=1.0)}, "optimizer.learning_rate is 2e-05 there and 1.0 now"),
-        ({"data": DataConfig(sources=(SourceConfig("a.json", weight=2.0),))},
-         ": data.sources[0].weight is 1.0 there and 2.0 now;"),
-        ({"data": DataConfig(sources=(SourceConfig("a.json"), SourceConfig("b.json")))}, "data.sources[1] is"),
-        ({"model": ModelConfig(preset="tiny", tokenizer="t", seed=1)}, "model.seed is 0 there and 1 now"),
-        ({"attention": AttentionConfig(layout="contiguous")}, "attention.layout is 'striped' there"),
+        (
+            {"optimizer": OptimizerConfig(learning_rate=1.0)},
+            "optimizer.learning_rate is 2e-05 there and 1.0 now",
+        ),
+        (
+            {"data": DataConfig(sources=(SourceConfig("a.json", weight=2.0),))},
+            ": data.sources[0].weight is 1.0 there and 2.0 now;",
+        ),
+        (
+            {"data": DataConfig(sources=(SourceConfig("a.json"), SourceConfig("b.json")))},
+            "data.sources[1] is",
+        ),
+        (
+            {"model": ModelConfig(preset="tiny", tokenizer="t", seed=1)},
+            "model.seed is 0 there and 1 now",
+        ),
+        (
+            {"attention": AttentionConfig(layout="contiguous")},
+            "attention.layout is 'striped' there",
+        ),
     ],
 )
 def test_another_run_is_refused(config, change, words):
@@ -100,17 +128,33 @@ def test_another_run_is_refused(config, change, words):
 def test_a_trained_run_is_lengthened_from_its_weights_and_never_deleted(config):
     run = open_run(config)
     run.checkpoints.mkdir()
-    for change, way in (({"train": TrainConfig(steps=200)}, f"--model.path {run.folder} --run_dir NEW starts from the weights"),
-                        ({"optimizer": OptimizerConfig(learning_rate=1.0)}, "give another --run_dir")):
+    for change, way in (
+        (
+            {"train": TrainConfig(steps=200)},
+            f"--model.path {run.folder} --run_dir NEW starts from the weights",
+        ),
+        ({"optimizer": OptimizerConfig(learning_rate=1.0)}, "give another --run_dir"),
+    ):
         with pytest.raises(UserError) as error:
             open_run(dataclasses.replace(config, **change))
         assert way in str(error.value) and "delete" not in str(error.value)
 
 
-@pytest.mark.parametrize(("schedule", "finished", "steps", "allowed"), [
-    ("constant", 100, 200, True), ("constant", 100, 150, True), ("constant", 100, 60, False), ("wsd", 80, 200, True),
-    ("wsd", 100, 200, False), ("cosine", 50, 200, False), ("linear", 50, 200, False)])
-def test_a_run_is_made_longer_if_no_finished_step_depends_on_its_length(config, schedule, finished, steps, allowed):
+@pytest.mark.parametrize(
+    ("schedule", "finished", "steps", "allowed"),
+    [
+        ("constant", 100, 200, True),
+        ("constant", 100, 150, True),
+        ("constant", 100, 60, False),
+        ("wsd", 80, 200, True),
+        ("wsd", 100, 200, False),
+        ("cosine", 50, 200, False),
+        ("linear", 50, 200, False),
+    ],
+)
+def test_a_run_is_made_longer_if_no_finished_step_depends_on_its_length(
+    config, schedule, finished, steps, allowed
+):
     config = dataclasses.replace(config, optimizer=OptimizerConfig(schedule=schedule))
     assert config.train.steps == 100
     run = open_run(config)
@@ -120,24 +164,34 @@ def test_a_run_is_made_longer_if_no_finished_step_depends_on_its_length(config, 
         open_run(longer)
         assert yaml.safe_load(run.config.read_text())["train"]["steps"] == steps
     else:
-        with pytest.raises(UserError, match=r"optimizer\.schedule constant, or wsd before it decays"):
+        with pytest.raises(
+            UserError, match=r"optimizer\.schedule constant, or wsd before it decays"
+        ):
             open_run(longer)
 
 
 def test_a_run_without_the_fields_that_came_later_goes_on_with_their_defaults(config):
     run = open_run(config)
     written = yaml.safe_load(run.config.read_text())
-    del written["optimizer"]["moment_dtype"], written["memory"]["every_k"], written["data"]["clean"]["languages"]
+    del (
+        written["optimizer"]["moment_dtype"],
+        written["memory"]["every_k"],
+        written["data"]["clean"]["languages"],
+    )
     run.config.write_text(yaml.safe_dump(written))
     open_run(config)
     run.config.write_text(yaml.safe_dump(written))
-    with pytest.raises(UserError, match=r"optimizer.moment_dtype is 'float32' there and 'bfloat16' now"):
+    with pytest.raises(
+        UserError, match=r"optimizer.moment_dtype is 'float32' there and 'bfloat16' now"
+    ):
         open_run(dataclasses.replace(config, optimizer=OptimizerConfig(moment_dtype="bfloat16")))
 
 
 def test_a_run_of_another_version_is_refused(config):
     run = open_run(config)
-    run.config.write_text(yaml.safe_dump({**yaml.safe_load(run.config.read_text()), "config_version": 1}))
+    run.config.write_text(
+        yaml.safe_dump({**yaml.safe_load(run.config.read_text()), "config_version": 1})
+    )
     with pytest.raises(UserError, match=r"config\.yaml: config_version: found 1, needs 2"):
         open_run(config)
 
@@ -146,7 +200,9 @@ def test_a_key_written_twice_in_the_runs_configuration_is_refused(config):
     run = open_run(config)
     number = len(run.config.read_text().splitlines()) + 1
     run.config.write_text(run.config.read_text() + "train: {}\n")
-    with pytest.raises(UserError, match=rf"config\.yaml: train is written twice, on lines \d+ and {number}; "):
+    with pytest.raises(
+        UserError, match=rf"config\.yaml: train is written twice, on lines \d+ and {number}; "
+    ):
         open_run(config)
 
 
@@ -164,8 +220,13 @@ def test_a_folder_that_is_no_run_is_refused(config, tmp_path):
         open_run(config)
 
 
-@pytest.mark.parametrize(("name", "character"), [("lr[0.1]", "["), ("[!a]", "["), ("a*b", "*"), ("a?b", "?"), ("a\\b", "\\")])
-def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(config, tmp_path, name, character, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "character"),
+    [("lr[0.1]", "["), ("[!a]", "["), ("a*b", "*"), ("a?b", "?"), ("a\\b", "\\")],
+)
+def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(
+    config, tmp_path, name, character, monkeypatch
+):
     """Orbax looks for what it wrote by a pattern that begins with the folder's path, from the root on."""
     told = f"run_dir: {re.escape(str(tmp_path / name))}.* has {re.escape(character)} in it"
     with pytest.raises(UserError, match=f"{told}.* would work"):
@@ -176,7 +237,9 @@ def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(config, tmp_pat
     with pytest.raises(UserError, match=told):
         open_run(dataclasses.replace(config, run_dir=None))
     (tmp_path / "link").symlink_to(tmp_path / name)
-    assert open_run(dataclasses.replace(config, run_dir=str(tmp_path / "link" / "run"))).config.exists()
+    assert open_run(
+        dataclasses.replace(config, run_dir=str(tmp_path / "link" / "run"))
+    ).config.exists()
 
 
 def test_killed_while_opening_can_be_opened(config, tmp_path):
@@ -197,7 +260,11 @@ def test_of_two_starts_that_open_it_at_once_one_is_refused(config, monkeypatch):
 
     monkeypatch.setattr(run_logs, "sync", other_start)
     assert open_run(config).config.exists()
-    assert len(refused) == 1 and f"process {os.getpid()} on " in refused[0] and "is training there" in refused[0]
+    assert (
+        len(refused) == 1
+        and f"process {os.getpid()} on " in refused[0]
+        and "is training there" in refused[0]
+    )
 
 
 def test_another_run_that_came_first_is_named(config, monkeypatch):
@@ -212,7 +279,9 @@ def test_another_run_that_came_first_is_named(config, monkeypatch):
             yield
 
     monkeypatch.setattr(run_directory, "held", held_after_the_other)
-    with pytest.raises(UserError, match=r"another run is in this folder: model.seed is 1 there and 0 now"):
+    with pytest.raises(
+        UserError, match=r"another run is in this folder: model.seed is 1 there and 0 now"
+    ):
         open_run(config)
 
 
@@ -225,7 +294,9 @@ def test_killed_between_lock_and_configuration_can_be_opened(config, tmp_path):
 def test_only_the_first_process_writes_and_the_others_see_it(config, monkeypatch):
     """On disks of their own they would train up to the first checkpoint, and lose it."""
     monkeypatch.setattr(run_directory, "VISIBLE_SECONDS", 0)
-    with pytest.raises(UserError, match=r"run: not seen here, .* a --run_dir that all processes share would work"):
+    with pytest.raises(
+        UserError, match=r"run: not seen here, .* a --run_dir that all processes share would work"
+    ):
         open_run(config, process_zero=False)
     run = open_run(config)
     assert open_run(config, process_zero=False) == run
@@ -247,7 +318,9 @@ def test_cut_back(config):
     run.cut_back(3)
     assert run.held_out.read_text() == "\n".join(lines[:3]) + "\n"
     run.cut_back(3, evaluated=False)
-    assert run.held_out.read_text() == "\n".join(lines[:2]) + "\n", "that of step 3 is measured again"
+    assert run.held_out.read_text() == "\n".join(lines[:2]) + "\n", (
+        "that of step 3 is measured again"
+    )
     run.cut_back(0)
     assert run.metrics.read_text() == run.held_out.read_text() == ""
 
@@ -264,24 +337,43 @@ def test_lines_that_cannot_be_read_are_kept_aside(config, name, capfd):
     assert path.read_bytes() == b"".join(line + b"\n" for line in good)
     assert not aside.exists() and capfd.readouterr().err == ""
 
-    bad = [b'{"step": 1, "lo', b'{"step": 2, "loss": "\xff"}', b'{"loss": 0.5}', b'{"step": "2"}', b'{"step": NaN}', b"[1]",
-           b"\0\0"]  # fmt: skip
-    path.write_bytes(b"\n".join([good[0], bad[0], good[1], bad[1], good[2], *bad[2:], b'{"step": 4, "l\xc3']))
+    bad = [
+        b'{"step": 1, "lo',
+        b'{"step": 2, "loss": "\xff"}',
+        b'{"loss": 0.5}',
+        b'{"step": "2"}',
+        b'{"step": NaN}',
+        b"[1]",
+        b"\0\0",
+    ]
+    path.write_bytes(
+        b"\n".join([good[0], bad[0], good[1], bad[1], good[2], *bad[2:], b'{"step": 4, "l\xc3'])
+    )
     run.cut_back(2)
     assert path.read_bytes() == b"".join(line + b"\n" for line in good[:2])
     assert aside.read_bytes() == b"".join(line + b"\n" for line in bad)
     error = capfd.readouterr().err
-    assert error == f"warning: {path}: lines 2, 4, 6, 7, 8, ... cannot be read; moved to {aside.name}\n"
+    assert (
+        error
+        == f"warning: {path}: lines 2, 4, 6, 7, 8, ... cannot be read; moved to {aside.name}\n"
+    )
 
     path.write_bytes(good[0] + b"\n" + bad[0] + b"\n")
     run.cut_back(2)
-    assert path.read_bytes() == good[0] + b"\n" and aside.read_bytes().splitlines() == [*bad, bad[0]]
-    assert capfd.readouterr().err == f"warning: {path}: line 2 cannot be read; moved to {aside.name}\n"
+    assert path.read_bytes() == good[0] + b"\n" and aside.read_bytes().splitlines() == [
+        *bad,
+        bad[0],
+    ]
+    assert (
+        capfd.readouterr().err == f"warning: {path}: line 2 cannot be read; moved to {aside.name}\n"
+    )
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(config):
     nowhere = dataclasses.replace(config, run_dir="/proc/none/run")
-    with pytest.raises(UserError, match=r"^/proc: cannot write there \(.*\); give another --run_dir$"):
+    with pytest.raises(
+        UserError, match=r"^/proc: cannot write there \(.*\); give another --run_dir$"
+    ):
         check_run(nowhere)
     check_run(nowhere, process_zero=False)
     run = open_run(config)

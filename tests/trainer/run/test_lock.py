@@ -27,7 +27,9 @@ with held(pathlib.Path(sys.argv[1])):
 @pytest.fixture
 def holder(tmp_path, repository):
     """A process that holds tmp_path/lock."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "lock")], cwd=repository, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "lock")], cwd=repository, stdout=subprocess.PIPE
+    )
     assert process.stdout.readline() == b"held\n"
     yield process
     process.kill()
@@ -36,7 +38,12 @@ def holder(tmp_path, repository):
 
 def test_the_second_is_refused_in_one_line_until_the_first_is_killed(holder, tmp_path):
     lock = tmp_path / "lock"
-    told = re.escape(f"{tmp_path}: process {holder.pid} on {socket.gethostname()} is training there since ") + r"\d{4}-"
+    told = (
+        re.escape(
+            f"{tmp_path}: process {holder.pid} on {socket.gethostname()} is training there since "
+        )
+        + r"\d{4}-"
+    )
     for _ in range(2):  # being refused takes nothing away from the holder
         with pytest.raises(UserError, match=told):
             run_lock.require_free(lock)
@@ -46,17 +53,24 @@ def test_the_second_is_refused_in_one_line_until_the_first_is_killed(holder, tmp
     holder.wait()
     run_lock.require_free(lock)
     with run_lock.held(lock):
-        assert f"process {os.getpid()} on" in lock.read_text() and str(holder.pid) not in lock.read_text()
+        assert (
+            f"process {os.getpid()} on" in lock.read_text()
+            and str(holder.pid) not in lock.read_text()
+        )
         with pytest.raises(UserError):
             run_lock.require_free(lock)
     run_lock.require_free(lock)
 
 
-def test_another_host_is_waited_for_and_then_the_way_out_is_told(holder, tmp_path, monkeypatch, capsys):
+def test_another_host_is_waited_for_and_then_the_way_out_is_told(
+    holder, tmp_path, monkeypatch, capsys
+):
     lock = tmp_path / "lock"
     monkeypatch.setattr(run_lock.socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(run_lock, "LEASE_SECONDS", 0)
-    with pytest.raises(UserError, match=rf"process {holder.pid} on .*delete {re.escape(str(lock))}"):
+    with pytest.raises(
+        UserError, match=rf"process {holder.pid} on .*delete {re.escape(str(lock))}"
+    ):
         run_lock.require_free(lock)
     monkeypatch.setattr(run_lock, "LEASE_SECONDS", 60)
     monkeypatch.setattr(run_lock.time, "sleep", lambda _: (holder.kill(), holder.wait()))

@@ -1,4 +1,5 @@
 """What a run's logs hold when it is continued, and what is said of lines that are lost or changed."""
+
 import hashlib
 import json
 
@@ -24,13 +25,25 @@ def test_an_untouched_log_is_cut_in_silence(tmp_path, capfd):
     assert not (tmp_path / "none.jsonl").exists() and capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("content", "left", "told"), [
-    (LINES[:2], 2, "4 lines had been written up to step 4, and 2 are left"),
-    (LINES[1:], 3, "4 lines had been written up to step 4, and 3 are left"),
-    (None, 0, "4 lines had been written up to step 4, and 0 are left"),
-    ([LINES[0], LINES[1].replace(b"0.5", b"0.6"), *LINES[2:]], 4, "its lines up to step 4 are not those that were written"),
-    ([LINES[0], b"?\n", *LINES[2:]], 3, "line 2 cannot be read; moved to metrics.jsonl.unreadable"),
-], ids=["end", "beginning", "file", "number", "unreadable"])
+@pytest.mark.parametrize(
+    ("content", "left", "told"),
+    [
+        (LINES[:2], 2, "4 lines had been written up to step 4, and 2 are left"),
+        (LINES[1:], 3, "4 lines had been written up to step 4, and 3 are left"),
+        (None, 0, "4 lines had been written up to step 4, and 0 are left"),
+        (
+            [LINES[0], LINES[1].replace(b"0.5", b"0.6"), *LINES[2:]],
+            4,
+            "its lines up to step 4 are not those that were written",
+        ),
+        (
+            [LINES[0], b"?\n", *LINES[2:]],
+            3,
+            "line 2 cannot be read; moved to metrics.jsonl.unreadable",
+        ),
+    ],
+    ids=["end", "beginning", "file", "number", "unreadable"],
+)
 def test_lines_that_are_lost_or_changed_are_told_of(tmp_path, capfd, content, left, told):
     """But for the last case, nothing in the file cannot be read: only the checkpoint knows."""
     path = tmp_path / "metrics.jsonl"

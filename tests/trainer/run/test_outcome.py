@@ -65,10 +65,19 @@ CAUSES = {
     "a limit on the size of files": (of_system(errno.EFBIG), WRONG_INPUT),
     "a reader that closed its end": (of_system(errno.EPIPE), WRONG_INPUT),
     "a damaged checkpoint": (DamagedError("5: model/x is missing"), WRONG_INPUT),
-    "a server without the file": (urllib.error.HTTPError("http://x", 404, "Not Found", {}, io.BytesIO()), WRONG_INPUT),
-    "a hub that wants a login": (raised_for(UserError("no such data set"), HubError(401)), WRONG_INPUT),
+    "a server without the file": (
+        urllib.error.HTTPError("http://x", 404, "Not Found", {}, io.BytesIO()),
+        WRONG_INPUT,
+    ),
+    "a hub that wants a login": (
+        raised_for(UserError("no such data set"), HubError(401)),
+        WRONG_INPUT,
+    ),
     "memory of the host": (MemoryError(), WRONG_INPUT),
-    "memory of a device": (JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes."), WRONG_INPUT),
+    "memory of a device": (
+        JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes."),
+        WRONG_INPUT,
+    ),
     "a mistake of ours": (KeyError("x"), UNEXPECTED),
     "a mistake of ours in JAX": (RuntimeError("INVALID_ARGUMENT: shapes"), UNEXPECTED),
     "a mount that fails": (of_system(errno.EIO, "runs/a"), TRY_AGAIN),
@@ -77,25 +86,54 @@ CAUSES = {
     "a full disk": (of_system(errno.ENOSPC, "runs/a"), TRY_AGAIN),
     "a quota": (of_system(errno.EDQUOT, "runs/a"), TRY_AGAIN),
     "a full disk in TensorStore's words": (
-        ValueError("RESOURCE_EXHAUSTED: Failed writing: \"x\": Failed to write 9 bytes to file 4: No space left on device "
-                   "[os_error_code='28']"), TRY_AGAIN),
+        ValueError(
+            'RESOURCE_EXHAUSTED: Failed writing: "x": Failed to write 9 bytes to file 4: No space left on device '
+            "[os_error_code='28']"
+        ),
+        TRY_AGAIN,
+    ),
     "a mount in TensorStore's words": (
-        ValueError("INTERNAL: Failed reading: \"x\": Input/output error [os_error_code='5']"), TRY_AGAIN),
+        ValueError("INTERNAL: Failed reading: \"x\": Input/output error [os_error_code='5']"),
+        TRY_AGAIN,
+    ),
     "a store that is not there for a moment": (ValueError("UNAVAILABLE: HTTP 503"), TRY_AGAIN),
-    "a failed save": (raised_for(OSError("saving checkpoint 5 failed"), of_system(errno.EIO)), TRY_AGAIN),
-    "a message of ours for a mount": (raised_for(UserError("runs: cannot write there"), of_system(errno.ESTALE), hidden=True),
-                                      TRY_AGAIN),
-    "a connection that was refused": (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), TRY_AGAIN),
+    "a failed save": (
+        raised_for(OSError("saving checkpoint 5 failed"), of_system(errno.EIO)),
+        TRY_AGAIN,
+    ),
+    "a message of ours for a mount": (
+        raised_for(UserError("runs: cannot write there"), of_system(errno.ESTALE), hidden=True),
+        TRY_AGAIN,
+    ),
+    "a connection that was refused": (
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+        TRY_AGAIN,
+    ),
     "a connection that was reset": (ConnectionResetError(), TRY_AGAIN),
     "a network that is down": (urllib.error.URLError(of_system(errno.ENETUNREACH)), TRY_AGAIN),
-    "a name server that is down": (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), TRY_AGAIN),
+    "a name server that is down": (
+        socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+        TRY_AGAIN,
+    ),
     "a time-out": (TimeoutError("timed out"), TRY_AGAIN),
-    "a time-out of another library": (raised_for(UserError("hub: not reached"), ConnectTimeout()), TRY_AGAIN),
-    "a busy server": (urllib.error.HTTPError("http://x", 503, "Unavailable", {}, io.BytesIO()), TRY_AGAIN),
-    "a busy hub": (raised_for(UserError("cannot be downloaded"), HubError(429), hidden=True), TRY_AGAIN),
+    "a time-out of another library": (
+        raised_for(UserError("hub: not reached"), ConnectTimeout()),
+        TRY_AGAIN,
+    ),
+    "a busy server": (
+        urllib.error.HTTPError("http://x", 503, "Unavailable", {}, io.BytesIO()),
+        TRY_AGAIN,
+    ),
+    "a busy hub": (
+        raised_for(UserError("cannot be downloaded"), HubError(429), hidden=True),
+        TRY_AGAIN,
+    ),
     "what another start may pass": (TransientError("process 0 was not reached"), TRY_AGAIN),
     "Ctrl-C": (KeyboardInterrupt(), 130),
-    "Ctrl-C in a library": (raised_for(ImportError("initialization failed"), KeyboardInterrupt()), 130),
+    "Ctrl-C in a library": (
+        raised_for(ImportError("initialization failed"), KeyboardInterrupt()),
+        130,
+    ),
 }
 
 
@@ -109,21 +147,43 @@ def test_a_cause_has_its_code(cause):
 
 def test_the_page_has_a_row_for_each_code(repository):
     page = (repository / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    table = page[page.index("## Exit codes"):page.index("## Known limits")]
-    codes = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE) for code in cell.split(", ")}
-    assert codes == {outcome.SUCCESS, UNEXPECTED, WRONG_INPUT, TRY_AGAIN, outcome.STOPPED, outcome.TERMINATED, 134, 137, 139}
+    table = page[page.index("## Exit codes") : page.index("## Known limits")]
+    codes = {
+        int(code)
+        for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE)
+        for code in cell.split(", ")
+    }
+    assert codes == {
+        outcome.SUCCESS,
+        UNEXPECTED,
+        WRONG_INPUT,
+        TRY_AGAIN,
+        outcome.STOPPED,
+        outcome.TERMINATED,
+        134,
+        137,
+        139,
+    }
     assert TRY_AGAIN == 75
 
 
-@pytest.mark.parametrize("words", ["cannot be read (Input/output error)", "found 'Connection refused'"])
+@pytest.mark.parametrize(
+    "words", ["cannot be read (Input/output error)", "found 'Connection refused'"]
+)
 def test_words_that_a_user_wrote_are_no_cause(words):
     assert not is_transient(ValueError(words)) and not is_transient(UserError(words))
 
 
-@pytest.mark.parametrize(("error", "kind"), [
-    (UserError("x: not here"), UserError), (of_system(errno.EIO, "x"), TransientError), (KeyError("x"), TransientError),
-    (TransientError("gone"), TransientError), (of_system(errno.ENOENT, "x"), UserError),
-])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UserError("x: not here"), UserError),
+        (of_system(errno.EIO, "x"), TransientError),
+        (KeyError("x"), TransientError),
+        (TransientError("gone"), TransientError),
+        (of_system(errno.ENOENT, "x"), UserError),
+    ],
+)
 def test_an_error_of_another_process_ends_this_one_with_its_code_or_to_be_tried_again(error, kind):
     import json
 
@@ -135,12 +195,19 @@ def test_what_another_process_says_is_made_printable():
 
 
 def test_a_folder_that_another_process_prepares_may_be_free_later(tmp_path):
-    with exclusive(tmp_path / "lock", "prepares"), pytest.raises(TransientError), exclusive(tmp_path / "lock", "prepares"):
+    with (
+        exclusive(tmp_path / "lock", "prepares"),
+        pytest.raises(TransientError),
+        exclusive(tmp_path / "lock", "prepares"),
+    ):
         pass
 
 
 def test_a_full_disk_while_a_folder_is_built(tmp_path):
-    with pytest.raises(TransientError, match="No space left on device while x"), building(tmp_path / "x", lambda _: False):
+    with (
+        pytest.raises(TransientError, match="No space left on device while x"),
+        building(tmp_path / "x", lambda _: False),
+    ):
         raise of_system(errno.ENOSPC)
 
 

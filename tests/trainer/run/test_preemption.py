@@ -33,13 +33,28 @@ with notices() as asked_to_end:
 
 
 def test_a_notice_before_the_first_step_of_a_process_of_several_ends_after_that_step(repository):
-    done = subprocess.run([sys.executable, "-c", BEFORE_THE_FIRST_STEP], cwd=repository, capture_output=True, text=True,
-                          timeout=120, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE_THE_FIRST_STEP],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
     assert done.stdout == f"{[signal.SIGTERM, None, None]}\n", done.stderr
 
 
 def test_a_second_ctrl_c_ends_at_once_while_a_step_is_computed(repository):
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=repository, capture_output=True, text=True, timeout=60,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 128 + signal.SIGINT
-    assert done.stderr == "Ctrl-C: the running step is finished and saved; Ctrl-C again ends at once\n"
+    assert (
+        done.stderr == "Ctrl-C: the running step is finished and saved; Ctrl-C again ends at once\n"
+    )

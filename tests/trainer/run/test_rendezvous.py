@@ -18,6 +18,7 @@ from trainer.run.rendezvous import bind_address, meet
 
 def together(calls, seconds=5):
     """Calls `meet` for several processes at once; returns the error of each, or None."""
+
     def call(arguments):
         try:
             meet(*arguments, seconds=seconds)
@@ -51,7 +52,8 @@ def test_process_0_may_come_last(address):
 def test_who_does_not_come_is_named_to_all(address):
     errors = together([(address, number, 5) for number in (0, 1, 3)], seconds=1)
     assert len(set(errors)) == 1 and errors[0].startswith(
-        f"processes 2, 4 of 5 did not come to process 0 at {address} within 1 s; start all")
+        f"processes 2, 4 of 5 did not come to process 0 at {address} within 1 s; start all"
+    )
 
 
 def test_a_missing_process_0_is_named(address):
@@ -59,18 +61,25 @@ def test_a_missing_process_0_is_named(address):
     with pytest.raises(UserError) as caught:
         meet(address, 1, 2, 1)
     assert time.monotonic() - start < 3 and str(caught.value).startswith(
-        f"process 1: process 0 was not reached at distributed.coordinator {address} within 1 s (Connection refused); start it")
+        f"process 1: process 0 was not reached at distributed.coordinator {address} within 1 s (Connection refused); start it"
+    )
 
 
 def test_a_port_in_use_is_known_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(UserError, match=rf"process 0: cannot listen at distributed.coordinator {address} \(Address al"):
+        with pytest.raises(
+            UserError,
+            match=rf"process 0: cannot listen at distributed.coordinator {address} \(Address al",
+        ):
             meet(address, 0, 2)
 
 
 def test_a_name_that_is_no_host_is_named():
-    with pytest.raises(UserError, match=r"not reached at distributed.coordinator nowhere\.invalid:1234 within 1 s \("):
+    with pytest.raises(
+        UserError,
+        match=r"not reached at distributed.coordinator nowhere\.invalid:1234 within 1 s \(",
+    ):
         meet("nowhere.invalid:1234", 1, 2, 1)
 
 
@@ -82,9 +91,13 @@ def test_an_address_without_a_port_is_refused(address):
 
 def test_a_wrong_count_and_a_number_given_twice_are_told_to_all(address):
     errors = together([(address, 0, 2), (address, 1, 3)])
-    assert set(errors) == {"process 1 was started with distributed.num_processes 3, process 0 with 2"}
+    assert set(errors) == {
+        "process 1 was started with distributed.num_processes 3, process 0 with 2"
+    }
     errors = together([(address, 0, 3), (address, 1, 3), (address, 1, 3)])
-    assert set(errors) == {f"two processes at {address} have distributed.process_id 1; each needs a number of its own"}
+    assert set(errors) == {
+        f"two processes at {address} have distributed.process_id 1; each needs a number of its own"
+    }
 
 
 def test_a_stranger_at_the_port_is_ignored(address):
@@ -112,20 +125,29 @@ sys.exit(entry.run(lambda: cluster.join(config, simulated=True)))
 
 def test_a_process_that_is_lost_after_the_meeting_is_told_in_one_line(address, repository):
     """JAX would wait for it for 300 seconds, and then abort."""
-    process = subprocess.Popen([sys.executable, "-c", JOIN, address], cwd=repository, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", JOIN, address], cwd=repository, stderr=subprocess.PIPE, text=True
+    )
     meet(address, 1, 2, 60)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75 and said.startswith(
-        f"error: process 0: not all 2 processes joined within 2 s, though all had come to {address}; one was lost"), said
+        f"error: process 0: not all 2 processes joined within 2 s, though all had come to {address}; one was lost"
+    ), said
 
 
 STRAYS = {
-    "another protocol": b"GET / HTTP/1.1\r\n\r\n", "bytes": b"\x00\xff" * 6000, "nested": b"[" * 9990 + b"\n",
-    "a list as a number": b'{"process":[1],"of":2}\n', "a number that there is not": b'{"process":77,"of":2}\n',
-    "a truth value": b'{"process":true,"of":2}\n', "no whole number": b'{"process":1.0,"of":2}\n',
-    "zero": b'{"process":0,"of":2}\n', "less than zero": b'{"process":-1,"of":2}\n',
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "bytes": b"\x00\xff" * 6000,
+    "nested": b"[" * 9990 + b"\n",
+    "a list as a number": b'{"process":[1],"of":2}\n',
+    "a number that there is not": b'{"process":77,"of":2}\n',
+    "a truth value": b'{"process":true,"of":2}\n',
+    "no whole number": b'{"process":1.0,"of":2}\n',
+    "zero": b'{"process":0,"of":2}\n',
+    "less than zero": b'{"process":-1,"of":2}\n',
     "escape sequences": b'{"process":"\\u001b[31mx\\u001b]0;t\\u0007","of":9}\n',
-    "a huge number": b'{"process":' + b"9" * 6000 + b',"of":2}\n', "nothing": b"",
+    "a huge number": b'{"process":' + b"9" * 6000 + b',"of":2}\n',
+    "nothing": b"",
     "a token of another type": b'{"process":1,"of":2,"token":[]}\n',
 }
 
@@ -156,13 +178,30 @@ def connect(address):
 def test_ten_thousand_random_lines_and_connections(address):
     """By a fixed seed: whole lines, halves, and connections that say nothing and stay."""
     random, kept = np.random.default_rng(0), []
-    words = [b'{"process":', b'"of":', b"1", b"2", b"null", b"}", b"{", b"[", b"]", b",", b'"', b"\\u0000", b"\xff", b"1e999"]
+    words = [
+        b'{"process":',
+        b'"of":',
+        b"1",
+        b"2",
+        b"null",
+        b"}",
+        b"{",
+        b"[",
+        b"]",
+        b",",
+        b'"',
+        b"\\u0000",
+        b"\xff",
+        b"1e999",
+    ]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, address, 0, 3, 100)
         for number in range(10_000):
             stranger = connect(address)
             parts = random.integers(len(words), size=random.integers(12))
-            stranger.sendall(b"".join(words[part] for part in parts) + b"\n" * int(random.integers(2)))
+            stranger.sendall(
+                b"".join(words[part] for part in parts) + b"\n" * int(random.integers(2))
+            )
             if number % 100 == 0:
                 kept.append(stranger)
             else:
@@ -221,9 +260,14 @@ def test_only_the_coordinators_own_address_listens(address):
         first.result()
 
 
-@pytest.mark.parametrize(("coordinator", "bound"), [
-    ("127.0.0.1:1234", "127.0.0.1:1234"), ("nowhere.invalid:1234", "[::]:1234"), ("[::1]:1234", "[::1]:1234"),
-])
+@pytest.mark.parametrize(
+    ("coordinator", "bound"),
+    [
+        ("127.0.0.1:1234", "127.0.0.1:1234"),
+        ("nowhere.invalid:1234", "[::]:1234"),
+        ("[::1]:1234", "[::1]:1234"),
+    ],
+)
 def test_jax_binds_the_same(coordinator, bound):
     assert bind_address(coordinator) == bound
 
@@ -233,12 +277,16 @@ def test_while_processes_gather_the_first_says_who_is_absent(address, monkeypatc
     together([(address, number, 4) for number in (0, 2)], seconds=0.7)
     said = capfd.readouterr().err.splitlines()
     assert len(said) >= 2
-    assert all(line.startswith("process 0: processes 1, 3 of 4 not here yet; waiting for up to") for line in said)
+    assert all(
+        line.startswith("process 0: processes 1, 3 of 4 not here yet; waiting for up to")
+        for line in said
+    )
 
 
 @pytest.mark.parametrize("answer", ["[" * 4000, "go away", "[2]", "\x1b[2J"])
 def test_what_another_program_answers_is_one_printable_line(answer):
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
         def serve():
             connection, _ = server.accept()
             connection.sendall(f"{answer}\n".encode())
@@ -247,4 +295,6 @@ def test_what_another_program_answers_is_one_printable_line(answer):
         pool.submit(serve)
         with pytest.raises(UserError) as caught:
             meet(f"127.0.0.1:{server.getsockname()[1]}", 1, 2, 5)
-        assert "\x1b" not in str(caught.value) and "another program answers there" in str(caught.value)
+        assert "\x1b" not in str(caught.value) and "another program answers there" in str(
+            caught.value
+        )

@@ -13,7 +13,12 @@ from trainer.run import cluster, versions
 
 
 def tree(root, **contents):
-    for name, content in {"train.py": "1", "trainer/loop.py": "2", "data/x.py": "3", **contents}.items():
+    for name, content in {
+        "train.py": "1",
+        "trainer/loop.py": "2",
+        "data/x.py": "3",
+        **contents,
+    }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
     return root
@@ -22,15 +27,28 @@ def tree(root, **contents):
 def test_the_digest_is_of_names_and_contents_of_what_training_runs(tmp_path):
     same = versions.source_digest(tree(tmp_path / "a"))
     assert versions.source_digest(tree(tmp_path / "b")) == same
-    assert versions.source_digest(tree(tmp_path / "c", **{"docs/x.md": "4", "trainer/x.pyc": "5", "scripts/x.py": "6"})) == same
-    for change in ({"data/x.py": "4"}, {"data/y.py": "3"}, {"train.py": "12"}, {"model/new.py": ""}):
+    assert (
+        versions.source_digest(
+            tree(tmp_path / "c", **{"docs/x.md": "4", "trainer/x.pyc": "5", "scripts/x.py": "6"})
+        )
+        == same
+    )
+    for change in (
+        {"data/x.py": "4"},
+        {"data/y.py": "3"},
+        {"train.py": "12"},
+        {"model/new.py": ""},
+    ):
         assert versions.source_digest(tree(tmp_path / str(change), **change)) != same
 
 
 def test_libraries_and_the_commit_are_recorded():
     found = versions.versions()
     assert found["jax"] == jax.__version__ and found["jaxlib"] and len(found["source"]) == 12
-    assert versions.difference(found) == "" and versions.difference({**found, "commit": "elsewhere"}) == ""
+    assert (
+        versions.difference(found) == ""
+        and versions.difference({**found, "commit": "elsewhere"}) == ""
+    )
     assert versions.difference({**found, "jax": "0.1"}) == f"jax 0.1, now {jax.__version__}"
     assert versions.difference({**found, "libx": "1"}) == "libx 1, now (none)"
 
@@ -43,14 +61,21 @@ def test_a_process_with_other_code_is_named(monkeypatch):
         work(json.dumps(theirs))
 
     monkeypatch.setattr(cluster, "first_then_others", first_then_others)
-    monkeypatch.setattr(versions, "versions", lambda: {"source": "mine", "jax": "1", "commit": "abc"})
+    monkeypatch.setattr(
+        versions, "versions", lambda: {"source": "mine", "jax": "1", "commit": "abc"}
+    )
     compared.update({"the version of jax": "1"})
-    with pytest.raises(UserError, match="this project's source is 'mine' there and 'other' in process 0; all processes "
-                                        "need the same code"):
+    with pytest.raises(
+        UserError,
+        match="this project's source is 'mine' there and 'other' in process 0; all processes "
+        "need the same code",
+    ):
         versions.require_same_code()
 
 
-def test_going_on_with_other_code_is_said_in_one_line(whole_run, small_recipe, tmp_path, monkeypatch, capfd):
+def test_going_on_with_other_code_is_said_in_one_line(
+    whole_run, small_recipe, tmp_path, monkeypatch, capfd
+):
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)
     recorded = json.loads((run / "versions.json").read_text())
@@ -59,4 +84,8 @@ def test_going_on_with_other_code_is_said_in_one_line(whole_run, small_recipe, t
     monkeypatch.setattr(versions, "versions", lambda: {**recorded, "source": "0123456789ab"})
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert len(said) == 1 and f"was written with source {recorded['source']}, now 0123456789ab; the run goes on" in said[0]
+    assert (
+        len(said) == 1
+        and f"was written with source {recorded['source']}, now 0123456789ab; the run goes on"
+        in said[0]
+    )

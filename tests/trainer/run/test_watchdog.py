@@ -42,8 +42,16 @@ loads_a_record_that_never_comes()
 def stand_still(repository, doing, processes=2):
     address = f"127.0.0.1:{free_port()}" if processes > 1 else ""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    running = [subprocess.Popen([sys.executable, "-c", STANDS, address, str(number), doing], cwd=repository, text=True,
-                                stderr=subprocess.PIPE, env=environment) for number in range(processes)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", STANDS, address, str(number), doing],
+            cwd=repository,
+            text=True,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+        for number in range(processes)
+    ]
     said = [process.communicate(timeout=60)[1] for process in running]
     return [process.returncode for process in running], said
 
@@ -62,17 +70,25 @@ def test_a_process_that_falls_silent_is_named(repository):
     codes, said = stand_still(repository, "silent")
     assert codes == [75, 75]
     for words in said:
-        assert words.rstrip().splitlines()[-1].startswith("error: process 1 of 2 has not been heard of for 2 s")
+        assert (
+            words.rstrip()
+            .splitlines()[-1]
+            .startswith("error: process 1 of 2 has not been heard of for 2 s")
+        )
 
 
 def test_a_process_alone_ends_too(repository):
     codes, said = stand_still(repository, "alone", processes=1)
-    assert codes == [75] and said[0].rstrip().splitlines()[-1].startswith("error: nothing has moved for 0.0 minutes (step 8")
+    assert codes == [75] and said[0].rstrip().splitlines()[-1].startswith(
+        "error: nothing has moved for 0.0 minutes (step 8"
+    )
 
 
 @pytest.fixture
 def watchdog():
-    watchdog = Watchdog(DistributedConfig(stall_minutes=1, compile_minutes=3, evaluate_minutes=0), period=100)
+    watchdog = Watchdog(
+        DistributedConfig(stall_minutes=1, compile_minutes=3, evaluate_minutes=0), period=100
+    )
     yield watchdog
     watchdog.close()
 

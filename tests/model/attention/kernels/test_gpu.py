@@ -1,4 +1,5 @@
 """The GPU kernel, interpreted, against dense float64 attention: out, lse and all gradients, within 1e-5."""
+
 import itertools
 
 import jax
@@ -15,8 +16,12 @@ from .test_tpu import EVERYTHING, MASKS, check_case, check_nothing_to_see, compi
 
 KERNEL = GpuKernel(interpret=True)
 TABLES = ("HOPPER_TILES", "ANY", "FLOAT32")
-COVERING = [(64, MASKS[0], "contiguous", "packed"), (80, MASKS[2], "striped", "packed"), (96, MASKS[1], "striped", "one"),
-            (100, MASKS[3], "contiguous", "packed")]
+COVERING = [
+    (64, MASKS[0], "contiguous", "packed"),
+    (80, MASKS[2], "striped", "packed"),
+    (96, MASKS[1], "striped", "one"),
+    (100, MASKS[3], "contiguous", "packed"),
+]
 
 
 @pytest.fixture(params=["HOPPER_TILES"])
@@ -33,14 +38,23 @@ def with_tables(cases):
     return [(table, *case) for table, case in zip(itertools.cycle(TABLES), cases, strict=False)]
 
 
-@pytest.mark.parametrize(("tiles", "head_dim", "mask", "layout", "kind"), with_tables(COVERING), ids=str, indirect=["tiles"])
+@pytest.mark.parametrize(
+    ("tiles", "head_dim", "mask", "layout", "kind"),
+    with_tables(COVERING),
+    ids=str,
+    indirect=["tiles"],
+)
 def test_kernel_is_exact(tiles, head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind, KERNEL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tiles", "head_dim", "mask", "layout", "kind"),
-                         with_tables(case for case in EVERYTHING if case not in COVERING), ids=str, indirect=["tiles"])
+@pytest.mark.parametrize(
+    ("tiles", "head_dim", "mask", "layout", "kind"),
+    with_tables(case for case in EVERYTHING if case not in COVERING),
+    ids=str,
+    indirect=["tiles"],
+)
 def test_kernel_is_exact_in_every_case(tiles, head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind, KERNEL)
 
@@ -56,13 +70,17 @@ def test_tile_ranges_have_the_needed_tiles_and_mask_those_that_are_not_full(mask
     coords = TokenCoords(*documents("packed", 2, 500))
     bounds = tile_bounds(coords, 20)
     ranges = np.asarray(_tile_ranges(bounds, bounds, mask, transpose))[:, :, 0]
-    queries, keys = (jax.tree.map(lambda x, axis=axis: np.expand_dims(x, axis), bounds) for axis in (2, 1))
+    queries, keys = (
+        jax.tree.map(lambda x, axis=axis: np.expand_dims(x, axis), bounds) for axis in (2, 1)
+    )
     kinds = np.asarray(tile_kind(queries, keys, mask))
     for row, tile in np.ndindex(2, 25):
         first, first_full, last_full, last = ranges[row, tile]
         kind = kinds[row, :, tile] if transpose else kinds[row, tile]
         assert (kind[:first] == SKIP).all() and (kind[last:] == SKIP).all()
-        assert (kind[first_full:last_full] == FULL).all() and first <= first_full <= last_full <= last
+        assert (
+            kind[first_full:last_full] == FULL
+        ).all() and first <= first_full <= last_full <= last
         assert first_full == last_full or not (kind == FULL).any() or kind[first_full] == FULL
         assert (kind[first:last] != SKIP).any() or first == last
     assert {SKIP, FULL, MASKED} <= set(kinds.ravel().tolist())
@@ -71,16 +89,33 @@ def test_tile_ranges_have_the_needed_tiles_and_mask_those_that_are_not_full(mask
 def tunings(kind, dtype, monkeypatch, kernel=KERNEL):
     """How the kernels run on this kind of device, by kernel and head size."""
     monkeypatch.setattr(gpu, "device_kind", lambda: kind)
-    return {(name, size): kernel.tuning(name, jnp.zeros((1, 1, 1, size), dtype)) for name in gpu.ANY for size in gpu.ANY[name]}
+    return {
+        (name, size): kernel.tuning(name, jnp.zeros((1, 1, 1, size), dtype))
+        for name in gpu.ANY
+        for size in gpu.ANY[name]
+    }
 
 
 def test_tiles_follow_the_device_and_the_operands(monkeypatch):
-    of = {kind: tunings(kind, jnp.bfloat16, monkeypatch) for kind in ("NVIDIA H200", "NVIDIA B200", "NVIDIA GeForce RTX 4090")}
+    of = {
+        kind: tunings(kind, jnp.bfloat16, monkeypatch)
+        for kind in ("NVIDIA H200", "NVIDIA B200", "NVIDIA GeForce RTX 4090")
+    }
     hopper, blackwell, consumer = of.values()
     assert hopper["forward", 128] == (128, 128, 8, 3) != consumer["forward", 128]
-    assert blackwell["forward", 128] == hopper["forward", 128] and blackwell["dkv", 128] == consumer["dkv", 128]
-    assert tunings("NVIDIA H200", jnp.float32, monkeypatch) == tunings("NVIDIA A100", jnp.float32, monkeypatch) != hopper
-    assert KERNEL.tuning("dq", jnp.zeros((1, 1, 1, 80), jnp.bfloat16)) == tunings("cpu", jnp.bfloat16, monkeypatch)["dq", 128]
+    assert (
+        blackwell["forward", 128] == hopper["forward", 128]
+        and blackwell["dkv", 128] == consumer["dkv", 128]
+    )
+    assert (
+        tunings("NVIDIA H200", jnp.float32, monkeypatch)
+        == tunings("NVIDIA A100", jnp.float32, monkeypatch)
+        != hopper
+    )
+    assert (
+        KERNEL.tuning("dq", jnp.zeros((1, 1, 1, 80), jnp.bfloat16))
+        == tunings("cpu", jnp.bfloat16, monkeypatch)["dq", 128]
+    )
 
 
 def test_tiles_that_are_asked_for_are_powers_of_two_and_no_larger_than_those_that_suit(monkeypatch):

@@ -1,4 +1,5 @@
 """Intervals against the dense mask and the tile rule: random rows, all layouts and pairs of ranks, as rows of one batch."""
+
 import itertools
 
 import jax
@@ -34,8 +35,12 @@ def blocks(layout):
     order = permutation(SHARDS * TOKENS, SHARDS, layout).reshape(SHARDS, -1)
     rows = [random_row(rng) for _ in range(ROWS)]
     pairs = list(itertools.product(rows, range(SHARDS), range(SHARDS)))
-    return tuple(TokenCoords(*(np.stack([row[i][order[pair[side]]] for row, *pair in pairs]) for i in range(2)))
-                 for side in range(2))
+    return tuple(
+        TokenCoords(
+            *(np.stack([row[i][order[pair[side]]] for row, *pair in pairs]) for i in range(2))
+        )
+        for side in range(2)
+    )
 
 
 @pytest.mark.parametrize("transpose", [False, True])
@@ -59,13 +64,22 @@ def test_intervals_are_the_dense_mask_and_their_tiles_the_tile_rules(layout, mas
     tiles = seen.reshape(len(seen), TOKENS // TILE, TILE, TOKENS // OTHER_TILE, OTHER_TILE)
     first, first_full, last_full, last = (edges[..., [i]] for i in range(4))
     number = np.arange(TOKENS // OTHER_TILE)
-    assert (edges[..., 1:] >= edges[..., :-1]).all() and edges.min() >= 0 and edges.max() <= len(number)
-    visited, full = (number >= first) & (number < last), (number >= first_full) & (number < last_full)
+    assert (
+        (edges[..., 1:] >= edges[..., :-1]).all()
+        and edges.min() >= 0
+        and edges.max() <= len(number)
+    )
+    visited, full = (
+        (number >= first) & (number < last),
+        (number >= first_full) & (number < last_full),
+    )
     assert (visited | ~tiles.any((2, 4))).all()
     assert (tiles.all((2, 4)) | ~full).all()
 
-    bounds = [jax.tree.map(lambda x, axis=axis: np.expand_dims(x, axis), tile_bounds(*side))
-              for side, axis in (((tokens, TILE), 2), ((others, OTHER_TILE), 1))]
+    bounds = [
+        jax.tree.map(lambda x, axis=axis: np.expand_dims(x, axis), tile_bounds(*side))
+        for side, axis in (((tokens, TILE), 2), ((others, OTHER_TILE), 1))
+    ]
     kinds = np.asarray(tile_kind(*(bounds[::-1] if transpose else bounds), mask))
     assert (full | (kinds != FULL)).all(), "a tile that the rule calls full is masked"
     needed = kinds != SKIP
@@ -74,19 +88,31 @@ def test_intervals_are_the_dense_mask_and_their_tiles_the_tile_rules(layout, mas
 
 
 def test_row_order_brings_gathered_shards_into_the_order_of_their_row():
-    index, segments = np.arange(48, dtype=np.int32)[None], np.repeat([1, 2, 0], (20, 17, 11))[None].astype(np.int32)
+    index, segments = (
+        np.arange(48, dtype=np.int32)[None],
+        np.repeat([1, 2, 0], (20, 17, 11))[None].astype(np.int32),
+    )
     order = permutation(48, 4, "striped")
     back = np.asarray(row_order(TokenCoords(index[:, order], segments[:, order])))
     assert (np.take_along_axis(index[:, order], back, 1) == index).all()
 
 
-@pytest.mark.parametrize(("index", "segments"), [
-    ([0, 1, 2, 3], [1, 1, 0, 1]), ([0, 1, 2, 3], [2, 2, 1, 1]), ([0, 2, 1, 3], [1, 1, 1, 1]), ([0, 1, 1, 2], [1, 1, 1, 1]),
-    ([0, 1, 2, 3], [1, 0, 1, 2]),
-], ids=["padding inside", "documents back", "index back", "index twice", "a document in two"])
+@pytest.mark.parametrize(
+    ("index", "segments"),
+    [
+        ([0, 1, 2, 3], [1, 1, 0, 1]),
+        ([0, 1, 2, 3], [2, 2, 1, 1]),
+        ([0, 2, 1, 3], [1, 1, 1, 1]),
+        ([0, 1, 1, 2], [1, 1, 1, 1]),
+        ([0, 1, 2, 3], [1, 0, 1, 2]),
+    ],
+    ids=["padding inside", "documents back", "index back", "index twice", "a document in two"],
+)
 def test_other_orders_are_seen(index, segments):
     """In one row of two, whose other one is in order."""
-    rows = TokenCoords(*(np.array(x, np.int32) for x in ([[0, 1, 2, 3], index], [[1, 1, 2, 0], segments])))
+    rows = TokenCoords(
+        *(np.array(x, np.int32) for x in ([[0, 1, 2, 3], index], [[1, 1, 2, 0], segments]))
+    )
     assert in_row_order(jax.tree.map(lambda x: x[:1], rows)) and not in_row_order(rows)
 
 

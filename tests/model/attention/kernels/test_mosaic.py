@@ -3,6 +3,7 @@
 What runs is the kernel itself: its intervals and tiles, copies, barriers and stores, three warpgroups at a time. Two things are
 the interpreter's own: products are plain ones in float32 (`Arithmetic`), and a copy is done when it is asked for.
 """
+
 import dataclasses
 import itertools
 from typing import Any
@@ -33,10 +34,16 @@ def interpreter(monkeypatch):
 
 
 KINDS = "one", "padded behind"
-COVERING = [(64, MASKS[0], "contiguous", KINDS[1]), (80, MASKS[2], "zigzag", KINDS[1]), (128, MASKS[0], "striped", "one"),
-            (256, MASKS[3], "striped", KINDS[1])]
-ALL = [*itertools.product(SHAPES, MASKS, ("contiguous", "striped"), KINDS),
-       *itertools.product((80, 128), MASKS, ("zigzag",), KINDS)]
+COVERING = [
+    (64, MASKS[0], "contiguous", KINDS[1]),
+    (80, MASKS[2], "zigzag", KINDS[1]),
+    (128, MASKS[0], "striped", "one"),
+    (256, MASKS[3], "striped", KINDS[1]),
+]
+ALL = [
+    *itertools.product(SHAPES, MASKS, ("contiguous", "striped"), KINDS),
+    *itertools.product((80, 128), MASKS, ("zigzag",), KINDS),
+]
 
 
 @pytest.mark.parametrize(("head_dim", "mask", "layout", "kind"), COVERING, ids=str)
@@ -45,8 +52,9 @@ def test_kernel_is_exact(head_dim, mask, layout, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "mask", "layout", "kind"),
-                         [case for case in ALL if case not in COVERING], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "layout", "kind"), [case for case in ALL if case not in COVERING], ids=str
+)
 def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind, KERNEL)
 
@@ -87,12 +95,23 @@ def orders(schedule, layout, mask, segments):
     """Whether the blocks of a forward and a backward pass over four devices are in order."""
     reports = []
     order = permutation(segments.shape[1], 4, layout)
-    coords = TokenCoords(np.arange(segments.shape[1], dtype=np.int32)[None][:, order], segments[:, order])
+    coords = TokenCoords(
+        np.arange(segments.shape[1], dtype=np.int32)[None][:, order], segments[:, order]
+    )
     x = jnp.ones((1, segments.shape[1], 4, 8))
 
     def loss(x):
-        return attention(x, x, x, coords, mesh=mesh_of(4), layout=layout, schedule=SCHEDULES[schedule], mask=mask,
-                         kernel=Watched(report=lambda is_ordered: reports.append(bool(is_ordered)))).sum()
+        return attention(
+            x,
+            x,
+            x,
+            coords,
+            mesh=mesh_of(4),
+            layout=layout,
+            schedule=SCHEDULES[schedule],
+            mask=mask,
+            kernel=Watched(report=lambda is_ordered: reports.append(bool(is_ordered))),
+        ).sum()
 
     jax.block_until_ready(jax.jit(jax.grad(loss), compiler_options=QUICK)(x))
     jax.effects_barrier()
@@ -100,14 +119,34 @@ def orders(schedule, layout, mask, segments):
 
 
 SEGMENTS = np.repeat([1, 2, 3, 0], [10, 50, 26, 10]).astype(np.int32)[None]
-NEAR = Mask(causal=False, window=10)  # of contiguous shards the ring then sends whole blocks both ways
-ALL_ORDERS = [*itertools.product([name for name in SCHEDULES if name != "ring_self_attention"], LAYOUTS, [Mask()]),
-              *itertools.product(["ring", "ring bidirectional", "balanced"], LAYOUTS, [NEAR])]
-QUICK_ORDERS = [("ring bidirectional", "contiguous", Mask()), ("balanced", "striped", Mask()), ("ring", "contiguous", NEAR)]
+NEAR = Mask(
+    causal=False, window=10
+)  # of contiguous shards the ring then sends whole blocks both ways
+ALL_ORDERS = [
+    *itertools.product(
+        [name for name in SCHEDULES if name != "ring_self_attention"], LAYOUTS, [Mask()]
+    ),
+    *itertools.product(["ring", "ring bidirectional", "balanced"], LAYOUTS, [NEAR]),
+]
+QUICK_ORDERS = [
+    ("ring bidirectional", "contiguous", Mask()),
+    ("balanced", "striped", Mask()),
+    ("ring", "contiguous", NEAR),
+]
 
 
-@pytest.mark.parametrize(("schedule", "layout", "mask"), [
-    *QUICK_ORDERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL_ORDERS if case not in QUICK_ORDERS)], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "layout", "mask"),
+    [
+        *QUICK_ORDERS,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ALL_ORDERS
+            if case not in QUICK_ORDERS
+        ),
+    ],
+    ids=str,
+)
 def test_every_block_of_a_schedule_is_in_order_or_of_several_shards(schedule, layout, mask):
     """Of a row as the loader writes it: documents one after the other, and padding behind them."""
     reports = orders(schedule, layout, mask, SEGMENTS)
@@ -127,7 +166,7 @@ def test_shards_that_were_gathered_are_brought_into_order(layout):
     index, segments = documents("padded behind", 1, 512)
     order = permutation(512, 4, layout)
     coords = TokenCoords(index[:, order], segments[:, order])
-    kernel, options = KERNEL.over_shards(4, 4), {"mask": Mask(), "scale": 80 ** -0.5}
+    kernel, options = KERNEL.over_shards(4, 4), {"mask": Mask(), "scale": 80**-0.5}
     blocks = Queries(q[:, order], coords), Keys(k[:, order], v[:, order], coords)
     out, lse = jax.jit(lambda *blocks: kernel.forward(*blocks, **options))(*blocks)
     delta = np.einsum("bthd,bthd->bht", out, dout[:, order])
@@ -137,19 +176,49 @@ def test_shards_that_were_gathered_are_brought_into_order(layout):
 
 
 def blocks(dtype=jnp.bfloat16, head_dim=64):
-    coords = TokenCoords(np.arange(128, dtype=np.int32)[None], np.ones((1, 128), np.int32), np.zeros((1, 128), np.int32))
+    coords = TokenCoords(
+        np.arange(128, dtype=np.int32)[None],
+        np.ones((1, 128), np.int32),
+        np.zeros((1, 128), np.int32),
+    )
     x = jnp.ones((1, 128, 1, head_dim), dtype)
     return Queries(x, coords), Keys(x, x, coords)
 
 
-@pytest.mark.parametrize(("kind", "arrays", "mask", "reason"), [
-    ("NVIDIA H100 80GB HBM3", blocks(), Mask(window=8, global_tokens=2), "global_tokens = 2; 'gpu' does not .*'xla' does"),
-    ("NVIDIA H200", blocks(jnp.float32), Mask(), "float32 operands; 'gpu' does"),
-    ("NVIDIA H200", blocks(head_dim=320), Mask(), r"heads of 320 \(256 at most\); .* 'xla' does"),
-    ("NVIDIA A100-SXM4-80GB", blocks(), Mask(), r"devices other than Hopper GPUs \(NVIDIA A100-SXM4-80GB\); 'gpu' does"),
-    ("NVIDIA B200", blocks(), Mask(), r"devices other than Hopper GPUs \(NVIDIA B200\); 'gpu' does"),
-], ids=["global tokens", "float32", "heads", "older", "newer"])
-def test_what_it_does_not_serve_is_named_and_served_by_the_other_kernel(kind, arrays, mask, reason, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "arrays", "mask", "reason"),
+    [
+        (
+            "NVIDIA H100 80GB HBM3",
+            blocks(),
+            Mask(window=8, global_tokens=2),
+            "global_tokens = 2; 'gpu' does not .*'xla' does",
+        ),
+        ("NVIDIA H200", blocks(jnp.float32), Mask(), "float32 operands; 'gpu' does"),
+        (
+            "NVIDIA H200",
+            blocks(head_dim=320),
+            Mask(),
+            r"heads of 320 \(256 at most\); .* 'xla' does",
+        ),
+        (
+            "NVIDIA A100-SXM4-80GB",
+            blocks(),
+            Mask(),
+            r"devices other than Hopper GPUs \(NVIDIA A100-SXM4-80GB\); 'gpu' does",
+        ),
+        (
+            "NVIDIA B200",
+            blocks(),
+            Mask(),
+            r"devices other than Hopper GPUs \(NVIDIA B200\); 'gpu' does",
+        ),
+    ],
+    ids=["global tokens", "float32", "heads", "older", "newer"],
+)
+def test_what_it_does_not_serve_is_named_and_served_by_the_other_kernel(
+    kind, arrays, mask, reason, monkeypatch
+):
     monkeypatch.setattr(chosen, "device_kind", lambda: kind)
     options = {"mask": mask, "scale": 1.0}
     with pytest.warns(UserWarning, match=f"'mosaic' does not serve {reason}"):
@@ -159,14 +228,18 @@ def test_what_it_does_not_serve_is_named_and_served_by_the_other_kernel(kind, ar
 
 def test_a_softcap_is_named_and_another_kernels(monkeypatch):
     monkeypatch.setattr(chosen, "device_kind", lambda: "NVIDIA H200")
-    with pytest.warns(UserWarning, match=r"'mosaic' does not serve a soft-cap of scores \(50\.0\); .*; 'xla' does"):
+    with pytest.warns(
+        UserWarning, match=r"'mosaic' does not serve a soft-cap of scores \(50\.0\); .*; 'xla' does"
+    ):
         kernel = get_kernel("mosaic").with_softcap(50.0).on("cuda", blocks()[0].q, Mask())
     assert kernel == XlaKernel(softcap=50.0)
     assert get_kernel("mosaic").with_softcap(None) == get_kernel("mosaic")
 
 
 def test_its_tiles_are_its_own():
-    with pytest.raises(ValueError, match=r"its tiles follow from the head size, found \{'query_tile': 64\}"):
+    with pytest.raises(
+        ValueError, match=r"its tiles follow from the head size, found \{'query_tile': 64\}"
+    ):
         get_kernel("mosaic", query_tile=64)
     with pytest.raises(ValueError, match=r"leave attention\.query_tile and attention\.key_tile 0"):
         AttentionConfig(kernel="mosaic", key_tile=64)
@@ -174,15 +247,30 @@ def test_its_tiles_are_its_own():
         AttentionConfig(kernel="mosaic", window=8, global_tokens=1)
 
 
-@pytest.mark.parametrize(("kind", "dtype", "takes"), [
-    ("NVIDIA H200", jnp.bfloat16, True), ("NVIDIA H200", jnp.float32, False), ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, False)],
-    ids=["hopper", "float32", "older"])
-def test_auto_takes_it_on_hopper_gpus_for_16_bits_and_warns_of_nothing(kind, dtype, takes, monkeypatch, recwarn):
+@pytest.mark.parametrize(
+    ("kind", "dtype", "takes"),
+    [
+        ("NVIDIA H200", jnp.bfloat16, True),
+        ("NVIDIA H200", jnp.float32, False),
+        ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, False),
+    ],
+    ids=["hopper", "float32", "older"],
+)
+def test_auto_takes_it_on_hopper_gpus_for_16_bits_and_warns_of_nothing(
+    kind, dtype, takes, monkeypatch, recwarn
+):
     monkeypatch.setattr(chosen, "device_kind", lambda: kind)
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
     kernel = get_kernel("auto").on("cuda", blocks(dtype)[0].q, Mask())
-    traced = str(jax.make_jaxpr(lambda *blocks: kernel.forward(*blocks, mask=Mask(), scale=1.0))(*blocks(dtype)))
-    assert ("core_map" in traced or "mpmd_map" in traced, "pallas_call" in traced) == (takes, not takes)
+    traced = str(
+        jax.make_jaxpr(lambda *blocks: kernel.forward(*blocks, mask=Mask(), scale=1.0))(
+            *blocks(dtype)
+        )
+    )
+    assert ("core_map" in traced or "mpmd_map" in traced, "pallas_call" in traced) == (
+        takes,
+        not takes,
+    )
     assert not [warning for warning in recwarn if "attention kernel" in str(warning.message)]
     tiled = get_kernel("auto", key_tile=64).on("cuda", blocks(dtype)[0].q, Mask())
     assert tiled == GpuKernel(key_tile=64), "tiles that were asked for are Triton's"
@@ -193,7 +281,9 @@ def test_auto_leaves_it_where_jaxs_compiler_makes_it_slow(monkeypatch):
     monkeypatch.setattr(chosen, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     q = blocks(jnp.bfloat16)[0].q
-    with pytest.warns(UserWarning, match=r"JAX 0\.12\.0 .* jax\[cuda13\]<0\.12 would be faster\); 'gpu' does"):
+    with pytest.warns(
+        UserWarning, match=r"JAX 0\.12\.0 .* jax\[cuda13\]<0\.12 would be faster\); 'gpu' does"
+    ):
         assert get_kernel("auto").on("cuda", q, Mask()) == GpuKernel()
     assert get_kernel("mosaic").on("cuda", q, Mask()) == MosaicKernel()
 
@@ -203,8 +293,9 @@ def test_promised_rows_are_not_asked_for_their_order():
     check_case(64, MASKS[0], "striped", "padded behind", KERNEL.with_rows_in_order(True))
     for promised in (True, False):
         kernel = KERNEL.with_rows_in_order(promised)
-        traced = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.forward(*blocks, mask=Mask(), scale=1.0))(
-            *blocks(jnp.float32))
+        traced = jax.make_jaxpr(
+            lambda *blocks, kernel=kernel: kernel.forward(*blocks, mask=Mask(), scale=1.0)
+        )(*blocks(jnp.float32))
         assert ("cond" in {call.primitive.name for call in traced.jaxpr.eqns}) is not promised
 
 
@@ -215,5 +306,6 @@ def test_a_broken_promise_is_nan():
     coords = TokenCoords(queries.coords.index, segments)
     kernel = KERNEL.with_rows_in_order(True)
     out = jax.jit(lambda *blocks: kernel.forward(*blocks, mask=Mask(), scale=1.0).out)(
-        queries._replace(coords=coords), keys._replace(coords=coords))
+        queries._replace(coords=coords), keys._replace(coords=coords)
+    )
     assert np.isnan(out).any()

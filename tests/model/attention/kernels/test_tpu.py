@@ -3,6 +3,7 @@
 Two shards attend as in a ring, without the ring: every block of queries meets every block of keys, each on top of what was seen
 before (`so_far`). Contiguous shards give diagonal, full and empty blocks, striped ones causal and strictly causal blocks.
 """
+
 import dataclasses
 import functools
 import itertools
@@ -23,8 +24,14 @@ from tests.model.attention.dense import dense_attention
 from tests.model.attention.test_exactness import check
 
 # head size -> rows, query heads, key heads, length: irregular lengths are padded inside, to tiles of 128.
-SHAPES = {64: (2, 2, 1, 330), 80: (1, 2, 2, 512), 96: (1, 3, 1, 330), 100: (1, 2, 1, 330), 128: (1, 2, 1, 512),
-          256: (1, 1, 1, 300)}
+SHAPES = {
+    64: (2, 2, 1, 330),
+    80: (1, 2, 2, 512),
+    96: (1, 3, 1, 330),
+    100: (1, 2, 1, 330),
+    128: (1, 2, 1, 512),
+    256: (1, 1, 1, 300),
+}
 MASKS = [Mask(), Mask(causal=False), Mask(window=50), Mask(causal=False, window=150)]
 KERNEL = TpuKernel(query_tile=128, key_tile=128, fused=True, interpret=pltpu.InterpretParams())
 # The backward pass by two kernels, as on devices where one does not serve.
@@ -38,7 +45,7 @@ def documents(kind, rows, length):
     if kind != "one":
         for row, ends in enumerate(((97, 100, 270, length - 20), (160, length - 150))):
             segments[row] = np.searchsorted(ends, np.arange(length), side="right") + 1
-            segments[row, ends[-1]:] = 0
+            segments[row, ends[-1] :] = 0
     if kind == "packed":
         segments[0, 110:130] = 0
     return index[:rows], segments[:rows]
@@ -55,11 +62,22 @@ def inputs(head_dim, seed=0):
 @functools.cache
 def compiled(mask, kernel=KERNEL):
     """extend and gradients, jitted (shapes, coordinates and packing are runtime inputs)."""
+
     def options(queries):
         return {"mask": mask, "scale": queries.q.shape[-1] ** -0.5}
 
-    return (jax.jit(lambda so_far, queries, *blocks: kernel.extend(so_far, queries, *blocks, **options(queries))),
-            jax.jit(lambda so_far, queries, *blocks: kernel.gradients(so_far, queries, *blocks, **options(queries))))
+    return (
+        jax.jit(
+            lambda so_far, queries, *blocks: kernel.extend(
+                so_far, queries, *blocks, **options(queries)
+            )
+        ),
+        jax.jit(
+            lambda so_far, queries, *blocks: kernel.gradients(
+                so_far, queries, *blocks, **options(queries)
+            )
+        ),
+    )
 
 
 def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
@@ -68,7 +86,10 @@ def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
     half = q.shape[1] // 2
     shards = [slice(0, half), slice(half, None)]
     shard_coords = [jax.tree.map(lambda x, s=s: x[:, s], coords) for s in shards]
-    blocks = [StackedKeys(np.stack([k[:, s], v[:, s]]), kv_coords) for s, kv_coords in zip(shards, shard_coords, strict=True)]
+    blocks = [
+        StackedKeys(np.stack([k[:, s], v[:, s]]), kv_coords)
+        for s, kv_coords in zip(shards, shard_coords, strict=True)
+    ]
     parts, dqs, dkvs = [], [], [0.0, 0.0]
     for s, q_coords in zip(shards, shard_coords, strict=True):
         queries = Queries(q[:, s], q_coords)
@@ -82,15 +103,21 @@ def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
             dq, dkv = gradients(dq, queries, block, BackwardInputs(dout[:, s], partial.lse, delta))
             dkvs[j] = dkvs[j] + dkv
         dqs.append(dq)
-    return (np.concatenate([part.out for part in parts], 1), np.concatenate([part.lse for part in parts], 2),
-            np.concatenate(dqs, 1), *np.concatenate(dkvs, 2))
+    return (
+        np.concatenate([part.out for part in parts], 1),
+        np.concatenate([part.lse for part in parts], 2),
+        np.concatenate(dqs, 1),
+        *np.concatenate(dkvs, 2),
+    )
 
 
 def check_case(head_dim, mask, layout, kind, kernel=KERNEL):
     arrays = inputs(head_dim)
     rows, length = arrays[0].shape[:2]
     at = documents(kind, rows, length)
-    expected = dense_attention(*arrays[:3], *at, arrays[3], kernel.softcap, causal=mask.causal, window=mask.window)
+    expected = dense_attention(
+        *arrays[:3], *at, arrays[3], kernel.softcap, causal=mask.causal, window=mask.window
+    )
     order = permutation(length, 2, layout)
     coords = TokenCoords(*(x[:, order] for x in at))
     check(attend(*(x[:, order] for x in arrays), coords, mask, kernel), expected, order)
@@ -99,7 +126,9 @@ def check_case(head_dim, mask, layout, kind, kernel=KERNEL):
 EVERYTHING = list(itertools.product(SHAPES, MASKS, ("contiguous", "striped"), ("one", "packed")))
 # Each layout and packing; what shares a head size and a mask shares its compiled functions.
 COVERING = [
-    (64, MASKS[0], "contiguous", "packed"), (64, MASKS[0], "striped", "one"), (100, MASKS[2], "striped", "packed"),
+    (64, MASKS[0], "contiguous", "packed"),
+    (64, MASKS[0], "striped", "one"),
+    (100, MASKS[2], "striped", "packed"),
 ]
 PAIRED = [case for case in EVERYTHING if case[2:] == ("striped", "packed")]
 
@@ -110,17 +139,37 @@ def test_kernel_is_exact(head_dim, mask, layout, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "mask", "layout", "kind"), [case for case in EVERYTHING if case not in COVERING], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "layout", "kind"),
+    [case for case in EVERYTHING if case not in COVERING],
+    ids=str,
+)
 def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind)
 
 
-@pytest.mark.parametrize(("fused", "mask"), [
-    (True, MASKS[0]), (False, MASKS[0]),
-    *(pytest.param(fused, mask, marks=pytest.mark.slow) for fused in (True, False) for mask in MASKS[1:])], ids=str)
+@pytest.mark.parametrize(
+    ("fused", "mask"),
+    [
+        (True, MASKS[0]),
+        (False, MASKS[0]),
+        *(
+            pytest.param(fused, mask, marks=pytest.mark.slow)
+            for fused in (True, False)
+            for mask in MASKS[1:]
+        ),
+    ],
+    ids=str,
+)
 def test_one_and_two_kernels_are_exact_by_parts_of_a_tile(fused, mask, monkeypatch):
     monkeypatch.setattr(tpu_options, "SUB_TILE", 128)
-    check_case(80, mask, "striped", "packed", dataclasses.replace(KERNEL, query_tile=256, key_tile=256, fused=fused))
+    check_case(
+        80,
+        mask,
+        "striped",
+        "packed",
+        dataclasses.replace(KERNEL, query_tile=256, key_tile=256, fused=fused),
+    )
 
 
 @pytest.mark.parametrize("kernel", [KERNEL, PAIR], ids=["fused", "pair"])
@@ -159,4 +208,6 @@ def test_tiles_fit_whatever_is_asked():
     assert tiles_that_fit(1024, 1024, 256, 2) == (512, 1024)
     for vmem in VMEM.values():
         sizes = itertools.product((128, 256), (2, 4))
-        assert {tiles_that_fit(1024, 1024, head_dim, itemsize, vmem) for head_dim, itemsize in sizes} == {(1024, 1024)}
+        assert {
+            tiles_that_fit(1024, 1024, head_dim, itemsize, vmem) for head_dim, itemsize in sizes
+        } == {(1024, 1024)}

@@ -1,4 +1,5 @@
 """The TPU kernel by the TPU's own compiler, which needs no TPU: it fits every generation, and a ring adds no pass around it."""
+
 import itertools
 import re
 import time
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.attention import AttentionPartial, BackwardInputs, Mask, Queries, StackedKeys, TokenCoords
+from model.attention import (
+    AttentionPartial,
+    BackwardInputs,
+    Mask,
+    Queries,
+    StackedKeys,
+    TokenCoords,
+)
 from model.attention.kernels import get_kernel
 from model.config import LlamaConfig
 from planning.plan import compile_step
@@ -19,8 +27,13 @@ TOKENS = 131072
 KERNEL = "@tpu_custom_call"
 CALL = 'custom_call_target="tpu_custom_call"'
 # v3's kernels take no bfloat16.
-GENERATIONS = {"v3:2x2": jnp.float32, "v4:2x2x1": jnp.bfloat16, "v5e:2x2": jnp.bfloat16, "v5p:2x2x1": jnp.bfloat16,
-               "v6e:2x2": jnp.bfloat16}
+GENERATIONS = {
+    "v3:2x2": jnp.float32,
+    "v4:2x2x1": jnp.bfloat16,
+    "v5e:2x2": jnp.bfloat16,
+    "v5p:2x2x1": jnp.bfloat16,
+    "v6e:2x2": jnp.bfloat16,
+}
 HEAD_SIZES = (64, 80, 96, 100, 128, 256)
 
 
@@ -31,8 +44,14 @@ def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2, softcap=None)
     def shape(*dims, dtype):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    kernel, options = get_kernel("tpu").with_softcap(softcap), {"mask": mask, "scale": head_dim ** -0.5}
-    q, kv = shape(1, TOKENS, 4, head_dim, dtype=dtype), shape(2, 1, TOKENS, kv_heads, head_dim, dtype=dtype)
+    kernel, options = (
+        get_kernel("tpu").with_softcap(softcap),
+        {"mask": mask, "scale": head_dim**-0.5},
+    )
+    q, kv = (
+        shape(1, TOKENS, 4, head_dim, dtype=dtype),
+        shape(2, 1, TOKENS, kv_heads, head_dim, dtype=dtype),
+    )
     coords = TokenCoords(*[shape(1, TOKENS, dtype=jnp.int32)] * 2)
     rows, float32 = shape(1, 4, TOKENS, dtype=jnp.float32), shape(*q.shape, dtype=jnp.float32)
     blocks = Queries(q, coords), StackedKeys(kv, coords)
@@ -40,7 +59,9 @@ def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2, softcap=None)
     backward = jax.jit(lambda *blocks: kernel.gradients(*blocks, **options), donate_argnums=0)
     with jax.set_mesh(mesh):  # tells the kernel its device, as the trainer's mesh does
         inputs = BackwardInputs(q, rows, rows)
-        return forward.lower(AttentionPartial(float32, rows), *blocks), backward.lower(float32, *blocks, inputs)
+        return forward.lower(AttentionPartial(float32, rows), *blocks), backward.lower(
+            float32, *blocks, inputs
+        )
 
 
 def check(topology, dtype, head_dim, mask=Mask(), kv_heads=2, pair=False, softcap=None):
@@ -100,8 +121,14 @@ def computations(text):
     return bodies
 
 
-SMALL = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-                    num_key_value_heads=2)
+SMALL = LlamaConfig(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 @pytest.mark.slow
@@ -119,11 +146,17 @@ def test_a_ring_is_one_kernel_a_round_and_nothing_moves_around_it():
     bodies = computations(text)
     calls = [line for lines in bodies for operation, _, line in lines if CALL in line]
     # First round, the scan's round and last round, in both directions. The forward is never run again.
-    assert [sum(name in line for line in calls) for name in ("attention_forward", "attention_backward")] == [3, 3]
+    assert [
+        sum(name in line for line in calls) for name in ("attention_forward", "attention_backward")
+    ] == [3, 3]
     for line in calls:
-        operands = line[line.index("operand_layout_constraints"):]
-        assert operands.count("bf16[2,1,2,1536,64]") == 2, "K and V as they travelled: neither expanded nor cut"
+        operands = line[line.index("operand_layout_constraints") :]
+        assert operands.count("bf16[2,1,2,1536,64]") == 2, (
+            "K and V as they travelled: neither expanded nor cut"
+        )
     for lines in bodies:
         for operation, result, line in lines:
-            if operation == "transpose" or (operation == "copy" and re.search(r"\[1,(1536,4|4,1536),64\]", result)):
+            if operation == "transpose" or (
+                operation == "copy" and re.search(r"\[1,(1536,4|4,1536),64\]", result)
+            ):
                 raise AssertionError(f"moved around a kernel: {line.strip()[:200]}")

@@ -1,4 +1,5 @@
 """The XLA kernel's memory on CPUs is linear in the length: read from the compiler's plan, with nothing run."""
+
 import functools
 
 import jax
@@ -20,7 +21,11 @@ def planned_bytes(which, length):
 
     def run(arrays, coords):
         q, k, v, *saved = arrays
-        blocks = (Queries(q, coords), Keys(k, v, coords), *([BackwardInputs(*saved)] if saved else []))
+        blocks = (
+            Queries(q, coords),
+            Keys(k, v, coords),
+            *([BackwardInputs(*saved)] if saved else []),
+        )
         return getattr(kernel, which)(*blocks, mask=Mask(), scale=0.25)
 
     arrays = {"forward": [vectors] * 3, "backward": [vectors] * 4 + [statistics] * 2}[which]

@@ -1,4 +1,5 @@
 """How even the work is, from counts that the running kernels emit, against the papers' arithmetic."""
+
 import numpy as np
 import pytest
 
@@ -22,14 +23,18 @@ def distflashattn(size):
     return (diagonal + size // 2 * n * n) / (diagonal + n * n * (size - 1) / 2)
 
 
-@pytest.mark.parametrize(("schedule", "layout", "size", "expected", "most"), [
-    ("ring", "contiguous", 4, contiguous_ring(4), 2 - 1 / 4),
-    ("ring", "striped", 4, 1.0, 1.07),
-    pytest.param("ring", "zigzag", 4, 1.0, 1.07, marks=pytest.mark.slow),
-    ("balanced", "contiguous", 4, distflashattn(4), 1 / (1 - 1 / 4)),
-    pytest.param("balanced", "contiguous", 3, distflashattn(3), 1.0, marks=pytest.mark.slow),
-    ({"name": "balanced", "split": True}, "contiguous", 4, 1.0, 1.05),
-], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "layout", "size", "expected", "most"),
+    [
+        ("ring", "contiguous", 4, contiguous_ring(4), 2 - 1 / 4),
+        ("ring", "striped", 4, 1.0, 1.07),
+        pytest.param("ring", "zigzag", 4, 1.0, 1.07, marks=pytest.mark.slow),
+        ("balanced", "contiguous", 4, distflashattn(4), 1 / (1 - 1 / 4)),
+        pytest.param("balanced", "contiguous", 3, distflashattn(3), 1.0, marks=pytest.mark.slow),
+        ({"name": "balanced", "split": True}, "contiguous", 4, 1.0, 1.05),
+    ],
+    ids=str,
+)
 def test_balance_is_the_papers_arithmetic(schedule, layout, size, expected, most):
     row = measure(schedule, layout, size, TILES)
     for which in ("forward", "backward"):
@@ -45,12 +50,19 @@ def test_an_idle_fraction_of_one_in_p_plus_two():
     assert 1 - 1 / row["forward"]["imbalance"] == pytest.approx(1 / (4 + 2))
 
 
-@pytest.mark.parametrize("schedule", ["ring", "balanced", "attention2d", {"name": "ulysses", "degree": 2}], ids=str)
+@pytest.mark.parametrize(
+    "schedule", ["ring", "balanced", "attention2d", {"name": "ulysses", "degree": 2}], ids=str
+)
 def test_running_kernels_compute_each_needed_tile_once(schedule):
     """The truth is the visible pairs themselves; USP's two ranks of a line compute each tile for half of the heads."""
     size, tiles, layout = 4, 4, "striped"
     order = permutation(size * tiles * TILE, size, layout).reshape(-1, TILE)
-    needed = {(q, k) for q, queries in enumerate(order) for k, keys in enumerate(order) if queries.max() >= keys.min()}
+    needed = {
+        (q, k)
+        for q, queries in enumerate(order)
+        for k, keys in enumerate(order)
+        if queries.max() >= keys.min()
+    }
     for told in computed_tiles(schedule, layout, size, tiles).values():
         pairs = [(qb * tiles + q, kb * tiles + k) for _, qb, q, kb, k in told.tolist()]
         assert set(pairs) == needed

@@ -1,4 +1,5 @@
 """Plans: every query block meets every key block exactly once, and bytes are what the schedules' own formulas say."""
+
 import dataclasses
 import itertools
 import math
@@ -13,16 +14,29 @@ from model.attention.layout import permutation
 from model.attention.schedules import plan
 
 BLOCK = plan.Block(batch=2, tokens=12, query_heads=8, kv_heads=2, head_dim=16)
-SCHEDULES = ["ring", {"name": "ring", "bidirectional": True}, "all_gather", "balanced", {"name": "balanced", "split": True},
-             "ulysses", {"name": "ulysses", "degree": 2},
-             {"name": "ulysses", "degree": 2, "inner": {"name": "balanced", "split": True}},
-             {"name": "ulysses", "degree": 2, "inner": {"name": "attention2d", "overlap": True}},
-             {"name": "ulysses", "degree": 2, "inner": {"name": "ulysses", "degree": 2}}, "attention2d",
-             {"name": "attention2d", "columns": 2}, {"name": "attention2d", "overlap": True},
-             {"name": "attention2d", "columns": 2, "overlap": True}, "ring_self_attention"]
+SCHEDULES = [
+    "ring",
+    {"name": "ring", "bidirectional": True},
+    "all_gather",
+    "balanced",
+    {"name": "balanced", "split": True},
+    "ulysses",
+    {"name": "ulysses", "degree": 2},
+    {"name": "ulysses", "degree": 2, "inner": {"name": "balanced", "split": True}},
+    {"name": "ulysses", "degree": 2, "inner": {"name": "attention2d", "overlap": True}},
+    {"name": "ulysses", "degree": 2, "inner": {"name": "ulysses", "degree": 2}},
+    "attention2d",
+    {"name": "attention2d", "columns": 2},
+    {"name": "attention2d", "overlap": True},
+    {"name": "attention2d", "columns": 2, "overlap": True},
+    "ring_self_attention",
+]
 MASKS = (Mask(), Mask(window=14), Mask(causal=False), Mask(causal=False, window=14))
-CASES = [case for case in itertools.product(SCHEDULES, ("contiguous", "striped"), (2, 3, 4, 5, 8), MASKS)
-         if case[2] % 2 == 0 or isinstance(case[0], str) or not {"degree", "columns"} & set(case[0])]
+CASES = [
+    case
+    for case in itertools.product(SCHEDULES, ("contiguous", "striped"), (2, 3, 4, 5, 8), MASKS)
+    if case[2] % 2 == 0 or isinstance(case[0], str) or not {"degree", "columns"} & set(case[0])
+]
 
 
 def each_once(rounds, size):
@@ -31,7 +45,9 @@ def each_once(rounds, size):
     for task in (task for round_ in rounds for task in round_.tasks):
         shares = (task.part, task.key_part, task.heads)
         assert all(0 <= part < parts for part, parts in shares)
-        met[np.ix_(task.queries, task.keys)] += Fraction(*task.products) / math.prod(parts for _, parts in shares)
+        met[np.ix_(task.queries, task.keys)] += Fraction(*task.products) / math.prod(
+            parts for _, parts in shares
+        )
     return met
 
 
@@ -40,7 +56,11 @@ def test_every_visible_pair_of_blocks_meets_once(schedule, layout, size, mask):
     """What is visible is the dense mask's word; other pairs may meet or not. RSA's tours each do some of the products."""
     order = permutation(size * BLOCK.tokens, size, layout)[None]
     coords = TokenCoords(order, np.ones_like(order))
-    seen = np.asarray(visible(coords, coords, mask)).reshape(size, BLOCK.tokens, size, BLOCK.tokens).any((1, 3))
+    seen = (
+        np.asarray(visible(coords, coords, mask))
+        .reshape(size, BLOCK.tokens, size, BLOCK.tokens)
+        .any((1, 3))
+    )
     for rounds in get_schedule(schedule, size, layout).plan(size, BLOCK, mask):
         met = each_once(rounds, size)
         assert (met <= 1).all() and (met[seen] == 1).all()
@@ -64,38 +84,59 @@ def formula(name: str, size: int) -> tuple[float, float]:
     others = size - 1
     if name in ("ring", "ring bidirectional"):
         return others * (kv + coords), others * (kv + coords) + size * dkv
-    if name == "ring_self_attention":  # K, V; K, V and K but for its first hop, gradients behind the last two
+    if (
+        name == "ring_self_attention"
+    ):  # K, V; K, V and K but for its first hop, gradients behind the last two
         return others * (kv + coords), others * (1.5 * kv + coords) - 0.5 * kv + size * dkv
-    if name == "ring window":  # keys less than 14 tokens away, of blocks of 12: two hops on, then home
+    if (
+        name == "ring window"
+    ):  # keys less than 14 tokens away, of blocks of 12: two hops on, then home
         return 2 * (kv + coords), 2 * (kv + coords) + 3 * dkv
     if name == "all_gather":
         return others * (kv + coords), others * (kv + coords + dkv)
-    if name == "ulysses":  # 8 query heads on at most 8 ranks; two key heads are replicated where ranks are more
+    if (
+        name == "ulysses"
+    ):  # 8 query heads on at most 8 ranks; two key heads are replicated where ranks are more
         wide = max(1, size // 2)
-        return (others / size * (2 * q + wide * kv + lse) + others * coords,
-                others / size * (2 * q + wide * kv + 2 * lse + out + wide * dkv) + others * coords)
+        return (
+            others / size * (2 * q + wide * kv + lse) + others * coords,
+            others / size * (2 * q + wide * kv + 2 * lse + out + wide * dkv) + others * coords,
+        )
     if name == "square":
         root = int(size**0.5) - 1
-        return (root * (q + coords + kv + coords + 2 * lse + out + lse),
-                root * (2 * q + 2 * lse + coords + kv + coords + out + dkv))
+        return (
+            root * (q + coords + kv + coords + 2 * lse + out + lse),
+            root * (2 * q + 2 * lse + coords + kv + coords + out + dkv),
+        )
     if name == "square overlap":  # one lse instead of the merge's maximum and sum
         root = int(size**0.5) - 1
-        return (root * (q + coords + kv + coords + out + lse),
-                root * (2 * q + 2 * lse + coords + kv + coords + out + dkv))
+        return (
+            root * (q + coords + kv + coords + out + lse),
+            root * (2 * q + 2 * lse + coords + kv + coords + out + dkv),
+        )
     # DistFlashAttn: of P (P - 1) / 2 pairs below the diagonal, those nearer than P / 2 fetch keys, the others send queries.
     near = sum(size - t for t in range(1, size // 2 + 1)) / size
     far = sum(t for t in range(1, (size + 1) // 2)) / size
     return near * (kv + coords) + far * (q + coords + out + lse), (
-        near * (kv + coords + dkv) + far * (2 * q + 2 * lse + coords + out))
+        near * (kv + coords + dkv) + far * (2 * q + 2 * lse + coords + out)
+    )
 
 
 NAMED = {"ring bidirectional": {"name": "ring", "bidirectional": True}, "ring window": "ring"}
 
 
-@pytest.mark.parametrize(("name", "size"), [
-    *itertools.product(("ring", "ring bidirectional", "all_gather", "ulysses", "ring_self_attention"), (2, 4, 8)),
-    *itertools.product(["balanced"], (2, 3, 4, 5, 8)), *itertools.product(["ring window"], (4, 8)),
-    *itertools.product(("square", "square overlap"), (4, 16, 64, 256))])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *itertools.product(
+            ("ring", "ring bidirectional", "all_gather", "ulysses", "ring_self_attention"),
+            (2, 4, 8),
+        ),
+        *itertools.product(["balanced"], (2, 3, 4, 5, 8)),
+        *itertools.product(["ring window"], (4, 8)),
+        *itertools.product(("square", "square overlap"), (4, 16, 64, 256)),
+    ],
+)
 def test_bytes_are_the_closed_forms(name, size):
     square = {"name": "attention2d", "columns": int(size**0.5), "overlap": name.endswith("overlap")}
     schedule = square if name.startswith("square") else NAMED.get(name, name)
@@ -112,7 +153,9 @@ def test_attention2d_falls_as_the_root(overlap):
     """Of all that P ranks hold, each receives (sqrt(P) - 1) / P; on a ring (P - 1) / P."""
     share = {}
     for size in (4, 16, 64, 256):
-        planned = get_schedule({"name": "attention2d", "columns": int(size**0.5), "overlap": overlap}, size).plan(size, BLOCK)
+        planned = get_schedule(
+            {"name": "attention2d", "columns": int(size**0.5), "overlap": overlap}, size
+        ).plan(size, BLOCK)
         share[size] = plan.received(planned.forward, size).max() / size
     whole = share[4] * 4
     assert all(share[size] == pytest.approx(whole * (size**0.5 - 1) / size) for size in share)
@@ -121,6 +164,9 @@ def test_attention2d_falls_as_the_root(overlap):
 @pytest.mark.parametrize("schedule", ["ring", "all_gather", "balanced", "ring_self_attention"])
 def test_where_documents_start_travels_as_a_third_coordinate(schedule):
     """For global tokens: 4 bytes more for each token whose coordinates arrive."""
-    rounds = [get_schedule(schedule, 3).plan(3, block).forward for block in (BLOCK, dataclasses.replace(BLOCK, coordinates=3))]
+    rounds = [
+        get_schedule(schedule, 3).plan(3, block).forward
+        for block in (BLOCK, dataclasses.replace(BLOCK, coordinates=3))
+    ]
     two, three = (plan.received(direction, 3) for direction in rounds)
     assert (three - two == 2 * 4 * BLOCK.batch * BLOCK.tokens).all()

@@ -1,4 +1,5 @@
 """What schedules send and run again, counted in the traced program: both ways round, windows, Attention2D's overlap, remat."""
+
 import functools
 
 import jax
@@ -7,7 +8,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from model.attention import AttentionOp, Keys, Mask, Queries, StackedKeys, TokenCoords, attend, attention, get_kernel
+from model.attention import (
+    AttentionOp,
+    Keys,
+    Mask,
+    Queries,
+    StackedKeys,
+    TokenCoords,
+    attend,
+    attention,
+    get_kernel,
+)
 from model.attention.kernels import KERNELS, ReferenceKernel
 from model.attention.schedules import Attention2D, Ring, plan
 from model.attention.schedules.attention2d import fewest_bytes
@@ -27,13 +38,26 @@ def traced(schedule, mask=Mask(), layout="contiguous", size=SIZE, heads=HEADS, k
     coords = (jnp.zeros((1, LENGTH), jnp.int32),) * 2
 
     def run(q, k, v):
-        return attention(q, k, v, coords, mesh=mesh_of(size), layout=layout, schedule=schedule, kernel=kernel, mask=mask)
+        return attention(
+            q,
+            k,
+            v,
+            coords,
+            mesh=mesh_of(size),
+            layout=layout,
+            schedule=schedule,
+            kernel=kernel,
+            mask=mask,
+        )
 
     def both(q, k, v, dout):
         return jax.vjp(run, q, k, v)[1](dout)
 
     forward, both = jax.make_jaxpr(run)(x, x, x).jaxpr, jax.make_jaxpr(both)(x, x, x, x).jaxpr
-    return (sent(forward), counts(forward)), (sent(both) - sent(forward), counts(both) - counts(forward))
+    return (sent(forward), counts(forward)), (
+        sent(both) - sent(forward),
+        counts(both) - counts(forward),
+    )
 
 
 def test_a_ring_goes_one_way():
@@ -51,8 +75,10 @@ def test_a_bidirectional_ring_sends_half_each_way():
     assert backward == dict.fromkeys((1, hops), (hops * (KEYS + COORDS) + SIZE * KEYS) // 2)
 
 
-@pytest.mark.parametrize(("window", "reach"), [(1, 0), (2, 1), (TOKENS + 1, 1), (TOKENS + 2, 2), (3 * TOKENS + 1, 3),
-                                               (LENGTH, 7)])
+@pytest.mark.parametrize(
+    ("window", "reach"),
+    [(1, 0), (2, 1), (TOKENS + 1, 1), (TOKENS + 2, 2), (3 * TOKENS + 1, 3), (LENGTH, 7)],
+)
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_window_visits_the_ranks_in_reach_alone(window, reach, causal):
     """As many rounds as the first query of a rank and the last key of an earlier one are in the window; hops home apart."""
@@ -69,9 +95,19 @@ def test_a_window_does_not_shorten_a_dealt_ring():
     """Nor one with so many global tokens that to send all keys is less."""
     coords = TokenCoords(*(jnp.zeros((1, LENGTH), jnp.int32),) * 3)
     x = jnp.zeros((1, LENGTH, HEADS, DIM))
-    for layout, mask in (("striped", Mask(window=5)), ("striped", Mask(window=5, global_tokens=2)),
-                         ("contiguous", Mask(window=5, global_tokens=TOKENS))):
-        run = functools.partial(attention, coords=coords, mesh=mesh_of(SIZE), layout=layout, kernel="reference", mask=mask)
+    for layout, mask in (
+        ("striped", Mask(window=5)),
+        ("striped", Mask(window=5, global_tokens=2)),
+        ("contiguous", Mask(window=5, global_tokens=TOKENS)),
+    ):
+        run = functools.partial(
+            attention,
+            coords=coords,
+            mesh=mesh_of(SIZE),
+            layout=layout,
+            kernel="reference",
+            mask=mask,
+        )
         assert counts(jax.make_jaxpr(run)(x, x, x).jaxpr)["dot_general"] == 2 * SIZE
 
 
@@ -79,23 +115,43 @@ def test_a_window_does_not_shorten_a_dealt_ring():
 def test_global_tokens_are_replicated_beside_a_windowed_ring(causal):
     """The blocks visit the ranks in reach, and all ranks gather the few tokens: what the plan says, in bytes."""
     mask, slots, ways = Mask(causal, TOKENS, 3), 3, 1 if causal else 2
-    x, coords = jnp.zeros((1, LENGTH, HEADS, DIM)), TokenCoords(*(jnp.zeros((1, LENGTH), jnp.int32),) * 3)
+    x, coords = (
+        jnp.zeros((1, LENGTH, HEADS, DIM)),
+        TokenCoords(*(jnp.zeros((1, LENGTH), jnp.int32),) * 3),
+    )
     block = plan.Block(1, TOKENS, HEADS, HEADS, DIM, itemsize=4, coordinates=3)
-    run = functools.partial(attention, coords=coords, mesh=mesh_of(SIZE), layout="contiguous", kernel="reference", mask=mask)
+    run = functools.partial(
+        attention,
+        coords=coords,
+        mesh=mesh_of(SIZE),
+        layout="contiguous",
+        kernel="reference",
+        mask=mask,
+    )
     forward = jax.make_jaxpr(run)(x, x, x).jaxpr
     both = jax.make_jaxpr(lambda x, dout: jax.vjp(run, x, x, x)[1](dout))(x, x).jaxpr
-    assert counts(forward)["dot_general"] == 2 * (2 + 1), "its own block, those in reach as one, the global tokens"
+    assert counts(forward)["dot_general"] == 2 * (2 + 1), (
+        "its own block, those in reach as one, the global tokens"
+    )
     planned = Ring(ordered=True).plan(SIZE, block, mask)
     assert sum(sent(forward).values()) == ways * (KEYS + COORDS * 3 // 2)
-    gathered = sum(equation.invars[0].aval.size * 4 for equation, _ in operations(forward)
-                   if equation.primitive.name == "all_gather")
+    gathered = sum(
+        equation.invars[0].aval.size * 4
+        for equation, _ in operations(forward)
+        if equation.primitive.name == "all_gather"
+    )
     assert gathered == slots * (KEYS + COORDS * 3 // 2) // TOKENS
     permutes = sum(sent(forward).values()) + (SIZE - 1) * gathered
     np.testing.assert_allclose(plan.received(planned.forward, SIZE), permutes)
-    scattered = sum(equation.outvars[0].aval.size * 4 for equation, _ in operations(both)
-                    if equation.primitive.name == "reduce_scatter")
+    scattered = sum(
+        equation.outvars[0].aval.size * 4
+        for equation, _ in operations(both)
+        if equation.primitive.name == "reduce_scatter"
+    )
     assert scattered == slots * KEYS // TOKENS
-    backward = sum(sent(both).values()) - sum(sent(forward).values()) + (SIZE - 1) * (gathered + scattered)
+    backward = (
+        sum(sent(both).values()) - sum(sent(forward).values()) + (SIZE - 1) * (gathered + scattered)
+    )
     np.testing.assert_allclose(plan.received(planned.backward, SIZE), backward)
 
 
@@ -110,12 +166,18 @@ def test_a_window_leaves_out_rounds_of_balanced():
 def test_attention2d_with_overlap_gathers_nothing_and_sends_as_much(columns):
     """Section 3.3 counts for R rows and C columns: forward Q and partials C - 1 times, K and V R - 1 times."""
     rows = SIZE // columns
-    (forward, primitives), (backward, more) = traced(Attention2D(columns, overlap=True), layout="striped")
+    (forward, primitives), (backward, more) = traced(
+        Attention2D(columns, overlap=True), layout="striped"
+    )
     collectives = ("all_", "psum", "pmax", "reduce_scatter", "ppermute")
     assert {name for name in {*primitives, *more} if name.startswith(collectives)} == {"ppermute"}
     vectors, lse = KEYS // 2, TOKENS * HEADS * 4  # a rank's Q, or float32 out; its lse
-    assert sum(forward.values()) == (columns - 1) * (2 * vectors + lse + COORDS) + (rows - 1) * (KEYS + COORDS)
-    assert sum(backward.values()) == (columns - 1) * (3 * vectors + 2 * lse + COORDS) + (rows - 1) * (2 * KEYS + COORDS)
+    assert sum(forward.values()) == (columns - 1) * (2 * vectors + lse + COORDS) + (rows - 1) * (
+        KEYS + COORDS
+    )
+    assert sum(backward.values()) == (columns - 1) * (3 * vectors + 2 * lse + COORDS) + (
+        rows - 1
+    ) * (2 * KEYS + COORDS)
 
 
 def test_attention2d_takes_the_grid_of_fewest_bytes():
@@ -123,15 +185,24 @@ def test_attention2d_takes_the_grid_of_fewest_bytes():
     best = {heads: fewest_bytes(64, *heads, 2) for heads in ((32, 32), (32, 8), (32, 1))}
     assert 1 <= best[32, 1] < best[32, 8] < best[32, 32] <= 8
     for (query, kv), columns in best.items():
-        def total(c, query=query, kv=kv):  # of a token: q, out; q, dout, dq along rows: k, v; k, v, dk, dv along columns
+
+        def total(
+            c, query=query, kv=kv
+        ):  # of a token: q, out; q, dout, dq along rows: k, v; k, v, dk, dv along columns
             return (c - 1) * query * (2 + 4 + 2 + 2 + 4) + (64 // c - 1) * 2 * kv * (2 + 2 + 4)
 
         assert total(columns) == min(total(c) for c in (1, 2, 4, 8, 16, 32, 64))
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("reference", "mosaic")])  # which take no tile size
+@pytest.mark.parametrize(
+    "name", [name for name in KERNELS if name not in ("reference", "mosaic")]
+)  # which take no tile size
 def test_a_kernel_asked_for_again_is_not_compiled_again(name):
-    assert get_kernel(name, query_tile=64) == get_kernel(name, query_tile=64) != get_kernel(name, query_tile=32)
+    assert (
+        get_kernel(name, query_tile=64)
+        == get_kernel(name, query_tile=64)
+        != get_kernel(name, query_tile=32)
+    )
 
 
 class StackedOnly(ReferenceKernel):
@@ -146,7 +217,9 @@ class StackedOnly(ReferenceKernel):
         return super().gradients(so_far, queries, keys, saved, **options)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "ring bidirectional", "balanced", "all_gather", "attention2d overlap 2"])
+@pytest.mark.parametrize(
+    "schedule", ["ring", "ring bidirectional", "balanced", "all_gather", "attention2d overlap 2"]
+)
 def test_keys_and_values_that_travel_stacked_are_never_cut(schedule):
     traced(SCHEDULES[schedule], size=4, kernel=StackedOnly())
 
@@ -163,7 +236,9 @@ def test_save_attention_never_runs_attention_forward_again(schedule):
     """With attention's output and lse kept, two layers run as many exponentials and transfers as without any remat."""
     mesh, heads = mesh_of(4), 4
     coords = TokenCoords(jnp.zeros((1, 32), jnp.int32), jnp.ones((1, 32), jnp.int32))
-    op = AttentionOp.create(DIM, schedule=SCHEDULES[schedule], kernel=get_kernel("reference"), axis="sequence", size=4)
+    op = AttentionOp.create(
+        DIM, schedule=SCHEDULES[schedule], kernel=get_kernel("reference"), axis="sequence", size=4
+    )
 
     def loss(layers, x, coords, policy):
         def body(carry, weights):
@@ -177,14 +252,25 @@ def test_save_attention_never_runs_attention_forward_again(schedule):
             return x
 
         tokens = PartitionSpec(None, "sequence")
-        run = jax.shard_map(run, mesh=mesh, in_specs=(PartitionSpec(), tokens, tokens), out_specs=tokens, check_vma=False)
+        run = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), tokens, tokens),
+            out_specs=tokens,
+            check_vma=False,
+        )
         return jnp.sum(run(layers, x, coords))
 
     def work(policy):
         layers, x = jnp.zeros((2, heads * DIM, heads, DIM, 3)), jnp.zeros((1, 32, heads * DIM))
-        primitives = counts(jax.make_jaxpr(jax.grad(loss), static_argnums=3)(layers, x, coords, policy).jaxpr)
-        return {name: n for name, n in primitives.items()
-                if name in ("exp", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "pmax")}
+        primitives = counts(
+            jax.make_jaxpr(jax.grad(loss), static_argnums=3)(layers, x, coords, policy).jaxpr
+        )
+        return {
+            name: n
+            for name, n in primitives.items()
+            if name in ("exp", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "pmax")
+        }
 
     assert work("save_attention") == work("everything")
     again = work("nothing")
