@@ -50,11 +50,13 @@ CHECKED := tests/test_rooms.py tests/test_dependencies.py tests/data/test_packin
 	tests/scripts/test_mistyped_commands.py tests/docs/test_pages.py
 check: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest $(CHECKED) -n 2 --dist loadfile
 
 lint: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest -q tests/test_dependencies.py
 
