@@ -1,12 +1,10 @@
-"""The report of a line-retrieval evaluation: a table, result files, and plots against lines, tokens and depth."""
+"""The report of a line-retrieval evaluation: a table, result files, and plots against lines and depth."""
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import pathlib
 import textwrap
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from data import printable
@@ -67,7 +65,7 @@ def write(
     plot(
         {title: scores, **(others or {})} if others else scores,
         folder / "line_retrieval.png",
-        title,
+        f"Line retrieval: {title}",
     )
     plot_depths(depths, folder / "line_depth.png", title)
     print_table(scores)
@@ -208,83 +206,71 @@ def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str
 def plot(
     scores: list[Score] | dict[str, list[Score]], path: str | pathlib.Path, title: str = ""
 ) -> None:
-    """Plots accuracies with their intervals and chance into a file.
+    """Plots accuracies with their 95% intervals, and chance, against the number of lines, into a file.
 
-    One panel is against the number of lines and, if there are several, a second one against the number of tokens. Each family
-    of keys is a curve of its own. Scores of several evaluations come by their names, which the curves are labelled with.
+    The axis of lines is logarithmic; its labels also give the mean number of prompt tokens. Each family of
+    keys is a curve. A dictionary holds the scores of several evaluations by name, each in one color.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    if isinstance(scores, dict):
-        title = title or "  and  ".join(scores)
-        scores = [
-            dataclasses.replace(score, family=f"{name}: {score.family}")
-            for name, group in scores.items()
-            for score in group
-        ]
-        note = []
-    else:
-        families = {item.family for item in scores}
-        note = (
-            ["curves differ in their keys and prompt's end: not one curve"]
-            if len(families) > 1
-            else []
-        )
-    panels = {
-        "lines": lambda item: item.num_lines,
-        "prompt tokens (mean)": lambda item: round(item.mean_prompt_tokens),
-    }
-    single_point = len({item.num_lines for item in scores}) <= 1
-    if single_point:
-        del panels["prompt tokens (mean)"]
-    width = 5 * len(panels)
-    figure = Figure(figsize=(width, 4.2), layout="constrained")
+    evaluations = scores if isinstance(scores, dict) else {"": scores}
+    every = [item for group in evaluations.values() for item in group]
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
-    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (name, x_of) in zip(all_axes, panels.items(), strict=True):
-        _plot_panel(axes, scores, name, x_of, annotate=single_point)
-    all_axes[0].set_ylabel("accuracy (95% Wilson interval)")
-    handles, labels = all_axes[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(panels), fontsize="small")
-    lines = [*textwrap.wrap(f"Line retrieval  {title}".strip(), 12 * width), *note]
-    figure.suptitle("\n".join(lines), fontsize="medium")
+    axes = figure.subplots()
+    colors: dict[tuple[str, str], str] = {}
+    for name, group in evaluations.items():
+        for (family, beyond), curve in curves(group).items():
+            color = colors.setdefault((name, family), f"C{len(colors)}")
+            _plot_curve(axes, curve, ": ".join(filter(None, (name, family))), color, beyond)
+    chances = {item.num_lines: item.chance for item in every}
+    axes.plot(
+        *zip(*sorted(chances.items()), strict=True) if chances else ([], []), "k:", label="chance"
+    )
+    _label_lines(axes, every)
+    axes.set(ylabel="accuracy (95% Wilson interval)", ylim=(-0.03, 1.03))
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    if not isinstance(scores, dict) and len({item.family for item in scores}) > 1:
+        title += "\ncurves differ in their keys and the prompt's end"
+    figure.suptitle(
+        "\n".join(textwrap.fill(line, 80) for line in title.split("\n")), fontsize="medium"
+    )
     figure.savefig(path, dpi=120)
 
 
-def _plot_panel(
-    axes: "Axes", scores: list[Score], name: str, x_of: Callable[[Score], int], annotate: bool
-) -> None:
-    """Plots the scores against `x_of(score)`, which `name` describes; `annotate` adds the numbers to the points."""
-    families = list(dict.fromkeys(item.family for item in scores))
-    for (family, beyond), curve in curves(scores).items():
-        group = sorted(curve, key=x_of)
-        x = [x_of(item) for item in group]
-        below = [max(item.accuracy - item.low, 0) for item in group]
-        above = [max(item.high - item.accuracy, 0) for item in group]
-        axes.errorbar(
-            x,
-            [item.accuracy for item in group],
-            yerr=[below, above],
-            capsize=3,
-            marker="o",
-            color=f"C{families.index(family)}",
-            linestyle="--" if beyond else "-",
-            markerfacecolor="white" if beyond else None,
-            label=family + (", beyond trained length" if beyond else ""),
-        )
-        axes.plot(x, [item.chance for item in group], "k:", marker="_", markersize=12)
-        for item in group if annotate else ():
-            text = f"{item.right}/{item.cases}\n{item.mean_prompt_tokens:,.0f} tokens"
-            axes.annotate(
-                text, (x_of(item), item.accuracy), (10, 0), textcoords="offset points", va="center"
-            )
-    axes.plot([], [], "k:", marker="_", markersize=12, label="chance")
-    ticks = sorted({x_of(item) for item in scores})
-    if all(10 * (right - left) > ticks[-1] - ticks[0] for left, right in itertools.pairwise(ticks)):
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set(xlabel=name, ylim=(-0.03, 1.03))
-    axes.grid(alpha=0.3)
+def _plot_curve(axes: "Axes", scores: list[Score], label: str, color: str, beyond: bool) -> None:
+    """Plots one curve; dashed with open markers where it is beyond the trained length."""
+    scores = sorted(scores, key=lambda item: item.num_lines)
+    axes.errorbar(
+        [item.num_lines for item in scores],
+        [item.accuracy for item in scores],
+        yerr=[
+            [max(item.accuracy - item.low, 0) for item in scores],
+            [max(item.high - item.accuracy, 0) for item in scores],
+        ],
+        capsize=3,
+        marker="o",
+        color=color,
+        linestyle="--" if beyond else "-",
+        markerfacecolor="white" if beyond else None,
+        label=label + (", beyond trained length" if beyond else ""),
+    )
+
+
+def _label_lines(axes: "Axes", scores: list[Score]) -> None:
+    """Makes the x axis logarithmic, with a label where there is room for one: lines above mean tokens."""
+    tokens = {item.num_lines: item.mean_prompt_tokens for item in scores}
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    ticks: list[int] = []
+    room = (max(tokens) / min(tokens)) ** (1 / 10) if tokens else 1.0
+    for lines in sorted(tokens):
+        if not ticks or lines >= ticks[-1] * room:
+            ticks.append(lines)
+    axes.set_xticks(ticks, [f"{lines:,}\n{tokens[lines]:,.0f}" for lines in ticks])
+    axes.set_xlabel("lines, and below them the prompt's tokens (mean)")
 
 
 def _outcome_json(outcome: Outcome) -> dict[str, Any]:

@@ -100,24 +100,21 @@ def test_a_file_s_name_is_not_markup(name, capsys):
 
 
 @pytest.mark.parametrize("lengths", [(20,), (20, 40)])
-def test_each_panel_shows_chance(tmp_path, monkeypatch, lengths):
-    """There is one panel for one length, two for several; each has marks of chance at its points."""
+def test_plot_shows_scores_chance_and_tokens(tmp_path, monkeypatch, lengths):
     from matplotlib.figure import Figure
 
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    plot(
-        score(outcome(LineCase("", 7, n, "line"), "7", n * 24, 8192, 100) for n in lengths),
-        tmp_path / "plot.png",
-    )
-    panels = [
-        [line for line in axes.lines if line.get_color() == "k" and len(line.get_xdata())]
-        for axes in drawn[0].axes
-    ]
-    assert [len(marks) for marks in panels] == [1] * len(lengths)
-    assert [list(marks[0].get_ydata()) for marks in panels] == [[1 / n for n in lengths]] * len(
-        lengths
-    )
+    scores = score(outcome(LineCase("", 7, n, "line"), "7", n * 24, 8192, 100) for n in lengths)
+    plot({"before": scores, "after": scores}, tmp_path / "plot.png")
+    (axes,) = drawn[0].axes
+    points = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert points["chance"] == [1 / n for n in lengths]
+    curves = [container.lines[0] for container in axes.containers]
+    assert [list(curve.get_ydata()) for curve in curves] == [[1.0] * len(lengths)] * 2
+    assert len({curve.get_color() for curve in curves}) == 2
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == [f"{n}\n{n * 24}" for n in lengths]
 
 
 def test_no_cases(tmp_path):
