@@ -69,7 +69,7 @@ TESTED = {
         "python -m scripts.make_smollm2 DIR",
     ],
     "tests/trainer/test_pretrained.py": [
-        "python train.py --config configs/sharegpt_smollm2.yaml --model.path smollm2 --data.path YOUR_SHAREGPT.json",
+        "python train.py --config configs/sharegpt_smollm2.yaml --model.path HuggingFaceTB/SmolLM2-135M-Instruct --data.path YOUR_SHAREGPT.json",
         "python train.py --config configs/qwen3_8b_128k_h100.yaml --model.path ~/models/Qwen3-8B --data.path YOUR_SHAREGPT.json",
         "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json",
         "python train.py --config RECIPE.yaml",
@@ -85,7 +85,7 @@ TESTED = {
         "python -m scripts.push_to_hub my_model OWNER/NAME",
     ],
     "tests/scripts/test_inspect_data.py": [
-        "python -m scripts.inspect_data configs/sharegpt_smollm2.yaml --model.path smollm2 --data.path YOUR_SHAREGPT.json",
+        "python -m scripts.inspect_data configs/sharegpt_smollm2.yaml --model.path HuggingFaceTB/SmolLM2-135M-Instruct --data.path YOUR_SHAREGPT.json",
         "python -m scripts.inspect_data CONFIG.yaml",
     ],
     "tests/scripts/test_prepare.py": [
@@ -129,7 +129,6 @@ TESTED = {
         "python -m scripts.chat RUN_OR_HF --document book.txt --sequence 8",
     ],
     "tests/scripts/test_loss_by_position.py": [
-        "python -m scripts.loss_by_position --config ...",
         "python -m scripts.loss_by_position --config RECIPE.yaml --checkpoint RUN_OR_HF --output curve",
     ],
     "tests/trainer/test_adapter_run.py": [
@@ -152,7 +151,6 @@ TESTED = {
         "python train.py --config configs/trajectories/walker_walk.yaml"
     ],
     "tests/eval/test_in_context.py": [
-        "python -m eval.in_context --checkpoint ...",
         "python -m eval.in_context --checkpoint runs/walker_walk --output runs/walker_walk/in_context",
     ],
     "tests/scripts/test_collect_trajectories.py": [
