@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -305,50 +306,45 @@ def _add_lines(tables: dict[str, dict[str, list]], line: list[str], by_seed: lis
 
 
 def plot(path: Path) -> None:
-    """Draws the return against the number of the episode, a panel for each task that is stored."""
+    """Draws each method's mean return over its episodes, as a share of the best return in the data, by task."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tables = load(NAME).tables
-    tasks = list(dict.fromkeys(line[0] for line in tables[EPISODES]["rows"]))
-    figure, panels = plt.subplots(
-        2,
-        -(-len(tasks) // 2),
-        figsize=(4 * -(-len(tasks) // 2), 6.8),
-        layout="constrained",
-        squeeze=False,
-    )
-    for axes, task in zip(panels.flat, tasks, strict=False):
-        lines = [line for line in tables[EPISODES]["rows"] if line[0] == task]
-        steps = max((line[2] for line in lines), key=int)
-        for _, method, _, *values in (line for line in lines if line[2] == steps):
-            returns = [float(value) for value in values]
-            axes.plot(
-                range(1, len(returns) + 1),
-                returns,
-                marker="o",
-                markersize=3,
-                label=method,
-                color=f"C{list(METHODS).index(method)}",
-            )
-        best, mean = next(
-            map(float, line[6:8]) for line in tables[SCORES]["rows"] if line[0] == task
+    scores = load(NAME).tables[SCORES]["rows"]
+    tasks = list(dict.fromkeys(row[0] for row in scores))
+    steps = {task: max((row[2] for row in scores if row[0] == task), key=int) for task in tasks}
+    figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    width = 0.8 / len(METHODS)
+    for number, method in enumerate(METHODS):
+        rows = [row for row in scores if row[1] == method and row[2] == steps[row[0]]]
+        numbers = [[float(n) for n in re.findall(r"[\d.]+", row[5])] for row in rows]
+        best = [float(row[6]) for row in rows]
+        mean, low, high = (
+            [value[i] / of for value, of in zip(numbers, best, strict=True)] for i in range(3)
         )
-        axes.axhline(best, color="0.4", linestyle="--", label="best in the data")
-        axes.axhline(mean, color="0.4", linestyle=":", label="mean of the data")
-        axes.set(title=f"{task}, {steps} steps", xlabel="episode", ylabel="return")
-    for axes in panels.flat[len(tasks) :]:
-        axes.remove()
-    labels = {
-        text: line
-        for axes in panels.flat[: len(tasks)]
-        for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize="small"
+        axes.bar(
+            [tasks.index(row[0]) + (number - len(METHODS) / 2 + 0.5) * width for row in rows],
+            mean,
+            width,
+            yerr=[
+                [m - lower for m, lower in zip(mean, low, strict=True)],
+                [upper - m for m, upper in zip(mean, high, strict=True)],
+            ],
+            capsize=2,
+            label=method,
+        )
+    axes.set_xticks(
+        range(len(tasks)), [f"{task}\n{steps[task]} steps" for task in tasks], fontsize="small"
     )
+    axes.set(
+        ylabel="mean return of 8 episodes / best in data",
+        title="Mean return of 8 episodes in one context, against the best in the data (95% intervals)",
+        ylim=(0, 1),
+    )
+    axes.legend(fontsize="small", ncols=len(METHODS))
+    axes.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
