@@ -40,12 +40,14 @@ class LossSums(NamedTuple):
       total: the sum of weighted losses, float32; weight: the sum of their weights.
       by_source: both for each source.
       auxiliary: by name the losses that layers add to the total, on its scale; {} in dense models.
+      measures: sums of other quantities by name, without gradient; reported divided by the weight.
     """
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
     by_source: SourceSums
     auxiliary: dict[str, Float[Array, ""]]
+    measures: dict[str, Float[Array, ""]]
 
     @property
     def trained(self) -> Float[Array, ""]:
@@ -108,6 +110,7 @@ def global_sums(
         over_devices(jnp.sum(weights)),
         of_sources,
         jax.tree.map(over_devices, losses.auxiliary),
+        {},
     )
 
 

@@ -74,4 +74,8 @@ class HeldOutLoss:
                 f"held_out_{AUXILIARY}{name}": float(loss / sums.weight)
                 for name, loss in sums.auxiliary.items()
             },
+            **{
+                f"held_out_{name}": float(value / sums.weight)
+                for name, value in sums.measures.items()
+            },
         }

@@ -418,7 +418,8 @@ class _Training:
         }
         by_source = zip(self.objective.sources, map(float, metrics.loss_by_source), strict=True)
         named |= {BY_SOURCE + source: loss for source, loss in by_source if not math.isnan(loss)}
-        return named | {AUXILIARY + name: float(loss) for name, loss in metrics.auxiliary.items()}
+        named |= {AUXILIARY + name: float(loss) for name, loss in metrics.auxiliary.items()}
+        return named | {name: float(value) for name, value in metrics.measures.items()}
 
     def _check_finite(self, metrics: StepMetrics) -> bool:
         """Returns whether the loss and the gradient are finite; if not, reports the step and its records.

@@ -45,6 +45,8 @@ class StepMetrics(NamedTuple):
     """The mean loss of each source; not a number for a source without weight in the batch."""
     auxiliary: dict[str, Float[Array, ""]]
     """The losses that layers add to it, by name, divided by the same weight; {} in dense models."""
+    measures: dict[str, Float[Array, ""]]
+    """Other quantities of the objective, by name, divided by the same weight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +216,9 @@ class StepBuilder:
         sums, gradient = self._over_parts(
             functools.partial(self._sums_and_gradient, trainable, frozen), batch
         )
-        loss, auxiliary, gradient = jax.tree.map(
-            lambda x: x / jnp.maximum(sums.weight, 1e-9), (sums.total, sums.auxiliary, gradient)
+        loss, auxiliary, measures, gradient = jax.tree.map(
+            lambda x: x / jnp.maximum(sums.weight, 1e-9),
+            (sums.total, sums.auxiliary, sums.measures, gradient),
         )
         norm = optax.global_norm(gradient)
         rate = learning_rate(self.optimizer_config, self.train_config.steps, step)
@@ -225,7 +228,7 @@ class StepBuilder:
             if self.train_config.non_finite == "skip"
             else True
         )
-        metrics = StepMetrics(loss, sums.weight, norm, rate, by_source, auxiliary)
+        metrics = StepMetrics(loss, sums.weight, norm, rate, by_source, auxiliary, measures)
         return *self._update(trainable, optimizer_state, gradient, finite), metrics
 
     def _update(

@@ -65,6 +65,7 @@ class Regression(Objective):
             batch["weights"].sum(),
             SourceSums(none, none),
             {},
+            {"largest_error": (batch["weights"] * jnp.abs(errors).max((1, 2))).sum()},
         )
 
     def abstract_batch(self):
@@ -185,6 +186,11 @@ def test_any_arrays_are_trained_on_and_metrics_have_the_objectives_names(whole):
         "weights"
     ].sum()
     assert whole["metrics"][0]["squared_error"] == pytest.approx(expected, rel=1e-5)
+    largest = batch["weights"] * np.abs(batch["actions"]).max((1, 2))
+    assert whole["metrics"][0]["largest_error"] == pytest.approx(
+        largest.sum() / batch["weights"].sum(), rel=1e-5
+    )
+    assert last["held_out_largest_error"] < first["held_out_largest_error"]
 
 
 def test_an_evaluation_has_its_own_pace_and_its_own_file(whole):

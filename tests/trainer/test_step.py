@@ -98,6 +98,7 @@ def test_parts_are_added_in_float32():
             jnp.sum(batch["loss_weights"]),
             SourceSums(none, none),
             {},
+            {},
         )
 
     builder = StepBuilder(
@@ -137,6 +138,7 @@ def test_moments_on_the_host_are_of_clipped_gradients_and_stay_where_a_step_is_n
             total * batch["loss_weights"].sum(),
             batch["loss_weights"].sum(),
             SourceSums(none, none),
+            {},
             {},
         )
 
