@@ -99,8 +99,9 @@ class Objective(abc.ABC):
         """Computes the loss of a global batch, whose `trained` is differentiated with respect to `params`.
 
         Returns:
-          The sums of weighted losses and of weights over the batch, those of each of `sources`, auxiliary losses, if there
-          are any, and whatever else is to be reported, by its name in the metrics. The step adds up the sums of all parts of a batch and divides once.
+          The sums of weighted losses and of weights over the batch, those of each of `sources`, auxiliary
+          losses, and whatever else metrics report, by its name there. The step adds up the sums of all
+          parts of a batch and divides once.
         """
 
     @abc.abstractmethod
