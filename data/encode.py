@@ -12,7 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,7 +163,7 @@ class Encoder:
         self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]]
     ) -> _Rendered:
         segments, notes = encode_conversation(messages, template, self.tokenizer, tools=tools)
-        tokens = np.fromiter((token for segment in segments for token in segment.ids), np.int32)
+        tokens = np.fromiter(chain.from_iterable(segment.ids for segment in segments), np.int32)
         lengths = [len(segment.ids) for segment in segments]
         mask = np.repeat([segment.train for segment in segments], lengths).astype(np.uint8)
         return _Rendered(TokenDocument(tokens, mask), notes)
@@ -175,12 +175,8 @@ class Encoder:
         """
         add_bos = self.add_bos[record.source] if self.add_bos else self.tokenizer.adds_bos
         prompt, spans = record.prompt, self.tokenizer.encode_spans(record.text)
-        ids = [
-            self.tokenizer.bos_id if add_bos else None,
-            *(token for token, _, _ in spans),
-            self.tokenizer.eos_id,
-        ]
-        mask = [not prompt, *(not prompt or end > prompt for _, _, end in spans), True]
+        ids = [self.tokenizer.bos_id if add_bos else None, *spans.ids, self.tokenizer.eos_id]
+        mask = [not prompt, *(not prompt or end > prompt for _, end in spans.offsets), True]
         pairs = [
             (token, train) for token, train in zip(ids, mask, strict=True) if token is not None
         ]

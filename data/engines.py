@@ -3,7 +3,7 @@
 import json
 import string
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from data.errors import UserError
 
@@ -11,10 +11,13 @@ from data.errors import UserError
 # continues a conversation, GUARD keeps the library from treating it as the beginning of a text.
 GUARD = "\ufdd0\ufdd1\ufdd0"
 
-TokenSpan = tuple[int, int, int]
-"""(id, start, end) of a token, where start and end are offsets of characters in the text.
 
-A plain tuple, because one is made for every token of the data."""
+class Spans(NamedTuple):
+    """The tokens of a text and where each of them stands."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    """(start, end) of each token, in characters of the text."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Engine(Protocol):
             flag: `add_bos_token` of its configuration, if that says it.
         """
 
-    def encode(self, text: str, beginning: bool) -> list[TokenSpan]:
+    def encode(self, text: str, beginning: bool) -> Spans:
         """Returns the tokens of `text`; `beginning` says whether it is the beginning of a document."""
 
     def decode(self, ids: list[int]) -> str:
@@ -103,16 +106,16 @@ class HuggingFace(Engine):
         _hide_control_tokens(spec["model"], control_ids)
         self._encoder = Library.from_str(json.dumps(spec))
         # The encoder has fewer added tokens than the tokenizer, so that the library gives them other ids.
-        self._original_ids: dict[int, int] = {}
+        self._original_ids: dict[int, int] = {}  # of those whose id differs
         for token in self._spec.get("added_tokens", []):
             if token["id"] not in control_ids:
                 options = {
                     name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized")
                 }
                 self._encoder.add_tokens([AddedToken(token["content"], **options)])
-                self._original_ids[self._encoder.token_to_id(token["content"])] = self.token_to_id(
-                    token["content"]
-                )
+                encoder_id = self._encoder.token_to_id(token["content"])
+                if encoder_id != token["id"]:
+                    self._original_ids[encoder_id] = token["id"]
         self._encoder.add_special_tokens([AddedToken(GUARD, normalized=False)])
         # <unk> is the only control token that text may become: for characters that the vocabulary lacks, never by
         # typing it.
@@ -120,17 +123,19 @@ class HuggingFace(Engine):
         unknown_id = self._encoder.token_to_id(unknown) if isinstance(unknown, str) else unknown
         self._forbidden = control_ids - {unknown_id}
 
-    def encode(self, text: str, beginning: bool) -> list[TokenSpan]:
-        guard = "" if beginning else GUARD
-        encoding = self._encoder.encode(guard + text, add_special_tokens=False)
-        shift, skip = len(guard), int(not beginning)
-        tokens = zip(encoding.ids[skip:], encoding.offsets[skip:], strict=True)
-        spans = [
-            (self._original_ids.get(token, token), start - shift, end - shift)
-            for token, (start, end) in tokens
-        ]
-        _check_no_forbidden(spans, self._forbidden)
-        return spans
+    def encode(self, text: str, beginning: bool) -> Spans:
+        if beginning:
+            encoding = self._encoder.encode(text, add_special_tokens=False)
+            ids, offsets = encoding.ids, encoding.offsets
+        else:
+            encoding = self._encoder.encode(GUARD + text, add_special_tokens=False)
+            shift = len(GUARD)
+            ids = encoding.ids[1:]
+            offsets = [(start - shift, end - shift) for start, end in encoding.offsets[1:]]
+        if self._original_ids:
+            ids = [self._original_ids.get(token, token) for token in ids]
+        _check_no_forbidden(ids, self._forbidden)
+        return Spans(ids, offsets)
 
     def begins_with(self, bos_id: int, flag: bool | None) -> bool:
         del flag  # transformers writes it into the tokenizer.json that it saves, and does not read it beside one
@@ -203,7 +208,7 @@ class Sentencepiece(Engine):
         self._encoder = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
         self._forbidden = control_ids - {self._full.unk_id()}
 
-    def encode(self, text: str, beginning: bool) -> list[TokenSpan]:
+    def encode(self, text: str, beginning: bool) -> Spans:
         # sentencepiece puts its space before every text, as LLaMA's authors encode each turn separately.
         del beginning
         pieces = self._encoder.encode(text, out_type="proto").pieces
@@ -214,12 +219,12 @@ class Sentencepiece(Engine):
         for count, character in enumerate(text, 1):
             size += len(character.encode())
             characters[size] = count
-        spans = [
-            (piece.id, characters.get(piece.begin, 0), characters.get(piece.end, 0))
-            for piece in pieces
+        ids = [piece.id for piece in pieces]
+        _check_no_forbidden(ids, self._forbidden)
+        offsets = [
+            (characters.get(piece.begin, 0), characters.get(piece.end, 0)) for piece in pieces
         ]
-        _check_no_forbidden(spans, self._forbidden)
-        return spans
+        return Spans(ids, offsets)
 
     def begins_with(self, bos_id: int, flag: bool | None) -> bool:
         return flag is not False  # LlamaTokenizer's default
@@ -277,8 +282,7 @@ def _hidden_name(token_id: int) -> str:
     return f"\ufdd1{token_id}\ufdd1"
 
 
-def _check_no_forbidden(spans: list[TokenSpan], forbidden: set[int]) -> None:
+def _check_no_forbidden(ids: list[int], forbidden: set[int]) -> None:
     """Raises AssertionError if text became a control token, which `forbid` should have made impossible."""
-    for token, start, _ in spans:
-        if token in forbidden:
-            raise AssertionError(f"control id {token} came out of text at {start}")
+    if not forbidden.isdisjoint(ids):
+        raise AssertionError(f"control ids {forbidden.intersection(ids)} came out of text")

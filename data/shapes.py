@@ -87,7 +87,10 @@ def has_value(value: object) -> bool:
 
 def first_present(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     """Returns the first of these names whose field is not None."""
-    return next((name for name in names if fields.get(name) is not None), None)
+    for name in names:  # a generator takes twice the time, and this runs for every turn
+        if fields.get(name) is not None:
+            return name
+    return None
 
 
 def read_turns(record: dict) -> RawTurns:

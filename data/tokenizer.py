@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from data.engines import ControlToken, Engine, HuggingFace, Sentencepiece, TokenSpan
+from data.engines import ControlToken, Engine, HuggingFace, Sentencepiece, Spans
 from data.errors import UserError, first_line
 from data.within import check_within, file_within
 
@@ -187,10 +187,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text at the beginning of a document, without BOS or EOS; none is a control token's."""
-        return [token for token, _, _ in self.encode_spans(text)]
+        return self.encode_spans(text).ids
 
-    def encode_spans(self, text: str, beginning: bool = True) -> list[TokenSpan]:
-        """Returns (id, start, end) of every token, where start and end are offsets in `text`.
+    def encode_spans(self, text: str, beginning: bool = True) -> Spans:
+        """Returns the ids of a text, and the offsets (start, end) of every token in `text`.
 
         Args:
             text: the text.
@@ -201,7 +201,7 @@ class Tokenizer:
             The tokens in order; start equals end for a token that stands for no character of the text.
         """
         if not text:
-            return []
+            return Spans([], [])
         text = _NONCHARACTERS.sub("\ufffd", text)
         return self._engine.encode(text, beginning)
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -99,6 +100,7 @@ class Findings:
     """Fields that have a value and are not read."""
 
 
+@lru_cache(maxsize=1024)
 def role_of(name: str) -> str | None:
     """Returns the role that a name in a data set stands for, `thought` for reasoning before an answer; None if unknown."""
     role = _ROLES.get(name)
@@ -153,7 +155,7 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     if not isinstance(turn, dict):
         raise Drop(BAD_TURN)
     role_field, text_field = first_present(turn, ROLE_FIELDS), first_present(turn, TEXT_FIELDS)
-    raw_role, content = (turn.get(name) if name else None for name in (role_field, text_field))
+    raw_role, content = turn.get(role_field), turn.get(text_field)
     if not isinstance(raw_role, str):
         raise Drop(BAD_TURN)
     role = role_of(raw_role)
@@ -206,8 +208,11 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
 
 def _calls(turn: dict, findings: Findings) -> tuple[tuple[dict[str, Any], ...], str | None]:
     """Returns a turn's tool calls, and the field that they were read from."""
-    name = next((name for name in ("tool_calls", "function_call") if turn.get(name)), None)
-    if name is None:
+    if turn.get("tool_calls"):
+        name = "tool_calls"
+    elif turn.get("function_call"):
+        name = "function_call"
+    else:
         return (), None
     try:
         calls = parse_calls(turn[name])

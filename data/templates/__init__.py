@@ -6,15 +6,12 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from data.conversation import Message
 from data.errors import UserError, nearest
 from data.templates.built_in import BUILT_IN, CONTROLS, NAMES
-from data.templates.encoder import encode, find_controls
+from data.templates.encoder import Segment, encode, find_controls
 from data.templates.errors import TemplateError
 from data.templates.loss import trained_ranges
 from data.templates.notes import notes_of
@@ -23,15 +20,6 @@ from data.tokenizer import Tokenizer
 
 TYPED = "control token in a turn's text, encoded as plain text: "  # and the token; data.text_tokens could make it one
 _FIELD = "data.template, or the template of one of data.sources"  # for messages
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive ids that are all trained on, or all not."""
-
-    ids: tuple[int, ...]
-    train: bool
-    """Whether these ids, as targets, count in the loss."""
 
 
 def jinja_template(template: str, tokenizer: Tokenizer) -> str:
@@ -143,12 +131,5 @@ def encode_conversation(
     notes = notes_of(rendered, messages, tools, program.source)
     controls, typed = find_controls(rendered, tokenizer)
     trained = trained_ranges(rendered, controls, messages, program, tokenizer, tools)
-    ids = encode(rendered, controls, trained, tokenizer)
-    return Encoding(_segments(ids), notes | {TYPED + token for token in typed})
-
-
-def _segments(ids: list[tuple[int, bool]]) -> list[Segment]:
-    return [
-        Segment(tuple(token for token, _ in group), train)
-        for train, group in groupby(ids, key=itemgetter(1))
-    ]
+    segments = encode(rendered, controls, trained, tokenizer)
+    return Encoding(segments, notes | {TYPED + token for token in typed})

@@ -1,7 +1,9 @@
 """Encodes a rendered conversation: finds its control tokens, and which of its ids are trained on."""
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from data.templates.rendering import Rendered
@@ -9,6 +11,15 @@ from data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from data.templates.tracked import Source
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive ids that are all trained on, or all not."""
+
+    ids: tuple[int, ...]
+    train: bool
+    """Whether these ids, as targets, count in the loss."""
 
 
 class Control(NamedTuple):
@@ -139,8 +150,8 @@ def encode(
     controls: Sequence[Control],
     trained: Sequence[tuple[int, int]],
     tokenizer: Tokenizer,
-) -> list[tuple[int, bool]]:
-    """Returns the ids of a conversation, each with whether it is trained on.
+) -> list[Segment]:
+    """Returns the ids of a conversation, in segments that are trained on or not.
 
     All text between two control tokens is encoded at once, because tokens form across the border of template and contents
     ("USER:" + " hello"). A token is trained on if any of its characters are.
@@ -151,22 +162,64 @@ def encode(
         trained: the ranges of characters that are trained on, in order.
         tokenizer: the tokenizer.
     """
-    ids: list[tuple[int, bool]] = []
-    index = 0  # of the first range that does not end before the token
-
-    def is_trained(start: int, end: int) -> bool:
-        nonlocal index
-        while index < len(trained) and trained[index][1] <= start:
-            index += 1
-        return index < len(trained) and trained[index][0] < end
-
+    ids: list[int] = []
+    ranges: list[tuple[int, int]] = []  # of ids that are trained on
     at = 0
     for control in controls:
-        for token, start, end in tokenizer.encode_spans(rendered.text[at : control.start], at == 0):
-            # A token without characters of its own lies where the next one begins.
-            ids.append((token, is_trained(at + start, at + max(end, start + 1))))
-        ids.append((control.id, is_trained(control.token_start, control.token_end)))
+        _add_text(rendered.text, at, control.start, trained, tokenizer, ids, ranges)
+        if _overlapping(trained, control.token_start, control.token_end):
+            _add_range(ranges, len(ids), len(ids) + 1)
+        ids.append(control.id)
         at = control.end
-    for token, start, end in tokenizer.encode_spans(rendered.text[at:], at == 0):
-        ids.append((token, is_trained(at + start, at + max(end, start + 1))))
-    return ids
+    _add_text(rendered.text, at, len(rendered.text), trained, tokenizer, ids, ranges)
+    return _segments(ids, ranges)
+
+
+def _add_text(
+    text: str,
+    start: int,
+    end: int,
+    trained: Sequence[tuple[int, int]],
+    tokenizer: Tokenizer,
+    ids: list[int],
+    ranges: list[tuple[int, int]],
+) -> None:
+    """Appends the ids of text[start:end], and which of them are trained on."""
+    spans = tokenizer.encode_spans(text[start:end], start == 0)
+    first = len(ids)
+    ids += spans.ids
+    for low, high in _overlapping(trained, start, end):
+        # A token without characters of its own lies where the next one begins.
+        begin = bisect_right(spans.offsets, low - start, key=lambda at: max(at[1], at[0] + 1))
+        stop = bisect_left(spans.offsets, high - start, lo=begin, key=lambda at: at[0])
+        _add_range(ranges, first + begin, first + stop)
+
+
+def _overlapping(
+    ranges: Sequence[tuple[int, int]], start: int, end: int
+) -> Sequence[tuple[int, int]]:
+    """Returns those of some ranges, which are in order, that overlap start:end."""
+    first = bisect_right(ranges, start, key=lambda part: part[1])
+    return ranges[first : bisect_left(ranges, end, lo=first, key=lambda part: part[0])]
+
+
+def _add_range(ranges: list[tuple[int, int]], start: int, end: int) -> None:
+    """Appends a range, or extends the last one, which it may touch or overlap."""
+    if ranges and start <= ranges[-1][1]:
+        ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
+    elif start < end:
+        ranges.append((start, end))
+
+
+def _segments(ids: list[int], ranges: Sequence[tuple[int, int]]) -> list[Segment]:
+    """Returns ids in segments, of which those in the ranges are trained on."""
+    segments: list[Segment] = []
+    at = 0
+    for start, end in ranges:
+        if start > at:
+            segments.append(Segment(tuple(ids[at:start]), False))
+        segments.append(Segment(tuple(ids[start:end]), True))
+        at = end
+    if at < len(ids):
+        segments.append(Segment(tuple(ids[at:]), False))
+    return segments

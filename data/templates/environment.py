@@ -95,6 +95,7 @@ ALLOWED_TESTS = frozenset(
         "undefined",
     ]
 )
+_LOOP_ATTRIBUTES = ("first", "last", "index", "index0", "previtem", "nextitem")  # the usual ones
 _OTHER_FUNCTIONS = ("cycler", "joiner", "lipsum")  # Jinja's own, which no published template calls
 _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (
@@ -229,6 +230,8 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Returns an attribute or item of a value, as `obj.attribute` in a template; of texts, tracked methods."""
+        if isinstance(obj, LoopContext) and attribute in _LOOP_ATTRIBUTES:
+            return getattr(obj, attribute)
         for kind, methods in _METHODS:
             if isinstance(obj, kind):
                 return self._attribute_of_data(obj, attribute, kind, methods)
@@ -406,6 +409,17 @@ def _tilde(parts: list[Any]) -> Tracked:
     return concat(map(text_of, parts))
 
 
+@pass_context
+def _added(context: Any, values: list[Any]) -> Any:
+    """Returns the sum of some values, from left to right."""
+    if all(type(value) in (str, Tracked) for value in values):
+        return concat(values)
+    total, *others = values
+    for value in others:
+        total = context.environment.call_binop(context, "+", total, value)
+    return total
+
+
 def _sliced(value: Any, start: Any, stop: Any, step: Any) -> Any:
     if isinstance(value, str | list | tuple):
         meter.spend(1 + len(value) // (100 if isinstance(value, str) else 10))
@@ -538,6 +552,7 @@ def _filters() -> dict[str, Callable[..., Any]]:
         "counted": counted,
         "spent": _spent,
         "tilde": _tilde,
+        "added": _added,
         "sliced": _sliced,
         "hashable": _hashable,
         "compared": compared,
@@ -659,6 +674,13 @@ class _Counting(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
         return _filter(nodes.List(node.nodes, lineno=node.lineno), "tilde")
+
+    def visit_Add(self, node: nodes.Add) -> nodes.Expr:
+        self.generic_visit(node)
+        if isinstance(node.left, nodes.Filter) and node.left.name == "added":
+            node.left.node.items.append(node.right)
+            return node.left
+        return _filter(nodes.List([node.left, node.right], lineno=node.lineno), "added")
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
         self.generic_visit(node)

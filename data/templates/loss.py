@@ -237,6 +237,8 @@ class _Heading:
 
 def _common_length(first: str, second: str) -> int:
     """Returns how many characters two texts have in common at their beginning."""
+    if first.startswith(second):
+        return len(second)
     pairs = enumerate(zip(first, second, strict=False))
     return next((number for number, (a, b) in pairs if a != b), min(len(first), len(second)))
 

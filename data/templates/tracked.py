@@ -69,21 +69,22 @@ def _runs_of(text: str) -> Sequence[Run]:
 def concat(pieces: Iterable[str]) -> "Tracked":
     """Returns the pieces as one text."""
     pieces = list(pieces)
+    text = "".join(pieces)
     runs: list[Run] = []
+    last: Run | None = None
     for piece in pieces:
         for run in _runs_of(piece):
-            if runs and _continues(runs[-1], run):
-                runs[-1] = (runs[-1][0] + run[0], run[1], runs[-1][2])
+            if last is not None and last[1] is run[1] and _continues(last, run):
+                last = runs[-1] = (last[0] + run[0], run[1], last[2])
             else:
                 runs.append(run)
-    meter.spend(sum(map(len, pieces)) // 100 + (len(pieces) + len(runs)) // 8)
-    return Tracked("".join(pieces), runs)
+                last = run
+    meter.spend(len(text) // 100 + (len(pieces) + len(runs)) // 8)
+    return Tracked(text, runs)
 
 
 def _continues(before: Run, run: Run) -> bool:
-    """Returns whether a run goes on where the one before it ends."""
-    if before[1] is not run[1]:
-        return False
+    """Returns whether a run of the same text goes on where the one before it ends."""
     if run[1] is None or (before[2] is None and run[2] is None):
         return True
     return before[2] is not None and before[2] + before[0] == run[2]
@@ -463,6 +464,8 @@ def text_of(value: Any) -> str:
     Raises:
         TemplateError: it is a value that no conversation contains, such as a function.
     """
+    if type(value) is Tracked:
+        return value
     if isinstance(value, str):
         return str(value)
     if isinstance(value, list | tuple | dict):
