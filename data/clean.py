@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from data import shapes
 from data.conversation import Message
 from data.errors import UserError
+from data.fields import FieldMap, first_present, unread_of
 from data.reasons import (
     BROKEN_ID,
     COMPANY_NAME,
@@ -25,7 +26,6 @@ from data.reasons import (
     Drop,
 )
 from data.scraped import before_rate_limit, from_html
-from data.shapes import FieldMap, unread_of
 from data.tool_calls import parse_tools
 from data.turns import (
     Findings,
@@ -70,6 +70,8 @@ class CleanConfig:
     """Drop conversations in which the assistant refuses, or calls itself a language model (in English)."""
     company_names: bool = False
     """Drop conversations that name a company that makes assistants, or its assistant."""
+    replies: Literal["best", "all"] = "best"
+    """Of a tree of messages: one conversation, of the best ranked replies, or one for each path to a last message."""
     languages: tuple[str, ...] = ()
     """Keep only these languages, as ISO 639-1 codes such as [en, de], detected by py3langid; empty keeps all."""
 
@@ -100,7 +102,7 @@ class Cleaner:
     alternating: bool = False
     """Whether the template takes turns of user and assistant one after the other alone."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """What the records' own names of fields stand for, see `data.shapes.FieldMap`."""
+    """What the records' own names of fields stand for, see `data.fields.FieldMap`."""
     _seen: set[bytes] = field(default_factory=set)
 
     def __post_init__(self):
@@ -120,8 +122,9 @@ class Cleaner:
             raise Drop(NOT_A_RECORD)
         if self._names:
             record = self._names.record(record)
-        record_id = own_id(record)
+        record = shapes.with_known_names(record)
         raw = shapes.read_turns(record)
+        record_id = own_id(record) or raw.id
         if not raw.turns:
             raise Drop(EMPTY_RECORD)
         findings = Findings(set(raw.changes))
@@ -134,14 +137,15 @@ class Cleaner:
         if record.get("loss_mask") is not None:
             messages = with_loss_mask(messages, record["loss_mask"], findings)
         messages, system_field = _with_system(messages, record, raw.system, findings)
-        described = raw.tools if raw.tools is not None else record.get("tools")
+        tools_field = first_present(record, shapes.TOOL_FIELDS) or "tools"
+        described = raw.tools if raw.tools is not None else record.get(tools_field)
         tools = parse_tools(described) if described else ()
         if tools is None:
             findings.changes.add(TOOLS_LEFT_OUT)
         read = {
-            "tools",
+            tools_field,
             "loss_mask",
-            "id" if record_id is not None else None,
+            "id" if own_id(record) is not None else None,
             system_field,
             *raw.fields,
         }
@@ -198,15 +202,18 @@ class Cleaner:
 def _with_system(
     messages: list[Message], record: dict, replacement: str | None, findings: Findings
 ) -> tuple[list[Message], str | None]:
-    """Puts the record's `system` text first, unless the conversation begins with a system turn of its own.
+    """Puts the record's system text first, unless the conversation begins with a system turn of its own.
 
     Returns:
         The turns, and the field that was read.
     """
-    name = shapes.first_present(record, ("system", "system_prompt"))
+    name = first_present(record, shapes.SYSTEM_FIELDS)
     text = record[name] if name and replacement is None else replacement
+    if isinstance(text, dict) and (inner := first_present(text, shapes.TEXT_FIELDS)):
+        findings.unread |= unread_of(text, {inner, "role"}, "system text's")
+        text = text[inner]
     has_turn = messages[0].role == "system"
-    if not isinstance(text, str) or (has_turn and messages[0].content):
+    if not isinstance(text, str | list) or (has_turn and messages[0].content):
         return messages, None
     _, system = read_message({"role": "system", "content": text}, findings)
     return [system, *messages[has_turn:]], name

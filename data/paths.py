@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import re
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,7 @@ STORES = (
     "memory",
 )
 
+COPIED_BYTES = 1 << 22  # at a time
 LARGE_BYTES = 1 << 24
 """Files of at least this size have their digest kept."""
 _STORE = re.compile(rf"({'|'.join(STORES)}):/", re.IGNORECASE)
@@ -155,6 +157,24 @@ class File:
                 raise UserError(
                     f"{self}: cannot be unpacked ({first_line(error)}); a whole {self.compression} file would work"
                 ) from None
+
+
+@contextmanager
+def on_disk(file: File) -> Iterator[Path]:
+    """Yields the path of a file on this machine, within the context: of one in a store, a copy in the cache.
+
+    Whoever has the copy open, or mapped into memory, keeps it beyond the context.
+    """
+    if not is_remote(file.path):
+        yield Path(file.path).expanduser()
+        return
+    folder = cache_folder("downloads")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as copy:  # without a name: nothing is left of it
+        with file.open() as opened:
+            shutil.copyfileobj(opened, copy, COPIED_BYTES)
+        copy.flush()
+        yield Path(f"/dev/fd/{copy.fileno()}")
 
 
 def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:

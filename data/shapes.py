@@ -5,10 +5,11 @@ SHAPES is the one table of them: docs/data.md shows it, and a record is read in 
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from data.printable import printable
+from data import trees
+from data.fields import first_present, has_value, renamed, shown_fields
 from data.reasons import (
     BAD_HISTORY,
     NO_SHAPE,
@@ -20,9 +21,13 @@ from data.reasons import (
 )
 
 _ONLY_TURNS = ("conversations", "conversation", "messages", "items")  # which hold nothing else
-TURN_LISTS = (*_ONLY_TURNS, "dialogue", "dialog", "turns", "data", "chat")
-ROLE_FIELDS, TEXT_FIELDS = ("from", "role", "speaker"), ("value", "content", "text")
+TURN_LISTS = (*_ONLY_TURNS, "dialogue", "dialog", "turns", "data", "chat", "thread", "contents")
+ROLE_FIELDS = ("from", "role", "speaker", "author", "sender")
+TEXT_FIELDS = ("value", "content", "text", "message", "utterance", "parts")
+SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "systemInstruction")
+TOOL_FIELDS = ("tools", "functions")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_SWITCHES = ("on", "off", "yes", "no", "true", "false")  # a `reasoning` that says whether, not what
 # Fields of a question and its answer, in a record or in an entry of a list of exchanges; the first pair that is there is read.
 PAIRS = (
     ("prompt", "completion"),
@@ -36,13 +41,31 @@ PAIRS = (
     ("inputs", "targets"),
     ("prompt", "response"),
     ("prompt", "output"),
+    ("prompt", "answer"),
+    ("instruction", "answer"),
+    ("problem", "answer"),
+    ("question", "solution"),
     ("input", "output"),
+    ("input", "target"),
+    ("message", "response"),
     ("human", "assistant"),
     ("user", "assistant"),
+    ("human", "bot"),
+    ("user", "bot"),
+    ("context", "response"),
 )
 # What is joined to a question with an empty line between.
 _JOINED = {"instruction": ("input", "context"), "question": ("context",)}
-SHOWN_FIELDS = 12  # names of fields in a message
+_KNOWN = frozenset(
+    (
+        *TURN_LISTS,
+        *SYSTEM_FIELDS,
+        *TOOL_FIELDS,
+        *REASONING_FIELDS,
+        *(name for pair in PAIRS for name in pair),
+        *("history", "loss_mask", "chosen", "answers"),
+    )
+)
 _SPEAKERS = re.compile(r"(?:\A|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):\s*")
 _END_OF_TEXT = "<|endoftext|>"
 _CALL = re.compile(  # the arguments are JSON, between single quotes or none
@@ -62,9 +85,11 @@ class RawTurns(NamedTuple):
     changes: tuple[str, ...] = ()
     """What was changed, as the report counts it."""
     system: str | None = None
-    """A text that replaces the record's `system`."""
+    """A text that replaces the record's system text."""
     tools: list[Any] | None = None
     """Descriptions of tools that replace the record's `tools`."""
+    id: str | None = None
+    """The record's id, where its `id` has none."""
 
 
 class Shape(NamedTuple):
@@ -78,19 +103,6 @@ class Shape(NamedTuple):
     """What is made of them, in the words of docs/data.md."""
     read: Callable[[dict], RawTurns | None]
     """Returns the turns of a record, or None if it does not have this shape."""
-
-
-def has_value(value: object) -> bool:
-    """Returns whether a field says anything: rows of a table have all columns, with None, or an empty text or list, in some."""
-    return value is not None and value != "" and value != [] and value != {}
-
-
-def first_present(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """Returns the first of these names whose field is not None."""
-    for name in names:  # a generator takes twice the time, and this runs for every turn
-        if fields.get(name) is not None:
-            return name
-    return None
 
 
 def read_turns(record: dict) -> RawTurns:
@@ -107,16 +119,19 @@ def read_turns(record: dict) -> RawTurns:
     raise Drop(NO_SHAPE + shown_fields(record))
 
 
+def with_known_names(record: dict) -> dict:
+    """Returns a record in which fields such as `Question` have the names that are read."""
+    names = {
+        name: name.lower()
+        for name in record
+        if name not in _KNOWN and str(name).lower() in _KNOWN and name.lower() not in record
+    }
+    return renamed(record, names) if names else record
+
+
 def is_sharegpt(raw: RawTurns) -> bool:
     """Returns whether turns have the fields that scrapes of web chats have, which ShareGPT's made common."""
     return isinstance(raw.turns[0], dict) and {"from", "value"} <= raw.turns[0].keys()
-
-
-def shown_fields(record: Mapping[Any, Any]) -> str:
-    """Returns the names of a record's fields for a message, such as `the fields a, b`."""
-    names = [printable(str(name))[:40] for name in record]
-    more = ", ..." if len(names) > SHOWN_FIELDS else ""
-    return f"the fields {', '.join(names[:SHOWN_FIELDS])}{more}" if names else "no fields"
 
 
 def _turn_list(record: dict) -> RawTurns | None:
@@ -137,6 +152,8 @@ def _turn_list(record: dict) -> RawTurns | None:
         if name is None or _pair_of(record):
             return None
     entries = lists[name]
+    if entries and all(map(_is_text_pair, entries)):
+        entries = [text for pair in entries for text in pair]
     if entries and all(isinstance(entry, str) for entry in entries):
         return RawTurns(_alternating(entries), {name})
     return RawTurns([turn for entry in entries for turn in _entry_turns(entry)], {name})
@@ -152,10 +169,14 @@ def _as_list(value: object) -> list | None:
 
 
 def _is_turn(entry: object) -> bool:
-    return isinstance(entry, str) or (
-        isinstance(entry, dict)
-        and (first_present(entry, ROLE_FIELDS) is not None or len(_entry_turns(entry)) == 2)
-    )
+    if isinstance(entry, dict):
+        has_role = first_present(entry, ROLE_FIELDS) is not None and not trees.is_row(entry)
+        return has_role or len(_entry_turns(entry)) == 2
+    return isinstance(entry, str) or _is_text_pair(entry)
+
+
+def _is_text_pair(entry: object) -> bool:
+    return isinstance(entry, list) and [type(text) for text in entry] == [str, str]
 
 
 def _alternating(texts: list) -> list[Any]:
@@ -191,7 +212,10 @@ def _from_columns(columns: dict) -> object:
 
 def _entry_turns(entry: object) -> list[Any]:
     """Returns the entry of a list of turns; the two turns of one that is a whole exchange, such as {"input", "output"}."""
-    if not isinstance(entry, dict) or first_present(entry, ROLE_FIELDS) is not None:
+    if not isinstance(entry, dict) or (
+        first_present(entry, ROLE_FIELDS) is not None
+        and first_present(entry, TEXT_FIELDS) is not None
+    ):
         return [entry]
     pair = next(
         (pair for pair in PAIRS if all(isinstance(entry.get(name), str) for name in pair)), None
@@ -208,8 +232,10 @@ def _entry_turns(entry: object) -> list[Any]:
 def _pair(record: dict) -> RawTurns | None:
     """One exchange: a question, perhaps with what it is about, and its answer; perhaps with the exchanges before it."""
     pair = _pair_of(record)
-    if pair is None:
-        return None
+    return None if pair is None else _exchange(record, pair)
+
+
+def _exchange(record: dict, pair: tuple[str, str]) -> RawTurns:
     fields = set(pair)
     sides = [record[name] for name in pair]
     joined = [
@@ -225,7 +251,11 @@ def _pair(record: dict) -> RawTurns | None:
     )
     if question is None or answer is None:
         raise Drop(f"{NOT_TEXT}`{pair[0]}` and `{pair[1]}`")
-    reasoning = [name for name in REASONING_FIELDS if isinstance(record.get(name), str)]
+    reasoning = [
+        name
+        for name in REASONING_FIELDS
+        if isinstance(record.get(name), str) and record[name].strip().lower() not in _SWITCHES
+    ]
     if reasoning and isinstance(sides[1], str):
         answer[-1].update({name: record[name] for name in reasoning})
         fields.update(reasoning)
@@ -256,6 +286,25 @@ def _side(value: object, role: str) -> list[dict] | None:
     return [{**turn, CONTEXT: True} for turn in value] if role == "user" else value
 
 
+def _preferred(record: dict) -> RawTurns | None:
+    """The better one of two answers, or a whole conversation that ends with it."""
+    turns = _as_list(record.get("chosen"))
+    if turns and isinstance(turns[0], dict) and len(turns) > 1:
+        return RawTurns(turns, {"chosen"})
+    if record.get("prompt") is None or record.get("chosen") is None:
+        return None
+    return _exchange(record, ("prompt", "chosen"))
+
+
+def _asked_calls(record: dict) -> RawTurns | None:
+    """A question, and the calls that answer it, as a list or its JSON text."""
+    calls = _as_list(record.get("answers"))
+    if not isinstance(record.get("query"), str) or not calls or not has_value(record.get("tools")):
+        return None
+    question = {"role": "user", "content": record["query"]}
+    return RawTurns([question, {"role": "assistant", "tool_calls": calls}], {"query", "answers"})
+
+
 def _history(history: object) -> list[dict]:
     history = history or []
     if not (
@@ -268,24 +317,14 @@ def _history(history: object) -> list[dict]:
 
 def _tree(record: dict) -> RawTurns | None:
     """A tree of messages, of which the path of the best ranked replies is read."""
-    root = record.get("prompt")
-    if not isinstance(root, dict) or not isinstance(root.get("replies"), list):
-        if {"message_id", "parent_id", "role", "text"} <= record.keys():
+    root = trees.root_of(record)
+    if root is None:
+        if trees.is_row(record):
             raise Drop(TREE_MESSAGE)
         return None
-    turns, changes, node = [], (), root
-    while isinstance(node, dict):
-        turns.append({name: value for name, value in node.items() if name != "replies"})
-        replies = node.get("replies") if isinstance(node.get("replies"), list) else []
-        changes = changes or ((OTHER_REPLIES,) if len(replies) > 1 else ())
-        node = min(replies, key=_rank, default=None)
-    return RawTurns(turns, {"prompt"}, changes)
-
-
-def _rank(reply: object) -> float:
-    """Returns the place of a reply among others, 0 for the best; those without one come last, in their order."""
-    rank = reply.get("rank") if isinstance(reply, dict) else None
-    return float("inf") if not isinstance(rank, int | float) or rank != rank else rank
+    turns, others = trees.best_path(root)
+    changes = (OTHER_REPLIES,) if others else ()
+    return RawTurns(turns, {"prompt", "message_tree_id"}, changes, id=trees.tree_id(record))
 
 
 def _glaive(record: dict) -> RawTurns | None:
@@ -349,99 +388,23 @@ SHAPES = (
     ),
     Shape(
         "OpenAssistant",
-        "`prompt` with `replies`",
-        "the path of the best ranked replies; others are counted",
+        "`prompt` with `replies`, or a row per message",
+        "the best ranked replies, or every path: `data.clean.replies`",
         _tree,
+    ),
+    Shape(
+        "xLAM",
+        "`query`, `answers`, `tools`",
+        "a question and the calls in `answers`",
+        _asked_calls,
+    ),
+    Shape(
+        "preferences",
+        "`chosen`, perhaps with `prompt`",
+        "the preferred answer; `rejected` is not read",
+        _preferred,
     ),
     Shape(
         "an exchange", "one of PAIRS", "a question and its answer, texts or lists of turns", _pair
     ),
 )
-
-
-# What a source's `fields` may map a record's fields to.
-ROLE_TARGETS = ("user", "assistant")
-TURN_TARGETS = (
-    "role",
-    "content",
-    "reasoning_content",
-    "tool_calls",
-    "tool_call_id",
-    "name",
-    "train",
-)
-RECORD_TARGETS = (
-    "messages",
-    "system",
-    "prompt",
-    "completion",
-    "history",
-    "tools",
-    "id",
-    "loss_mask",
-)
-
-
-class FieldMap:
-    """A source's own names of fields: `{question: user, answer: assistant}`, `{dialog: messages, speaker: role}`."""
-
-    def __init__(self, fields: Mapping[str, str]):
-        self._roles = {name: target for name, target in fields.items() if target in ROLE_TARGETS}
-        self._turns = {name: target for name, target in fields.items() if target in TURN_TARGETS}
-        self._record = {
-            name: target
-            for name, target in fields.items()
-            if target not in ROLE_TARGETS + TURN_TARGETS
-        }
-
-    def record(self, record: dict) -> dict:
-        """Returns a record under the names that are read here, with `messages` for fields that are mapped to roles.
-
-        Raises:
-            Drop: a field that is mapped to a turn holds no text.
-        """
-        record = renamed(record, self._record)
-        if not self._roles:
-            return record
-        record = dict(record)
-        turns: list[dict] = []
-        for name, role in self._roles.items():
-            text = record.pop(name, None)
-            if not isinstance(text, str):
-                raise Drop(f"{NOT_TEXT}`{printable(name)}`")
-            turns.append({"role": role, "content": text})
-        answers = [turn for turn in turns if turn["role"] == "assistant"]
-        for name, target in self._turns.items() if answers else ():
-            if name in record:
-                answers[-1][target] = record.pop(name)
-        if has_value(record.get("messages")):
-            record["messages, for which others are named"] = record["messages"]
-        return {**record, "messages": turns}
-
-    def turn(self, turn: dict) -> dict:
-        """Returns a turn under the names that are read here."""
-        return renamed(turn, self._turns) if self._turns else turn
-
-
-def renamed(fields: dict, names: Mapping[str, str]) -> dict:
-    """Returns fields of which some have other names; what had such a name before is kept as one that nothing reads."""
-    moved = {
-        names[name]: value for name, value in fields.items() if name in names and value is not None
-    }
-    if not moved:
-        return fields
-    others = {name: value for name, value in fields.items() if name not in names}
-    kept = {
-        f"{name}, for which another is named" if name in moved else name: value
-        for name, value in others.items()
-    }
-    return {**kept, **moved}
-
-
-def unread_of(fields: Mapping[Any, Any], read: set[str] | frozenset[str], where: str) -> set[str]:
-    """Returns, for the report, the fields that have a value and are not read, such as "record field `source`"."""
-    return {
-        f"{where} field `{printable(str(name))[:80]}`"
-        for name, value in fields.items()
-        if name not in read and has_value(value)
-    }

@@ -11,16 +11,25 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from data import hub, paths, shapes, tables
+from data import hub, paths, tables
 from data.clean import CleanConfig, Cleaner, own_id
 from data.conversation import DEFAULT_TEMPLATE, Conversation, Record, Text, Tokens
 from data.errors import UserError
+from data.fields import (
+    RECORD_TARGETS,
+    ROLE_TARGETS,
+    TURN_TARGETS,
+    renamed,
+    shown_fields,
+    unread_of,
+)
 from data.paths import File
 from data.printable import printable
-from data.reasons import NO_SHAPE, Drop
+from data.reasons import NO_SHAPE, TREE_MESSAGE, Drop
 from data.records import MAX_BYTES, Advance, read_records, would_fit
 from data.report import Report, SourceReport
 from data.templates.alternation import needs_alternation
+from data.trees import Forest, is_row
 
 EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`, nor `prompt` and `completion`"
@@ -81,7 +90,7 @@ class Source:
     weight: float = 1.0
     """How often each document is seen in an epoch, on average: with 0.5, each epoch sees another half of them."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """What the records' own names of fields stand for: a role, or a field that is read. See `data.shapes.FieldMap`."""
+    """What the records' own names of fields stand for: a role, or a field that is read. See `data.fields.FieldMap`."""
     add_bos: bool | None = None
     """Whether a text begins with BOS; None does as the tokenizer does by itself."""
     left_out: tuple[str, ...] = ()
@@ -97,7 +106,7 @@ class Source:
                 f"data.sources: weight {self.weight} of {self.path} must be a number above 0"
             )
         valid = (
-            (*shapes.ROLE_TARGETS, *shapes.TURN_TARGETS, *shapes.RECORD_TARGETS)
+            (*ROLE_TARGETS, *TURN_TARGETS, *RECORD_TARGETS)
             if self.format == "sharegpt"
             else (_FIELDS[self.format])
         )
@@ -171,6 +180,7 @@ def read(
     if alternating is None:
         alternating = needs_alternation(source.template)
     parse = _parser(source, clean, alternating, source_report)
+    forest = Forest(clean.replies == "all")
     files = source.files()
     for file in files:
         source_report.file, source_report.line = str(file), 0
@@ -178,7 +188,9 @@ def read(
         if len(files) > 1:
             raw_records = _without_metadata(raw_records, parse, source_report)
         for raw in raw_records:
-            yield from _parsed_records(raw, parse, number, source_report)
+            yield from _parsed_records(raw, parse, number, source_report, forest)
+    for tree in forest.trees(source_report):
+        yield from _parsed_records(tree, parse, number, source_report, forest)
     if not source_report.records:
         raise UserError(f"{source.path}: holds no records; {source.would_work}")
     if not source_report.kept:
@@ -194,12 +206,25 @@ Parse = Callable[[object, int, int], Record]
 
 
 def _parsed_records(
-    raw: object, parse: Parse, number: int, report: SourceReport
+    raw: object, parse: Parse, number: int, report: SourceReport, forest: Forest
 ) -> Iterator[Record]:
-    """Yields the record that a raw one is, or those in the list that it is wrapped around; counts what is dropped."""
+    """Yields the record that a raw one is, those of its tree, or those in the list that it is wrapped around.
+
+    Counts what is dropped.
+    """
+    for record in forest.records(raw):
+        yield from _parsed_record(record, parse, number, report, forest)
+
+
+def _parsed_record(
+    raw: object, parse: Parse, number: int, report: SourceReport, forest: Forest
+) -> Iterator[Record]:
     try:
         record = parse(raw, number, report.records + 1)
     except Drop as drop:
+        if str(drop) == TREE_MESSAGE and is_row(raw):
+            forest.add(raw, report)
+            return
         name = _wrapped_list(raw, parse) if str(drop).startswith(_NO_RECORD) else None
         if name is None:
             report.drop(str(drop), None if isinstance(raw, np.ndarray) else raw)
@@ -211,10 +236,10 @@ def _parsed_records(
     others = sorted(raw.keys() - {name})
     report.notes.append(
         f"{report.file}: the records are the list in its field `{printable(name)}`"
-        + (f"; not read beside it: {shapes.shown_fields(dict.fromkeys(others))}" if others else "")
+        + (f"; not read beside it: {shown_fields(dict.fromkeys(others))}" if others else "")
     )
     for report.line, inner in enumerate(raw[name], 1):
-        yield from _parsed_records(inner, parse, number, report)
+        yield from _parsed_records(inner, parse, number, report, forest)
 
 
 def _wrapped_list(raw: object, parse: Parse) -> str | None:
@@ -250,7 +275,7 @@ def _without_metadata(
     if isinstance(alone, dict) and not _is_record(alone, parse) and not _wrapped_list(alone, parse):
         report.notes.append(
             f"{report.file}: not read, since it holds one object that is no record, with "
-            f"{shapes.shown_fields(alone)}"
+            f"{shown_fields(alone)}"
         )
         return
     if isinstance(alone, str) and _is_card(report.file, alone):
@@ -337,7 +362,7 @@ def _parser(source: Source, clean: CleanConfig, alternating: bool, report: Sourc
 
 
 def _with_names(raw: object, names: Mapping[str, str]) -> object:
-    return shapes.renamed(raw, names) if names and isinstance(raw, dict) else raw
+    return renamed(raw, names) if names and isinstance(raw, dict) else raw
 
 
 def _parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
@@ -354,9 +379,7 @@ def _parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
         prompt = _unicode(fields["prompt"])
         text, read = prompt + fields["completion"], {"prompt", "completion"}
     if not isinstance(text, str):
-        raise Drop(
-            NO_TEXT + (f": it has {shapes.shown_fields(fields)}" if isinstance(raw, dict) else "")
-        )
+        raise Drop(NO_TEXT + (f": it has {shown_fields(fields)}" if isinstance(raw, dict) else ""))
     if not text.strip():
         raise Drop(EMPTY_TEXT)
     text = _unicode(text)
@@ -380,7 +403,7 @@ def _parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[st
         raise Drop(
             NO_TOKENS
             + (
-                f": it has {shapes.shown_fields(fields)}"
+                f": it has {shown_fields(fields)}"
                 if isinstance(raw, dict) and name not in raw
                 else ""
             )
@@ -416,7 +439,7 @@ def _unread(raw: object, read: set[str]) -> set[str]:
     """Returns a record's fields that were not read; `id` is, where it is an id."""
     if not isinstance(raw, dict):
         return set()
-    return shapes.unread_of(raw, read | ({"id"} if own_id(raw) is not None else set()), "record")
+    return unread_of(raw, read | ({"id"} if own_id(raw) is not None else set()), "record")
 
 
 def _int32(values: object, allow_bool: bool = False) -> Int32[np.ndarray, " n"] | None:

@@ -5,7 +5,6 @@ import io
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -145,17 +144,16 @@ def read_npy(file: File, would_work: str) -> Iterator[Int[np.ndarray, " n"]]:
 
 
 def open_npy(file: File, would_work: str) -> np.ndarray:
-    """Returns the array of a file, which is not read yet if the file is on this machine.
+    """Returns the array of a file, which stays in the file: parts of it are read where they are used.
+
+    A file in a store is copied to this machine's cache first, from where it goes when this process ends.
 
     Raises:
         UserError: the file is damaged, or holds something else than [tokens] or [documents, tokens].
     """
     try:
-        if paths.is_remote(file.path):
-            with file.open() as opened:
-                array = np.load(opened, allow_pickle=False)
-        else:
-            array = np.load(Path(file.path).expanduser(), mmap_mode="r", allow_pickle=False)
+        with paths.on_disk(file) as path:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
     except UserError:
         raise
     except Exception as error:  # numpy raises ValueError, EOFError, SyntaxError and others of its own, and those of zipfile

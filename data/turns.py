@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from data.conversation import Message
+from data.fields import first_present, unread_of
 from data.printable import printable
 from data.reasons import (
     BAD_LOSS_MASK,
@@ -32,14 +33,7 @@ from data.reasons import (
     WHITE_SPACE,
     Drop,
 )
-from data.shapes import (
-    CONTEXT,
-    REASONING_FIELDS,
-    ROLE_FIELDS,
-    TEXT_FIELDS,
-    first_present,
-    unread_of,
-)
+from data.shapes import CONTEXT, REASONING_FIELDS, ROLE_FIELDS, TEXT_FIELDS
 from data.tool_calls import new_id, parse_call_text, parse_calls, unread_call_fields
 
 # The names of roles in public dumps, in lower case and with _ for a hyphen or space.
@@ -161,6 +155,8 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     role = role_of(raw_role)
     calls, call_field = _calls(turn, findings)
     thoughts: list[str] = []
+    if isinstance(content, dict) and role != "tool":
+        content = [content]
     if isinstance(content, list):
         content = _joined(content, role, thoughts, findings)
     if role == "tool" and isinstance(content, dict | list):

@@ -4,13 +4,14 @@ import hashlib
 import importlib
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
 
-from data import paths
+from data import paths, tables
 from data.errors import UserError
 from data.prepare import prepare
 from data.report import Report
@@ -125,6 +126,22 @@ def test_a_store_is_read_as_a_folder_is(store, tmp_path):
                 assert record == other
     with pytest.raises(UserError, match=r"memory://set/none\.json: no such file"):
         list(read(Source("memory://set/none.json"), Report()))
+
+
+def test_an_array_in_a_store_stays_on_disk(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path))
+    ids = np.arange(5, 3_000_005, dtype=np.int32)
+    with store.open("/set/ids.npy", "wb") as file:
+        np.save(file, ids)
+    tracemalloc.start()
+    array = tables.open_npy(paths.File("memory://set/ids.npy"), "an array would work")
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert isinstance(array, np.memmap) and np.array_equal(array, ids)
+    assert used < ids.nbytes, "a part at a time is in memory"
+    [record] = read(Source("memory://set/ids.npy", "tokens"), Report())
+    assert isinstance(record.tokens, np.memmap) and np.array_equal(record.tokens, ids)
+    assert [path.name for path in tmp_path.rglob("*")] == ["downloads"]
     with pytest.raises(UserError, match="nostore"):
         list(read(Source("nostore://set/none.json"), Report()))
 

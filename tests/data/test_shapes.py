@@ -8,7 +8,15 @@ import pytest
 from data.clean import Cleaner
 from data.reasons import Drop
 from data.report import Report
-from data.shapes import PAIRS, ROLE_FIELDS, SHAPES, TEXT_FIELDS, TURN_LISTS
+from data.shapes import (
+    PAIRS,
+    ROLE_FIELDS,
+    SHAPES,
+    SYSTEM_FIELDS,
+    TEXT_FIELDS,
+    TOOL_FIELDS,
+    TURN_LISTS,
+)
 from data.sources import Source, read
 
 ONE = [("user", "Hi?"), ("assistant", "Hello.")]
@@ -64,6 +72,12 @@ def turns(record, **options):
                 ("instruction", "response"),
                 ("human", "assistant"),
                 ("input", "output"),
+                ("input", "target"),
+                ("prompt", "answer"),
+                ("question", "solution"),
+                ("user", "bot"),
+                ("prompt", "chosen"),
+                ("Question", "Answer"),
             )
         ),
         ({"instruction": "Hi?", "context": "", "response": "Hello."}, ONE),
@@ -116,6 +130,37 @@ def turns(record, **options):
             },
             ONE,
         ),
+        ({"dialog": [["Hi?", "Hello."], ["And?", "Bye."]]}, TWO),
+        ({"chosen": FLAT, "rejected": FLAT[:2]}, TWO),
+        ({"prompt": FLAT[:1], "chosen": FLAT[1:2]}, ONE),
+        (
+            {
+                "systemInstruction": {"parts": [{"text": "Be."}]},
+                "contents": [
+                    {"role": "user", "parts": [{"text": "Hi?"}]},
+                    {"role": "model", "parts": [{"text": "Hel"}, {"text": "lo."}]},
+                ],
+            },
+            [("system", "Be."), *ONE],
+        ),
+        (
+            {
+                "messages": [
+                    {"author": "USER", "message": "Hi?"},
+                    {"author": "CHATBOT", "message": "Hello."},
+                ]
+            },
+            ONE,
+        ),
+        (
+            {
+                "thread": [
+                    {"sender": "human", "text": "Hi?"},
+                    {"sender": "bot", "content": {"type": "text", "text": "Hello."}},
+                ]
+            },
+            ONE,
+        ),
         (TREE, TWO),
         ({"messages": FLAT, "prompt": "Hi?"}, TWO),
         ({"instruction": "Hi?", "output": "Hello.", "data": [1, 2], "conversation": "c-17"}, ONE),
@@ -144,10 +189,31 @@ def test_a_glaive_dialogue_has_tools_and_calls():
     ] and plain.tools == ()
 
 
-def test_replies_beside_the_best_ranked_are_counted_and_a_message_alone_is_named():
-    assert Cleaner().clean(TREE).changes == {"replies of a tree beside the best ranked left out"}
-    with pytest.raises(Drop, match="one message of a tree"):
-        turns({"message_id": "a", "parent_id": None, "role": "prompter", "text": "Hi?"})
+def test_a_question_with_calls_for_an_answer():
+    calls = [{"name": "f", "arguments": {"a": 1}}]
+    for answers, tools in ((calls, [{"name": "f"}]), (json.dumps(calls), '[{"name": "f"}]')):
+        cleaned = Cleaner().clean({"id": 7, "query": "Hi?", "answers": answers, "tools": tools})
+        assert [turn.role for turn in cleaned.messages] == ["user", "assistant"]
+        assert [call["function"] for call in cleaned.messages[1].tool_calls] == calls
+        assert cleaned.tools[0]["function"] == {"name": "f"} and not cleaned.unread
+    functions = Cleaner().clean({"messages": FLAT, "functions": [{"name": "f"}]})
+    assert functions.tools[0]["function"] == {"name": "f"} and not functions.unread
+
+
+def test_what_is_not_trained_on_of_a_preference_is_named():
+    cleaned = Cleaner().clean({"prompt": "Hi?", "chosen": "Hello.", "rejected": "No."})
+    assert cleaned.unread == {"record field `rejected`"}
+
+
+def test_a_switch_is_no_reasoning():
+    cleaned = Cleaner().clean({"input": "Hi?", "output": "Hello.", "reasoning": "off"})
+    assert not cleaned.messages[1].reasoning and cleaned.unread == {"record field `reasoning`"}
+    assert Cleaner().clean({"input": "?", "output": "!", "reasoning": "so"}).messages[1].reasoning
+
+
+def test_replies_other_than_the_best_ranked_are_counted():
+    changes = {"replies of a tree other than the best ranked left out"}
+    assert Cleaner().clean(TREE).changes == changes
 
 
 @pytest.mark.parametrize(
@@ -254,6 +320,6 @@ def test_docs_have_the_table_of_shapes():
     for shape in SHAPES:
         assert f"| {shape.name} | {shape.fields} | {shape.becomes} |" in docs
     words = " ".join(docs.split())
-    for names in (TURN_LISTS, ROLE_FIELDS, TEXT_FIELDS):
+    for names in (TURN_LISTS, ROLE_FIELDS, TEXT_FIELDS, SYSTEM_FIELDS[:-1], TOOL_FIELDS[:1]):
         assert ", ".join(f"`{name}`" for name in names) in words
-    assert ", ".join(f"`{question}` and `{answer}`" for question, answer in PAIRS) in words
+    assert ", ".join(f"`{question}`/`{answer}`" for question, answer in PAIRS) in words
