@@ -30,14 +30,14 @@ from data.tokenizer import Tokenizer
 from eval import adapters
 from eval.journal import JOURNAL, Answer, Journal
 from model.attention.names import SCHEDULES
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from trainer import entry
 from trainer.host import host_bytes
 from trainer.run.results import evaluated, foreign_run
 
 if TYPE_CHECKING:
     from model.decode import Generator, Sampling
-    from model.llama import Llama
+    from model.language_model import LanguageModel
     from trainer.inference import InferenceModel
 
 
@@ -205,7 +205,9 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> li
     ]
 
 
-def stop_ids(config: LlamaConfig, tokenizer: Tokenizer, template: str | None) -> tuple[int, ...]:
+def stop_ids(
+    config: TransformerConfig, tokenizer: Tokenizer, template: str | None
+) -> tuple[int, ...]:
     """Returns the ids that end an answer: the model's and the tokenizer's EOS, and the template's end of a turn."""
     eos = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
     ends = end_ids(template, tokenizer) if template else ()
@@ -235,7 +237,7 @@ class Respondent:
       generators: those compiled so far, by capacity and new tokens.
     """
 
-    model: Llama
+    model: LanguageModel
     tokenizer: Tokenizer
     template: str | None
     stops: tuple[int, ...]
@@ -448,7 +450,7 @@ class _AnswerProgress:
             print(f"{self.done} of {self.total} answers", flush=True)
 
 
-def _reads(config: LlamaConfig, tokenizer: Tokenizer) -> str:
+def _reads(config: TransformerConfig, tokenizer: Tokenizer) -> str:
     """Returns a hash of what decides about an answer beside weights and flags: the model's configuration, tokenizer and
     template."""
     parts = (repr(config), tokenizer.fingerprint, tokenizer.chat_template or "")

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from .config import LlamaConfig
+from .config import TransformerConfig
 from .feedforward import RMSNorm, param, scaled_norm
 from .frozen import array
 from .linear import product
@@ -73,7 +73,7 @@ class Mixture(NamedTuple):
 class TrajectoryEnds(nnx.Module):
     """The modules before and after the layers: an embedding for each kind of token, the final norm and the action head."""
 
-    def __init__(self, config: LlamaConfig, *, sizes: TrajectorySizes, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, sizes: TrajectorySizes, rngs: nnx.Rngs):
         hidden, std = config.hidden_size, config.initializer_range
         self.embed_inputs = nnx.Dict(
             weight=param(rngs, (len(Kind) * sizes.width, hidden), ("inputs", "embed"), std),

@@ -98,7 +98,7 @@ class CachedModel:
     Attributes:
       model: computes on its mesh. Megatron's sequence parallelism, which cannot split a single token, is left out.
       head: from the model, its shards and the last layer's output [B, n, E] on a device to the result [B, n, ...], such as
-        `Llama.local_logits`.
+        `LanguageModel.local_logits`.
       rows: B, a multiple of data x fsdp.
       capacity: most tokens of a row; C is this rounded up to a multiple of the sequence axis. Under the RoPE rules `dynamic`
         and `longrope` all tokens are embedded as those of a row of this length.

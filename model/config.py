@@ -29,7 +29,7 @@ class LayerKind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class TransformerConfig:
     """The sizes of a LLaMA, or of a model that has its form. Field names are Hugging Face's, except `rope`,
     which Hugging Face writes in two ways.
 
@@ -293,7 +293,7 @@ class LlamaConfig:
             else None
         )
 
-    def with_adapter(self, adapter: AdapterConfig) -> LlamaConfig:
+    def with_adapter(self, adapter: AdapterConfig) -> TransformerConfig:
         """This model with adapters beside its projections; itself for rank 0."""
         return dataclasses.replace(self, adapter=adapter) if adapter.rank else self
 
@@ -358,7 +358,7 @@ class LlamaConfig:
         )
 
     @classmethod
-    def from_hf(cls, folder: str | Path) -> LlamaConfig:
+    def from_hf(cls, folder: str | Path) -> TransformerConfig:
         """Reads `folder`/config.json. Raises ValueError if it is missing, not JSON, or of no model that is supported."""
         path = Path(folder) / "config.json"
         try:
@@ -377,7 +377,7 @@ class LlamaConfig:
             raise ValueError(f"{path}: {error}") from None
 
     @classmethod
-    def from_hf_dict(cls, config: dict[str, Any]) -> LlamaConfig:
+    def from_hf_dict(cls, config: dict[str, Any]) -> TransformerConfig:
         """Reads a Hugging Face config; absent fields have the defaults of transformers' config class of the same family.
 
         Takes both spellings of the rotary embedding: `rope_theta` with `rope_scaling`, and `rope_parameters`
@@ -457,7 +457,7 @@ class LlamaConfig:
             }
         )
 
-    def with_positions(self, **changes: Any) -> LlamaConfig:
+    def with_positions(self, **changes: Any) -> TransformerConfig:
         """This model with other POSITIONS, written as Hugging Face writes them: `rope_scaling` is a dict or None.
 
         They are those of `rope`; `local_rope` stays as it is. Where `rope_scaling` does not name the original length, it is
@@ -506,7 +506,7 @@ class LlamaConfig:
             scaling["factor"] = (self.rope.factor or 1.0) * times
         return {"max_position_embeddings": length, "rope_scaling": scaling}
 
-    def with_length(self, length: int) -> LlamaConfig:
+    def with_length(self, length: int) -> TransformerConfig:
         """Returns the model with `max_position_embeddings` raised to at least `length`; RoPE angles do not change.
 
         Under the rule `dynamic` it stays as it is: there max_position_embeddings is the length that the base grows from.
@@ -516,7 +516,7 @@ class LlamaConfig:
         return dataclasses.replace(self, max_position_embeddings=length)
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> LlamaConfig:
+    def preset(cls, name: str, **changes: Any) -> TransformerConfig:
         """The preset called `name`, with `changes` in place of its own fields.
 
         `num_key_value_heads` and `head_dim` are derived if neither gives them. Raises ValueError that lists the names for an

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .attention.layout import inverse, permutation
 from .cache import ROWS, SPECS, Cache, CachedModel
-from .llama import TOKENS, Llama
+from .language_model import TOKENS, LanguageModel
 from .sharding import BATCH_AXES
 from .weights import Shards
 
@@ -106,7 +106,7 @@ class Generator:
 
     def __init__(
         self,
-        model: Llama,
+        model: LanguageModel,
         *,
         rows: int,
         capacity: int,

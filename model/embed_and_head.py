@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .attention.kernels.softcap import capped
-from .config import LlamaConfig
+from .config import TransformerConfig
 from .feedforward import scaled_norm
 from .frozen import Weight, array, rows
 from .linear import product
@@ -34,7 +34,7 @@ class EmbedAndHead:
       loss_chunk: tokens whose logits exist at a time; 0 computes all at once.
     """
 
-    config: LlamaConfig
+    config: TransformerConfig
     parallel: TensorParallel
     dtype: Any
     loss_chunk: int

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from .adapter import PROJECTIONS
-from .config import LlamaConfig
+from .config import TransformerConfig
 from .dropout import kept
 from .frozen import FrozenWeight
 from .linear import letters, product
@@ -67,7 +67,7 @@ class Projection(nnx.Module):
         *,
         name: str,
         stage: str,
-        config: LlamaConfig,
+        config: TransformerConfig,
         rngs: nnx.Rngs,
     ):
         self.equation, self.name, self.adapter = equation, name, config.adapter_of(name)
@@ -211,7 +211,7 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def scaled_norm(
-    x: Float[Array, "... E"], weight: Float[Array, " E"], config: LlamaConfig
+    x: Float[Array, "... E"], weight: Float[Array, " E"], config: TransformerConfig
 ) -> Float[Array, "... E"]:
     """Returns `rms_norm` with the model's epsilon, by a weight that may be stored without its offset (Gemma's is 1)."""
     return rms_norm(
@@ -222,7 +222,7 @@ def scaled_norm(
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation of the hidden axis, in some stages of a layer."""
 
-    def __init__(self, config: LlamaConfig, *stages: str):
+    def __init__(self, config: TransformerConfig, *stages: str):
         self.config = config
         weight = jnp.full((config.hidden_size,), 1 - config.norm_offset, jnp.float32)
         self.weight = nnx.Param(weight, axes=("norm",), stages=stages)
@@ -236,7 +236,7 @@ class HeadNorm(nnx.Module):
 
     needs_all_heads = False
 
-    def __init__(self, config: LlamaConfig, heads: int, axis: str, stage: str):
+    def __init__(self, config: TransformerConfig, heads: int, axis: str, stage: str):
         self.config = config
         weight = jnp.full((config.head_dim,), 1 - config.norm_offset, jnp.float32)
         self.weight = nnx.Param(weight, axes=("head_dim",), stages=(stage,))
@@ -253,7 +253,7 @@ class AllHeadsNorm(nnx.Module):
 
     needs_all_heads = True
 
-    def __init__(self, config: LlamaConfig, heads: int, axis: str, stage: str):
+    def __init__(self, config: TransformerConfig, heads: int, axis: str, stage: str):
         self.epsilon, self.axis, self.heads = config.rms_norm_eps, axis, heads
         self.weight = nnx.Param(
             jnp.ones((heads, config.head_dim), jnp.float32),
@@ -272,7 +272,7 @@ class AllHeadsNorm(nnx.Module):
         ).astype(x.dtype)
 
 
-# The norm of queries and keys before RoPE by `LlamaConfig.qk_norm`, if there is one.
+# The norm of queries and keys before RoPE by `TransformerConfig.qk_norm`, if there is one.
 QK_NORMS: dict[str, type[HeadNorm] | type[AllHeadsNorm] | None] = {
     "none": None,
     "head": HeadNorm,
@@ -283,7 +283,7 @@ QK_NORMS: dict[str, type[HeadNorm] | type[AllHeadsNorm] | None] = {
 class FeedForward(nnx.Module):
     """down(activation(gate(x)) * up(x)); the width F is split over `tensor`."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.activation = ACTIVATIONS[config.activation]
         hidden, width, std = config.hidden_size, config.intermediate_size, config.initializer_range
         width_bias = ((width,), ("mlp",)) if config.mlp_bias else ()

@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array, Float
 
 from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
-from .config import LlamaConfig
+from .config import TransformerConfig
 from .dropout import TokenInfo
 from .feedforward import KEYS_VALUES, OUTPUT, QUERIES, Auxiliary
 from .memory.chunked import chunked_with_sums, passed_through
@@ -40,7 +40,7 @@ class LayerOutput(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class ShardedLayer:
     """Runs one decoder layer on a device's tokens, inside `shard_map`. Its methods close over no traced value.
 
     Weights are whole (of this tensor rank), named as within the layer, and float32 by type.
@@ -50,7 +50,7 @@ class Layer:
       attention: attention over all shards of the sequence, and rope: the rotary embedding, of this layer's kind.
     """
 
-    config: LlamaConfig
+    config: TransformerConfig
     parallel: TensorParallel
     memory: MemoryConfig
     dtype: Any

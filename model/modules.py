@@ -1,6 +1,6 @@
 """The transformer's modules, which declare every parameter (shape, initialiser, logical axes) with Flax NNX.
 
-`Llama` and everything around it see one flat dictionary of arrays: "embed_tokens.weight", "layers.self_attn.q_proj.weight", ...
+Everything else sees one flat dictionary of arrays: "embed_tokens.weight", "layers.self_attn.q_proj.weight", ...
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from .config import LlamaConfig
+from .config import TransformerConfig
 from .dropout import TokenInfo
 from .feedforward import (
     KEYS_VALUES,
@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
 class SelfAttention(nnx.Module):
     """The projections around attention; heads, padded ones among them, are split over `tensor`."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
         hidden, size, std, bias = (
             config.hidden_size,
@@ -161,7 +161,7 @@ class DecoderLayer(nnx.Module):
     Attribute `mixer` is the module through which tokens see each other.
     """
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config, QUERIES, KEYS_VALUES)
         self.self_attn = SelfAttention(config, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config, OUTPUT)
@@ -197,7 +197,7 @@ class DecoderLayer(nnx.Module):
 class PostNormLayer(DecoderLayer):
     """A norm after attention and one after the feed-forward (OLMo 2)."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.self_attn = SelfAttention(config, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config, OUTPUT)
         self.post_feedforward_layernorm = RMSNorm(config, OUTPUT)
@@ -215,7 +215,7 @@ class PostNormLayer(DecoderLayer):
 class SandwichNormLayer(DecoderLayer):
     """A norm before and after each (Gemma 2 and 3)."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config, QUERIES, KEYS_VALUES)
         self.self_attn = SelfAttention(config, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config, OUTPUT)
@@ -229,7 +229,7 @@ class SandwichNormLayer(DecoderLayer):
         return add(x, self.post_feedforward_layernorm(branch)), auxiliary
 
 
-# A layer's modules by `LlamaConfig.norms`.
+# A layer's modules by `TransformerConfig.norms`.
 LAYER_MODULES: dict[str, type[DecoderLayer]] = {
     "before": DecoderLayer,
     "after": PostNormLayer,
@@ -240,7 +240,7 @@ LAYER_MODULES: dict[str, type[DecoderLayer]] = {
 class TokenEnds(nnx.Module):
     """The modules before and after the layers: the embedding table, the final norm and the head."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.embed_tokens = nnx.Dict(
             weight=param(
                 rngs,
@@ -272,7 +272,7 @@ def _flat(state: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def _layer_module(config: LlamaConfig) -> tuple[Any, Any]:
+def _layer_module(config: TransformerConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: LAYER_MODULES[config.norms](config, rngs=nnx.Rngs(0))))
 
 
@@ -292,12 +292,12 @@ def _declared(state: Any, hf_prefix: str) -> dict[str, Parameter]:
     return {name: parameter(name, leaf) for name, leaf in _flat(state).items()}
 
 
-def declare_layer(config: LlamaConfig) -> dict[str, Parameter]:
+def declare_layer(config: TransformerConfig) -> dict[str, Parameter]:
     """Returns one layer's parameters, named as within the layer."""
     return _declared(_layer_module(config)[1], "model.layers.{i}.")
 
 
-def declare(config: LlamaConfig, ends: EndsFactory = TokenEnds) -> dict[str, Parameter]:
+def declare(config: TransformerConfig, ends: EndsFactory = TokenEnds) -> dict[str, Parameter]:
     """Returns every parameter, by name; those of the layers are stacked on a leading axis.
 
     Args:
@@ -327,7 +327,7 @@ def declare(config: LlamaConfig, ends: EndsFactory = TokenEnds) -> dict[str, Par
     return dict(sorted(parameters.items()))
 
 
-def in_order(config: LlamaConfig) -> dict[str, Parameter]:
+def in_order(config: TransformerConfig) -> dict[str, Parameter]:
     """Returns every parameter of a language model, in the order in which a model uses them."""
     declared, names = (
         declare(config),
@@ -337,7 +337,7 @@ def in_order(config: LlamaConfig) -> dict[str, Parameter]:
     return {name: declared[name] for name in (table, *layers, *others)}
 
 
-def _made_order(module: Callable[..., nnx.Module], config: LlamaConfig) -> list[str]:
+def _made_order(module: Callable[..., nnx.Module], config: TransformerConfig) -> list[str]:
     """Returns the names of a module's parameters in the order in which it makes them."""
     names: list[str] = []
 
@@ -357,13 +357,15 @@ def _made_order(module: Callable[..., nnx.Module], config: LlamaConfig) -> list[
     return names
 
 
-def own_shapes(config: LlamaConfig, ends: EndsFactory = TokenEnds) -> dict[str, tuple[int, ...]]:
+def own_shapes(
+    config: TransformerConfig, ends: EndsFactory = TokenEnds
+) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter without the padding that a mesh may add in memory."""
     return {name: tuple(parameter.shape) for name, parameter in declare(config, ends).items()}
 
 
 def init(
-    config: LlamaConfig, key: jax.Array, ends: EndsFactory = TokenEnds
+    config: TransformerConfig, key: jax.Array, ends: EndsFactory = TokenEnds
 ) -> dict[str, Float[Array, ...]]:
     """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0, adapters as of `init_adapters`. To
     be jitted with output shardings."""
@@ -381,7 +383,7 @@ def init(
     return dict(sorted({**outside, **layers, **init_adapters(config, key)}.items()))
 
 
-def init_adapters(config: LlamaConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
+def init_adapters(config: TransformerConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
     """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), B zero; DoRA's lengths follow from the
     weights (`Transformer.init_magnitudes`). To be jitted with output shardings."""
     adapters = {
@@ -400,7 +402,7 @@ def init_adapters(config: LlamaConfig, key: jax.Array) -> dict[str, Float[Array,
     return {name: draw(i, name, adapters[name]) for i, name in enumerate(sorted(adapters))}
 
 
-def bind(config: LlamaConfig, weights: dict[str, Weight]) -> DecoderLayer:
+def bind(config: TransformerConfig, weights: dict[str, Weight]) -> DecoderLayer:
     """Returns a decoder layer with these weights.
 
     Args:
@@ -425,7 +427,9 @@ def module_of(layer: DecoderLayer, name: str) -> nnx.Module:
     return functools.reduce(getattr, name.split(".")[:-1], layer)
 
 
-def read_by(config: LlamaConfig, stages: Iterable[str], weights: dict[str, T]) -> dict[str, T]:
+def read_by(
+    config: TransformerConfig, stages: Iterable[str], weights: dict[str, T]
+) -> dict[str, T]:
     """Returns those of a layer's weights, named as within the layer, that any of these stages reads."""
     declared = declare_layer(config)
     return {

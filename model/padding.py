@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .adapter import AdapterConfig
-from .config import LlamaConfig
+from .config import TransformerConfig
 from .families import FAMILIES
 from .frozen import FrozenWeight, Plain
 from .modules import declare
@@ -31,7 +31,7 @@ PADDED = (*HIDDEN, "vocab", "heads", "kv_heads")
 MAX_PADDING = 1024
 
 
-def sizes_in_memory(sharding: Sharding) -> LlamaConfig:
+def sizes_in_memory(sharding: Sharding) -> TransformerConfig:
     """Returns the model's sizes in memory, padding included."""
     config, parallel = sharding.config, sharding.parallel
     ranks = math.prod(sharding.mesh.shape[axis] for axis in sharding.storage_axes)
@@ -58,7 +58,10 @@ def pad(array: Float[Array, ...], shape: tuple[int, ...]) -> Float[Array, ...]:
 
 
 def trim(
-    whole: Float[Array, ...], axes: tuple[str, ...], config: LlamaConfig, parallel: TensorParallel
+    whole: Float[Array, ...],
+    axes: tuple[str, ...],
+    config: TransformerConfig,
+    parallel: TensorParallel,
 ) -> Float[Array, ...]:
     """Returns a gathered weight without the padding of its hidden axis, as products take it. Runs inside `shard_map`.
 
@@ -106,9 +109,11 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
         biases: dict[str, Any] = {
             field: True for field in ("attention_bias", "mlp_bias") if field in family.takes
         }
-        config = LlamaConfig(family=name, tie_word_embeddings=False, **biases, **family.computes)
+        config = TransformerConfig(
+            family=name, tie_word_embeddings=False, **biases, **family.computes
+        )
         axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
-    adapters = LlamaConfig(
+    adapters = TransformerConfig(
         tie_word_embeddings=False, adapter=AdapterConfig(rank=1, use_dora=True)
     )  # the same in all families
     axes |= {parameter: declared.axes for parameter, declared in declare(adapters).items()}

@@ -37,7 +37,7 @@ ROPE_RULES = tuple(_REQUIRED)
 class RopeConfig:
     """The rotary embedding. Numbers that a rule does not use are None, so that equal embeddings compare equal.
 
-    For the rule `dynamic`, `original_max_position_embeddings` is the model's `max_position_embeddings`; LlamaConfig
+    For the rule `dynamic`, `original_max_position_embeddings` is the model's `max_position_embeddings`; TransformerConfig
     fills it in, as transformers knows no other. `short_factor` and `long_factor` have a number for each pair of channels.
     Raises ValueError for a rule that is not supported and for numbers that make no rotation.
     """

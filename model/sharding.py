@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from .config import LlamaConfig
+from .config import TransformerConfig
 
 BATCH_AXES = ("data", "fsdp")
 STORAGE_AXES = ("fsdp", "sequence")
@@ -115,7 +115,7 @@ class TensorParallel:
     vocab = True
 
     @classmethod
-    def of(cls, config: LlamaConfig, tensor: int) -> TensorParallel:
+    def of(cls, config: TransformerConfig, tensor: int) -> TensorParallel:
         """Returns the splits that the model's sizes allow, and the padding that allows them."""
         query, key = config.num_attention_heads, config.num_key_value_heads
         shared = query % tensor == 0 and tensor % key == 0
@@ -183,7 +183,7 @@ class Sharding:
     """
 
     mesh: Mesh
-    config: LlamaConfig
+    config: TransformerConfig
     storage_axes: tuple[str, ...] = STORAGE_AXES
 
     @property

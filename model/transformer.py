@@ -21,10 +21,10 @@ from jaxtyping import Array, Float, Shaped
 from .adapter import MAGNITUDE
 from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
-from .config import LlamaConfig
+from .config import TransformerConfig
 from .dropout import TokenInfo
 from .feedforward import QK_NORMS, Auxiliary
-from .layer import Layer, LayerOutput
+from .layer import LayerOutput, ShardedLayer
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
 from .modules import (
@@ -69,7 +69,7 @@ class Transformer(abc.ABC):
         and the feed-forward width; memory options that do not fit the model or each other.
     """
 
-    config: LlamaConfig
+    config: TransformerConfig
     mesh: Mesh
     schedule: Any = "ring"
     kernel: Kernel = dataclasses.field(default_factory=get_kernel)
@@ -137,7 +137,7 @@ class Transformer(abc.ABC):
         )
 
     @property
-    def in_memory(self) -> LlamaConfig:
+    def in_memory(self) -> TransformerConfig:
         """The sizes of `parameters`, padding included (`model.padding`)."""
         return sizes_in_memory(self.sharding)
 
@@ -191,10 +191,10 @@ class Transformer(abc.ABC):
             scale=self.config.scale,
         )
 
-    def layers(self, length: int) -> tuple[Layer, ...]:
+    def layers(self, length: int) -> tuple[ShardedLayer, ...]:
         """Returns one layer of each kind, in the period that they repeat in, for whole rows of `length` tokens."""
         return tuple(
-            Layer(
+            ShardedLayer(
                 self.config,
                 self.parallel,
                 self.memory,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .config import LlamaConfig
+from .config import TransformerConfig
 from .frozen import FrozenWeight, Plain, Weight
 from .modules import LAYERS, declare_layer
 from .padding import own_key_head, trim
@@ -28,7 +28,7 @@ class WeightGatherer:
       dtype: the precision that trained weights are sent in; they are float32 by type (`sharding.gather`).
     """
 
-    config: LlamaConfig
+    config: TransformerConfig
     parallel: TensorParallel
     parameters: dict[str, Parameter]
     specs: dict[str, PartitionSpec]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data.errors import UserError
 from data.loader import Loader
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from trainer.build import window_notes
 from trainer.config.schema import RunConfig
 from trainer.devices import GPU_MEMORY_SHARE
@@ -104,7 +104,7 @@ def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | N
     return memory.fits != "no"
 
 
-def _describe_text(config: RunConfig) -> tuple[LlamaConfig, RunConfig]:
+def _describe_text(config: RunConfig) -> tuple[TransformerConfig, RunConfig]:
     """Prepares the data and prints their rows, epochs and padding; returns the model's shape, and the run with its steps."""
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     prepared = prepare_text(config, tokenizer)
@@ -136,7 +136,7 @@ def _share(documents) -> str:
     return f"{int(documents.trained.sum()) / total:.1%}" if total else "none"
 
 
-def _disk_lines(config: RunConfig, model: LlamaConfig) -> Iterator[str]:
+def _disk_lines(config: RunConfig, model: TransformerConfig) -> Iterator[str]:
     """Yields the size of a checkpoint, what the run's checkpoints take together, and what the disk has."""
     parameters, moments = checkpoint_bytes(config, model)
     every, steps = config.checkpoint.every or config.train.steps, config.train.steps

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.modules import declare
 from model.quantized_weights import weight_of
 from model.sharding import Parameter
@@ -17,7 +17,7 @@ from trainer.optimizer import moment_count, split_trainable
 from .compiled import GIB
 
 
-def parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
+def parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
     """The known parts of a device's memory in GiB.
 
     These are the float32 parameters and the moments of those that are trained, as if split evenly, and what the layers keep
@@ -45,7 +45,7 @@ def parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
     return {name: size / GIB for name, size in parts.items()}
 
 
-def host_parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
+def host_parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
     """The known parts of the host's memory for each device in GiB: what layers keep there, parameters and moments."""
     memory = run.memory
     _, host_inputs = _kept_inputs(memory, model.num_hidden_layers)
@@ -70,7 +70,7 @@ def _kept_inputs(memory: MemoryConfig, layers: int) -> tuple[float, float]:
     return (0, inputs) if memory.policy.inputs == "host" else (inputs, 0)
 
 
-def _attention_bytes(run: RunConfig, model: LlamaConfig) -> float:
+def _attention_bytes(run: RunConfig, model: TransformerConfig) -> float:
     """A device's bytes of all layers' attention output, bfloat16, and log-sum-exp, float32."""
     heads = model.num_attention_heads / run.mesh.tensor
     return model.num_hidden_layers * device_tokens(run) * heads * (2 * model.head_dim + 4)
@@ -87,7 +87,7 @@ def device_tokens(run: RunConfig) -> float:
     )
 
 
-def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
+def state_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]:
     """A device's bytes of (parameters, moments of the trained ones). Parameters are float32; the base of adapters lies in the
     compute dtype, or is quantized. An average of the trained weights, in float32, counts as a moment."""
     declared, mesh = declared_once(model.with_adapter(run.adapter)), run.mesh
@@ -114,7 +114,7 @@ def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
     return parameter_bytes, moments + average_bytes
 
 
-def checkpoint_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
+def checkpoint_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]:
     """The bytes of a checkpoint's (float32 parameters, moments). Beside adapters, the base is not saved."""
     parameters, moments = (
         size * run.mesh.devices / run.mesh.data for size in state_bytes(run, model)
@@ -127,7 +127,7 @@ def checkpoint_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
     return parameters, moments
 
 
-def trained_names(run: RunConfig, model: LlamaConfig) -> list[str]:
+def trained_names(run: RunConfig, model: TransformerConfig) -> list[str]:
     """The names of the parameters that the run trains."""
     declared = declared_once(model.with_adapter(run.adapter))
     return split_trainable(
@@ -136,6 +136,6 @@ def trained_names(run: RunConfig, model: LlamaConfig) -> list[str]:
 
 
 @functools.cache
-def declared_once(model: LlamaConfig) -> dict[str, Parameter]:
+def declared_once(model: TransformerConfig) -> dict[str, Parameter]:
     """The model's parameters by name; a search asks for them for every candidate, and flax takes its time."""
     return declare(model)

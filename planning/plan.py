@@ -26,10 +26,10 @@ from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention.kernels import Kernel
 from model.attention.names import MESH_AXES
 from model.attention.schedules import Schedule, get_schedule
-from model.config import LlamaConfig
-from model.llama import Llama
+from model.config import TransformerConfig
+from model.language_model import LanguageModel
 from model.sharding import TensorParallel
-from trainer.build import build_agentic, build_llama
+from trainer.build import build_agentic, build_language_model
 from trainer.config.checks import check
 from trainer.config.schema import (
     DataConfig,
@@ -116,7 +116,7 @@ class Job:
     """
 
     run: RunConfig
-    model: LlamaConfig
+    model: TransformerConfig
     topology: str
     name: str = ""
     group_per_key_head: bool = False
@@ -126,7 +126,7 @@ class Job:
     @classmethod
     def of(
         cls,
-        model: str | LlamaConfig,
+        model: str | TransformerConfig,
         topology: str,
         context: int,
         *,
@@ -143,7 +143,9 @@ class Job:
           mesh: None puts all devices on the sequence axis.
         """
         mesh = mesh or MeshConfig(sequence=device_count(topology))
-        name, shape = (model, LlamaConfig.preset(model)) if isinstance(model, str) else ("", model)
+        name, shape = (
+            (model, TransformerConfig.preset(model)) if isinstance(model, str) else ("", model)
+        )
         run = changed(
             recipe, data={"context_length": context}, train={"batch_size": batch}, mesh=mesh
         )
@@ -299,7 +301,7 @@ class DoesNotFit(Exception):
 
 
 def compile_step(
-    model: LlamaConfig,
+    model: TransformerConfig,
     devices: Sequence[jax.Device],
     context: int,
     *,
@@ -342,7 +344,7 @@ def compile_step(
 
 def compile_run(
     run: RunConfig,
-    model: LlamaConfig,
+    model: TransformerConfig,
     devices: Sequence[jax.Device],
     *,
     schedule: Schedule | None = None,
@@ -377,12 +379,12 @@ def compile_run(
 
 
 def _model_and_batch(
-    run: RunConfig, model: LlamaConfig, mesh: Mesh
-) -> tuple[Llama | AgenticTransformer, AbstractBatch]:
+    run: RunConfig, model: TransformerConfig, mesh: Mesh
+) -> tuple[LanguageModel | AgenticTransformer, AbstractBatch]:
     """Returns the model that the run trains, of text or of trajectories, and a batch's shapes."""
     rows, length = run.train.batch_size, run.data.context_length
     if not run.trajectories.path:
-        return build_llama(run, model, mesh), text_batch(rows, length, mesh)
+        return build_language_model(run, model, mesh), text_batch(rows, length, mesh)
     task = get_task(run.trajectories.task)
     sizes = TrajectorySizes(task.observation_size, task.action_size, run.trajectories.components)
     return build_agentic(run, model, mesh, sizes), trajectory_batch(rows, length, mesh, sizes)

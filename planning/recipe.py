@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from data.conversation import DEFAULT_TEMPLATE
+from model.attention.names import MESH_AXES
 from model.config import POSITIONS
-from trainer.config.schema import MESH_AXES, VERSION, MemoryConfig, RunConfig
+from trainer.config.schema import VERSION, MemoryConfig, RunConfig
 from trainer.devices import GPU_MEMORY_SHARE, TPUS
 
 from .answer import heading, settings, time_figures

@@ -9,8 +9,8 @@ from typing import Any
 
 from data.errors import UserError
 from data.paths import output_file
+from model.attention.names import MESH_AXES
 from model.attention.names import SCHEDULES as NAMES
-from trainer.config.schema import MESH_AXES
 
 SCHEDULES: dict[str, str | dict[str, Any]] = {
     **{name: name for name in NAMES},

@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 
         from data.errors import UserError
         from data.paths import new_folder
-        from model.config import LlamaConfig
+        from model.config import TransformerConfig
         from trainer.checkpoint.store import find_checkpoint, stored_average, stored_parameters
         from trainer.huggingface import peft
         from trainer.huggingface.assets import trained_quantization
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
         params, config = (
             stored_parameters(checkpoint, verified=True),
-            LlamaConfig.from_hf(checkpoint / "assets"),
+            TransformerConfig.from_hf(checkpoint / "assets"),
         )
         if arguments.average:
             params = {**params, **stored_average(checkpoint)}

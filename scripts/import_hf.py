@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         import jax
 
         from data.paths import checkpoint_path, new_folder
-        from model.config import LlamaConfig
+        from model.config import TransformerConfig
         from model.modules import own_shapes
         from trainer.checkpoint.store import save_checkpoint
         from trainer.huggingface.assets import copy_assets, write_config
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         with tempfile.TemporaryDirectory() as scratch:
             copy_assets(source, scratch)
-            if config != LlamaConfig.from_hf(scratch):  # a head of its own
+            if config != TransformerConfig.from_hf(scratch):  # a head of its own
                 write_config(config, scratch)
             params = read_hf(source, config, cpu)
             save_checkpoint(

@@ -42,7 +42,7 @@ INSTALL_TRIES = 5
 SETTLE_SECONDS = 60  # for which the other workers of a job that has ended are waited for
 
 
-class Job(NamedTuple):
+class WorkerJob(NamedTuple):
     """What one worker says of its job."""
 
     host: str
@@ -54,7 +54,7 @@ class Job(NamedTuple):
     """None while it runs; 75 where it ended without a code, as after a reboot."""
 
 
-def parse_jobs(text: str) -> list[Job]:
+def parse_jobs(text: str) -> list[WorkerJob]:
     """Returns the newest command's jobs in the output of `workers.JOB` on all workers.
 
     Where that command runs on the first worker only, others still have the files of one before.
@@ -62,7 +62,7 @@ def parse_jobs(text: str) -> list[Job]:
     codes = {"running": None, "lost": TRANSIENT}
     lines = re.findall(r"^job (\S+) (\d+) (\d+) (running|lost|\d+)\s*$", text, re.MULTILINE)
     jobs = [
-        Job(host, int(identity), int(command), codes[code] if code in codes else int(code))
+        WorkerJob(host, int(identity), int(command), codes[code] if code in codes else int(code))
         for host, identity, command, code in lines
     ]
     newest = max(jobs, key=lambda job: job.id, default=None)
@@ -182,7 +182,7 @@ class Launcher:
         )
         return 0
 
-    def _jobs(self) -> list[Job]:
+    def _jobs(self) -> list[WorkerJob]:
         return parse_jobs(self._ask(self.slices.workers(), remote.JOB))
 
     def follow(self) -> int:

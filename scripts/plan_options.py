@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.templates.built_in import NAMES
+from model.attention.names import MESH_AXES
 from model.memory.options import MemoryConfig
 from planning.machines import EXAMPLES, gpu_gib, is_gpu, topology_of
 from planning.memory_options import MEMORY_OPTIONS
 from trainer import entry
-from trainer.config.schema import MESH_AXES, AttentionConfig
+from trainer.config.schema import AttentionConfig
 from trainer.config.yaml_text import parse
 
 if TYPE_CHECKING:
-    from model.config import LlamaConfig
+    from model.config import TransformerConfig
     from planning.plan import Job
     from trainer.config.schema import MeshConfig, RunConfig
 
@@ -230,7 +231,7 @@ def job_of(args: argparse.Namespace) -> Job:
 
 
 def _job(
-    args: argparse.Namespace, recipe: RunConfig, model: LlamaConfig, staged: bool = False
+    args: argparse.Namespace, recipe: RunConfig, model: TransformerConfig, staged: bool = False
 ) -> Job:
     """A recipe as a job on the machine, with the options that take precedence."""
     from planning.machines import device_count, host_gib
@@ -330,7 +331,7 @@ def _learns_from_trajectories(path: str) -> bool:
     return isinstance(recipe, dict) and "trajectories" in recipe
 
 
-def _model(args: argparse.Namespace, recipe: RunConfig) -> LlamaConfig:
+def _model(args: argparse.Namespace, recipe: RunConfig) -> TransformerConfig:
     """The shape of the model that --model or the recipe names. Raises UserError, ValueError."""
     from trainer.model_source import choose_model
     from trainer.trajectories import trajectory_model
@@ -344,21 +345,21 @@ def _model(args: argparse.Namespace, recipe: RunConfig) -> LlamaConfig:
     )
 
 
-def named_model(name: str) -> LlamaConfig:
+def named_model(name: str) -> TransformerConfig:
     """Returns the shape of a preset, of a model's folder, or of org/name in the Hugging Face cache.
 
     Raises:
       UserError, ValueError: there is none of this name; names the presets.
     """
     from data.errors import UserError
-    from model.config import LlamaConfig
+    from model.config import TransformerConfig
     from model.families import FAMILIES
     from trainer.config.fields import suggestion
     from trainer.model_source import open_model
 
     presets = [preset for family in FAMILIES.values() for preset in family.presets]
     if name in presets:
-        return LlamaConfig.preset(name)
+        return TransformerConfig.preset(name)
     if Path(name).expanduser().is_dir() or ("/" in name and not name.startswith((".", "/", "~"))):
         return open_model(name, weights=False).config
     raise UserError(

@@ -7,13 +7,13 @@ import numpy as np
 
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from trainer.huggingface.assets import write_source_dtype
 from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
 
 TOKENIZER = pathlib.Path(__file__).resolve().parents[1] / "data/fixtures/tiny_tokenizer"
-CONFIG = LlamaConfig(
+CONFIG = TransformerConfig(
     vocab_size=1024,
     hidden_size=32,
     intermediate_size=64,

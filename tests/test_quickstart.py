@@ -92,7 +92,7 @@ def test_transformers_generates_the_same(trained, repository):
     from eval.line_cases import read
     from eval.runner import Prompt, prompt_ids, stop_ids
     from model.decode import Generator
-    from trainer.build import build_llama
+    from trainer.build import build_language_model
     from trainer.config.schema import MeshConfig, ModelConfig, RunConfig
     from trainer.mesh import make_mesh
     from trainer.model_source import open_model
@@ -106,7 +106,9 @@ def test_transformers_generates_the_same(trained, repository):
     ]
     prompts.append(tokenizer.encode("Who are you?"))  # shorter, so that this row ends in padding
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, sequence=2))
-    model = build_llama(RunConfig(model=ModelConfig(compute_dtype="float32")), source.config, mesh)
+    model = build_language_model(
+        RunConfig(model=ModelConfig(compute_dtype="float32")), source.config, mesh
+    )
     stops = stop_ids(source.config, tokenizer, "tokenizer")
     generator = Generator(
         model,

@@ -34,7 +34,7 @@ FLOORS = (
     ("layer",),
     ("memory",),  # the runners
     ("transformer",),
-    ("agentic", "cache", "llama"),
+    ("agentic", "cache", "language_model"),
     ("decode",),
 )
 # Module of another project -> the files of ours that import it, so that its changes touch one place.

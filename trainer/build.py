@@ -13,19 +13,19 @@ from model.attention.kernels import get_kernel
 from model.attention.schedules import get_schedule
 from model.attention.schedules.plan import Block
 from model.attention.schedules.window import window_lines
-from model.config import LlamaConfig
-from model.llama import Llama
+from model.config import TransformerConfig
+from model.language_model import LanguageModel
 from model.sharding import STORAGE_AXES
 
 from .config.schema import RunConfig
 
 
-def build_llama(
+def build_language_model(
     config: RunConfig,
-    model_config: LlamaConfig,
+    model_config: TransformerConfig,
     mesh: Mesh,
     storage_axes: tuple[str, ...] = STORAGE_AXES,
-) -> Llama:
+) -> LanguageModel:
     """Returns a model of this shape with the adapters of the run, to be computed as its sections `attention`, `memory`, `model`
     and `mesh` say.
 
@@ -36,19 +36,19 @@ def build_llama(
       ValueError: options that do not go together, or not with the mesh.
     """
     model_config = model_config.with_adapter(config.adapter)
-    return Llama(
+    return LanguageModel(
         model_config, mesh, storage_axes=storage_axes, **_options(config, model_config, mesh)
     )
 
 
 def build_agentic(
     config: RunConfig,
-    model_config: LlamaConfig,
+    model_config: TransformerConfig,
     mesh: Mesh,
     sizes: TrajectorySizes,
     storage_axes: tuple[str, ...] = STORAGE_AXES,
 ) -> AgenticTransformer:
-    """Returns a model of trajectories whose states and actions have these sizes; otherwise as `build_llama`."""
+    """Returns a model of trajectories whose states and actions have these sizes; otherwise as `build_language_model`."""
     return AgenticTransformer(
         model_config,
         mesh,
@@ -58,7 +58,7 @@ def build_agentic(
     )
 
 
-def _options(config: RunConfig, model_config: LlamaConfig, mesh: Mesh) -> dict[str, Any]:
+def _options(config: RunConfig, model_config: TransformerConfig, mesh: Mesh) -> dict[str, Any]:
     """Returns how a transformer is computed, by the names of its fields. The window is the model's own unless one is given."""
     attention = config.attention
     return {
@@ -75,7 +75,7 @@ def _options(config: RunConfig, model_config: LlamaConfig, mesh: Mesh) -> dict[s
     }
 
 
-def _mask(config: RunConfig, model_config: LlamaConfig) -> Mask:
+def _mask(config: RunConfig, model_config: TransformerConfig) -> Mask:
     """Returns the mask of all layers. Raises ValueError for global tokens of a model none of whose layers has a window."""
     attention = config.attention
     mask = Mask(
@@ -91,7 +91,7 @@ def _mask(config: RunConfig, model_config: LlamaConfig) -> Mask:
     return mask
 
 
-def window_notes(config: RunConfig, model_config: LlamaConfig) -> list[str]:
+def window_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
     """Returns what a sliding window does not save with the run's schedule and layout; see `window_lines`."""
     masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
     attention, size, tensor = config.attention, config.mesh.sequence, config.mesh.tensor

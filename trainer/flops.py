@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from model.attention import Mask
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 
 
 def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:
@@ -24,7 +24,7 @@ def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:
     return pairs
 
 
-def pairs_per_layer(config: LlamaConfig, lengths: np.ndarray, mask: Mask = Mask()) -> float:
+def pairs_per_layer(config: TransformerConfig, lengths: np.ndarray, mask: Mask = Mask()) -> float:
     """The number of visible query-key pairs, averaged over layers that may have windows of their own."""
     kinds = config.layer_kinds
     pairs = [visible_pairs(lengths, mask.within(kind.window)) for kind in kinds]
@@ -34,7 +34,7 @@ def pairs_per_layer(config: LlamaConfig, lengths: np.ndarray, mask: Mask = Mask(
     )
 
 
-def layer_weights(config: LlamaConfig) -> int:
+def layer_weights(config: TransformerConfig) -> int:
     """The number of weights in the matrices of one layer: attention's projections and the feed-forward network."""
     query_width = config.num_attention_heads * config.head_dim
     key_value_width = config.num_key_value_heads * config.head_dim
@@ -43,7 +43,7 @@ def layer_weights(config: LlamaConfig) -> int:
     )
 
 
-def head_weights(config: LlamaConfig) -> int:
+def head_weights(config: TransformerConfig) -> int:
     """The number of weights in the matrix that makes logits."""
     return config.hidden_size * config.vocab_size
 
@@ -66,7 +66,7 @@ def training_flops(
     return (6.0 * weights - 2.0 * frozen) * tokens + 12.0 * attention_width * pairs
 
 
-def flops_per_step(config: LlamaConfig, tokens: float, pairs: float) -> float:
+def flops_per_step(config: TransformerConfig, tokens: float, pairs: float) -> float:
     """FLOPs of one training step of this model; `tokens` and `pairs` as in `training_flops`. Beside adapters, the model's own
     matrices are frozen."""
     base = config.num_hidden_layers * layer_weights(config) + head_weights(config)

@@ -9,11 +9,11 @@ import jax
 
 from data.errors import UserError
 from model.adapter import AdapterConfig, Quantization
-from model.llama import Llama
+from model.language_model import LanguageModel
 from model.sharding import STORAGE_AXES
 
 from . import entry
-from .build import build_llama
+from .build import build_language_model
 from .config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
 from .mesh import make_mesh, simulate
 from .model_source import ModelSource, open_adapter, open_model
@@ -30,7 +30,7 @@ class InferenceModel:
     """
 
     source: ModelSource
-    model: Llama
+    model: LanguageModel
     compute_dtype: ComputeDtype
     quantize: Quantization | None
 
@@ -63,7 +63,7 @@ def open_for_inference(
       quantize: of the adapter's base; as in training unless given.
 
     Raises:
-      UserError, ValueError: see `open_model`, `make_mesh` and `build_llama`; or `quantize` without an adapter.
+      UserError, ValueError: see `open_model`, `make_mesh` and `build_language_model`; or `quantize` without an adapter.
     """
     if simulated:
         simulate(simulated)
@@ -78,7 +78,7 @@ def open_for_inference(
             schedule=schedule, window=source.mask.window, global_tokens=source.mask.global_tokens
         ),
     )
-    model = build_llama(
+    model = build_language_model(
         config, source.config, make_mesh(mesh, schedule=schedule), () if replicate else STORAGE_AXES
     )
     return InferenceModel(source, model, dtype, beside.quantize if beside.rank else None)

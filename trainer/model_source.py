@@ -22,8 +22,8 @@ from data.within import file_within
 from model.adapter import AdapterConfig
 from model.attention import Mask
 from model.checks import is_int
-from model.config import POSITIONS, LlamaConfig
-from model.llama import Llama
+from model.config import POSITIONS, TransformerConfig
+from model.language_model import LanguageModel
 from model.padding import vocabulary_axes
 from model.sharding import Parameter
 
@@ -65,16 +65,16 @@ class ModelSource:
       stored_config: the sizes of the weights in the files, without what a run adds; None from scratch.
     """
 
-    config: LlamaConfig
+    config: TransformerConfig
     kind: Literal["huggingface", "checkpoint", "scratch"]
     folder: Path | None
     tokenizer_path: Path
     mask: Mask = Mask()
     verified: bool = False
     adapter: AdapterSource | None = None
-    stored_config: LlamaConfig | None = None
+    stored_config: TransformerConfig | None = None
 
-    def read(self, model: Llama, seed: int = 0) -> dict[str, jax.Array]:
+    def read(self, model: LanguageModel, seed: int = 0) -> dict[str, jax.Array]:
         """Reads the parameters onto the mesh of `model`, each device its own part; from scratch, draws them.
 
         Args:
@@ -89,7 +89,7 @@ class ModelSource:
         params = {**base, **model.init_adapters(seed)}
         return {**params, **model.init_magnitudes(params)}
 
-    def _read_base(self, model: Llama, seed: int) -> dict[str, jax.Array]:
+    def _read_base(self, model: LanguageModel, seed: int) -> dict[str, jax.Array]:
         assert self.folder is not None
         base = {
             entry.name: model.parameters[entry.name]
@@ -249,7 +249,7 @@ def _set_fields(path: Path, **fields: object) -> None:
 
 
 def _draw_rows(
-    params: dict[str, jax.Array], model: Llama, stored_rows: int, seed: int
+    params: dict[str, jax.Array], model: LanguageModel, stored_rows: int, seed: int
 ) -> dict[str, jax.Array]:
     """The parameters with all rows of the vocabulary after `stored_rows` drawn anew.
 
@@ -296,7 +296,7 @@ def open_model(path: str, weights: bool = True) -> ModelSource:
         assets = assets_dir(folder)
         if (assets / peft.CONFIG).is_file():
             return open_adapter(path)
-        config = LlamaConfig.from_hf(assets)
+        config = TransformerConfig.from_hf(assets)
         source = ModelSource(
             config,
             "checkpoint",
@@ -329,7 +329,7 @@ class AdapterSource:
     folder: Path
     is_checkpoint: bool
 
-    def read(self, model: Llama) -> dict[str, jax.Array]:
+    def read(self, model: LanguageModel) -> dict[str, jax.Array]:
         """Reads the trained parameters in float32 onto the mesh of `model`, each device its own part."""
         if not self.is_checkpoint:
             return peft.read_adapter(self.folder, model)
@@ -425,7 +425,10 @@ def with_adapter(source: ModelSource, path: str) -> ModelSource:
         )
     assets = adapter.folder / "assets"  # with the trained length, and tokens that the run added
     return dataclasses.replace(
-        source, config=LlamaConfig.from_hf(assets), tokenizer_path=assets, mask=trained_mask(assets)
+        source,
+        config=TransformerConfig.from_hf(assets),
+        tokenizer_path=assets,
+        mask=trained_mask(assets),
     )
 
 
@@ -485,16 +488,16 @@ def choose_model(
     )  # refused: it needs a pretrained base
 
 
-def scratch_config(config: ModelConfig, **defaults: Any) -> LlamaConfig:
+def scratch_config(config: ModelConfig, **defaults: Any) -> TransformerConfig:
     """Returns the shape of a model from scratch that a recipe's section `model` describes.
 
     Args:
-      defaults: fields of LlamaConfig that `overrides` may replace.
+      defaults: fields of TransformerConfig that `overrides` may replace.
 
     Raises:
-      UserError, ValueError: a field that LlamaConfig does not have, or a shape that no model has.
+      UserError, ValueError: a field that TransformerConfig does not have, or a shape that no model has.
     """
-    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {
+    names = {field.name for field in dataclasses.fields(TransformerConfig)} - {
         "rope",
         "local_rope",
         "adapter",
@@ -506,7 +509,9 @@ def scratch_config(config: ModelConfig, **defaults: Any) -> LlamaConfig:
         )
     changes = {**defaults, **config.overrides}
     positions = {name: changes.pop(name) for name in POSITIONS if name in changes}
-    return LlamaConfig.preset(config.preset or "llama-7b", **changes).with_positions(**positions)
+    return TransformerConfig.preset(config.preset or "llama-7b", **changes).with_positions(
+        **positions
+    )
 
 
 def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, Tokenizer]:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from model.attention import Mask
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.loss import LossSums
 from model.sharding import OnHost, Parameter
 
@@ -57,7 +57,7 @@ class TrainableModel(Protocol):
         """The devices, with the axes data, fsdp, tensor and sequence."""
 
     @property
-    def config(self) -> LlamaConfig:
+    def config(self) -> TransformerConfig:
         """The transformer's shape, from which a step's FLOPs are counted."""
 
     @property

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from model.attention.names import MESH_AXES
 
 from .config.checks import check
-from .config.schema import MESH_AXES, MeshConfig, RunConfig
+from .config.schema import MeshConfig, RunConfig
 from .mesh import start_devices
 from .run.cluster import first_then_others
 from .run.directory import EARLIER_STAGES, RunDirectory, check_run

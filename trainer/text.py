@@ -27,10 +27,10 @@ from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 from model.adapter import AdapterConfig
 from model.attention.layout import permutation
-from model.llama import Llama
+from model.language_model import LanguageModel
 from model.loss import LossSums
 
-from .build import build_llama
+from .build import build_language_model
 from .config import load as configuration
 from .config.schema import ModelConfig, RunConfig, SourceConfig
 from .huggingface import peft
@@ -177,7 +177,7 @@ class TextObjective(Objective):
       order: the permutation from the tokens as this process reads them to the mesh's layout.
     """
 
-    model: Llama
+    model: LanguageModel
     loss_name = "loss_nats_per_target"
     weight_name = "target_tokens"
 
@@ -215,7 +215,7 @@ class TextObjective(Objective):
                 f"model.tokenizer: has ids up to {self.tokenizer.vocab_size - 1}, but the model has "
                 f"{self.source.config.vocab_size} rows of vocabulary; another tokenizer or {more} would work"
             )
-        self.model = build_llama(
+        self.model = build_language_model(
             self.config, self.source.config.with_length(data.context_length), self.mesh
         )
         self.origin = self.source.fingerprint
@@ -282,7 +282,7 @@ class TextObjective(Objective):
             )
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
-        """Returns the sums of the cross-entropy in nats over the targets and of their weights; see `Llama.loss`."""
+        """Returns the sums of the cross-entropy in nats over the targets and of their weights; see `LanguageModel.loss`."""
         return self.model.loss(params, batch, sources=len(self.sources))
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -22,7 +22,7 @@ from data.trajectories.rows import Decisions, Scales, cut, decisions, relabelled
 from data.trajectories.tasks import get_task
 from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention.layout import permutation
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.loss import LossSums
 
 from .build import build_agentic
@@ -58,7 +58,7 @@ def trajectory_batch(
     }
 
 
-def trajectory_model(config: RunConfig) -> LlamaConfig:
+def trajectory_model(config: RunConfig) -> TransformerConfig:
     """Returns the transformer's shape for the run's context: that of the checkpoint `model.path`, or of the section `model`.
 
     There is no vocabulary; a size of 1 keeps it out of the counts of FLOPs and of memory.
@@ -73,7 +73,7 @@ def trajectory_model(config: RunConfig) -> LlamaConfig:
     return dataclasses.replace(shape, vocab_size=1).with_length(config.data.context_length)
 
 
-def stored_shape(assets: Path) -> LlamaConfig:
+def stored_shape(assets: Path) -> TransformerConfig:
     """Returns the shape of the transformer in a checkpoint on trajectories.
 
     Raises:
@@ -85,7 +85,7 @@ def stored_shape(assets: Path) -> LlamaConfig:
             "section trajectories would work"
         )
     fields = json.loads((assets / "config.json").read_text(encoding="utf-8"))
-    return LlamaConfig.from_hf_dict(
+    return TransformerConfig.from_hf_dict(
         fields | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     )
 

@@ -1,4 +1,4 @@
-"""What a family of models is: how its Hugging Face config.json says what `model.config.LlamaConfig` holds."""
+"""What a family of models is: how its Hugging Face config.json says what `model.config.TransformerConfig` holds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "use_sliding_window": (False, None),
     }
 )
-# Fields of LlamaConfig that no config.json has: they follow from the family.
+# Fields of TransformerConfig that no config.json has: they follow from the family.
 BY_FAMILY = ("output_bias", "qk_norm", "norms", "norm_offset", "activation", "scaled_embeddings")
 # Fields whose JSON types are checked before anything else reads them: whole numbers of at least 1, objects, and lists.
 _COUNTS = (
@@ -69,14 +69,14 @@ class Family:
 
     Attributes:
       model_type, architecture: as in config.json.
-      computes: fields of `LlamaConfig` that are the same in all of the family's models, and not in its config.json.
-      defaults: values of fields that config.json may leave out, where they differ from LlamaConfig's (transformers' own).
-      takes: fields of NEUTRAL that the family's models may set, which become LlamaConfig's of the same name.
+      computes: fields of `TransformerConfig` that are the same in all of the family's models, and not in its config.json.
+      defaults: values of fields that config.json may leave out, where they differ from TransformerConfig's (transformers' own).
+      takes: fields of NEUTRAL that the family's models may set, which become TransformerConfig's of the same name.
       theta: RoPE's base where config.json leaves it out.
       constants: what a written config.json has besides.
       fused: tensors of the files that hold the weights of several projections, one below the other: module -> projections.
       trained_lengths: max_position_embeddings of published models -> the length that they were trained at, where it is less.
-      presets: published sizes: fields of LlamaConfig, and `rope`, a mapping of RopeConfig's.
+      presets: published sizes: fields of TransformerConfig, and `rope`, a mapping of RopeConfig's.
     """
 
     model_type: str
@@ -132,7 +132,7 @@ class Family:
         return dict(config)
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns config.json's fields from those of LlamaConfig."""
+        """Returns config.json's fields from those of TransformerConfig."""
         own = {
             name: value
             for name, value in fields.items()

@@ -63,7 +63,7 @@ class HeadGroups:
 
     @classmethod
     def of(cls, layer: Any) -> HeadGroups:
-        """Returns the groups of a `Layer`; the axes are those that its parameters declare."""
+        """Returns the groups of a `ShardedLayer`; the axes are those that its parameters declare."""
 
         def heads_axis(axes):
             return next((i for i, axis in enumerate(axes) if axis in ("heads", "kv_heads")), None)

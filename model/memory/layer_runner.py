@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from model.attention import TokenCoords
 from model.dropout import TokenInfo
-from model.layer import Layer, LayerOutput
+from model.layer import LayerOutput, ShardedLayer
 from model.weights import Shards, WeightGatherer
 
 from .remat import scan_layers
@@ -30,7 +30,7 @@ class LayerRunner(abc.ABC):
       weights: makes a layer's weights whole.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[ShardedLayer, ...]
     weights: WeightGatherer
 
     @abc.abstractmethod
@@ -74,7 +74,7 @@ class ScanRunner(LayerRunner):
 
     def run_layer(
         self,
-        layer: Layer,
+        layer: ShardedLayer,
         weights: dict[str, jax.Array],
         x: Float[Array, "B T E"],
         labels: TokenInfo,

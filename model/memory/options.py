@@ -1,4 +1,4 @@
-"""The options of memory, declared once: recipes read them as their section `memory`, `Llama` and planning as one attribute."""
+"""The memory options, declared once: the section `memory` of recipes, an attribute of models and of plans."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal

@@ -22,7 +22,7 @@ from model.attention import AttentionPartial, Keys, Payload, Queries, TokenCoord
 from model.dropout import TokenInfo
 from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
 from model.frozen import Weight, split
-from model.layer import Layer, LayerOutput
+from model.layer import LayerOutput, ShardedLayer
 from model.modules import read_by
 from model.sharding import gather_frozen, reduce_scatter
 from model.weights import Shards, WeightGatherer
@@ -89,7 +89,7 @@ class _PrefetchedLayers:
       count: number of layers.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[ShardedLayer, ...]
     weights: WeightGatherer
     packed: PackedShards
     count: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model.layer import Layer
+from model.layer import ShardedLayer
 from model.weights import WeightGatherer
 
 from .head_groups import HeadGroupRunner
@@ -11,7 +11,7 @@ from .prefetch import PrefetchRunner
 from .query_chunks import QueryChunkRunner
 
 
-def layer_runner(layers: tuple[Layer, ...], weights: WeightGatherer) -> LayerRunner:
+def layer_runner(layers: tuple[ShardedLayer, ...], weights: WeightGatherer) -> LayerRunner:
     """Returns what runs all layers as their memory options say; `options.check_combination` has let them pass.
 
     Args:

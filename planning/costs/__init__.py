@@ -1,7 +1,7 @@
 """The cost model: how long a training step takes on absent hardware, and how much of that time waits for the network.
 
     from planning.costs import HARDWARE, Sizes, TrainingStep, estimate
-    estimate(TrainingStep(Sizes.of(LlamaConfig.preset("llama-7b")), HARDWARE["v4"], length=1 << 20, sequence=64)).mfu
+    estimate(TrainingStep(Sizes.of(TransformerConfig.preset("llama-7b")), HARDWARE["v4"], length=1 << 20, sequence=64)).mfu
 
 `hardware` lists the machines, `kernel_rates` reads how fast our kernels are on TPUs, `network` times transfers, `tiles` counts
 the tiles that a kernel cannot skip, `rounds` reads from each schedule's own plan what it computes and sends, and `step` adds

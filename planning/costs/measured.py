@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 
 from .hardware import HARDWARE, Hardware
 from .step import Estimate, Sizes, TrainingStep, estimate
@@ -49,7 +49,7 @@ class TimeRange(NamedTuple):
 def _qwen3(layers: int, hidden: int, heads: int, intermediate: int) -> Sizes:
     """The sizes of a dense Qwen3 (its config.json on Hugging Face); what it does not share with LLaMA costs nothing here."""
     return Sizes.of(
-        LlamaConfig(
+        TransformerConfig(
             vocab_size=151936,
             hidden_size=hidden,
             intermediate_size=intermediate,
@@ -104,7 +104,9 @@ _OURS = (
 def measured_steps() -> tuple[Measured, ...]:
     """The steps that were measured, each with ours that is nearest."""
     v5p = HARDWARE["v5p"]
-    llama3, llama2 = (Sizes.of(LlamaConfig.preset(name)) for name in ("llama-3.1-8b", "llama-7b"))
+    llama3, llama2 = (
+        Sizes.of(TransformerConfig.preset(name)) for name in ("llama-3.1-8b", "llama-7b")
+    )
     steps = [
         Measured(
             f"MaxText, llama3-8b, {length}K, 64 v5p, {name}",
@@ -166,7 +168,9 @@ def measured_steps() -> tuple[Measured, ...]:
             380,
         )
     )
-    layers = Sizes.of(dataclasses.replace(LlamaConfig.preset("llama-3.1-8b"), num_hidden_layers=8))
+    layers = Sizes.of(
+        dataclasses.replace(TransformerConfig.preset("llama-3.1-8b"), num_hidden_layers=8)
+    )
     steps += [
         Measured(
             f"Longstripe, 8 layers of llama3-8b, {length >> 10}K, 1 H200, {remat}",

@@ -10,7 +10,7 @@ from typing import Any
 
 from model.attention.schedules import Schedule
 from model.attention.schedules.plan import GATHER, SCATTER, Block, Pairs, Send, everyone
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.memory.policies import POLICIES, RematPolicy
 from trainer.flops import head_weights, layer_weights, training_flops
 
@@ -58,7 +58,7 @@ class Sizes:
     hidden: int
 
     @classmethod
-    def of(cls, config: LlamaConfig) -> Sizes:
+    def of(cls, config: TransformerConfig) -> Sizes:
         """The sizes of a LLaMA."""
         return cls(
             config.num_hidden_layers,

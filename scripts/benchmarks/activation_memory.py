@@ -30,14 +30,14 @@ def measure(topology: str, tokens: int, layers: int, hidden: int) -> dict:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from model.config import LlamaConfig
+    from model.config import TransformerConfig
     from planning.compiled import memory
     from planning.plan import compile_step
     from planning.topology import topology_devices
 
     devices = topology_devices(topology)
     heads = hidden // 128
-    config = LlamaConfig(
+    config = TransformerConfig(
         vocab_size=1024,
         hidden_size=hidden,
         intermediate_size=11 * hidden // 4,

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.machines import memory_gib
 from planning.plan import Job, changed, plan
 from scripts.benchmarks.commands import add_output_folder, make_parser, read_json, write_json
@@ -133,7 +133,7 @@ def recipe() -> RunConfig:
 def job_of(topology: str, policy: dict[str, Any], tokens: int) -> Job:
     """Returns the step that is compiled. It has no limits, so that a step that is too large is measured too."""
     run = changed(recipe(), data={"context_length": tokens}, memory=policy)
-    return Job(run, LlamaConfig.preset(PRESET), topology, PRESET, own_device_gib=float("inf"))
+    return Job(run, TransformerConfig.preset(PRESET), topology, PRESET, own_device_gib=float("inf"))
 
 
 def text(policy: dict[str, Any]) -> str:

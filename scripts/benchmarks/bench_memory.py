@@ -40,8 +40,8 @@ def measure(length: int, remat: str) -> dict[str, float]:
     """Runs one step of the preset `tiny` on this process's first CPU device and returns its planned and measured MiB."""
     import jax
 
-    from model.config import LlamaConfig
-    from model.llama import Llama
+    from model.config import TransformerConfig
+    from model.language_model import LanguageModel
     from model.memory.options import MemoryConfig
     from planning.compiled import memory
     from trainer.config.schema import MeshConfig
@@ -50,7 +50,9 @@ def measure(length: int, remat: str) -> dict[str, float]:
     from trainer.text import text_batch
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    model = Llama(LlamaConfig.preset("tiny"), mesh, schedule="local", memory=MemoryConfig(remat))
+    model = LanguageModel(
+        TransformerConfig.preset("tiny"), mesh, schedule="local", memory=MemoryConfig(remat)
+    )
     builder = StepBuilder(model, model.loss, text_batch(1, length, mesh))
     compiled = builder.lower_train().compile()
     planned = memory(compiled)["peak"] * 1024

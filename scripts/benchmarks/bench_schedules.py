@@ -32,7 +32,7 @@ from model.attention import (
     get_schedule,
 )
 from model.attention.schedules import Context, Ranks, plan
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.compiled.overlap import crossings
 from planning.compiled.transfers import received, transfers
 from planning.plan import compile_step
@@ -225,7 +225,7 @@ def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
     """Returns the compiled text of a small model's training step, with the whole pod on the sequence axis and as many permutes
     under way as the launchers allow."""
     devices = topology_devices(topology)
-    config = LlamaConfig(
+    config = TransformerConfig(
         vocab_size=1024,
         hidden_size=512,
         intermediate_size=1024,

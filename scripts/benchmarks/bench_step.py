@@ -68,9 +68,9 @@ def document_lengths(length: int, count: int) -> list[int]:
 
 def preset(args):
     """Returns the configuration of the measured model, with --layers layers if that is given."""
-    from model.config import LlamaConfig
+    from model.config import TransformerConfig
 
-    config = LlamaConfig.preset(args.model)
+    config = TransformerConfig.preset(args.model)
     return dataclasses.replace(config, num_hidden_layers=args.layers) if args.layers else config
 
 
@@ -80,7 +80,7 @@ def make_builder(length: int, args):
     import jax.numpy as jnp
 
     from model.attention import get_kernel
-    from model.llama import Llama
+    from model.language_model import LanguageModel
     from model.memory.options import MemoryConfig
     from trainer.config.schema import MeshConfig
     from trainer.mesh import make_mesh
@@ -94,7 +94,7 @@ def make_builder(length: int, args):
     memory = MemoryConfig(
         args.remat, moments_on_host=args.moments_on_host, loss_chunk=args.loss_chunk, **chunks
     )
-    model = Llama(
+    model = LanguageModel(
         preset(args),
         mesh,
         kernel=get_kernel(args.kernel),

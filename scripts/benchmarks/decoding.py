@@ -32,9 +32,9 @@ def memory_rows(context: int) -> list[tuple[int, float, float]]:
     import jax
     import jax.numpy as jnp
 
-    from model.config import LlamaConfig
+    from model.config import TransformerConfig
     from model.decode import Generator
-    from model.llama import Llama
+    from model.language_model import LanguageModel
     from trainer.config.schema import MeshConfig
     from trainer.mesh import make_mesh, simulate
 
@@ -42,7 +42,7 @@ def memory_rows(context: int) -> list[tuple[int, float, float]]:
     rows = []
     for count in DEVICES:
         mesh = make_mesh(MeshConfig(sequence=count), jax.devices()[:count])
-        model = Llama(LlamaConfig.preset("smollm2-135m"), mesh, dtype=jnp.float32)
+        model = LanguageModel(TransformerConfig.preset("smollm2-135m"), mesh, dtype=jnp.float32)
         generator = Generator(model, rows=1, capacity=context, new_tokens=64, stop_ids=())
         sizes = generator.prefill_bytes(generator.cached), generator.cached.bytes_per_device
         rows.append((count, *(size / 2**20 for size in sizes)))

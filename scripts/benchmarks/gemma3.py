@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     import jax.numpy as jnp
 
     from model.decode import Generator
-    from trainer.build import build_llama
+    from trainer.build import build_language_model
     from trainer.config.schema import MeshConfig, ModelConfig, RunConfig
     from trainer.mesh import make_mesh, simulate
     from trainer.model_source import open_model
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     simulate(4)
     source = open_model(args.model)
     tokenizer = source.tokenizer()
-    model = build_llama(
+    model = build_language_model(
         RunConfig(model=ModelConfig(compute_dtype="float32")),
         source.config,
         make_mesh(MeshConfig(fsdp=1, tensor=2, sequence=2)),

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.costs import HARDWARE, Sizes, TrainingStep, estimate, time_range
 from planning.costs.measured import MILLION, THOUSAND, full_rate, measured_steps, slowest
 from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
@@ -48,7 +48,7 @@ def measured_rows() -> list[dict[str, Any]]:
 
 def our_rows() -> list[dict[str, Any]]:
     """Returns our range for LLaMA-3.1-8B at each length on each machine, with what others measured of an 8B model there."""
-    sizes = Sizes.of(LlamaConfig.preset("llama-3.1-8b"))
+    sizes = Sizes.of(TransformerConfig.preset("llama-3.1-8b"))
     rows = []
     for machine, (devices, hardware, policies) in MACHINES.items():
         for length in LENGTHS:

@@ -46,14 +46,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from model.config import LlamaConfig
+    from model.config import TransformerConfig
     from model.decode import Generator
-    from model.llama import Llama
+    from model.language_model import LanguageModel
     from trainer.config.schema import MeshConfig
     from trainer.mesh import make_mesh
 
-    config = dataclasses.replace(LlamaConfig.preset("smollm2-135m"), num_hidden_layers=args.layers)
-    model = Llama(config, make_mesh(MeshConfig()), dtype=jnp.float32)
+    config = dataclasses.replace(
+        TransformerConfig.preset("smollm2-135m"), num_hidden_layers=args.layers
+    )
+    model = LanguageModel(config, make_mesh(MeshConfig()), dtype=jnp.float32)
     params = model.init(0)
     random = np.random.default_rng(0)
     context = random.integers(0, config.vocab_size, args.context).tolist()

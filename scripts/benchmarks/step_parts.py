@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.paths import output_folder
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from scripts.benchmarks.commands import add_output_folder, in_own_process, make_parser, write_json
 from trainer import entry
 
@@ -44,7 +44,7 @@ class Product(NamedTuple):
         return 2.0 * tokens * self.rows * self.columns * self.count
 
 
-def products(config: LlamaConfig) -> list[Product]:
+def products(config: TransformerConfig) -> list[Product]:
     """Returns the products of a step, those of one shape together."""
     hidden, layers = config.hidden_size, config.num_hidden_layers
     heads, key_heads = (
@@ -109,7 +109,7 @@ def seconds_both_ways(function: Callable, *arrays: np.ndarray) -> float:
     return seconds_compiled(run, dy, *arrays)
 
 
-def parts_of_ours(config: LlamaConfig, length: int) -> dict[str, float]:
+def parts_of_ours(config: TransformerConfig, length: int) -> dict[str, float]:
     """Returns the seconds that a step spends in each part, compiled by XLA as our step's are."""
     return {
         **_our_products(config, length),
@@ -118,7 +118,7 @@ def parts_of_ours(config: LlamaConfig, length: int) -> dict[str, float]:
     }
 
 
-def _our_products(config: LlamaConfig, length: int) -> dict[str, float]:
+def _our_products(config: TransformerConfig, length: int) -> dict[str, float]:
     seconds = {}
     for product in products(config):
         x, w, y = (
@@ -137,7 +137,7 @@ def _our_products(config: LlamaConfig, length: int) -> dict[str, float]:
     return seconds
 
 
-def _our_layer_parts(config: LlamaConfig, length: int) -> dict[str, float]:
+def _our_layer_parts(config: TransformerConfig, length: int) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
@@ -184,7 +184,7 @@ def _our_layer_parts(config: LlamaConfig, length: int) -> dict[str, float]:
     return seconds
 
 
-def _our_update(config: LlamaConfig) -> float:
+def _our_update(config: TransformerConfig) -> float:
     import jax
     import jax.numpy as jnp
     import optax
@@ -213,7 +213,7 @@ def _einsum(equation: str) -> Callable:
     return lambda a, b: jnp.einsum(equation, a, b)
 
 
-def parts_of_torch(config: LlamaConfig, length: int) -> dict[str, float]:
+def parts_of_torch(config: TransformerConfig, length: int) -> dict[str, float]:
     """Returns the seconds that a step spends in each part, run by torch as transformers' model runs it."""
     import torch
     from torch.nn import functional
@@ -301,7 +301,7 @@ def parts_of_torch(config: LlamaConfig, length: int) -> dict[str, float]:
     return seconds
 
 
-def _matrices(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def _matrices(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the model's matrices, the layers' stacked; the head counts once where it is the embedding."""
     shapes = {
         f"{product.name}": (product.count, product.rows, product.columns)
@@ -313,7 +313,7 @@ def _matrices(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def report(args: argparse.Namespace) -> None:
     """Measures both sides in turns, prints the table, and writes OUTPUT/step_parts.json."""
     output_folder(args.output)
-    config = LlamaConfig.preset(args.model)
+    config = TransformerConfig.preset(args.model)
     turns: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for _ in range(args.turns):
         for side in SIDES:
@@ -368,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.one:
         measure = parts_of_ours if args.one == "ours" else parts_of_torch
-        print(json.dumps(measure(LlamaConfig.preset(args.model), args.length)))
+        print(json.dumps(measure(TransformerConfig.preset(args.model), args.length)))
         return 0
     return entry.run(lambda: report(args))
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data.paths import output_file
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.compiled import GIB
 from planning.machines import memory_gib
 from planning.parts import parts_gib
@@ -193,7 +193,9 @@ class Table:
         options, tried = fitting[most]
         job = cell.job(most, options)
         tokens = most * job.batch
-        flops = flops_per_step(LlamaConfig.preset(cell.model), tokens, tokens * (most + 1) / 2)
+        flops = flops_per_step(
+            TransformerConfig.preset(cell.model), tokens, tokens * (most + 1) / 2
+        )
         return content | {
             "way": options,
             "plan": tried,
@@ -264,7 +266,7 @@ def first_guess(cell: Cell) -> int:
     Temporaries count as many arrays of [tokens, hidden size] in bfloat16 as compilations were seen to have (for `vanilla` three
     float32 arrays of scores as well), and gradients as much as parameters.
     """
-    config, capacity = LlamaConfig.preset(cell.model), memory_gib(cell.topology)
+    config, capacity = TransformerConfig.preset(cell.model), memory_gib(cell.topology)
     widening = config.intermediate_size / config.hidden_size
     arrays = {"ring": 6, "blockwise feed-forward": 18}.get(cell.column, 18 + 8 * widening)
 

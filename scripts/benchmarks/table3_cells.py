@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.machines import host_gib
 from planning.parts import host_parts_gib
 from planning.plan import Job
@@ -59,7 +59,7 @@ class Cell:
         """Memory options, those that spare the host's memory last; a context fits where it fits with one of them."""
         if self.memory == LIKE_FOR_LIKE:  # "full gradient checkpointing"
             return [{"remat": "nothing"}]
-        config = LlamaConfig.preset(self.model)
+        config = TransformerConfig.preset(self.model)
         k = best_every_k(config.num_hidden_layers)
         # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
         device = (

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def torch_step(config: LlamaConfig, lengths: list[int], steps: int, options: TorchOptions) -> dict:
+def torch_step(
+    config: TransformerConfig, lengths: list[int], steps: int, options: TorchOptions
+) -> dict:
     """Times steps of forward, backward, clipping at 1 and AdamW on one row of documents, with random weights and tokens.
 
     Args:
@@ -122,7 +124,7 @@ def torch_step(config: LlamaConfig, lengths: list[int], steps: int, options: Tor
     }
 
 
-def _model(config: LlamaConfig, options: TorchOptions, device: str):
+def _model(config: TransformerConfig, options: TorchOptions, device: str):
     """Returns transformers' model with random weights on the device, in training mode."""
     import torch
     import transformers

@@ -16,7 +16,7 @@ from eval.journal import Answer
 from model import families
 from model.attention import TokenCoords, attention
 from model.attention.layout import inverse, permutation
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from tests.model.attention.dense import dense_attention
 from tests.model.build import mesh_of
 from trainer.config.load import load
@@ -85,7 +85,7 @@ def test_the_family_reads_and_writes_its_config(monkeypatch, bias):
     family = example("model/families/example.py").EXAMPLE
     monkeypatch.setattr(families, "FAMILIES", {**families.FAMILIES, "example": family})
     config = {
-        **LlamaConfig.preset("tiny").to_hf(),
+        **TransformerConfig.preset("tiny").to_hf(),
         "architectures": ["ExampleForCausalLM"],
         "model_type": "example",
         "attention_bias": bias,

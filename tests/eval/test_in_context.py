@@ -16,7 +16,7 @@ from eval import in_context
 from eval.in_context import Agent, Inputs, bootstrap, main, parse, play, summary
 from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention import Mask
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from tests.model.build import mesh_of
 
 SIZES = TrajectorySizes(observation=3, action=2)
@@ -44,7 +44,7 @@ class Environment:
 
 
 def agent_of(axes, **options):
-    config = LlamaConfig(
+    config = TransformerConfig(
         vocab_size=1,
         hidden_size=32,
         intermediate_size=64,
@@ -160,7 +160,7 @@ def test_every_episodes_return_stands_in_its_own_column_and_contexts_begin_anew(
     monkeypatch.setattr("trainer.huggingface.assets.trained_mask", lambda assets: Mask())
     monkeypatch.setattr(
         "trainer.trajectories.stored_shape",
-        lambda assets: LlamaConfig(
+        lambda assets: TransformerConfig(
             vocab_size=1,
             hidden_size=32,
             intermediate_size=64,

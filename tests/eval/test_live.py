@@ -10,7 +10,7 @@ import yaml
 
 import train
 from eval import live, live_test, ruler, runner, suite
-from model.llama import Llama
+from model.language_model import LanguageModel
 from tests import small_run
 from tests.model.build import mesh_of
 from trainer.config.load import dump, load
@@ -84,7 +84,7 @@ def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypa
     one_device = dataclasses.replace(
         lines.respondent,
         generators={},
-        model=Llama(
+        model=LanguageModel(
             objective.model.config,
             mesh_of({}),
             "local",
@@ -124,7 +124,7 @@ def test_samples_are_the_most_likely_tokens_of_the_model_on_one_device(recipe):
     [samples] = live.evaluations_of(config)
     samples.prepare(objective, None)
     answers = samples.run(objective.read_params(), 7)
-    model = Llama(
+    model = LanguageModel(
         objective.model.config, mesh_of({}), "local", objective.model.kernel, objective.model.dtype
     )
     params = jax.device_put(objective.source.read(model, config.model.seed), model.shardings)

@@ -14,7 +14,7 @@ from eval.line_cases import LineCase
 from eval.line_report import write as write_lines
 from eval.page import number, ticks
 from eval.scoring import outcome, paired_interval
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from trainer.checkpoint.manifest import fingerprint
 from trainer.huggingface.card import model_card
 from trainer.run.results import foreign_run
@@ -289,7 +289,7 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
     evaluate(run / "other", 1)
     path = run / "other" / "results.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"about": about["other"]}))
-    card = model_card(newest, LlamaConfig.from_hf(newest / "assets"))
+    card = model_card(newest, TransformerConfig.from_hf(newest / "assets"))
     assert "4,096 tokens: 0.500" in card and "4,096 tokens: 0.250" not in card
     assert (
         f"warning: {path}: is of runs/a, not of {newest}; the card leaves it out"

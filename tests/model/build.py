@@ -9,8 +9,8 @@ import numpy as np
 
 from model.attention.kernels import get_kernel
 from model.attention.layout import permutation
-from model.config import LlamaConfig
-from model.llama import Llama
+from model.config import TransformerConfig
+from model.language_model import LanguageModel
 from model.memory.options import MemoryConfig
 from trainer.config.schema import MeshConfig
 from trainer.mesh import make_mesh
@@ -27,7 +27,7 @@ MESHES = {
 }
 
 
-def tiny(**changes) -> LlamaConfig:
+def tiny(**changes) -> TransformerConfig:
     """Two layers, grouped heads, sizes that all meshes divide."""
     values = {
         "vocab_size": 128,
@@ -39,7 +39,7 @@ def tiny(**changes) -> LlamaConfig:
         "head_dim": 8,
         "initializer_range": 0.1,
     }
-    return LlamaConfig(**{**values, **changes})
+    return TransformerConfig(**{**values, **changes})
 
 
 def mesh_of(shape: dict):
@@ -48,7 +48,7 @@ def mesh_of(shape: dict):
     return make_mesh(config, jax.devices()[: config.devices])
 
 
-def llama(config, shape=None, **options) -> Llama:
+def llama(config, shape=None, **options) -> LanguageModel:
     """A float32 model with small tiles and chunks, so that there are several of each; options of memory go by their names."""
     options = {
         "dtype": jnp.float32,
@@ -63,7 +63,7 @@ def llama(config, shape=None, **options) -> Llama:
         for field in dataclasses.fields(MemoryConfig)
         if field.name in options
     }
-    return Llama(config, mesh_of(shape or {}), memory=MemoryConfig(**memory), **options)
+    return LanguageModel(config, mesh_of(shape or {}), memory=MemoryConfig(**memory), **options)
 
 
 def mean_loss(model):

@@ -12,14 +12,14 @@ from data.trajectories.rows import Decisions, Scales, relabelled, row
 from model.agentic import AgenticTransformer, Kind, TrajectorySizes
 from model.attention.kernels import get_kernel
 from model.attention.layout import permutation
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.families import FAMILIES
 from model.feedforward import rms_norm
 from model.memory.options import MemoryConfig
 from tests.model.build import mesh_of
 
 SIZES = TrajectorySizes(observation=5, action=2)
-CONFIG = LlamaConfig(
+CONFIG = TransformerConfig(
     vocab_size=1,
     hidden_size=32,
     intermediate_size=64,
@@ -143,7 +143,7 @@ def test_an_action_sees_nothing_that_comes_after_its_state():
 
 def test_a_new_model_with_gemmas_norms_does_not_predict_zeros():
     """The weights of its norms begin at 0, and their offset is 1."""
-    gemma = LlamaConfig(
+    gemma = TransformerConfig(
         **{
             name: getattr(CONFIG, name)
             for name in (

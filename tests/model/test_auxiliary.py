@@ -10,7 +10,7 @@ import pytest
 from model import modules
 from model.attention.layout import permutation
 from model.feedforward import FeedForward, rms_norm
-from model.llama import Llama
+from model.language_model import LanguageModel
 from model.rope import apply_rope, inverse_frequencies
 from tests.model.build import ALL_AT_ONCE, llama, packed_batch, tiny
 from trainer.config.schema import OptimizerConfig, TrainConfig
@@ -37,7 +37,7 @@ class RoutedFeedForward(FeedForward):
         }
 
 
-class RoutedLlama(Llama):
+class RoutedLlama(LanguageModel):
     """Adds each layer's z-loss, the upper ones with more weight, so that no two layers could be mistaken for each other."""
 
     def auxiliary_losses(self, sums):

@@ -1,4 +1,4 @@
-"""LlamaConfig against transformers' LlamaConfig, its presets, and what it refuses."""
+"""TransformerConfig against transformers' LlamaConfig, its presets, and what it refuses."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from model.adapter import AdapterConfig
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.rope_config import RopeConfig
 
 LLAMA3 = {
@@ -41,9 +41,9 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_preset_there_and_back(name):
-    config = LlamaConfig.preset(name)
-    assert hash(config) == hash(LlamaConfig.preset(name))
-    assert LlamaConfig.from_hf_dict(json.loads(json.dumps(config.to_hf()))) == config
+    config = TransformerConfig.preset(name)
+    assert hash(config) == hash(TransformerConfig.preset(name))
+    assert TransformerConfig.from_hf_dict(json.loads(json.dumps(config.to_hf()))) == config
     theirs = transformers.LlamaConfig(**config.to_hf())
     for field in (
         "vocab_size",
@@ -73,28 +73,30 @@ def test_what_transformers_saves_is_read(tmp_path):
         eos_token_id=[1, 7],
     )
     theirs.save_pretrained(tmp_path)
-    config = LlamaConfig.from_hf(tmp_path)
+    config = TransformerConfig.from_hf(tmp_path)
     assert config.rope == RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 8192)
     assert (config.head_dim, config.num_key_value_heads, config.eos_token_id) == (32, 4, (1, 7))
 
 
 def test_the_spelling_of_llama_1s_conversions_is_read():
-    named = LlamaConfig.from_hf_dict(
+    named = TransformerConfig.from_hf_dict(
         {"architectures": ["LLaMAForCausalLM"], "model_type": "llama", "hidden_size": 64}
     )
-    assert named == LlamaConfig.from_hf_dict({"model_type": "llama", "hidden_size": 64})
+    assert named == TransformerConfig.from_hf_dict({"model_type": "llama", "hidden_size": 64})
     assert named.to_hf()["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_both_spellings_of_rope():
     base = {"model_type": "llama"}
-    old = LlamaConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": LLAMA3})
-    new = LlamaConfig.from_hf_dict({**base, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}})
+    old = TransformerConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": LLAMA3})
+    new = TransformerConfig.from_hf_dict({**base, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}})
     older = {("type" if key == "rope_type" else key): value for key, value in LLAMA3.items()}
     assert (
-        old == new == LlamaConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": older})
+        old
+        == new
+        == TransformerConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": older})
     )
-    assert LlamaConfig.from_hf_dict({**base, "rope_scaling": None}).rope == RopeConfig()
+    assert TransformerConfig.from_hf_dict({**base, "rope_scaling": None}).rope == RopeConfig()
 
 
 @pytest.mark.parametrize(
@@ -184,19 +186,19 @@ def test_both_spellings_of_rope():
 )
 def test_what_is_not_computed_is_refused_by_name(change, words):
     with pytest.raises(ValueError) as caught:
-        LlamaConfig.from_hf_dict({"model_type": "llama", **change})
+        TransformerConfig.from_hf_dict({"model_type": "llama", **change})
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
 
 
 def test_folder_and_preset_errors(tmp_path):
     with pytest.raises(ValueError, match=r"no config\.json"):
-        LlamaConfig.from_hf(tmp_path)
+        TransformerConfig.from_hf(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": ')
     with pytest.raises(ValueError, match="not valid JSON"):
-        LlamaConfig.from_hf(tmp_path)
+        TransformerConfig.from_hf(tmp_path)
     with pytest.raises(ValueError, match=r"llama-1b.*tiny"):
-        LlamaConfig.preset("llama-8b")
+        TransformerConfig.preset("llama-8b")
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_folder_and_preset_errors(tmp_path):
 )
 def test_values_of_other_types_name_the_field(fields, words):
     with pytest.raises(ValueError, match=words):
-        LlamaConfig.from_hf_dict({"model_type": "llama", **fields})
+        TransformerConfig.from_hf_dict({"model_type": "llama", **fields})
 
 
 @pytest.mark.parametrize(
@@ -284,11 +286,11 @@ def test_values_of_other_types_name_the_field(fields, words):
 )
 def test_values_of_other_types_name_the_field_in_every_family(family, fields, words):
     with pytest.raises(ValueError, match=f"^{words}"):
-        LlamaConfig.from_hf_dict({"model_type": family, **fields})
+        TransformerConfig.from_hf_dict({"model_type": family, **fields})
 
 
 def test_other_positions_keep_the_adapter():
-    config = LlamaConfig(adapter=AdapterConfig(rank=4))
+    config = TransformerConfig(adapter=AdapterConfig(rank=4))
     assert config.with_positions(rope_theta=5e5) == dataclasses.replace(
         config, rope=RopeConfig(theta=5e5)
     )
@@ -296,15 +298,15 @@ def test_other_positions_keep_the_adapter():
 
 def test_other_positions_keep_the_embedding_of_layers_with_a_window():
     local = RopeConfig("linear", 2e4, 8.0)
-    config = LlamaConfig.preset("gemma-3-1b", local_rope=local)
+    config = TransformerConfig.preset("gemma-3-1b", local_rope=local)
     assert config.with_positions(
         rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 2.0}
     ) == dataclasses.replace(config, rope=RopeConfig("linear", 5e5, 2.0))
 
 
 def test_without_an_embedding_of_their_own_layers_with_a_window_have_the_others():
-    config = LlamaConfig.preset("gemma-3-1b", local_rope=None)
-    assert LlamaConfig.from_hf_dict(config.to_hf()).layer_kinds == config.layer_kinds
+    config = TransformerConfig.preset("gemma-3-1b", local_rope=None)
+    assert TransformerConfig.from_hf_dict(config.to_hf()).layer_kinds == config.layer_kinds
 
 
 @pytest.mark.parametrize(
@@ -327,11 +329,11 @@ def test_without_an_embedding_of_their_own_layers_with_a_window_have_the_others(
 )
 def test_the_embedding_of_layers_with_a_window_is_checked_as_the_other_is(changes, words):
     with pytest.raises(ValueError, match=f"^{words}"):
-        LlamaConfig.preset("gemma-3-1b", **changes)
+        TransformerConfig.preset("gemma-3-1b", **changes)
 
 
 def test_the_embedding_of_layers_with_a_window_grows_from_the_models_length():
-    config = LlamaConfig.preset("gemma-3-1b", local_rope=RopeConfig("dynamic", factor=2.0))
+    config = TransformerConfig.preset("gemma-3-1b", local_rope=RopeConfig("dynamic", factor=2.0))
     assert config.local_rope.original_max_position_embeddings == config.max_position_embeddings
     longer = config.with_positions(max_position_embeddings=65536)
     assert longer.local_rope.original_max_position_embeddings == 65536
@@ -340,11 +342,11 @@ def test_the_embedding_of_layers_with_a_window_grows_from_the_models_length():
 def test_a_config_that_is_no_text_is_named(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"model_type": "ll\xffama"}')
     with pytest.raises(ValueError, match=rf"^{tmp_path}/config\.json: not UTF-8"):
-        LlamaConfig.from_hf(tmp_path)
+        TransformerConfig.from_hf(tmp_path)
 
 
 @pytest.mark.parametrize("depth", [1000, 100_000])
 def test_a_deeply_nested_config_is_named(tmp_path, depth):
     (tmp_path / "config.json").write_text('{"a": ' * depth + "1" + "}" * depth)
     with pytest.raises(ValueError, match=rf"^{tmp_path}/config\.json: "):
-        LlamaConfig.from_hf(tmp_path)
+        TransformerConfig.from_hf(tmp_path)

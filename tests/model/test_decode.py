@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from model.cache import CachedModel
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.decode import Generator, Sampling
-from model.llama import Llama
+from model.language_model import LanguageModel
 from trainer.huggingface.read import read_hf
 
 from .build import llama, tiny
@@ -22,7 +22,7 @@ PROMPTS = [5, 31, 64]
 )
 def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, shape):
     truth = saved_by_transformers(tmp_path, tiny(), None).eval()
-    config = LlamaConfig.from_hf(tmp_path)
+    config = TransformerConfig.from_hf(tmp_path)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 128, length).tolist() for length in PROMPTS]
     answers = []
@@ -62,7 +62,7 @@ def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, sh
 def test_tokens_are_those_of_one_forward_over_the_whole_row(tmp_path, rule):
     """Under the rule `dynamic` the row's length, prompt and new tokens, is part of the model: cached keys agree with it."""
     truth = saved_by_transformers(tmp_path, tiny(), RULES[rule]).eval()
-    config = LlamaConfig.from_hf(tmp_path)
+    config = TransformerConfig.from_hf(tmp_path)
     prompts = [
         np.random.default_rng(length).integers(3, 128, length).tolist() for length in PROMPTS
     ]
@@ -83,7 +83,7 @@ def test_tokens_are_those_of_one_forward_over_the_whole_row(tmp_path, rule):
 
 def test_no_token_is_computed_that_is_not_asked_for(monkeypatch):
     """Of 3 new tokens the prompt's last one gives the first, and the third is never run through the layers."""
-    computed, embed = [], Llama.local_embed
+    computed, embed = [], LanguageModel.local_embed
 
     def counted(self, params, batch):
         jax.debug.callback(
@@ -93,7 +93,7 @@ def test_no_token_is_computed_that_is_not_asked_for(monkeypatch):
         )
         return embed(self, params, batch)
 
-    monkeypatch.setattr(Llama, "local_embed", counted)
+    monkeypatch.setattr(LanguageModel, "local_embed", counted)
     model = llama(tiny())
     Generator(model, rows=1, capacity=35, new_tokens=3, stop_ids=())(model.init(0), [[5] * 32])
     jax.effects_barrier()
@@ -220,7 +220,7 @@ def check_against_transformers(truth, prompts, answers, within=1e-3):
 def test_eight_devices_give_the_tokens_of_one_and_of_transformers(tmp_path, schedule, lengths):
     """Prompts of different lengths together, prefilled in several chunks; 20 of up to 8,192 tokens in soak."""
     truth = saved_by_transformers(tmp_path, tiny(max_position_embeddings=8300), None).eval()
-    config = LlamaConfig.from_hf(tmp_path)
+    config = TransformerConfig.from_hf(tmp_path)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 128, length).tolist() for length in lengths]
     chunk = 64 if max(lengths) < 1000 else 1024
@@ -364,7 +364,7 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_rows():
 def test_likelihoods_are_transformers(tmp_path, axes):
     """In several chunks, of texts of different lengths; what a text has in common with the last one is not computed again."""
     truth = saved_by_transformers(tmp_path, tiny(), None).eval()
-    config = LlamaConfig.from_hf(tmp_path)
+    config = TransformerConfig.from_hf(tmp_path)
     rng = np.random.default_rng(0)
     model = llama(config, axes)
     params = read_hf(tmp_path, config, model.shardings)

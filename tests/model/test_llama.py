@@ -16,7 +16,7 @@ from transformers import LlamaConfig as HFConfig
 
 from model.attention.kernels import get_kernel
 from model.attention.schedules import Attention2D, Balanced, Local, Ring, Ulysses
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.linear import product
 from model.memory.chunked import chunked
 from model.modules import declare
@@ -61,7 +61,7 @@ RULES_8K = {
 }
 
 
-def saved_by_transformers(folder, config: LlamaConfig, rope=None):
+def saved_by_transformers(folder, config: TransformerConfig, rope=None):
     """A random transformers model with biases that are not zero, saved; gives the torch model."""
     torch.manual_seed(0)
     written = config.to_hf()
@@ -100,7 +100,7 @@ def one_document(tokens):
 )
 def test_logits_equal_transformers(tmp_path, kind, rope):
     truth = saved_by_transformers(tmp_path, tiny(**KINDS[kind]), RULES.get(rope))
-    config = LlamaConfig.from_hf(tmp_path)
+    config = TransformerConfig.from_hf(tmp_path)
     assert config.rope.rule == (rope or "default")
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 64), np.int32)
     expected = transformers_logits(truth, tokens)
@@ -546,9 +546,9 @@ def test_trap_weight_gradients_are_summed_over_devices_in_float32():
 def test_specs_use_no_mesh_axis_twice_and_shard_everything():
     """Every matrix of every size is split over all storage axes that divide it; no axis stands twice in a spec."""
     for config in (
-        LlamaConfig.preset("llama-7b"),
-        LlamaConfig.preset("llama-3b"),
-        LlamaConfig.preset("smollm2-135m"),
+        TransformerConfig.preset("llama-7b"),
+        TransformerConfig.preset("llama-3b"),
+        TransformerConfig.preset("smollm2-135m"),
     ):
         sharding = Sharding(mesh_of(MESHES["fsdp 2 x tensor 2 x sequence 2"]), config)
         for name, parameter in declare(config).items():

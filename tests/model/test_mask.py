@@ -7,7 +7,7 @@ import torch
 
 from model.attention import Mask
 from model.attention.schedules import Ring
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.decode import Generator
 from tests.model.attention.dense import visible
 from trainer.huggingface.read import read_hf
@@ -36,7 +36,7 @@ def model_of(tmp_path):
     """A function that gives the truth, our model under a mask on a mesh, and its parameters."""
     truth = saved_by_transformers(tmp_path, tiny()).double().eval()
     truth.set_attn_implementation("eager")
-    config = LlamaConfig.from_hf(tmp_path)
+    config = TransformerConfig.from_hf(tmp_path)
 
     def make(mask, shape, **options):
         model = llama(config, shape, mask=mask, **options)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.dropout import TokenInfo
 from model.modules import Tokens, bind
 from model.rope import FLOAT32_LENGTH, angles, apply_rope, attention_scaling, inverse_frequencies
@@ -73,7 +73,7 @@ RULES = {
 }
 
 
-def theirs(config: LlamaConfig) -> LlamaRotaryEmbedding:
+def theirs(config: TransformerConfig) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(transformers.LlamaConfig(**config.to_hf()))
 
 
@@ -81,7 +81,7 @@ def theirs(config: LlamaConfig) -> LlamaRotaryEmbedding:
     "name", ["llama-7b", "llama-3.1-8b", "llama-3.2-1b", "smollm2-135m", "tiny"]
 )
 def test_equal_to_transformers(name):
-    config = LlamaConfig.preset(name)
+    config = TransformerConfig.preset(name)
     reference = theirs(config)
     frequencies = inverse_frequencies(config.rope, config.head_dim)
     assert frequencies.dtype == np.float32
@@ -106,8 +106,8 @@ def test_every_rule_is_transformers(rule, spelling):
     reference = LlamaRotaryEmbedding(
         transformers.LlamaConfig(**{**BASE, spelling: dict(RULES[rule])})
     )
-    config = LlamaConfig.from_hf_dict(given)
-    again = LlamaConfig.from_hf_dict(json.loads(json.dumps(config.to_hf())))
+    config = TransformerConfig.from_hf_dict(given)
+    again = TransformerConfig.from_hf_dict(json.loads(json.dumps(config.to_hf())))
     assert again == config
     rewritten = theirs(again)
     for length in (1, 4096, 4097, 8192, 131072):
@@ -142,7 +142,7 @@ def test_an_original_length_outside_the_rule_is_preferred_as_by_transformers():
         "original_max_position_embeddings": 1024,
         "rope_parameters": dict(RULES["yarn"]),
     }
-    config = LlamaConfig.from_hf_dict(given)
+    config = TransformerConfig.from_hf_dict(given)
     reference = LlamaRotaryEmbedding(
         transformers.LlamaConfig(**{**given, "rope_parameters": dict(RULES["yarn"])})
     )
@@ -183,7 +183,7 @@ def float64_frequencies(rope: RopeConfig, head_dim: int, length: int) -> np.ndar
 @pytest.mark.parametrize("rule", RULES)
 def test_a_greater_trained_length_changes_no_embedding(rule):
     """For us and for transformers, which reads what is written of it; `dynamic` grows from that length, so it stays."""
-    config = LlamaConfig.from_hf_dict({**BASE, "rope_scaling": dict(RULES[rule])})
+    config = TransformerConfig.from_hf_dict({**BASE, "rope_scaling": dict(RULES[rule])})
     longer = config.with_length(2**20)
     assert (
         longer.max_position_embeddings == (4096 if rule == "dynamic" else 2**20)
@@ -235,7 +235,7 @@ def test_a_greater_trained_length_changes_no_embedding(rule):
 )
 def test_other_positions_are_as_transformers_reads_them(name, changes, written):
     """A rule that names no original length grows from the model's own, whatever its new length."""
-    config = LlamaConfig.preset(name)
+    config = TransformerConfig.preset(name)
     changed = config.with_positions(**changes)
     hf = {key: value for key, value in config.to_hf().items() if key != "rope_parameters"} | written
     reference = LlamaRotaryEmbedding(transformers.LlamaConfig(**hf))
@@ -253,7 +253,7 @@ def test_other_positions_are_as_transformers_reads_them(name, changes, written):
 
 
 def test_dynamic_is_one_embedding_for_a_whole_row():
-    config = LlamaConfig.from_hf_dict({**BASE, "rope_scaling": RULES["dynamic"]})
+    config = TransformerConfig.from_hf_dict({**BASE, "rope_scaling": RULES["dynamic"]})
     table = {
         length: inverse_frequencies(config.rope, config.head_dim, length)
         for length in (1, 4096, 8192, 16384)
@@ -277,7 +277,7 @@ ANGLE_ERROR = 4 * np.pi * HALF_ULP + 3 * HALF_ULP * LONGEST * 2 * np.pi * 2.0**-
 @pytest.mark.parametrize("rule", ["default", *RULES])
 def test_far_positions_are_exact_by_every_rule(rule):
     """Against float64, up to 2^27 tokens: beyond 2^24 a float32 knows no odd position."""
-    config = LlamaConfig.from_hf_dict(
+    config = TransformerConfig.from_hf_dict(
         BASE | ({} if rule == "default" else {"rope_scaling": dict(RULES[rule])})
     )
     frequencies, scaling = (
@@ -339,7 +339,7 @@ def test_in_a_model_scores_depend_on_distance_alone_however_far_the_tokens():
 
 
 def test_bfloat16_is_rounded_once():
-    config = LlamaConfig.preset("tiny")
+    config = TransformerConfig.preset("tiny")
     frequencies = inverse_frequencies(config.rope, config.head_dim)
     x = jnp.asarray(
         np.random.default_rng(1).standard_normal((*POSITIONS.shape, 2, config.head_dim)),

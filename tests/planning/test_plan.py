@@ -12,7 +12,7 @@ import yaml
 
 from model.attention import get_kernel, get_schedule
 from model.attention.schedules.plan import Block, received
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.modules import declare
 from planning.compiled import GIB, memory
 from planning.compiled.communication import communication
@@ -30,7 +30,7 @@ from trainer.config.schema import MeshConfig, OptimizerConfig, TrainConfig
 from trainer.mesh import make_mesh
 
 CONTEXT = 1_048_576
-SMALL = LlamaConfig(
+SMALL = TransformerConfig(
     vocab_size=1024,
     hidden_size=512,
     intermediate_size=1024,
@@ -44,7 +44,7 @@ SMALL = LlamaConfig(
 def compiled():
     """One minute of the compiler's time, shared."""
     return compile_step(
-        LlamaConfig.preset("llama-7b"), topology_devices("v4:4x4x4"), CONTEXT, remat="nothing"
+        TransformerConfig.preset("llama-7b"), topology_devices("v4:4x4x4"), CONTEXT, remat="nothing"
     )
 
 
@@ -85,7 +85,8 @@ def test_what_the_step_sends_and_what_hides_it(compiled):
     )
     assert sent["collective-permute"]["hidden"] > 0.97
     weights = sum(
-        math.prod(parameter.shape) for parameter in declare(LlamaConfig.preset("llama-7b")).values()
+        math.prod(parameter.shape)
+        for parameter in declare(TransformerConfig.preset("llama-7b")).values()
     )
     assert sent["all-gather"]["received_gib"] * GIB == pytest.approx(
         2 * 2 * weights * 63 / 64, rel=0.1
@@ -162,9 +163,9 @@ def test_a_recipe_is_planned_as_it_is_written(repository):
     assert run.mesh == MeshConfig(sequence=64) and job.host_gib == 100
     for recipe in sorted((repository / "configs").glob("*.yaml")):
         job, run = planned("--config", recipe, *where), yaml.safe_load(recipe.read_text())
-        assert job.context == run["data"]["context_length"] and job.model == LlamaConfig.preset(
-            "llama-7b"
-        )
+        assert job.context == run["data"][
+            "context_length"
+        ] and job.model == TransformerConfig.preset("llama-7b")
         assert job.run.attention.window == run.get("attention", {}).get("window")
         assert job.run.memory.loss_chunk == run.get("memory", {}).get("loss_chunk", 1024)
         assert job.run.attention.schedule == run["attention"]["schedule"]
@@ -191,7 +192,7 @@ def test_the_planned_step_is_the_one_that_train_runs(repository):
             "norm.weight",
         ]
     )
-    config = LlamaConfig.preset("tiny")
+    config = TransformerConfig.preset("tiny")
     compiled = compile_step(
         config,
         jax.devices()[:2],
@@ -218,7 +219,7 @@ def test_the_planned_step_is_the_one_that_train_runs(repository):
 
 
 def test_a_models_folder_is_a_model(tmp_path):
-    config = dataclasses.replace(LlamaConfig.preset("smollm2-135m"), num_hidden_layers=3)
+    config = dataclasses.replace(TransformerConfig.preset("smollm2-135m"), num_hidden_layers=3)
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     assert (
         planned(
@@ -304,7 +305,7 @@ def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
 @pytest.mark.slow
 def test_chunks_of_queries_hold_no_queries_of_all_tokens():
     """Attention's output and its gradient, each tokens x hidden size in bfloat16, are not there; nor are queries."""
-    config = LlamaConfig(
+    config = TransformerConfig(
         vocab_size=1024,
         hidden_size=1024,
         intermediate_size=1024,

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.plan import DEFAULT_RECIPE, DoesNotFit, Job, check_fits
 from planning.topology import topology_devices
 from tests.conftest import REPOSITORY
@@ -295,9 +295,11 @@ def test_a_plan_fills_no_more_of_a_gpu_than_the_launchers_allow():
     with pytest.raises(
         DoesNotFit, match=r"needs 76.00 GiB of 75.19 of what JAX may take, 0.95 of a GPU's"
     ):
-        check_fits(Job(DEFAULT_RECIPE, LlamaConfig.preset("tiny"), "h100:8"), sizes, {})
+        check_fits(Job(DEFAULT_RECIPE, TransformerConfig.preset("tiny"), "h100:8"), sizes, {})
     check_fits(
-        Job(DEFAULT_RECIPE, LlamaConfig.preset("tiny"), "h100:8"), {"peak": 75.0, "host": 0.0}, {}
+        Job(DEFAULT_RECIPE, TransformerConfig.preset("tiny"), "h100:8"),
+        {"peak": 75.0, "host": 0.0},
+        {},
     )
 
 

@@ -9,7 +9,7 @@ import huggingface_hub.constants
 import pytest
 import yaml
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from scripts import push_to_hub
 from trainer.config import load
 from trainer.config.schema import ModelConfig, RunConfig, TrainConfig
@@ -205,7 +205,7 @@ def test_a_card_says_what_the_checkpoint_and_its_run_hold(tmp_path):
             for step, loss in ((1, None), (2, 6.5), (20, 4.5))
         )
     )
-    config = LlamaConfig.preset("llama-7b")
+    config = TransformerConfig.preset("llama-7b")
     card = model_card(checkpoint, config)
     head = yaml.safe_load(card.split("---")[1])
     assert (
@@ -232,7 +232,7 @@ def test_a_card_lists_the_fields_that_are_no_defaults_and_the_base_by_its_name_o
     )
     (tmp_path / "5/assets").mkdir(parents=True)
     (tmp_path / "5/assets/run.yaml").write_text(load.dump(recipe))
-    card = model_card(tmp_path / "5", LlamaConfig.preset("llama-7b"))
+    card = model_card(tmp_path / "5", TransformerConfig.preset("llama-7b"))
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "org/base"
     listed = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert listed == {"name": "mine", "model": {"path": "0123"}, "train": {"steps": 7}}

@@ -12,7 +12,7 @@ import yaml
 from safetensors.numpy import load_file
 
 import train
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from scripts import export_hf
 from tests.model.build import llama
 from trainer.checkpoint.store import restore_model, stored_arrays, stored_average
@@ -263,7 +263,7 @@ def test_a_run_goes_on_from_a_peft_adapter(run, command, tmp_path, capfd):
 def test_what_the_recipe_says_of_the_model_holds_beside_a_run_s_adapter_too(run, hf_model):
     """Its positions, and where answers end; what it leaves out is as the run was trained."""
     plain = choose_model(ModelConfig(path=str(hf_model)), str(run))
-    trained = LlamaConfig.from_hf(run / f"checkpoints/{STEPS}/assets")
+    trained = TransformerConfig.from_hf(run / f"checkpoints/{STEPS}/assets")
     assert plain.config == trained and plain.adapter.folder.parent.parent == run
     assert (
         plain.tokenizer().fingerprint

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.parts import parts_gib
 from scripts import export_hf
 from trainer.config.load import load
@@ -87,7 +87,7 @@ def test_a_checkpoint_without_one_says_so(whole_run, tmp_path, capsys):
 
 
 def test_the_planner_counts_it_and_a_decay_of_one_is_refused(small_recipe):
-    model = LlamaConfig(
+    model = TransformerConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,

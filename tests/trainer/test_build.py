@@ -7,7 +7,7 @@ from model.attention.options import AttentionConfig
 from model.families import FAMILIES
 from model.rope_config import RopeConfig
 from tests.model.build import mesh_of, tiny
-from trainer.build import build_llama, window_notes
+from trainer.build import build_language_model, window_notes
 from trainer.config.schema import DataConfig, MeshConfig, RunConfig
 
 GLOBAL = RunConfig(attention=AttentionConfig(global_tokens=4))
@@ -19,7 +19,7 @@ LAYERS = {
 
 
 def test_global_tokens_go_with_the_models_own_window():
-    built = build_llama(GLOBAL, tiny(family="mistral", sliding_window=9), mesh_of({}))
+    built = build_language_model(GLOBAL, tiny(family="mistral", sliding_window=9), mesh_of({}))
     assert built.mask == Mask(window=9, global_tokens=4)
 
 
@@ -27,7 +27,7 @@ def test_global_tokens_go_with_the_window_of_some_layers():
     gemma = tiny(
         family="gemma3_text", **FAMILIES["gemma3_text"].computes, **LAYERS, local_rope=RopeConfig()
     )
-    built = build_llama(GLOBAL, gemma, mesh_of({}))
+    built = build_language_model(GLOBAL, gemma, mesh_of({}))
     assert [built.attention(kind.window).mask for kind in gemma.layer_kinds] == [
         Mask(window=9, global_tokens=4),
         Mask(),
@@ -38,7 +38,7 @@ def test_global_tokens_without_any_window_are_refused():
     with pytest.raises(
         ValueError, match=r"^attention\.global_tokens is 4; without .* give a window, or 0$"
     ):
-        build_llama(GLOBAL, tiny(), mesh_of({}))
+        build_language_model(GLOBAL, tiny(), mesh_of({}))
 
 
 @pytest.mark.parametrize(("key_heads", "told"), [(2, True), (8, False)])

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from model.config import LlamaConfig
-from model.llama import Llama
+from model.config import TransformerConfig
+from model.language_model import LanguageModel
 from model.sharding import STORAGE_AXES
 from planning.compiled.overlap import crossings
 from planning.compiled.transfers import COLLECTIVES
@@ -25,7 +25,7 @@ GATHERS = 1
 MESH = MeshConfig(fsdp=2, tensor=2, sequence=2)
 RING = MeshConfig(tensor=2, sequence=4)
 CONTEXT, ROWS = 8192, 2
-CONFIG = LlamaConfig(
+CONFIG = TransformerConfig(
     vocab_size=1024,
     hidden_size=512,
     intermediate_size=1536,
@@ -45,7 +45,7 @@ def step():
 @pytest.fixture(scope="module")
 def parameters():
     """(layers', others'): name -> elements of what one tensor rank gathers: a layer's weight, an embedding, ..."""
-    model = Llama(CONFIG, make_mesh(MESH, topology_devices("v5e:2x4")))
+    model = LanguageModel(CONFIG, make_mesh(MESH, topology_devices("v5e:2x4")))
     layers, others = {}, {}
     for name, parameter in model.parameters.items():
         axes = [
@@ -179,7 +179,7 @@ def test_prefetched_weights_and_their_gradients_ride_behind_kernels(prefetching)
         for collective in prefetching
         if collective.kind in ("all-gather", "reduce-scatter") and collective.loops
     ]
-    model = Llama(CONFIG, make_mesh(RING, topology_devices("v5e:2x4")))
+    model = LanguageModel(CONFIG, make_mesh(RING, topology_devices("v5e:2x4")))
     layer = sum(
         math.prod(parameter.shape[1:]) // (RING.tensor if "tensor" in str(model.specs[name]) else 1)
         for name, parameter in model.parameters.items()

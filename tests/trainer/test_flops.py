@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from model.attention import Mask
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from tests.model.attention.dense import visible
 from trainer.flops import flops_per_step, visible_pairs
 
@@ -34,7 +34,7 @@ def test_visible_pairs_of_a_window_against_the_mask(mask):
 
 
 def test_flops_of_llama_7b():
-    config = LlamaConfig.preset("llama-7b")
+    config = TransformerConfig.preset("llama-7b")
     weights = 6_738_415_616 - 32000 * 4096 - 65 * 4096  # all but the embedding table and the norms
     tokens = 4096
     pairs = tokens * (tokens + 1) // 2

@@ -10,7 +10,7 @@ import pytest
 
 from data.errors import UserError
 from model.attention.names import MESH_AXES
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.compiled.text import parse
 from planning.compiled.transfers import COLLECTIVES, groups
 from planning.machines import memory_gib
@@ -128,7 +128,7 @@ def test_tensor_stays_in_a_host_of_gpus():
 def test_between_slices_nothing_goes_but_the_sums_of_gradients(two_slices):
     """The TPU compiler's text of the step: collectives number the devices of a slice, what goes between slices is a send to the
     network's own runtime, which says what for. Each gradient crosses as the shard that a device holds, once."""
-    config = LlamaConfig(
+    config = TransformerConfig(
         vocab_size=512,
         hidden_size=256,
         intermediate_size=512,

@@ -10,7 +10,7 @@ from data.errors import UserError
 from data.tokenizer import Tokenizer
 from eval.line_cases import generate
 from eval.runner import Prompt, prompt_ids, stop_ids
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from trainer.config.schema import DataConfig, ModelConfig, SourceConfig
 from trainer.model_source import choose_model, for_templates, open_model
 
@@ -27,7 +27,7 @@ def chosen(repository):
 
 
 def test_rope_theta_leaves_the_rest_of_the_preset(chosen):
-    preset = LlamaConfig.preset("llama-3.1-8b")
+    preset = TransformerConfig.preset("llama-3.1-8b")
     config = chosen("llama-3.1-8b", rope_theta=100)
     assert config.to_hf()["rope_theta"] == 100 != preset.rope.theta
     assert dataclasses.replace(config.rope, theta=preset.rope.theta) == preset.rope
@@ -93,7 +93,7 @@ def base(repository, tmp_path):
     bare = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
     bare.with_controls(["<|im_start|>", "<|im_end|>"]).save(tmp_path)
     (tmp_path / "config.json").write_text(
-        json.dumps(LlamaConfig.preset("tiny", vocab_size=1026).to_hf())
+        json.dumps(TransformerConfig.preset("tiny", vocab_size=1026).to_hf())
     )
     return tmp_path
 
@@ -167,7 +167,7 @@ def test_the_tokenizer_takes_texts_as_long_as_the_model_was_trained_at(
 
 def test_line_retrieval_asks_and_stops_as_the_template_says(base):
     """The end of a turn ends an answer, whatever the model's config knows of it."""
-    tokenizer, config = Tokenizer.load(base), LlamaConfig.from_hf(base)
+    tokenizer, config = Tokenizer.load(base), TransformerConfig.from_hf(base)
     (case,) = generate(2, 1, key_style="short")
     assert stop_ids(config, tokenizer, "chatml") == (2, 1025) and stop_ids(
         config, tokenizer, "vicuna_v1.1"

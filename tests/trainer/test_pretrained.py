@@ -11,7 +11,7 @@ import yaml
 
 import train
 from data.prepared import INDEX
-from model.llama import Llama
+from model.language_model import LanguageModel
 from scripts import export_hf
 from trainer.checkpoint import manifest
 from trainer.config.schema import MeshConfig
@@ -148,7 +148,7 @@ def test_a_model_that_was_trained_here_is_compared_once(run, name, monkeypatch):
     compared, digest = [], manifest._digest
     monkeypatch.setattr(manifest, "_digest", lambda path: compared.append(path) or digest(path))
     source = open_model(str(run / name))
-    params = source.read(Llama(source.config, make_mesh(MeshConfig(data=8))))
+    params = source.read(LanguageModel(source.config, make_mesh(MeshConfig(data=8))))
     parts = [path for path in compared if "model" in path.relative_to(run).parts]
     assert (
         parts

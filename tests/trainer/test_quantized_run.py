@@ -14,7 +14,7 @@ import train
 from data.tokenizer import Tokenizer
 from eval import line_retrieval
 from model.adapter import AdapterConfig
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from scripts import export_hf, import_hf, quantize_hf
 from tests.model.build import llama
 from trainer.checkpoint.store import stored_arrays
@@ -30,7 +30,7 @@ STEPS = 4
 def base(tmp_path_factory, repository):
     """Returns a Hugging Face folder of a small LLaMA whose sizes are multiples of 64."""
     folder = tmp_path_factory.mktemp("base")
-    config = LlamaConfig(
+    config = TransformerConfig(
         vocab_size=1024,
         hidden_size=128,
         intermediate_size=192,
@@ -253,7 +253,7 @@ def test_other_kinds_are_named_and_refused(base, tmp_path, config, facts):
         "quantization_config": config,
     }
     with pytest.raises(ValueError) as error:
-        LlamaConfig.from_hf_dict(content)
+        TransformerConfig.from_hf_dict(content)
     assert all(fact in str(error.value) for fact in facts) and "\n" not in str(error.value), (
         error.value
     )

@@ -12,7 +12,7 @@ import yaml
 import train
 from data.errors import UserError
 from eval import line_cases
-from model.llama import Llama
+from model.language_model import LanguageModel
 from tests import small_run
 from tests.model.build import mesh_of
 from trainer.config.load import dump, load
@@ -268,7 +268,7 @@ def test_killed_in_each_stage_it_goes_on_bitwise(recipe, repository, tmp_path):
         for root in (run, whole):
             source = open_model(str(root / folder))
             assert source.folder.name == str(steps)
-            params.append(source.read(Llama(source.config, mesh_of({}), "local")))
+            params.append(source.read(LanguageModel(source.config, mesh_of({}), "local")))
         for name, array in params[1].items():
             assert np.asarray(array).tobytes() == np.asarray(params[0][name]).tobytes(), (
                 folder,

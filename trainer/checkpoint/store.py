@@ -30,7 +30,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from data.paths import new_folder, on_this_machine
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.modules import own_shapes
 from model.padding import fits
 from trainer.checkpoint.arrays import open_arrays, stored_shapes
@@ -454,7 +454,7 @@ def _recorded_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     if recorded is not None:
         return {name: tuple(shape) for name, shape in recorded.items()}
     try:
-        return own_shapes(LlamaConfig.from_hf(folder / "assets"))
+        return own_shapes(TransformerConfig.from_hf(folder / "assets"))
     except ValueError:
         return {}
 

@@ -46,11 +46,11 @@ class ModelConfig:
     hub unless it is in the cache (--no-download forbids it). On the command line it replaces the recipe's preset and the
     overrides of a model from scratch."""
     preset: str | None = None
-    """Shape of a model trained from scratch: a name of LlamaConfig.preset, such as llama-7b or tiny."""
+    """Shape of a model trained from scratch: a name of TransformerConfig.preset, such as llama-7b or tiny."""
     tokenizer: str | None = None
     """Folder or file of the tokenizer; needed from scratch, otherwise the model's own unless given."""
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """LlamaConfig fields set over the preset (llama-7b where none is given) for a model from scratch, rope_theta and
+    """TransformerConfig fields set over the preset (llama-7b where none is given) for a model from scratch, rope_theta and
     rope_scaling among them, as in Hugging Face's config.json; key heads and head_dim follow where neither names them. Of a
     pretrained model rope_theta, rope_scaling and max_position_embeddings alone can be set."""
     trainable: str = ".*"

@@ -18,7 +18,7 @@ from data.tokenizer import TEMPLATE_DATE
 from data.within import file_within
 from model.adapter import Quantization
 from model.attention import Mask
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.rope_config import RopeConfig
 
 from .folder import SMALL_FILES, tensor_dtypes
@@ -57,7 +57,9 @@ def copy_assets(folder: str | Path, assets: str | Path) -> None:
     write_source_dtype(assets, dtypes)
 
 
-def described(config: LlamaConfig, source: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def described(
+    config: TransformerConfig, source: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     """Returns the config.json of a model that was trained from another one, and the fields of that one's that are left out.
 
     Fields that nothing here reads are kept, since other programs do; so are those that training has not changed, as they were
@@ -71,7 +73,7 @@ def described(config: LlamaConfig, source: Mapping[str, Any]) -> tuple[dict[str,
     fields = config.to_hf()
     only_there = [name for name in source if name not in fields]
     try:
-        before = LlamaConfig.from_hf_dict(dict(source)).to_hf()
+        before = TransformerConfig.from_hf_dict(dict(source)).to_hf()
     except ValueError:  # of another model
         return fields, only_there
     changed = {name for name in fields if name not in before or fields[name] != before[name]}
@@ -98,7 +100,8 @@ def described(config: LlamaConfig, source: Mapping[str, Any]) -> tuple[dict[str,
             result[rope] = {**_unknown_numbers(other), **result[rope]}
     try:
         same = (
-            dataclasses.replace(LlamaConfig.from_hf_dict(result), adapter=config.adapter) == config
+            dataclasses.replace(TransformerConfig.from_hf_dict(result), adapter=config.adapter)
+            == config
         )
     except ValueError:
         same = False
@@ -121,7 +124,7 @@ def _unknown_numbers(rope: Any) -> dict[str, Any]:
     }
 
 
-def write_config(config: LlamaConfig, assets: str | Path) -> None:
+def write_config(config: TransformerConfig, assets: str | Path) -> None:
     """Writes the config.json of a trained model over that of its source in `assets`, if there is one. A warning names the
     fields that are left out; see `described`."""
     path = Path(assets) / "config.json"

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from trainer.config.schema import RunConfig
 from trainer.reporting.rows import read_rows
 from trainer.run.results import evaluated, is_of_checkpoint
@@ -25,7 +25,11 @@ LICENCE = (
 
 
 def model_card(
-    checkpoint: Path, config: LlamaConfig, *, library: str = "transformers", base: str | None = None
+    checkpoint: Path,
+    config: TransformerConfig,
+    *,
+    library: str = "transformers",
+    base: str | None = None,
 ) -> str:
     """Returns the card of an export as markdown, with a YAML head that the Hugging Face hub reads.
 
@@ -70,12 +74,14 @@ def model_card(
     return "\n\n".join(sections) + "\n"
 
 
-def write_card(checkpoint: Path, config: LlamaConfig, folder: Path, **options: Any) -> None:
+def write_card(checkpoint: Path, config: TransformerConfig, folder: Path, **options: Any) -> None:
     """Writes the card into an exported folder as README.md."""
     (folder / "README.md").write_text(model_card(checkpoint, config, **options), encoding="utf-8")
 
 
-def _facts(checkpoint: Path, config: LlamaConfig, run: dict[str, Any], base: str | None) -> str:
+def _facts(
+    checkpoint: Path, config: TransformerConfig, run: dict[str, Any], base: str | None
+) -> str:
     data, attention = run.get("data") or {}, run.get("attention") or {}
     facts = {
         "Base model": _without_folders(base) or "none: trained from scratch",

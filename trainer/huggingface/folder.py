@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from data import hub
 from data.paths import file_digest
 from data.within import file_within
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.rope import inverse_frequencies
 from model.rope_config import RopeConfig
 
@@ -124,18 +124,18 @@ def _is_whole(folder: Path, weights: bool) -> bool:
     return index.is_file() and all(path.is_file() for path in _read_index(index).values())
 
 
-def folder_config(folder: str | Path) -> LlamaConfig:
+def folder_config(folder: str | Path) -> TransformerConfig:
     """Returns the sizes of the model in a Hugging Face folder.
 
     A head in its files that differs from the embedding is the model's own, whatever tie_word_embeddings says, as in
     transformers; a warning names it.
 
     Raises:
-      ValueError: as `LlamaConfig.from_hf` and `open_tensors`.
+      ValueError: as `TransformerConfig.from_hf` and `open_tensors`.
     """
     folder = Path(folder)
     file_within(folder, "config.json")
-    config = LlamaConfig.from_hf(folder)
+    config = TransformerConfig.from_hf(folder)
     if not config.tie_word_embeddings or not any(folder.glob("model*.safetensors*")):
         return config
     with ExitStack() as stack:
@@ -166,7 +166,7 @@ def are_equal(first: Any, second: Any) -> bool:
 
 
 def _compare_frequencies(
-    folder: Path, files: Mapping[str, Any], name: str, config: LlamaConfig
+    folder: Path, files: Mapping[str, Any], name: str, config: TransformerConfig
 ) -> None:
     """Warns of a table of RoPE's frequencies in the files that is not the one of config.json, which is used."""
     stored = files[name].get_tensor(name).astype(np.float32)
@@ -282,7 +282,7 @@ def _raise_no_weights(folder: Path) -> NoReturn:
 
 
 def check_tensors(
-    folder: Path, files: Mapping[str, Any], layout: list[HFEntry], config: LlamaConfig
+    folder: Path, files: Mapping[str, Any], layout: list[HFEntry], config: TransformerConfig
 ) -> None:
     """Raises ValueError for the first tensor that is missing, unknown, or of another shape or dtype than can be read."""
     expected = set()

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from model.codecs import dequantize_int8, dequantize_nf4, quantize_int8, quantize_nf4
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.modules import declare
 from model.quantized_weights import input_axes, quantized_names
 
@@ -36,7 +36,7 @@ class Dequantized:
         return numbers.T.reshape(weight.shape)
 
 
-def dequantized(base: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+def dequantized(base: Mapping[str, Any], config: TransformerConfig) -> dict[str, Any]:
     """Returns the base's parameters with the numbers that codes stand for where the model with adapters has codes.
 
     Args:
@@ -57,7 +57,7 @@ def dequantized(base: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
 
 
 def merged(
-    base: Mapping[str, Any], trained: Mapping[str, Any], config: LlamaConfig
+    base: Mapping[str, Any], trained: Mapping[str, Any], config: TransformerConfig
 ) -> dict[str, Any]:
     """Returns the parameters of the model without adapters that computes the same.
 

@@ -26,9 +26,9 @@ from data.paths import new_folder
 from data.within import file_within
 from model.adapter import ALL_LINEAR, ATTENTION, MAGNITUDE, PROJECTIONS, AdapterConfig
 from model.checks import as_float, require_int, require_number
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.families import FAMILIES
-from model.llama import Llama
+from model.language_model import LanguageModel
 from model.modules import LAYERS, declare
 
 from .folder import EMBEDDING, HEAD, are_equal, hub_name
@@ -94,7 +94,7 @@ _FUSED = {
 }
 
 
-def adapter_layout(config: LlamaConfig, shares_a: bool = False) -> list[HFEntry]:
+def adapter_layout(config: TransformerConfig, shares_a: bool = False) -> list[HFEntry]:
     """Returns every trained parameter of a model with adapters, and the tensors of PEFT that it is made of.
 
     Args:
@@ -209,7 +209,7 @@ def write_config(
 
 def write_adapter(
     params: Mapping[str, Any],
-    config: LlamaConfig,
+    config: TransformerConfig,
     base: str | None,
     out: str | Path,
     finish: Callable[[Path], None] | None = None,
@@ -429,7 +429,7 @@ def check_tied(folder: Path, adapter: AdapterConfig) -> None:
             )
 
 
-def read_adapter(folder: str | Path, model: Llama) -> dict[str, jax.Array]:
+def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Array]:
     """Reads an adapter's parameters in float32 onto the mesh of `model`, each device its own part.
 
     Raises:

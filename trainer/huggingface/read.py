@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from model.codecs import Nf4, dequantize_nf4
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 
 from .bitsandbytes import is_nf4, read_nf4
 from .folder import check_tensors, open_tensors
@@ -21,10 +21,10 @@ from .table import HFEntry, HoldsNaN, hf_layout
 
 def read_hf(
     folder: str | Path,
-    config: LlamaConfig,
+    config: TransformerConfig,
     shardings: Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding,
     dtype: Any = np.float32,
-    in_memory: LlamaConfig | None = None,
+    in_memory: TransformerConfig | None = None,
 ) -> dict[str, jax.Array]:
     """Reads the weights in `folder` as our flat dictionary, parameter name -> array.
 
@@ -102,7 +102,7 @@ class StoredCodes(StoredParameter):
 
 
 def stored_hf(
-    folder: str | Path, config: LlamaConfig, stack: ExitStack
+    folder: str | Path, config: TransformerConfig, stack: ExitStack
 ) -> dict[str, StoredParameter]:
     """Returns the parameters in `folder` without reading them; the files are closed with `stack`. Errors as in `read_hf`."""
     files, layout = open_tensors(Path(folder), stack), hf_layout(config)

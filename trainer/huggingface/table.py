@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.families import FAMILIES
 from model.modules import LAYERS, in_order
 from model.padding import fits
@@ -164,7 +164,7 @@ def _shifted(part: slice, first: int) -> slice:
     return slice(part.start + first, part.stop + first)
 
 
-def hf_layout(config: LlamaConfig) -> list[HFEntry]:
+def hf_layout(config: TransformerConfig) -> list[HFEntry]:
     """Every parameter of `config`'s model with its Hugging Face tensors: the one table for reading and writing, which follows
     from what the modules declare."""
     entries = [
@@ -210,7 +210,7 @@ def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) ->
     return fused
 
 
-def check_params(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> None:
+def check_params(shapes: Mapping[str, tuple[int, ...]], config: TransformerConfig) -> None:
     """Raises ValueError, naming the parameter, unless `shapes` (by name) are those of `config`'s model, padded or not."""
     layout = {entry.name: entry.shape for entry in hf_layout(config)}
     for name, shape in layout.items():

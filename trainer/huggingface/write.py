@@ -20,7 +20,7 @@ from data.within import file_within
 from model.adapter import PROJECTIONS
 from model.attention import Mask
 from model.codecs import quantize_nf4
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 
 from . import bitsandbytes
 from .assets import ASSET_FILES, source_dtype, trained_mask, write_config
@@ -29,7 +29,7 @@ from .table import DTYPES, HFEntry, check_numbers, check_params, hf_layout
 
 def write_hf(
     params: Mapping[str, Any],
-    config: LlamaConfig,
+    config: TransformerConfig,
     assets: str | Path,
     out: str | Path,
     *,

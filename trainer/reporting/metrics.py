@@ -23,7 +23,7 @@ import numpy as np
 from data.errors import UserError
 from data.printable import console, printable
 from model.attention import Mask
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from trainer.devices import peak_flops
 from trainer.flops import flops_per_step, pairs_per_layer
 from trainer.reporting.boards import Board, TensorBoard, WeightsAndBiases
@@ -96,7 +96,7 @@ class Meter:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: TransformerConfig,
         devices: Iterable[Any],
         clock: Callable[[], float] = time.perf_counter,
         mask: Mask = Mask(),

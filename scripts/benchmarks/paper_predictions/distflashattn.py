@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from model.attention.schedules.plan import GATHER, Block, Send, everyone
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.costs.hardware import HARDWARE
 from planning.costs.rounds import rounds
 from planning.costs.step import FORWARD_PRODUCTS, Sizes, TrainingStep, estimate
@@ -52,7 +52,7 @@ def _distflash(model: str, nodes: int, length: int, **changes) -> TrainingStep:
     # Partial results travel as the float16 in which its published code stores them (LightSeq, lightseq_async_attn.py). Set
     # after the paper's rows had been seen: the first choice was float32.
     return training_step(
-        Sizes.of(LlamaConfig.preset(model)),
+        Sizes.of(TransformerConfig.preset(model)),
         _dgx(nodes),
         length,
         sequence=8 * nodes,
@@ -122,7 +122,7 @@ def _distflash_idle() -> list[Row]:
 def _distflash_overhead() -> list[Row]:
     kernel = estimate(
         training_step(
-            Sizes.of(LlamaConfig.preset("llama-7b")), HARDWARE["a100-nvlink"], 64 * THOUSAND
+            Sizes.of(TransformerConfig.preset("llama-7b")), HARDWARE["a100-nvlink"], 64 * THOUSAND
         )
     )
     rows = [
@@ -228,7 +228,7 @@ def _distflash_volume() -> list[Row]:
 def megatron_seconds(model: str, nodes: int, length: int) -> float:
     """Returns the seconds of a step of Megatron-LM: tensor and sequence parallelism over all GPUs, remat of whole layers, heads
     padded to a multiple of the GPUs."""
-    config, hardware, ranks = LlamaConfig.preset(model), _dgx(nodes), 8 * nodes
+    config, hardware, ranks = TransformerConfig.preset(model), _dgx(nodes), 8 * nodes
     heads = math.ceil(config.num_attention_heads / ranks)
     padded = heads * ranks / config.num_attention_heads
     hidden = config.hidden_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from model.attention.schedules.plan import Block
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.costs.rounds import rounds
 from scripts.benchmarks import paper_rows as paper
 from scripts.benchmarks.paper_predictions.row import Row
@@ -64,7 +64,7 @@ def striped_speedup(
       attention_cost: the price of an attention FLOP in others.
       tile: queries and keys of a tile that is computed whole; None for tiles of one token.
     """
-    config = LlamaConfig.preset(model)
+    config = TransformerConfig.preset(model)
     hidden = config.hidden_size
     # The paper counts two of the three feed-forward matrices.
     weights = (

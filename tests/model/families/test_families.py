@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from model.decode import Generator
 from model.families import FAMILIES
 from model.families.family import NEUTRAL
@@ -154,7 +154,7 @@ def model(request, tmp_path_factory):
     """(transformers' model, its folder, our config)."""
     folder = tmp_path_factory.getbasetemp() / f"family {request.param}"
     truth = saved(request.param, folder)
-    config = LlamaConfig.from_hf(folder)
+    config = TransformerConfig.from_hf(folder)
     assert config.family == request.param.split()[0]
     return truth, folder, config
 
@@ -321,7 +321,7 @@ def test_import_then_export_gives_the_same_bytes(model, tmp_path):
     assert ("lm_head.weight" in theirs) == (not config.tie_word_embeddings)
     for name, most in (("whole", 10**9), ("in parts", 100_000)):
         write_hf(params, config, tmp_path / "assets", tmp_path / name, max_shard_bytes=most)
-        assert LlamaConfig.from_hf(tmp_path / name) == config
+        assert TransformerConfig.from_hf(tmp_path / name) == config
         files = sorted((tmp_path / name).glob("*.safetensors"))
         assert (
             (len(files) > 1)
@@ -408,9 +408,9 @@ def test_groups_of_heads_cannot_normalise_all_heads_together():
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
 def test_presets_are_configs_of_transformers(family):
     for name in FAMILIES[family].presets:
-        config = LlamaConfig.preset(name)
+        config = TransformerConfig.preset(name)
         written = config.to_hf()
-        assert LlamaConfig.from_hf_dict(written) == config
+        assert TransformerConfig.from_hf_dict(written) == config
         theirs = transformers.AutoConfig.for_model(**written)
         assert type(theirs).model_type == family
         for field in (
@@ -471,7 +471,7 @@ def test_a_family_is_as_short_as_the_page_says(repository):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_of_transformers_configs_is_read_or_refused(family):
-    fields = {field.name for field in dataclasses.fields(LlamaConfig)}
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     theirs = set(transformers.AutoConfig.for_model(family).to_dict())
     assert theirs <= fields | set(NEUTRAL) | NO_COMPUTATION | READ
 
@@ -522,7 +522,7 @@ def test_what_no_config_of_the_family_can_say_is_refused(change, words):
 )
 def test_fields_that_are_not_computed_are_refused_by_name(change, words):
     with pytest.raises(ValueError) as caught:
-        LlamaConfig.from_hf_dict({**LlamaConfig.preset("qwen3-0.6b").to_hf(), **change})
+        TransformerConfig.from_hf_dict({**TransformerConfig.preset("qwen3-0.6b").to_hf(), **change})
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -541,19 +541,21 @@ def test_fields_that_are_not_computed_are_refused_by_name(change, words):
 )
 def test_fields_of_gemma_that_are_not_computed_are_refused_by_name(change, words):
     with pytest.raises(ValueError) as caught:
-        LlamaConfig.from_hf_dict({**LlamaConfig.preset("gemma-3-270m").to_hf(), **change})
+        TransformerConfig.from_hf_dict(
+            {**TransformerConfig.preset("gemma-3-270m").to_hf(), **change}
+        )
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_gemma_3_is_read_from_the_fields_of_transformers_4():
-    config = LlamaConfig.preset("gemma-3-12b")
+    config = TransformerConfig.preset("gemma-3-12b")
     written = {
         name: value
         for name, value in config.to_hf().items()
         if name not in ("rope_parameters", "layer_types")
     }
     assert written["rope_theta"] == 1e6 and written["rope_local_base_freq"] == 1e4
-    assert LlamaConfig.from_hf_dict({**written, "sliding_window_pattern": 6}) == config
+    assert TransformerConfig.from_hf_dict({**written, "sliding_window_pattern": 6}) == config
     assert len(config.layer_kinds) == 6
     assert [kind.window for kind in config.layer_kinds] == [1024] * 5 + [None]
 

@@ -1,13 +1,13 @@
 import jax
 import pytest
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.compiled.communication import communication
 from planning.compiled.dump import NEEDED, dump_flags, dumped_text
 from planning.plan import compile_step
 from planning.topology import topology_devices
 
-SMALL = LlamaConfig(
+SMALL = TransformerConfig(
     vocab_size=512,
     hidden_size=256,
     intermediate_size=512,

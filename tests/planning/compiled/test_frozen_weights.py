@@ -6,13 +6,13 @@ from importlib import metadata
 import pytest
 
 from model.adapter import AdapterConfig
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.compiled.text import arrays, parse
 from planning.compiled.transfers import results
 from planning.plan import Job
 from trainer.config.schema import MeshConfig
 
-MODEL = LlamaConfig(
+MODEL = TransformerConfig(
     vocab_size=1408,
     hidden_size=640,
     intermediate_size=1152,

@@ -15,7 +15,7 @@ from model.attention.coords import SKIP, Mask, TokenCoords, tile_bounds, tile_ki
 from model.attention.kernels import GpuKernel, TpuKernel
 from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses, get_schedule, plan
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.costs import HARDWARE, Network, Sizes, TrainingStep, estimate, rounds
 from planning.costs.step import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, REMAT, TWO_BACKWARD_KERNELS
 from planning.costs.tiles import tile_counts
@@ -23,7 +23,7 @@ from trainer.devices import peak_flops
 from trainer.flops import flops_per_step
 
 BLOCK = plan.Block(batch=1, tokens=256, query_heads=8, kv_heads=2, head_dim=16)
-SMALL = Sizes.of(LlamaConfig.preset("llama-1b"))
+SMALL = Sizes.of(TransformerConfig.preset("llama-1b"))
 CHIP = HARDWARE["v4"]
 SCHEDULES = [
     "ring",
@@ -194,7 +194,7 @@ def test_a_ring_hides_its_transfers_from_c_equal_to_f_over_b(share, hidden):
     bandwidth, ranks = 268e9, 8
     c = round(share * 275e12 / bandwidth)
     hardware = _chip(network=Network(bandwidth, 0.0, torus=True), tile=(c, c))
-    sizes = dataclasses.replace(Sizes.of(LlamaConfig.preset("llama-7b")), layers=1)
+    sizes = dataclasses.replace(Sizes.of(TransformerConfig.preset("llama-7b")), layers=1)
     forward = estimate(
         TrainingStep(sizes, hardware, c * ranks, sequence=ranks, causal=False)
     ).attention_forward
@@ -251,7 +251,7 @@ def test_the_peak_is_the_metrics_own(name, kind):
 
 
 def test_needed_work_is_the_metrics_own():
-    config = LlamaConfig.preset("llama-gqa")
+    config = TransformerConfig.preset("llama-gqa")
     assert Sizes.of(config).needed_flops(1000, 4567) == pytest.approx(
         flops_per_step(config, 1000, 4567)
     )
@@ -452,7 +452,7 @@ def test_far_hops_run_beside_no_kernel_where_the_compilers_say_so(schedule, near
         "v6e",
     }
     job = TrainingStep(
-        Sizes.of(LlamaConfig.preset("llama-3.1-8b")),
+        Sizes.of(TransformerConfig.preset("llama-3.1-8b")),
         HARDWARE["v5e"],
         1 << 20,
         sequence=64,

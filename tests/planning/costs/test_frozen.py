@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.costs import HARDWARE
 from planning.costs.step import Sizes, TrainingStep, estimate
 from planning.plan import Job
 from trainer.config.schema import AdapterConfig, MeshConfig
 
-SIZES = Sizes.of(LlamaConfig.preset("llama-3.1-8b"))
+SIZES = Sizes.of(TransformerConfig.preset("llama-3.1-8b"))
 ONE = TrainingStep(SIZES, HARDWARE["h100-infiniband"], 131072, schedule="local", remat="offload")
 
 

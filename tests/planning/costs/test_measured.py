@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.costs import HARDWARE, Sizes, TrainingStep, estimate, time_range
 from planning.costs.measured import full_rate, kind, measured_steps, slowest
 from planning.plan import Job
@@ -93,6 +93,6 @@ def test_at_full_rate_nothing_but_the_matrix_products_is_left():
 
 
 def test_the_search_orders_by_the_high_end():
-    job = Job.of(LlamaConfig.preset("llama-3.2-1b"), "v5e:2x4", 1 << 17)
+    job = Job.of(TransformerConfig.preset("llama-3.2-1b"), "v5e:2x4", 1 << 17)
     highs = [float(f"{candidate.time_range().high:.2g}") for candidate in candidates(job)]
     assert highs == sorted(highs) and len(set(highs)) > 2

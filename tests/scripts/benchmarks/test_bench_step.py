@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from scripts.benchmarks.bench_step import document_lengths, main
 from trainer.flops import flops_per_step
 
@@ -40,7 +40,9 @@ def test_both_sides_of_a_tiny_model(tmp_path, capsys):
     assert theirs["recompute"] and theirs["attention"] == "sdpa" and "torch" in theirs["versions"]
     assert ours["remat"] == "everything" and ours["documents"] == theirs["documents"] == 4
     flops = flops_per_step(
-        LlamaConfig.preset("tiny"), 128, sum(n * (n + 1) // 2 for n in document_lengths(128, 4))
+        TransformerConfig.preset("tiny"),
+        128,
+        sum(n * (n + 1) // 2 for n in document_lengths(128, 4)),
     )
     for row in (theirs, ours):
         assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(128)

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from scripts.benchmarks import step_parts
 from scripts.benchmarks.summaries import step_parts as summarize
 from trainer.flops import flops_per_step
 
-SMALL = LlamaConfig(
+SMALL = TransformerConfig(
     vocab_size=64,
     hidden_size=32,
     intermediate_size=48,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from data.errors import UserError
 from data.tokenizer import Tokenizer
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from scripts import export_hf, import_hf
 from tests.model.build import llama
 from trainer.huggingface import peft
@@ -247,7 +247,7 @@ SIZES = {
 
 def test_numbers_of_rope_that_nothing_reads_survive_unless_it_changes():
     source = SIZES | {"rope_theta": 1e6, "rope_scaling": YARN, "max_position_embeddings": 2048}
-    config = LlamaConfig.from_hf_dict(source)
+    config = TransformerConfig.from_hf_dict(source)
     written, left_out = described(config, source)
     assert written["rope_scaling"] == YARN and left_out == []
     assert written["rope_parameters"]["attn_factor"] == YARN["attn_factor"], (
@@ -259,7 +259,8 @@ def test_numbers_of_rope_that_nothing_reads_survive_unless_it_changes():
     written, left_out = described(longer, source)
     assert left_out == ["rope_scaling.attn_factor"]
     assert (
-        "attn_factor" not in written["rope_scaling"] and LlamaConfig.from_hf_dict(written) == longer
+        "attn_factor" not in written["rope_scaling"]
+        and TransformerConfig.from_hf_dict(written) == longer
     )
 
 
@@ -270,13 +271,13 @@ def test_what_training_changed_is_written_and_the_rest_is_as_it_was_spelled():
         "eos_token_id": 2,
         "own": {"a": [1]},
     }
-    config = LlamaConfig.from_hf_dict(source)
+    config = TransformerConfig.from_hf_dict(source)
     assert described(config, source)[0].items() >= source.items()
-    changed = LlamaConfig.from_hf_dict(
+    changed = TransformerConfig.from_hf_dict(
         source | {"vocab_size": 70, "eos_token_id": [2, 5], "max_position_embeddings": 9999}
     )
     written, left_out = described(changed, source)
-    assert LlamaConfig.from_hf_dict(written) == changed and left_out == []
+    assert TransformerConfig.from_hf_dict(written) == changed and left_out == []
     assert (written["vocab_size"], written["eos_token_id"], written["max_position_embeddings"]) == (
         70,
         [2, 5],

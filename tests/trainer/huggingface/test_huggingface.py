@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from data.errors import UserError
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from trainer.checkpoint.store import save_checkpoint, stored_parameters
 from trainer.huggingface.assets import copy_assets
 from trainer.huggingface.folder import resolve_model_path
@@ -49,7 +49,7 @@ PRESETS = [
 ]
 
 
-def make_model(folder: Path, dtype: torch.dtype, **fields) -> LlamaConfig:
+def make_model(folder: Path, dtype: torch.dtype, **fields) -> TransformerConfig:
     """A random LLaMA saved by transformers; every tensor, biases and norms too, is random."""
     sizes = {
         "vocab_size": 64,
@@ -68,10 +68,10 @@ def make_model(folder: Path, dtype: torch.dtype, **fields) -> LlamaConfig:
     model.to(dtype).save_pretrained(folder, **shards)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    return LlamaConfig.from_hf(folder)
+    return TransformerConfig.from_hf(folder)
 
 
-def shardings(config: LlamaConfig) -> dict[str, NamedSharding]:
+def shardings(config: TransformerConfig) -> dict[str, NamedSharding]:
     """Awkward on purpose: matrices split over two axes, head_dim too, layers kept whole or not."""
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     specs = {}
@@ -116,7 +116,7 @@ def test_import_then_export_gives_the_same_bytes(tmp_path, dtype, fields):
         assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.dtype == dtype
-    assert LlamaConfig.from_hf(tmp_path / "out") == config
+    assert TransformerConfig.from_hf(tmp_path / "out") == config
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (3, 5, 7)
@@ -223,10 +223,10 @@ def test_an_index_that_is_no_text_is_named(tmp_path):
         read_hf(tmp_path, config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
-def shape_of(preset: str, most: float) -> LlamaConfig:
+def shape_of(preset: str, most: float) -> TransformerConfig:
     """A preset at one layer. Its own widths where that makes less than `most` parameters, else widths and vocabulary by
     about 16, with its heads, key heads and ties."""
-    config = dataclasses.replace(LlamaConfig.preset(preset), num_hidden_layers=1)
+    config = dataclasses.replace(TransformerConfig.preset(preset), num_hidden_layers=1)
     if sum(math.prod(entry.shape) for entry in hf_layout(config)) < most:
         return config
     head_dim = config.head_dim // 32 * 2
@@ -239,7 +239,7 @@ def shape_of(preset: str, most: float) -> LlamaConfig:
     )
 
 
-def in_shards(folder: Path, config: LlamaConfig, shards: int) -> None:
+def in_shards(folder: Path, config: TransformerConfig, shards: int) -> None:
     """A folder as transformers saves it, with its names and shapes, random bfloat16 weights, and an index."""
     folder.mkdir()
     with torch.device("meta"):
@@ -280,7 +280,7 @@ WIDE = [
 def test_every_presets_shape_from_shards_to_shards_gives_the_same_bytes(tmp_path, preset, most):
     config = shape_of(preset, most)
     in_shards(tmp_path / "in", config, shards=3)
-    assert LlamaConfig.from_hf(tmp_path / "in") == config
+    assert TransformerConfig.from_hf(tmp_path / "in") == config
     # The widest as one copy in two bytes a weight: several devices' parts would be put together once more on the host.
     wide = sum(math.prod(entry.shape) for entry in hf_layout(config)) > 5e8
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if wide else shardings(config)
@@ -307,7 +307,7 @@ def test_every_presets_shape_from_shards_to_shards_gives_the_same_bytes(tmp_path
         assert was.dtype == now.dtype and torch.equal(
             was.view(torch.uint8), now.view(torch.uint8)
         ), name
-    assert LlamaConfig.from_hf(tmp_path / "out") == config
+    assert TransformerConfig.from_hf(tmp_path / "out") == config
 
 
 def stored(folder: Path, file: str, name: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from trainer.flops import flops_per_step
 from trainer.reporting.metrics import (
     MEASURED,
@@ -45,7 +45,7 @@ class Chip:
 
 def run_meter(devices, clock):
     """Two steps of 2 s, one waiting 0.5 s for data, with a compile of 10 s before and a save of 5 s between."""
-    config = LlamaConfig.preset("llama-7b")
+    config = TransformerConfig.preset("llama-7b")
     meter = Meter(config, devices, clock)
     with meter.compiling():
         clock.tick(10)
@@ -95,7 +95,7 @@ def test_meter_counts_only_steps():
 def test_data_that_came_while_the_devices_computed_were_not_waited_for(computed, waited):
     """They are fetched from 100 to 102 seconds, by a step that began before and ended at `computed`."""
     clock, ended = Clock(), Future()
-    meter = Meter(LlamaConfig.preset("llama-7b"), [Chip()], clock)
+    meter = Meter(TransformerConfig.preset("llama-7b"), [Chip()], clock)
     with meter.waiting_for_data(ended):
         clock.tick(2)
     ended.set_result(computed)
@@ -104,7 +104,7 @@ def test_data_that_came_while_the_devices_computed_were_not_waited_for(computed,
 
 
 def test_the_end_of_a_step_is_when_its_arrays_are_there():
-    meter = Meter(LlamaConfig.preset("llama-7b"), [Chip()], Clock())
+    meter = Meter(TransformerConfig.preset("llama-7b"), [Chip()], Clock())
     assert meter.when_computed({"loss": jax.numpy.ones(3) + 1}).result(60) == 100.0
 
 

@@ -19,7 +19,7 @@ from model.attention import (
     TokenCoords,
 )
 from model.attention.kernels import get_kernel
-from model.config import LlamaConfig
+from model.config import TransformerConfig
 from planning.plan import compile_step
 from planning.topology import topology_devices
 
@@ -121,7 +121,7 @@ def computations(text):
     return bodies
 
 
-SMALL = LlamaConfig(
+SMALL = TransformerConfig(
     vocab_size=512,
     hidden_size=256,
     intermediate_size=512,

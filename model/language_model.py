@@ -1,4 +1,4 @@
-"""The LLaMA language model: `Llama` embeds tokens, runs the layers, and computes the cross-entropy of the next token."""
+"""`LanguageModel`: embeds tokens, runs the layers, and computes the cross-entropy of the next token."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .loss import LocalLosses, LossSums, global_sums
 from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 
-__all__ = ["TOKENS", "Batch", "Llama"]
+__all__ = ["TOKENS", "Batch", "LanguageModel"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama(Transformer):
+class LanguageModel(Transformer):
     """A LLaMA on a mesh. A batch holds `tokens`, `targets` and `loss_weights` [B, L] beside the coordinates."""
 
     @property
