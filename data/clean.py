@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from data import shapes
 from data.conversation import Message
 from data.errors import UserError
-from data.fields import FieldMap, first_present, unread_of
+from data.fields import FieldMap, first_present, has_value, renamed, unread_of
 from data.reasons import (
     BROKEN_ID,
     COMPANY_NAME,
@@ -112,17 +112,20 @@ class Cleaner:
         """Returns the turns of a raw record.
 
         Args:
-            record: a dictionary in one of `data.shapes.SHAPES`; perhaps with a text `system`, a list `tools`, and a list
-                `loss_mask` that says which turns are trained on.
+            record: a dictionary in one of `data.shapes.SHAPES`, perhaps with a text `system`, a list
+                `tools`, and a list `loss_mask` that says which turns are trained on; or the turns.
 
         Raises:
             Drop: the record cannot be used.
         """
+        if isinstance(record, list) and record and all(isinstance(turn, dict) for turn in record):
+            record = {"messages": record}
         if not isinstance(record, dict):
             raise Drop(NOT_A_RECORD)
         if self._names:
             record = self._names.record(record)
-        record = shapes.with_known_names(record)
+        as_written, written = record, shapes.names_in_capitals(record)
+        record = renamed(record, {name: known for known, name in written.items()})
         raw = shapes.read_turns(record)
         record_id = own_id(record) or raw.id
         if not raw.turns:
@@ -137,19 +140,12 @@ class Cleaner:
         if record.get("loss_mask") is not None:
             messages = with_loss_mask(messages, record["loss_mask"], findings)
         messages, system_field = _with_system(messages, record, raw.system, findings)
-        tools_field = first_present(record, shapes.TOOL_FIELDS) or "tools"
-        described = raw.tools if raw.tools is not None else record.get(tools_field)
-        tools = parse_tools(described) if described else ()
-        if tools is None:
-            findings.changes.add(TOOLS_LEFT_OUT)
-        read = {
-            tools_field,
-            "loss_mask",
-            "id" if own_id(record) is not None else None,
-            system_field,
-            *raw.fields,
-        }
-        findings.unread |= unread_of(record, read, "record")
+        tools, tools_field = _tools(record, raw, findings)
+        read = {tools_field, "loss_mask", system_field, *raw.fields}
+        if own_id(record) is not None:
+            read.add("id")
+        read = {written.get(name, name) for name in read}
+        findings.unread |= unread_of(as_written, read, "record")
         is_scrape = shapes.is_sharegpt(raw)
         if self.config.html == "always" or (self.config.html == "detect" and is_scrape):
             messages = [self._without_html(message, findings.changes) for message in messages]
@@ -158,9 +154,7 @@ class Cleaner:
             messages = before_rate_limit(messages, findings.changes)
         self._filter(messages)
         messages = with_call_ids(messages)
-        content = json.dumps(
-            [_said(message) for message in messages] + [*(tools or ())], ensure_ascii=True
-        )
+        content = json.dumps([_said(message) for message in messages] + [*tools], ensure_ascii=True)
         digest = hashlib.sha256(content.encode()).digest()[:16]
         if self.config.duplicates:
             if digest in self._seen:
@@ -170,7 +164,7 @@ class Cleaner:
             record_id or digest.hex()[:16],
             tuple(messages),
             findings.changes,
-            tools or (),
+            tools,
             frozenset(findings.unread),
         )
 
@@ -217,6 +211,19 @@ def _with_system(
         return messages, None
     _, system = read_message({"role": "system", "content": text}, findings)
     return [system, *messages[has_turn:]], name
+
+
+def _tools(
+    record: dict, raw: shapes.RawTurns, findings: Findings
+) -> tuple[tuple[dict[str, Any], ...], str | None]:
+    """Returns the descriptions of tools, and the field that they were read from."""
+    name = first_present(record, shapes.TOOL_FIELDS)
+    described, field_read = (raw.tools, None) if raw.tools is not None else (record.get(name), name)
+    tools = parse_tools(described) if has_value(described) else ()
+    if tools is not None:
+        return tools, field_read
+    findings.changes.add(TOOLS_LEFT_OUT)
+    return (), field_read if field_read == "tools" else None
 
 
 def own_id(record: dict) -> str | None:

@@ -48,6 +48,8 @@ STORES = (
 COPIED_BYTES = 1 << 22  # at a time
 LARGE_BYTES = 1 << 24
 """Files of at least this size have their digest kept."""
+# What the library datasets keeps beside the data of a folder, such as a filtered copy of them.
+_CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(?:_\d+_of_\d+)?\.arrow")
 _STORE = re.compile(rf"({'|'.join(STORES)}):/", re.IGNORECASE)
 
 
@@ -203,7 +205,9 @@ def find_files(
         names = sorted(
             name
             for name in file_system.find(inner_path)
-            if File(name).suffix in suffixes and PurePosixPath(name).name not in not_records
+            if File(name).suffix in suffixes
+            and PurePosixPath(name).name not in not_records
+            and not _CACHE_OF_DATASETS.fullmatch(PurePosixPath(name).name)
         )
         for name in () if is_remote(path) else names:
             check_within(inner_path, name)

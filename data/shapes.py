@@ -3,13 +3,14 @@
 SHAPES is the one table of them: docs/data.md shows it, and a record is read in the first shape whose fields it has.
 """
 
+import ast
 import json
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from data import trees
-from data.fields import first_present, has_value, renamed, shown_fields
+from data.fields import first_present, has_value, shown_fields
 from data.reasons import (
     BAD_HISTORY,
     NO_SHAPE,
@@ -67,6 +68,7 @@ _KNOWN = frozenset(
     )
 )
 _SPEAKERS = re.compile(r"(?:\A|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):\s*")
+_LONGEST_PRINTED = 1 << 20  # characters, which Python's parser takes without running out of stack
 _END_OF_TEXT = "<|endoftext|>"
 _CALL = re.compile(  # the arguments are JSON, between single quotes or none
     r"""<functioncall>\s*\{\s*"name":\s*"(?P<name>[^"]+)",\s*"arguments":\s*(?P<quote>'?)(?P<arguments>.*?)(?P=quote)\s*\}\s*\Z""",
@@ -119,14 +121,13 @@ def read_turns(record: dict) -> RawTurns:
     raise Drop(NO_SHAPE + shown_fields(record))
 
 
-def with_known_names(record: dict) -> dict:
-    """Returns a record in which fields such as `Question` have the names that are read."""
-    names = {
-        name: name.lower()
+def names_in_capitals(record: dict) -> dict[str, str]:
+    """Returns, by the name that is read, the names of a record's fields such as `Question`."""
+    return {
+        str(name).lower(): name
         for name in record
-        if name not in _KNOWN and str(name).lower() in _KNOWN and name.lower() not in record
+        if name not in _KNOWN and str(name).lower() in _KNOWN and str(name).lower() not in record
     }
-    return renamed(record, names) if names else record
 
 
 def is_sharegpt(raw: RawTurns) -> bool:
@@ -160,7 +161,7 @@ def _turn_list(record: dict) -> RawTurns | None:
 
 
 def _as_list(value: object) -> list | None:
-    """Returns the list that a field holds, as it is, as a JSON text or as a dictionary of columns; None if it holds none."""
+    """Returns the list in a field: as it is, as JSON text or Python's, or as a dictionary of columns; None without one."""
     if isinstance(value, str):
         value = _parsed(value) if _is_json(value) else None
     if isinstance(value, dict):
@@ -192,10 +193,14 @@ def _is_json(text: str) -> bool:
 
 
 def _parsed(text: str) -> object:
-    """Returns the value of a JSON text, or None if it is none."""
+    """Returns the value of a text in JSON, or as Python prints it, which tables in CSV have; None if it is neither."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text) if len(text) <= _LONGEST_PRINTED else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
 
 

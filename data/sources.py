@@ -143,15 +143,14 @@ class Source:
         return files
 
     def other_splits(self) -> list[str]:
-        """Returns the files of a data set of the hub that are named as a split to measure on, read beside others.
+        """Returns files named as a split to measure on, of a data set that was published or saved with several splits.
 
-        What lies in a folder of the user's own is there for a purpose, whatever its name.
+        Other folders of the user hold what they hold for a purpose, whatever the files' names.
         """
-        return (
-            hub.other_splits([str(file) for file in self.files()])
-            if hub.is_hub_dataset(self.path)
-            else []
+        has_splits = (
+            hub.is_hub_dataset(self.path) or File(f"{self.path}/dataset_dict.json").exists()
         )
+        return hub.other_splits([str(file) for file in self.files()]) if has_splits else []
 
 
 def read(

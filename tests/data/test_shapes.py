@@ -111,6 +111,8 @@ def turns(record, **options):
             TWO,
         ),
         ({"messages": json.dumps(FLAT)}, TWO),
+        ({"messages": repr(FLAT)}, TWO),  # as pandas writes a list to CSV
+        (FLAT, TWO),
         ({"conversations": {"from": ["human", "gpt"], "value": ["Hi?", "Hello."]}}, ONE),
         (
             {
@@ -323,3 +325,12 @@ def test_docs_have_the_table_of_shapes():
     for names in (TURN_LISTS, ROLE_FIELDS, TEXT_FIELDS, SYSTEM_FIELDS[:-1], TOOL_FIELDS[:1]):
         assert ", ".join(f"`{name}`" for name in names) in words
     assert ", ".join(f"`{question}`/`{answer}`" for question, answer in PAIRS) in words
+
+
+def test_what_is_read_by_no_name_is_named_as_it_was_written():
+    cleaned = Cleaner().clean(
+        {"Question": "Hi?", "Answer": "Hello.", "Level": 3, "HISTORY": None, "Functions": 0}
+    )
+    assert [(turn.role, turn.content) for turn in cleaned.messages] == ONE
+    assert cleaned.unread == {"record field `Level`", "record field `Functions`"}
+    assert cleaned.changes == {"descriptions in `tools` left out"}

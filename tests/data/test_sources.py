@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import ipc, parquet
 
 from data.clean import SETS, CleanConfig
 from data.errors import UserError
@@ -720,3 +720,23 @@ def test_a_sources_fields_and_bos_are_checked():
     ):
         with pytest.raises(UserError, match=words):
             Source("a.json", **options)
+
+
+def test_a_saved_data_set_is_read_without_its_caches_and_warns_of_its_test_split(tmp_path):
+    """As datasets.DatasetDict.save_to_disk writes it, with the copies that its `map` leaves there."""
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    names = (
+        "train/data-00000-of-00001",
+        "train/cache-0123456789abcdef",
+        "test/data-00000-of-00001",
+    )
+    for number, name in enumerate(names):
+        table = pyarrow.table({"question": [f"{number}?"], "answer": ["!"]})
+        file = tmp_path / f"{name}.arrow"
+        file.parent.mkdir(exist_ok=True)
+        with pyarrow.OSFile(str(file), "wb") as sink, ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    source = Source(str(tmp_path))
+    records = list(read(source, Report()))
+    assert [record.messages[0].content for record in records] == ["2?", "0?"]
+    assert source.other_splits() == ["test/data-00000-of-00001.arrow"]

@@ -111,6 +111,11 @@ EXTRAS = (
     "instruction",
     "history",
     "messages",
+    "system_prompt",
+    "functions",
+    "chosen",
+    "answers",
+    "Instruction",
 )
 FLAGS = ("loss", "train", "training", "trainable", "weight", "mask")
 VALUES = (
