@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -292,7 +293,6 @@ class _Training:
         with (
             self._open_log(run) as log,
             Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler,
-            notices() as asked_to_end,
         ):
             if (
                 jax.process_index() == 0
@@ -300,25 +300,37 @@ class _Training:
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)
                 replace_file(run.versions, (json.dumps(versions(), indent=1) + "\n").encode())
-            self._evaluate_before_training(log)
-            notice = None
-            for _ in () if self.best.exhausted else self._steps(profiler, log):
-                notice = asked_to_end()
-                self._after_step(run, log, notice)
-                if self.best.exhausted:
-                    break
-            if self.best.exhausted:
-                log.say(f"stopped at step {self.step}: {self._best_words}")
-            self._wait_for_save()
-            self._require_an_update()
-            log.say(f"saved {self.store.path(self.step)}")
-            if self.best.step not in (None, self.step):
-                log.say(
-                    f"best: {self.store.path(self.best.step)} ({self.config.checkpoint.best} {self.best.value:.6g})"
-                )
-            if stage_follows and (notice := notice or asked_to_end()):
-                raise Preempted(notice, self.store.path(self.step))
+            self._evaluate_before_training(log)  # without notices: nothing has to be saved yet
+            with notices() as asked_to_end:
+                self._train(run, log, profiler, asked_to_end, stage_follows)
         return self.store.path(self.step)
+
+    def _train(
+        self,
+        run: RunDirectory,
+        log: MetricsLog,
+        profiler: Profiler,
+        asked_to_end: Callable[[], signal.Signals | None],
+        stage_follows: bool,
+    ) -> None:
+        """Takes the remaining steps, with what is due after each of them."""
+        notice = None
+        for _ in () if self.best.exhausted else self._steps(profiler, log):
+            notice = asked_to_end()
+            self._after_step(run, log, notice)
+            if self.best.exhausted:
+                break
+        if self.best.exhausted:
+            log.say(f"stopped at step {self.step}: {self._best_words}")
+        self._wait_for_save()
+        self._require_an_update()
+        log.say(f"saved {self.store.path(self.step)}")
+        if self.best.step not in (None, self.step):
+            log.say(
+                f"best: {self.store.path(self.best.step)} ({self.config.checkpoint.best} {self.best.value:.6g})"
+            )
+        if stage_follows and (notice := notice or asked_to_end()):
+            raise Preempted(notice, self.store.path(self.step))
 
     def _evaluate_before_training(self, log: MetricsLog) -> None:
         """Runs all evaluations before the first step, and those that a preempted start had no time for.

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -128,6 +129,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
 ):
     """SIGTERM at a step whose held-out loss is due, and whose checkpoint is not; Ctrl-C at one of the next start's."""
     run = tmp_path / "run"
+    arrived: list[float] = []
     stops = {
         2 * small_run.EVALUATE_EVERY: ("preempted (SIGTERM)", signal.SIGTERM, 143),
         small_run.STEPS - 7: ("stopped (Ctrl-C)", signal.SIGINT, 130),
@@ -145,6 +147,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
                 UserError, match=f"{run}: process {os.getpid()} on .* is training there since "
             ):
                 open_run(training.config)
+            arrived.append(time.monotonic())
             os.kill(os.getpid(), number)
         return is_finite
 
@@ -152,6 +155,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     command = ["--config", str(small_recipe), "--run_dir", str(run)]
     for step, (how, number, code) in stops.items():  # noqa: B007 - `told` reads them
         assert train.main(command) == code
+        assert time.monotonic() - arrived[-1] < 5, "the time of a step and of saving it"
         assert (
             f"{how}: saved {run / 'checkpoints' / str(step)}; the same command resumes the run"
             in capfd.readouterr().err
@@ -163,6 +167,23 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
         f"going on from step {step} ({run / 'checkpoints' / str(step)})\n" in capfd.readouterr().err
     )
     assert_same_run(run, whole_run, final_state)
+
+
+def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path, monkeypatch, small_recipe, capfd):
+    """While the held-out loss of the initial model is measured, which may take an hour; nothing has to be saved."""
+
+    def evaluate(training, *_):
+        arrived.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+    arrived: list[float] = []
+    monkeypatch.setattr(_Training, "_evaluate", evaluate)
+    run = tmp_path / "run"
+    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 130
+    assert time.monotonic() - arrived[-1] < 5
+    assert small_run.steps_logged(run) == 0 and not list(run.glob("checkpoints/[0-9]*"))
+    assert "the running step" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
