@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .config import TransformerConfig
+from .declarations import EndsFactory
 from .feedforward import RMSNorm, param, scaled_norm
 from .frozen import array
 from .linear import product
 from .loss import LocalLosses, LossSums, global_sums
 from .memory.chunked import chunked, chunked_total
-from .modules import EndsFactory
 from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 

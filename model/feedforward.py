@@ -80,7 +80,7 @@ class Projection(nnx.Module):
         self.input_axes = axes[:inputs]
         adapter = self.adapter
         if adapter is not None:
-            # Zeros here; `modules.init_adapters` draws A.
+            # Zeros here; `parameters.draw_adapters` draws A.
             self.lora_A = nnx.Param(
                 jnp.zeros((*shape[:inputs], adapter.rank), jnp.float32),
                 axes=(*axes[:inputs], "rank"),
@@ -91,7 +91,7 @@ class Projection(nnx.Module):
                 axes=("rank", *axes[inputs:]),
                 stages=stages,
             )
-            if adapter.use_dora:  # `Transformer.init_magnitudes` sets them
+            if adapter.use_dora:  # `ModelParameters.init_magnitudes` sets them
                 self.lora_magnitude_vector = nnx.Param(
                     jnp.ones(shape[inputs:], jnp.float32), axes=axes[inputs:], stages=stages
                 )

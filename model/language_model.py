@@ -7,9 +7,10 @@ import dataclasses
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from . import modules
+from .declarations import EndsFactory
 from .embed_and_head import EmbedAndHead
 from .loss import LocalLosses, LossSums, global_sums
+from .modules import TokenEnds
 from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 
@@ -21,9 +22,9 @@ class LanguageModel(Transformer):
     """A LLaMA on a mesh. A batch holds `tokens`, `targets` and `loss_weights` [B, L] beside the coordinates."""
 
     @property
-    def ends(self) -> modules.EndsFactory:
+    def ends(self) -> EndsFactory:
         """The embedding table, the final norm and the head."""
-        return modules.TokenEnds
+        return TokenEnds
 
     @property
     def embed_and_head(self) -> EmbedAndHead:

@@ -14,11 +14,12 @@ from jaxtyping import Array, Float
 
 from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
 from .config import TransformerConfig
+from .declarations import bind, read_by
 from .dropout import TokenInfo
 from .feedforward import KEYS_VALUES, OUTPUT, QUERIES, Auxiliary
 from .memory.chunked import chunked_with_sums, passed_through
 from .memory.options import MemoryConfig
-from .modules import Tokens, bind, read_by
+from .modules import Tokens
 from .rope_config import RopeConfig
 from .sharding import TensorParallel
 

@@ -1,18 +1,13 @@
-"""The transformer's modules, which declare every parameter (shape, initialiser, logical axes) with Flax NNX.
-
-Everything else sees one flat dictionary of arrays: "embed_tokens.weight", "layers.self_attn.q_proj.weight", ...
+"""The transformer's Flax modules: each declares its parameters (shape, initialiser, logical axes,
+stage, Hugging Face's name) and computes with them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -30,16 +25,11 @@ from .feedforward import (
     RMSNorm,
     param,
 )
-from .frozen import Weight, array
-from .quantized_weights import declare_parts, is_quantized
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .rope_config import RopeConfig
-from .sharding import Parameter, TensorParallel
+from .sharding import TensorParallel
 
-T = TypeVar("T")
 Hidden = Float[Array, "B T E"]
-# The layers' parameters are stacked, and stand in the flat dictionary under this prefix.
-LAYERS = "layers."
 
 
 class Tokens(NamedTuple):
@@ -261,177 +251,3 @@ class TokenEnds(nnx.Module):
                     hf_name="lm_head.weight",
                 )
             )
-
-
-# Makes the module of the parameters before and after the layers, from the model's sizes and `rngs`.
-EndsFactory = Callable[..., nnx.Module]
-
-
-def _flat(state: Any) -> dict[str, Any]:
-    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-
-
-@functools.cache
-def _layer_module(config: TransformerConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: LAYER_MODULES[config.norms](config, rngs=nnx.Rngs(0))))
-
-
-def _declared(state: Any, hf_prefix: str) -> dict[str, Parameter]:
-    def parameter(name, leaf):
-        metadata = {
-            key: leaf.get_metadata().get(key) for key in ("axes", "stages", "inputs", "hf_name")
-        }
-        return Parameter(
-            leaf.shape,
-            metadata["axes"],
-            stages=metadata["stages"] or (),
-            inputs=metadata["inputs"],
-            hf_name=metadata["hf_name"] or hf_prefix + name,
-        )
-
-    return {name: parameter(name, leaf) for name, leaf in _flat(state).items()}
-
-
-def declare_layer(config: TransformerConfig) -> dict[str, Parameter]:
-    """Returns one layer's parameters, named as within the layer."""
-    return _declared(_layer_module(config)[1], "model.layers.{i}.")
-
-
-def declare(config: TransformerConfig, ends: EndsFactory = TokenEnds) -> dict[str, Parameter]:
-    """Returns every parameter, by name; those of the layers are stacked on a leading axis.
-
-    Args:
-      ends: makes the module of the parameters before and after the layers.
-    """
-    parameters = _declared(
-        nnx.state(nnx.eval_shape(lambda: ends(config, rngs=nnx.Rngs(0)))), "model."
-    )
-    for name, parameter in declare_layer(config).items():
-        parameters[LAYERS + name] = dataclasses.replace(
-            parameter,
-            shape=(config.num_hidden_layers, *parameter.shape),
-            axes=("layers", *parameter.axes),
-        )
-    if config.adapter is not None:
-        parameters = {
-            name: dataclasses.replace(parameter, frozen=not config.adapter.trains(name))
-            for name, parameter in parameters.items()
-        }
-        if config.adapter.quantize != "none":
-            for name in [
-                name
-                for name, parameter in parameters.items()
-                if parameter.frozen and is_quantized(name)
-            ]:
-                parameters |= declare_parts(name, parameters.pop(name), config.adapter.quantize)
-    return dict(sorted(parameters.items()))
-
-
-def in_order(config: TransformerConfig) -> dict[str, Parameter]:
-    """Returns every parameter of a language model, in the order in which a model uses them."""
-    declared, names = (
-        declare(config),
-        (_made_order(LAYER_MODULES[config.norms], config), _made_order(TokenEnds, config)),
-    )
-    (table, *others), layers = names[1], [LAYERS + name for name in names[0]]
-    return {name: declared[name] for name in (table, *layers, *others)}
-
-
-def _made_order(module: Callable[..., nnx.Module], config: TransformerConfig) -> list[str]:
-    """Returns the names of a module's parameters in the order in which it makes them."""
-    names: list[str] = []
-
-    def walk(module: nnx.Module, prefix: str) -> None:
-        for name, child in vars(module).items():
-            if isinstance(child, nnx.Param):
-                names.append(prefix + name)
-            elif isinstance(child, nnx.Module):
-                walk(child, f"{prefix}{name}.")
-
-    def make() -> nnx.Module:
-        made = module(config, rngs=nnx.Rngs(0))
-        walk(made, "")  # here, since what `eval_shape` returns is sorted
-        return made
-
-    nnx.eval_shape(make)
-    return names
-
-
-def own_shapes(
-    config: TransformerConfig, ends: EndsFactory = TokenEnds
-) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter without the padding that a mesh may add in memory."""
-    return {name: tuple(parameter.shape) for name, parameter in declare(config, ends).items()}
-
-
-def init(
-    config: TransformerConfig, key: jax.Array, ends: EndsFactory = TokenEnds
-) -> dict[str, Float[Array, ...]]:
-    """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0, adapters as of `init_adapters`. To
-    be jitted with output shardings."""
-    ends_key, layers_key = jax.random.split(key)
-
-    def init_layer(key):
-        layer = nnx.state(LAYER_MODULES[config.norms](config, rngs=nnx.Rngs(key)))
-        return {LAYERS + name: leaf[...] for name, leaf in _flat(layer).items()}
-
-    layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
-    outside = {
-        name: leaf[...]
-        for name, leaf in _flat(nnx.state(ends(config, rngs=nnx.Rngs(ends_key)))).items()
-    }
-    return dict(sorted({**outside, **layers, **init_adapters(config, key)}.items()))
-
-
-def init_adapters(config: TransformerConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
-    """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), B zero; DoRA's lengths follow from the
-    weights (`Transformer.init_magnitudes`). To be jitted with output shardings."""
-    adapters = {
-        LAYERS + name: parameter.shape
-        for name, parameter in declare_layer(config).items()
-        if name.endswith((".lora_A", ".lora_B"))
-    }
-
-    def draw(i, name, shape):
-        shape = (config.num_hidden_layers, *shape)
-        if name.endswith("lora_B"):
-            return jnp.zeros(shape, jnp.float32)
-        bound = math.prod(shape[1:-1]) ** -0.5
-        return jax.random.uniform(jax.random.fold_in(key, i), shape, jnp.float32, -bound, bound)
-
-    return {name: draw(i, name, adapters[name]) for i, name in enumerate(sorted(adapters))}
-
-
-def bind(config: TransformerConfig, weights: dict[str, Weight]) -> DecoderLayer:
-    """Returns a decoder layer with these weights.
-
-    Args:
-      weights: named as by `declare_layer`: "self_attn.q_proj.weight" becomes `layer.self_attn.q_proj.weight`. Some may be
-        missing, if their modules are not called; names that a layer lacks are ignored. Frozen matrices stay as they are, for
-        products to dequantize.
-    """
-
-    def value(name):
-        return weights[name] if name.endswith("_proj.weight") else array(weights[name])
-
-    graph, state = _layer_module(config)
-    leaves = [
-        (path, leaf.replace(value(name)) if name in weights else leaf)
-        for (path, leaf), name in zip(nnx.to_flat_state(state), _flat(state), strict=True)
-    ]
-    return nnx.merge(graph, nnx.from_flat_state(leaves))
-
-
-def module_of(layer: DecoderLayer, name: str) -> nnx.Module:
-    """Returns the module of a layer that has the parameter of this name, as of `declare_layer`."""
-    return functools.reduce(getattr, name.split(".")[:-1], layer)
-
-
-def read_by(
-    config: TransformerConfig, stages: Iterable[str], weights: dict[str, T]
-) -> dict[str, T]:
-    """Returns those of a layer's weights, named as within the layer, that any of these stages reads."""
-    declared = declare_layer(config)
-    return {
-        name: weight for name, weight in weights.items() if set(declared[name].stages) & set(stages)
-    }

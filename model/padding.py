@@ -19,9 +19,9 @@ from jaxtyping import Array, Float
 
 from .adapter import AdapterConfig
 from .config import TransformerConfig
+from .declarations import declare
 from .families import FAMILIES
 from .frozen import FrozenWeight, Plain
-from .modules import declare
 from .sharding import HIDDEN, Sharding, TensorParallel
 
 # The logical axes that may be longer in memory than in the model.

@@ -130,8 +130,12 @@ def input_axes(name: str) -> int:
 
 
 def is_quantized(name: str) -> bool:
-    """Whether weights of this name, as of `model.modules.declare` or `declare_layer`, are quantized if they are frozen: those
-    of the layers' projections are, adapters and the parts of quantized weights are not."""
+    """Whether a frozen weight of this name is quantized: the layers' projections are; adapters and the
+    parts of quantized weights are not.
+
+    Args:
+      name: as `model.declarations.declare` or `declare_layer` names it.
+    """
     return name.endswith("_proj.weight")
 
 

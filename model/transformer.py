@@ -8,40 +8,24 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Shaped
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
 
-from .adapter import MAGNITUDE
 from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
-from .config import TransformerConfig
 from .dropout import TokenInfo
 from .feedforward import QK_NORMS, Auxiliary
 from .layer import LayerOutput, ShardedLayer
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
-from .modules import (
-    LAYERS,
-    EndsFactory,
-    bind,
-    declare,
-    declare_layer,
-    init,
-    init_adapters,
-    module_of,
-    own_shapes,
-)
-from .padding import pad, sizes_in_memory, whole_heads
-from .quantized_weights import quantized, weight_of
-from .sharding import BATCH_AXES, STORAGE_AXES, Parameter, Sharding, TensorParallel, without_storage
-from .weights import Shards, WeightGatherer
+from .parameters import ModelParameters
+from .sharding import BATCH_AXES, TensorParallel
+from .weights import Shards
 
 # How arrays [B, L, ...] of a batch are split.
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
@@ -51,16 +35,14 @@ Batch = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Transformer(abc.ABC):
+class Transformer(ModelParameters):
     """LLaMA's layers on a mesh; a model adds what is before and after them. Methods called `local_*` run inside `shard_map`,
     on a device's shards.
 
     Attributes:
       schedule, kernel, mask: see `model.attention`; the mask is the model's common window unless given. Layers that have a
         window of their own see what both windows show.
-      dtype: the compute dtype; parameters that are trained stay float32.
       memory: what is kept for the backward pass, and in what pieces the rest is computed.
-      storage_axes: mesh axes that the storage of parameters is split over.
       sequence_parallel: Megatron's (`TensorParallel.split_tokens`): hidden states are split over `tensor` too, along the
         length. Layers are then not computed in chunks of tokens, the loss still is.
 
@@ -69,13 +51,9 @@ class Transformer(abc.ABC):
         and the feed-forward width; memory options that do not fit the model or each other.
     """
 
-    config: TransformerConfig
-    mesh: Mesh
     schedule: Any = "ring"
     kernel: Kernel = dataclasses.field(default_factory=get_kernel)
-    dtype: Any = jnp.bfloat16
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
-    storage_axes: tuple[str, ...] = STORAGE_AXES
     sequence_parallel: bool = False
     # None until __post_init__ fills it in.
     mask: Mask = None  # type: ignore[assignment]
@@ -116,18 +94,6 @@ class Transformer(abc.ABC):
                 f"model's {size}; false would work"
             )
 
-    # What the model is made of
-
-    @property
-    @abc.abstractmethod
-    def ends(self) -> EndsFactory:
-        """Makes the module that declares the parameters before and after the layers."""
-
-    @functools.cached_property
-    def sharding(self) -> Sharding:
-        """Where parameters lie."""
-        return Sharding(self.mesh, self.config, self.storage_axes)
-
     @property
     def parallel(self) -> TensorParallel:
         """What the tensor axis splits."""
@@ -135,46 +101,6 @@ class Transformer(abc.ABC):
             self.sharding.parallel,
             split_tokens=self.sequence_parallel and self.mesh.shape["tensor"] > 1,
         )
-
-    @property
-    def in_memory(self) -> TransformerConfig:
-        """The sizes of `parameters`, padding included (`model.padding`)."""
-        return sizes_in_memory(self.sharding)
-
-    @functools.cached_property
-    def parameters(self) -> dict[str, Parameter]:
-        """Every parameter as it is in memory, padding included. Frozen ones lie in the dtype that they are sent in."""
-        return {
-            name: dataclasses.replace(parameter, dtype=jnp.dtype(self.dtype).name)
-            if parameter.frozen and weight_of(name) == name
-            else parameter
-            for name, parameter in declare(self.in_memory, self.ends).items()
-        }
-
-    @functools.cached_property
-    def quantized_names(self) -> tuple[str, ...]:
-        """The names of the weights that are quantized, in arrays of their own (`model.quantized_weights`)."""
-        return tuple(sorted({weight_of(name) for name in self.parameters} - set(self.parameters)))
-
-    @functools.cached_property
-    def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter without padding."""
-        return own_shapes(self.config, self.ends)
-
-    @functools.cached_property
-    def specs(self) -> dict[str, PartitionSpec]:
-        """The spec of each parameter."""
-        return self.sharding.specs(self.parameters)
-
-    @functools.cached_property
-    def shardings(self) -> dict[str, NamedSharding]:
-        """The sharding of each parameter."""
-        return self.sharding.shardings(self.parameters)
-
-    @property
-    def weights(self) -> WeightGatherer:
-        """How shards become whole weights."""
-        return WeightGatherer(self.config, self.parallel, self.parameters, self.specs, self.dtype)
 
     def attention(self, window: int | None = None) -> AttentionOp:
         """Returns attention over the shards of the sequence axis, within a layer's own window too."""
@@ -205,123 +131,6 @@ class Transformer(abc.ABC):
             )
             for kind in self.config.layer_kinds
         )
-
-    def quantized(self, stored: Mapping[str, Any]) -> dict[str, Shaped[Array, ...]]:
-        """Returns the codes of the weights `quantized_names` on their devices; none if there are none.
-
-        Args:
-          stored: the stacked layers' weights by name, as of `model.quantized_weights.quantized`.
-        """
-        if self.config.adapter is None or self.config.adapter.quantize == "none":
-            return {}
-        own = {
-            LAYERS + name: (self.config.num_hidden_layers, *parameter.shape)
-            for name, parameter in declare_layer(self.config).items()
-        }
-        return quantized(
-            stored,
-            self.config.adapter.quantize,
-            {name: own[name] for name in self.quantized_names},
-            self.parameters,
-            self.shardings,
-        )
-
-    def init(self, seed: int) -> dict[str, Float[Array, ...]]:
-        """Returns freshly initialised, sharded parameters. They are drawn at the model's own sizes, so that the mesh changes no
-        number."""
-        if self.config.adapter is not None and self.config.adapter.quantize != "none":
-            adapter = dataclasses.replace(self.config.adapter, quantize="none")
-            config = dataclasses.replace(self.config, adapter=adapter)
-            drawn = dataclasses.replace(self, config=config, dtype=jnp.float32).init(seed)
-            params = {
-                name: self._with_padding(name, x)
-                for name, x in drawn.items()
-                if name in self.parameters
-            }
-            params |= self.quantized(drawn)
-            return dict(sorted({**params, **self.init_magnitudes(params)}.items()))
-
-        def padded(key):
-            arrays = init(self.config, key, self.ends)
-            return {
-                name: pad(array, self.parameters[name].shape).astype(self.parameters[name].dtype)
-                for name, array in arrays.items()
-            }
-
-        params = jax.jit(padded, out_shardings=self.shardings)(jax.random.key(seed))
-        return {**params, **self.init_magnitudes(params)}
-
-    def _with_padding(self, name: str, drawn: Float[Array, ...]) -> Float[Array, ...]:
-        """Returns a parameter in its dtype, with the padding of this model instead of another's."""
-        own, parameter = tuple(map(slice, self.own_shapes[name])), self.parameters[name]
-        padded = jax.jit(
-            lambda x: pad(x[own], parameter.shape).astype(parameter.dtype),
-            out_shardings=self.shardings[name],
-        )
-        return padded(drawn)
-
-    def init_adapters(self, seed: int) -> dict[str, Float[Array, ...]]:
-        """Returns fresh adapters, those of `init`; none if the model has none."""
-
-        def padded(key):
-            return {
-                name: pad(array, self.parameters[name].shape)
-                for name, array in init_adapters(self.config, key).items()
-            }
-
-        names = jax.eval_shape(padded, jax.random.key(seed))
-        return jax.jit(padded, out_shardings={name: self.shardings[name] for name in names})(
-            jax.random.key(seed)
-        )
-
-    def init_magnitudes(
-        self, params: dict[str, Shaped[Array, ...]]
-    ) -> dict[str, Float[Array, ...]]:
-        """Returns the lengths that DoRA begins with, those of the columns of W + s A B; none if the model's adapters have none.
-
-        Args:
-          params: all other parameters, on their devices.
-        """
-        names = [name for name in self.parameters if name.endswith(MAGNITUDE)]
-        if not names:
-            return {}
-        parts = {name.rpartition(".")[0] for name in names}
-        taken = [
-            name
-            for name in self.parameters
-            if name not in names and weight_of(name).rpartition(".")[0] in parts
-        ]
-        specs = {name: without_storage(self.specs[name]) for name in names}
-
-        def local(shards):
-            def of_layer(layer_shards):
-                layer = bind(self.config, self.weights.layer(layer_shards))
-                return [
-                    whole_heads(
-                        module_of(layer, name.removeprefix(LAYERS)).norms(
-                            self.parallel, self.dtype
-                        ),
-                        self.parameters[name].axes[1:],
-                        self.parallel,
-                    )
-                    for name in names
-                ]
-
-            stacked = {name.removeprefix(LAYERS): x for name, x in shards.items()}
-            return dict(zip(names, lax.map(of_layer, stacked), strict=True))
-
-        def padded(shards):
-            norms = jax.shard_map(
-                local,
-                mesh=self.mesh,
-                in_specs=({name: self.specs[name] for name in taken},),
-                out_specs=specs,
-                check_vma=False,
-            )(shards)
-            return {name: pad(x, self.parameters[name].shape) for name, x in norms.items()}
-
-        shardings = {name: self.shardings[name] for name in names}
-        return jax.jit(padded, out_shardings=shardings)({name: params[name] for name in taken})
 
     # On a device
 

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .config import TransformerConfig
+from .declarations import LAYERS, declare_layer
 from .frozen import FrozenWeight, Plain, Weight
-from .modules import LAYERS, declare_layer
 from .padding import own_key_head, trim
 from .quantized_weights import assemble, quantized_names, weight_of
 from .sharding import OnHost, Parameter, TensorParallel, gather, gather_frozen, to_device

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from model.config import TransformerConfig
-from model.modules import declare
+from model.declarations import declare
 from model.quantized_weights import weight_of
 from model.sharding import Parameter
 from trainer.config.schema import MemoryConfig, RunConfig

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
         from data.paths import checkpoint_path, new_folder
         from model.config import TransformerConfig
-        from model.modules import own_shapes
+        from model.declarations import own_shapes
         from trainer.checkpoint.store import save_checkpoint
         from trainer.huggingface.assets import copy_assets, write_config
         from trainer.huggingface.folder import folder_config, resolve_model_path

@@ -30,7 +30,15 @@ FLOORS = (
         "memory.period",
         "memory.policies",
     ),  # what a layer needs to run in pieces
-    ("feedforward", "modules", "padding", "weights", "embed_and_head"),
+    (
+        "feedforward",
+        "modules",
+        "declarations",
+        "padding",
+        "weights",
+        "embed_and_head",
+        "parameters",
+    ),
     ("layer",),
     ("memory",),  # the runners
     ("transformer",),

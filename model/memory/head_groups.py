@@ -24,10 +24,10 @@ from model.attention import (
     TokenCoords,
     name_for_remat,
 )
+from model.declarations import declare_layer, read_by
 from model.dropout import TokenInfo
 from model.feedforward import KEYS_VALUES, QUERIES
 from model.frozen import FrozenWeight, Weight, split
-from model.modules import declare_layer, read_by
 
 from .chunked import cast, vjp
 from .layer_runner import ScanRunner

@@ -19,11 +19,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from model.attention import AttentionPartial, Keys, Payload, Queries, TokenCoords
+from model.declarations import read_by
 from model.dropout import TokenInfo
 from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
 from model.frozen import Weight, split
 from model.layer import LayerOutput, ShardedLayer
-from model.modules import read_by
 from model.sharding import gather_frozen, reduce_scatter
 from model.weights import Shards, WeightGatherer
 

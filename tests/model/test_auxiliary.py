@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model import modules
+from model import declarations, modules
 from model.attention.layout import permutation
 from model.feedforward import FeedForward, rms_norm
 from model.language_model import LanguageModel
@@ -48,9 +48,9 @@ class RoutedLlama(LanguageModel):
 def routed_layers(monkeypatch):
     """Layers are made with the routed feed-forward."""
     monkeypatch.setattr(modules, "FeedForward", RoutedFeedForward)
-    modules._layer_module.cache_clear()
+    declarations._layer_module.cache_clear()
     yield
-    modules._layer_module.cache_clear()
+    declarations._layer_module.cache_clear()
 
 
 def by_formula(params, batch):
@@ -180,6 +180,6 @@ def test_metrics_name_them():
 
 def test_dense_layers_have_none(monkeypatch):
     monkeypatch.undo()
-    modules._layer_module.cache_clear()
+    declarations._layer_module.cache_clear()
     batch, model = packed_batch(CONFIG, ROWS, LENGTH), llama(CONFIG)
     assert model.loss(model.init(0), batch).auxiliary == {}

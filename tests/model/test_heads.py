@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.modules import declare
+from model.declarations import declare
 from tests.model.attention.jaxprs import operations
 
 from .build import ALL_AT_ONCE, llama, mean_loss, packed_batch, permuted, tiny

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model import modules
+from model import declarations, modules
 from model.feedforward import STAGES, FeedForward, RMSNorm, rms_norm
 from model.modules import DecoderLayer, SelfAttention
 from model.rope import apply_rope, inverse_frequencies
@@ -34,9 +34,9 @@ class ParallelLayer(DecoderLayer):
 @pytest.fixture(autouse=True)
 def parallel_layers(monkeypatch):
     monkeypatch.setitem(modules.LAYER_MODULES, "before", ParallelLayer)
-    modules._layer_module.cache_clear()
+    declarations._layer_module.cache_clear()
     yield
-    modules._layer_module.cache_clear()
+    declarations._layer_module.cache_clear()
 
 
 def by_formula(params, batch):

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from model.declarations import LAYERS, declare, declare_layer, read_by
 from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
-from model.modules import LAYERS, declare, declare_layer, read_by
 from model.padding import PADDED, fits, logical_axes, vocabulary_axes
 
 from .build import tiny

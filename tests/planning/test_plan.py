@@ -13,7 +13,7 @@ import yaml
 from model.attention import get_kernel, get_schedule
 from model.attention.schedules.plan import Block, received
 from model.config import TransformerConfig
-from model.modules import declare
+from model.declarations import declare
 from planning.compiled import GIB, memory
 from planning.compiled.communication import communication
 from planning.compiled.transfers import collectives

@@ -12,7 +12,7 @@ import transformers
 
 import train
 from data.tokenizer import Tokenizer
-from model.modules import own_shapes
+from model.declarations import own_shapes
 from model.padding import PADDED, logical_axes, vocabulary_axes
 from scripts import export_hf
 from tests.model.build import llama

@@ -31,7 +31,7 @@ import tensorstore
 
 from data.paths import new_folder, on_this_machine
 from model.config import TransformerConfig
-from model.modules import own_shapes
+from model.declarations import own_shapes
 from model.padding import fits
 from trainer.checkpoint.arrays import open_arrays, stored_shapes
 from trainer.checkpoint.manifest import MANIFEST, DamagedError, ForeignError, read_manifest, verify

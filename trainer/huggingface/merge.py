@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from model.codecs import dequantize_int8, dequantize_nf4, quantize_int8, quantize_nf4
 from model.config import TransformerConfig
-from model.modules import declare
+from model.declarations import declare
 from model.quantized_weights import input_axes, quantized_names
 
 

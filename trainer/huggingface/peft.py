@@ -27,9 +27,9 @@ from data.within import file_within
 from model.adapter import ALL_LINEAR, ATTENTION, MAGNITUDE, PROJECTIONS, AdapterConfig
 from model.checks import as_float, require_int, require_number
 from model.config import TransformerConfig
+from model.declarations import LAYERS, declare
 from model.families import FAMILIES
 from model.language_model import LanguageModel
-from model.modules import LAYERS, declare
 
 from .folder import EMBEDDING, HEAD, are_equal, hub_name
 from .read import padded_part

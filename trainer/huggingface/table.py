@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from model.config import TransformerConfig
+from model.declarations import LAYERS, in_order
 from model.families import FAMILIES
-from model.modules import LAYERS, in_order
 from model.padding import fits
 from model.sharding import Parameter
 

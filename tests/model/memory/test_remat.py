@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from model.attention.kernels import Kernel, get_kernel
+from model.declarations import declare_layer
 from model.memory.options import MemoryConfig
 from model.memory.policies import POLICIES
-from model.modules import declare_layer
 from tests.model.build import llama, mean_loss, packed_batch, tiny
 
 ROWS, LENGTH = 1, 1024  # no other size of the model is as large as a device's 256 tokens

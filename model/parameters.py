@@ -1,0 +1,262 @@
+"""The parameters of a model on a mesh: what they are, where they are, and how fresh ones are drawn."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Shaped
+
+from .adapter import MAGNITUDE
+from .config import TransformerConfig
+from .declarations import (
+    LAYERS,
+    EndsFactory,
+    bind,
+    declare,
+    declare_layer,
+    flat,
+    module_of,
+    own_shapes,
+)
+from .modules import LAYER_MODULES
+from .padding import pad, sizes_in_memory, whole_heads
+from .quantized_weights import quantized, weight_of
+from .sharding import STORAGE_AXES, Parameter, Sharding, TensorParallel, without_storage
+from .weights import WeightGatherer
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelParameters(abc.ABC):
+    """A model's parameters on a mesh, in one flat dictionary of sharded arrays. `Transformer` computes with them.
+
+    Attributes:
+      config: the model's sizes, with its adapter.
+      dtype: the compute dtype; parameters that are trained stay float32.
+      storage_axes: mesh axes that the storage of parameters is split over.
+    """
+
+    config: TransformerConfig
+    mesh: Mesh
+    _: dataclasses.KW_ONLY
+    dtype: Any = jnp.bfloat16
+    storage_axes: tuple[str, ...] = STORAGE_AXES
+
+    @property
+    @abc.abstractmethod
+    def ends(self) -> EndsFactory:
+        """Makes the module that declares the parameters before and after the layers."""
+
+    @functools.cached_property
+    def sharding(self) -> Sharding:
+        """Where parameters lie."""
+        return Sharding(self.mesh, self.config, self.storage_axes)
+
+    @property
+    def parallel(self) -> TensorParallel:
+        """What the tensor axis splits."""
+        return self.sharding.parallel
+
+    @property
+    def in_memory(self) -> TransformerConfig:
+        """The sizes of `parameters`, padding included (`model.padding`)."""
+        return sizes_in_memory(self.sharding)
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Every parameter as it is in memory, padding included. Frozen ones lie in the dtype that they are sent in."""
+        return {
+            name: dataclasses.replace(parameter, dtype=jnp.dtype(self.dtype).name)
+            if parameter.frozen and weight_of(name) == name
+            else parameter
+            for name, parameter in declare(self.in_memory, self.ends).items()
+        }
+
+    @functools.cached_property
+    def quantized_names(self) -> tuple[str, ...]:
+        """The names of the weights that are quantized, in arrays of their own (`model.quantized_weights`)."""
+        return tuple(sorted({weight_of(name) for name in self.parameters} - set(self.parameters)))
+
+    @functools.cached_property
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter without padding."""
+        return own_shapes(self.config, self.ends)
+
+    @functools.cached_property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """The spec of each parameter."""
+        return self.sharding.specs(self.parameters)
+
+    @functools.cached_property
+    def shardings(self) -> dict[str, NamedSharding]:
+        """The sharding of each parameter."""
+        return self.sharding.shardings(self.parameters)
+
+    @property
+    def weights(self) -> WeightGatherer:
+        """How shards become whole weights."""
+        return WeightGatherer(self.config, self.parallel, self.parameters, self.specs, self.dtype)
+
+    def quantized(self, stored: Mapping[str, Any]) -> dict[str, Shaped[Array, ...]]:
+        """Returns the codes of the weights `quantized_names` on their devices; none if there are none.
+
+        Args:
+          stored: the stacked layers' weights by name, as of `model.quantized_weights.quantized`.
+        """
+        if self.config.adapter is None or self.config.adapter.quantize == "none":
+            return {}
+        own = {
+            LAYERS + name: (self.config.num_hidden_layers, *parameter.shape)
+            for name, parameter in declare_layer(self.config).items()
+        }
+        return quantized(
+            stored,
+            self.config.adapter.quantize,
+            {name: own[name] for name in self.quantized_names},
+            self.parameters,
+            self.shardings,
+        )
+
+    def init(self, seed: int) -> dict[str, Float[Array, ...]]:
+        """Returns freshly initialised, sharded parameters. They are drawn at the model's own sizes, so that the mesh changes no
+        number."""
+        if self.config.adapter is not None and self.config.adapter.quantize != "none":
+            adapter = dataclasses.replace(self.config.adapter, quantize="none")
+            config = dataclasses.replace(self.config, adapter=adapter)
+            drawn = dataclasses.replace(self, config=config, dtype=jnp.float32).init(seed)
+            params = {
+                name: self._with_padding(name, x)
+                for name, x in drawn.items()
+                if name in self.parameters
+            }
+            params |= self.quantized(drawn)
+            return dict(sorted({**params, **self.init_magnitudes(params)}.items()))
+
+        def padded(key):
+            arrays = draw(self.config, key, self.ends)
+            return {
+                name: pad(array, self.parameters[name].shape).astype(self.parameters[name].dtype)
+                for name, array in arrays.items()
+            }
+
+        params = jax.jit(padded, out_shardings=self.shardings)(jax.random.key(seed))
+        return {**params, **self.init_magnitudes(params)}
+
+    def _with_padding(self, name: str, drawn: Float[Array, ...]) -> Float[Array, ...]:
+        """Returns a parameter in its dtype, with the padding of this model instead of another's."""
+        own, parameter = tuple(map(slice, self.own_shapes[name])), self.parameters[name]
+        padded = jax.jit(
+            lambda x: pad(x[own], parameter.shape).astype(parameter.dtype),
+            out_shardings=self.shardings[name],
+        )
+        return padded(drawn)
+
+    def init_adapters(self, seed: int) -> dict[str, Float[Array, ...]]:
+        """Returns fresh adapters, those of `init`; none if the model has none."""
+
+        def padded(key):
+            return {
+                name: pad(array, self.parameters[name].shape)
+                for name, array in draw_adapters(self.config, key).items()
+            }
+
+        names = jax.eval_shape(padded, jax.random.key(seed))
+        return jax.jit(padded, out_shardings={name: self.shardings[name] for name in names})(
+            jax.random.key(seed)
+        )
+
+    def init_magnitudes(
+        self, params: dict[str, Shaped[Array, ...]]
+    ) -> dict[str, Float[Array, ...]]:
+        """Returns the lengths that DoRA begins with, those of the columns of W + s A B; none if the model's adapters have none.
+
+        Args:
+          params: all other parameters, on their devices.
+        """
+        names = [name for name in self.parameters if name.endswith(MAGNITUDE)]
+        if not names:
+            return {}
+        parts = {name.rpartition(".")[0] for name in names}
+        taken = [
+            name
+            for name in self.parameters
+            if name not in names and weight_of(name).rpartition(".")[0] in parts
+        ]
+        specs = {name: without_storage(self.specs[name]) for name in names}
+
+        def local(shards):
+            def of_layer(layer_shards):
+                layer = bind(self.config, self.weights.layer(layer_shards))
+                return [
+                    whole_heads(
+                        module_of(layer, name.removeprefix(LAYERS)).norms(
+                            self.parallel, self.dtype
+                        ),
+                        self.parameters[name].axes[1:],
+                        self.parallel,
+                    )
+                    for name in names
+                ]
+
+            stacked = {name.removeprefix(LAYERS): x for name, x in shards.items()}
+            return dict(zip(names, lax.map(of_layer, stacked), strict=True))
+
+        def padded(shards):
+            norms = jax.shard_map(
+                local,
+                mesh=self.mesh,
+                in_specs=({name: self.specs[name] for name in taken},),
+                out_specs=specs,
+                check_vma=False,
+            )(shards)
+            return {name: pad(x, self.parameters[name].shape) for name, x in norms.items()}
+
+        shardings = {name: self.shardings[name] for name in names}
+        return jax.jit(padded, out_shardings=shardings)({name: params[name] for name in taken})
+
+
+def draw(
+    config: TransformerConfig, key: jax.Array, ends: EndsFactory
+) -> dict[str, Float[Array, ...]]:
+    """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0, adapters as of `draw_adapters`. To
+    be jitted with output shardings."""
+    ends_key, layers_key = jax.random.split(key)
+
+    def init_layer(key):
+        layer = nnx.state(LAYER_MODULES[config.norms](config, rngs=nnx.Rngs(key)))
+        return {LAYERS + name: leaf[...] for name, leaf in flat(layer).items()}
+
+    layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
+    outside = {
+        name: leaf[...]
+        for name, leaf in flat(nnx.state(ends(config, rngs=nnx.Rngs(ends_key)))).items()
+    }
+    return dict(sorted({**outside, **layers, **draw_adapters(config, key)}.items()))
+
+
+def draw_adapters(config: TransformerConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
+    """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), B zero; DoRA's lengths follow from the
+    weights (`ModelParameters.init_magnitudes`). To be jitted with output shardings."""
+    adapters = {
+        LAYERS + name: parameter.shape
+        for name, parameter in declare_layer(config).items()
+        if name.endswith((".lora_A", ".lora_B"))
+    }
+
+    def drawn(i, name, shape):
+        shape = (config.num_hidden_layers, *shape)
+        if name.endswith("lora_B"):
+            return jnp.zeros(shape, jnp.float32)
+        bound = math.prod(shape[1:-1]) ** -0.5
+        return jax.random.uniform(jax.random.fold_in(key, i), shape, jnp.float32, -bound, bound)
+
+    return {name: drawn(i, name, adapters[name]) for i, name in enumerate(sorted(adapters))}
