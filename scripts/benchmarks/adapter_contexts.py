@@ -23,7 +23,7 @@ from planning.machines import memory_gib
 from planning.plan import Job, changed, plan
 from scripts.benchmarks.commands import add_output_folder, make_parser, read_json, write_json
 from scripts.benchmarks.measurements import MODEL, PLANNING
-from scripts.benchmarks.results import ROOT, fingerprint, measured, row, save, versions
+from scripts.benchmarks.results import ROOT, fingerprint, measured, row, save, table, versions
 from scripts.benchmarks.stored_plans import two_digits
 from trainer import entry
 from trainer.config.load import load
@@ -228,15 +228,6 @@ def save_result(
                 unsloth,
             ]
         )
-    columns = [
-        "GPU",
-        "tokens",
-        "memory options",
-        "GiB of the device",
-        "GiB of the host",
-        "estimated seconds of a step",
-        "Unsloth, tokens",
-    ]
     save(
         "adapter_contexts",
         measured(
@@ -245,7 +236,13 @@ def save_result(
             "python -m scripts.benchmarks.adapter_contexts",
             DEPENDS_ON,
             note="docs/notes/contexts.md",
-            tables={"longest": {"columns": columns, "rows": lines}},
+            tables={
+                "longest": table(
+                    "GPU | tokens | memory options | GiB of the device | GiB of the host | "
+                    "estimated seconds of a step | Unsloth, tokens",
+                    lines,
+                )
+            },
             facts=FACTS,
         ),
     )

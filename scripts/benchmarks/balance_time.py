@@ -26,7 +26,6 @@ CASES = {  # schedule and layout; the others are compared with the first
     "zigzag ring": ("ring", "zigzag"),
     "balanced, split": ({"name": "balanced", "split": True}, "contiguous"),
 }
-COLOURS = {"striped ring": "#4477aa", "zigzag ring": "#228833", "balanced, split": "#cc6677"}
 RANKS = 2
 
 
@@ -114,42 +113,6 @@ def measure(length: int, tiles: int, repeats: int, heads: int, head_dim: int) ->
         }
         for name, times in seconds.items()
     ]
-
-
-def draw(rows: list[dict], path: str) -> None:
-    """Draws the speed-up over the contiguous ring against length, measured and bound (as Striped Attention's Figure 5)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    names_by_bound: dict[float, list[str]] = {}
-    for name, colour in COLOURS.items():
-        points = [row for row in rows if row["case"] == name]
-        lengths = [row["length"] for row in points]
-        axes.plot(lengths, [row["speedup"] for row in points], "o-", color=colour, label=name)
-        names_by_bound.setdefault(points[0]["bound"], []).append(name)  # the same for every length
-    for height, names in names_by_bound.items():
-        axes.axhline(height, color="#555555", linestyle=":")
-        axes.text(
-            lengths[0],
-            height + 0.01,
-            f"bound by tiles: {'; '.join(names)}",
-            fontsize=9,
-            color="#555555",
-        )
-    axes.axhline(1, color="#999999", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({row["length"] for row in rows}))
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}K")
-    axes.set(xlabel="tokens", ylabel="speed-up over the contiguous ring", ylim=(0.9, 1.65))
-    axes.set_title(
-        f"attention, forward + backward, {RANKS} one-thread devices, {rows[0]['tiles']} tiles a block",
-        fontsize=10,
-    )
-    axes.legend(fontsize=9, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.12))
-    figure.savefig(path, dpi=120)
 
 
 def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> list[dict]:

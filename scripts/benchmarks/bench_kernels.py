@@ -5,8 +5,8 @@
 
 On a CPU every measurement runs in a process of its own, so that its peak memory is its own. On an accelerator, where starting
 a process takes longer than most measurements, a peer's cases share one, the smallest first; a peak is then given only where it
-is above those of the cases before. Peers take turns, and each one's best time counts. Writes bench_kernels.json, .txt (the
-table) and .png. TFLOP/s count only pairs of tokens that see each other.
+is above those of the cases before. Peers take turns, and each one's best time counts. Writes bench_kernels.json and .txt (the
+table). TFLOP/s count only pairs of tokens that see each other.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import UserError
@@ -149,71 +147,8 @@ def line(row: dict) -> str:
     )
 
 
-def plot(rows: list[dict], path: Path, title: str) -> None:
-    """Draws rate and memory against length on the first block, and each kind of block's time at the longest length."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    rows = [row for row in rows if "seconds" in row and row["pass"] == "forward+backward"]
-    if not rows:
-        return
-    peers = list(dict.fromkeys(row["peer"] for row in rows))
-    first_block = rows[0]["block"]
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    rate, memory, times = figure.subplots(1, 3)
-    for number, peer in enumerate(peers):
-        curve = sorted(
-            (row["length"], row["tflops"], row["peak_mib"] or math.nan)
-            for row in rows
-            if row["peer"] == peer and row["block"] == first_block
-        )
-        if curve:
-            lengths, rates, peaks = zip(*curve, strict=True)
-            rate.plot(lengths, rates, marker="o", color=f"C{number}")
-            memory.plot(lengths, peaks, marker="o", color=f"C{number}")
-    lengths = sorted({row["length"] for row in rows})
-    for axis, label, scale in ((rate, "TFLOP/s", "linear"), (memory, "peak MiB", "log")):
-        axis.set(
-            xlabel="tokens", ylabel=f"{label}, {first_block} block", xscale="log", yscale=scale
-        )
-        axis.set_xticks(lengths, [f"{length / 1024:g}K" for length in lengths])
-        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-        axis.grid(alpha=0.3)
-    rate.set_ylim(bottom=0)
-    memory.set_ylim(bottom=1)
-    _plot_times(times, [row for row in rows if row["length"] == lengths[-1]], peers)
-    figure.legend(
-        [Patch(color=f"C{number}") for number in range(len(peers))],
-        peers,
-        loc="outside lower center",
-        ncols=len(peers),
-        fontsize="small",
-    )
-    figure.suptitle(f"forward + backward on {title}", fontsize="medium")
-    figure.savefig(path, dpi=120)
-
-
-def _plot_times(axis, rows: list[dict], peers: list[str]) -> None:
-    """Draws bars of the milliseconds of each kind of block, side by side for the peers; all rows have one length."""
-    blocks, width = list(dict.fromkeys(row["block"] for row in rows)), 0.8 / len(peers)
-    for number, peer in enumerate(peers):
-        milliseconds = {row["block"]: row["seconds"] * 1e3 for row in rows if row["peer"] == peer}
-        shift = (number - (len(peers) - 1) / 2) * width
-        axis.bar(
-            [blocks.index(block) + shift for block in milliseconds],
-            milliseconds.values(),
-            width,
-            color=f"C{number}",
-        )
-    axis.set(ylabel=f"ms, {rows[0]['length'] / 1024:g}K tokens", yscale="log")
-    axis.set_xticks(range(len(blocks)), blocks)
-    axis.set_ylim(bottom=1)
-
-
 def work(args: argparse.Namespace) -> None:
-    """Measures, prints the table and writes it as JSON, text and picture."""
+    """Measures, prints the table and writes it as JSON and text."""
     output_folder(args.output)
     (device,) = measure([Case("matmul", "full", 1, False, dtype=args.dtype)])
     if "left_out" in device:
@@ -233,7 +168,6 @@ def work(args: argparse.Namespace) -> None:
     (args.output / "bench_kernels.txt").write_text(
         "\n".join([title, HEADER, *map(line, rows)]) + "\n", encoding="utf-8"
     )
-    plot(rows, args.output / "bench_kernels.png", title)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -4,7 +4,6 @@ python -m scripts.benchmarks.bench_schedules bytes [--ranks 4 16 64 256] [--outp
 python -m scripts.benchmarks.bench_schedules balance [--ranks 2 3 4 8] [--output FILE.json]
 python -m scripts.benchmarks.bench_schedules overlap [--schedules ring ...] [--topology v5e:2x4] [--output FILE.json]
 python -m scripts.benchmarks.bench_schedules time [--lengths 2048 ... 32768] [--tiles 16] [--output FILE.json]
-    [--picture FILE.png]
 python -m scripts.benchmarks.bench_schedules distflashattn [--ranks 4 16]
 """
 
@@ -404,24 +403,19 @@ def add_time(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--picture", help="also draw speed-ups against length into this PNG file")
 
 
 def time_table(args: argparse.Namespace) -> list[dict]:
-    """Returns and prints balance in seconds, and draws it with --picture."""
-    rows = balance_time.time_table(
+    """Returns and prints balance in seconds."""
+    return balance_time.time_table(
         args.lengths, args.tiles, args.repeats, args.heads, args.head_dim
     )
-    if args.picture:
-        balance_time.draw(rows, args.picture)
-    return rows
 
 
 def work(args: argparse.Namespace) -> None:
     """Makes one command's table, and writes it with --output."""
-    for path in (args.output, getattr(args, "picture", None)):
-        if path:
-            output_file(path)
+    if args.output:
+        output_file(args.output)
     jax.config.update("jax_platforms", "cpu")
     rows = args.run(args)
     if args.output:

@@ -21,7 +21,7 @@ import yaml
 from eval.line_report import plot, read
 from eval.scoring import Score
 from scripts.benchmarks.commands import make_parser, python
-from scripts.benchmarks.results import ROOT, measured, row, save
+from scripts.benchmarks.results import ROOT, measured, row, save, table
 from scripts.benchmarks.retrieval import seconds
 from trainer import entry
 
@@ -158,10 +158,7 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
         "One training seed; 95% intervals are Wilson's.",
     ]
     tables = {
-        "right answers": {
-            "columns": ["lines", "tokens", "with the curriculum", "16,384 tokens alone"],
-            "rows": lines,
-        }
+        "right answers": table("lines | tokens | with the curriculum | 16,384 tokens alone", lines)
     }
     save(
         "curriculum",

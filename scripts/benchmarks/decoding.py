@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from scripts.benchmarks.commands import make_parser, python
-from scripts.benchmarks.results import measured, row, save
+from scripts.benchmarks.results import measured, row, save, table
 from trainer import entry
 
 DEVICES = (1, 2, 4, 8)
@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             True,
         ),
     }
-    table = {
-        "columns": ["devices", "MiB of each", "of it the cache"],
-        "rows": [[str(count), f"{total:,.0f}", f"{cache:,.0f}"] for count, total, cache in memory],
-    }
+    prefill = table(
+        "devices | MiB of each | of it the cache",
+        [[str(count), f"{total:,.0f}", f"{cache:,.0f}"] for count, total, cache in memory],
+    )
     save(
         "decoding",
         measured(
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows,
             "python -m scripts.benchmarks.decoding",
             DEPENDS_ON,
-            tables={"a prefill": table},
+            tables={"a prefill": prefill},
             note="docs/notes/retrieval.md",
             facts=[
                 "SmolLM2-135M's sizes, float32, chunks of 4,096 tokens; the tokens are a small model's, "

@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from scripts.benchmarks.commands import make_parser, python
-from scripts.benchmarks.results import ROOT, measured, row, save
+from scripts.benchmarks.results import ROOT, measured, row, save, table
 from scripts.benchmarks.retrieval import seconds
 from trainer import entry
 
@@ -137,17 +137,11 @@ def save_result(models: dict[str, dict], took: float, steps: int) -> None:
         )
     targets = models["as it is"]["losses"][LENGTH]["targets"]
     tables = {
-        "perplexity of the same targets": {
-            "columns": [
-                "model",
-                "at most 1,024 tokens before",
-                "8,192",
-                "16,383",
-                "nats gained over 1,024",
-                "over 8,192",
-            ],
-            "rows": lines,
-        }
+        "perplexity of the same targets": table(
+            "model | at most 1,024 tokens before | 8,192 | 16,383 | nats gained over 1,024 "
+            "| over 8,192",
+            lines,
+        )
     }
     facts = [
         f"{targets:,} targets of {ROWS} rows of a book that was not trained on; each has 8,192 tokens or more before it.",

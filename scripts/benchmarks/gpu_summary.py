@@ -6,7 +6,7 @@ from pathlib import Path
 
 from scripts.benchmarks.commands import read_json, tokens_text
 from scripts.benchmarks.kernel_exactness import LIMITS, RESULTS
-from scripts.benchmarks.results import row
+from scripts.benchmarks.results import row, table
 
 Rows = dict[str, dict[str, str]]
 Tables = dict[str, dict[str, list]]
@@ -57,8 +57,9 @@ def _exactness(out: Path) -> tuple[Rows, Tables]:
             ]
             for case in group
         ]
-    columns = ["kernel", "operands", "head size", "case", *RESULTS]
-    return rows, {"exactness": {"columns": columns, "rows": lines}}
+    return rows, {
+        "exactness": table(f"kernel | operands | head size | case | {' | '.join(RESULTS)}", lines)
+    }
 
 
 def _parts(out: Path) -> tuple[Rows, Tables]:
@@ -96,9 +97,7 @@ def _parts(out: Path) -> tuple[Rows, Tables]:
         ]
         for kernel in kernels
     ]
-    return rows, {
-        "kernels alone": {"columns": ["head size", "kernel", "ms", "TFLOP/s"], "rows": lines}
-    }
+    return rows, {"kernels alone": table("head size | kernel | ms | TFLOP/s", lines)}
 
 
 def _kernels(out: Path) -> tuple[Rows, Tables]:
@@ -142,9 +141,7 @@ def _kernels(out: Path) -> tuple[Rows, Tables]:
                 f"{PACKED:.0%}",
                 of_causal >= PACKED,
             )
-    return rows, {
-        "kernels": {"columns": ["tokens", "block", "pass", "peer", "ms", "TFLOP/s"], "rows": lines}
-    }
+    return rows, {"kernels": table("tokens | block | pass | peer | ms | TFLOP/s", lines)}
 
 
 def _steps(out: Path) -> tuple[Rows, Tables]:
@@ -177,19 +174,13 @@ def _steps(out: Path) -> tuple[Rows, Tables]:
         f"memory of {len(differences)} steps: measured beside planned, the largest difference",
         f"{max(differences):.2%}",
     )
-    columns = [
-        "tokens",
-        "layers",
-        "remat",
-        "kernel",
-        "seconds",
-        "tokens/s",
-        "MFU",
-        "planned GiB",
-        "measured GiB",
-        "loss",
-    ]
-    return rows, {"steps": {"columns": columns, "rows": lines}}
+    return rows, {
+        "steps": table(
+            "tokens | layers | remat | kernel | seconds | tokens/s | MFU | planned GiB | "
+            "measured GiB | loss",
+            lines,
+        )
+    }
 
 
 def gpu_steps(out: Path) -> tuple[Rows, Tables]:
@@ -227,8 +218,7 @@ def gpu_steps(out: Path) -> tuple[Rows, Tables]:
             f"{SPEED}x; 1x",
             ratio >= SPEED and memory <= 1,
         )
-    columns = ["model", "tokens", "documents", "side", "tokens/s", "MFU", "GiB"]
-    return rows, {"steps": {"columns": columns, "rows": lines}}
+    return rows, {"steps": table("model | tokens | documents | side | tokens/s | MFU | GiB", lines)}
 
 
 def _step_text(step: dict) -> str:

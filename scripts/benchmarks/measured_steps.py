@@ -1,4 +1,4 @@
-"""Prints the cost model's steps beside those that were measured, by others and on one H200, as a table, JSON and a picture.
+"""Prints the cost model's steps beside those that were measured, by others and on one H200, as a table and JSON.
 
     python -m scripts.benchmarks.measured_steps [--output runs/measured_steps]
 
@@ -9,7 +9,6 @@ row, on 8 H100 and on 64 v5p chips, beside what others measured of about that si
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from model.config import TransformerConfig
@@ -87,68 +86,10 @@ def our_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws each measured step against our range and estimate, with a panel for each program and model family."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        program, model, *_ = row["label"].split(", ")
-        groups.setdefault(f"{program}, {'Qwen3' if program == 'TRL' else model}", []).append(row)
-    figure = Figure(figsize=(9, 2.2 + 0.25 * len(rows)), facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(
-        len(groups), 1, height_ratios=[len(group) + 2 for group in groups.values()]
-    )
-    for axes, (name, group) in zip(panels, groups.items(), strict=True):
-        for height, row in enumerate(group):
-            axes.plot(
-                (row["low"], row["high"]),
-                (height, height),
-                color="#4477aa",
-                linewidth=5,
-                alpha=0.4,
-                label="our range",
-            )
-            axes.plot(
-                row["estimated"], height, "|", color="#4477aa", markersize=10, label="our estimate"
-            )
-            axes.plot(row["measured"], height, "o", color="#222222", markersize=4, label="measured")
-        low, high = min(row["low"] for row in group) / 1.2, max(row["high"] for row in group) * 1.2
-        ticks = [
-            digit * 10**power
-            for power in range(-1, 5)
-            for digit in (1, 2, 5)
-            if low <= digit * 10**power <= high
-        ]
-        labels = [row["label"].removeprefix(f"{name}, ").removeprefix("TRL, ") for row in group]
-        axes.set(
-            xscale="log",
-            xlim=(low, high),
-            yticks=range(len(group)),
-            yticklabels=labels,
-            ylim=(len(group) - 0.4, -0.6),
-        )
-        axes.set_title(name, fontsize=10, loc="left")
-        axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
-        axes.minorticks_off()
-        axes.grid(axis="x", linewidth=0.3)
-    panels[-1].set_xlabel("seconds a step")
-    figure.suptitle("Measured steps, and ours by the cost model")
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles[:3], names[:3], frameon=False, ncols=3, loc="outside lower center")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Prints both tables, and writes OUTPUT/measured_steps.json and the picture."""
+    """Prints both tables, and writes OUTPUT/measured_steps.json."""
     parser = make_parser("measured_steps", __doc__)
     add_output_folder(parser, "runs/measured_steps")
-    parser.add_argument(
-        "--picture", type=Path, help="where to draw (default OUTPUT/measured_steps.png)"
-    )
     args = parser.parse_args(argv)
     rows, ours = measured_rows(), our_rows()
     print(f"{'step':52} {'measured':>9} {'estimated':>9} {'error':>6} {'our range, s':>18}  source")
@@ -175,7 +116,6 @@ def main(argv: list[str] | None = None) -> int:
     write_json(
         args.output / "measured_steps.json", {"measured": rows, "ours": ours, "slowest": worst}
     )
-    draw(rows, args.picture or args.output / "measured_steps.png")
     return 0
 
 

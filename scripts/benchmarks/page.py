@@ -92,7 +92,7 @@ THEMES = {
         {
             "Steps on one H200, beside transformers + Liger": ("gpu_steps",),
             "Kernels and steps on one H200": ("gpu",),
-            "On a CPU": ("step", "step_parts", "kernels", "rings"),
+            "On a CPU": ("step", "kernels", "rings"),
             "Preparing data": ("data",),
         },
     ),
@@ -120,12 +120,10 @@ THEMES = {
         "Memory and contexts",
         {
             "Memory": (
-                "memory_length",
                 "activation_memory",
                 "memory_1m",
                 "megatron_memory",
                 "export_memory",
-                "trajectory_memory",
             ),
             "Longest contexts": ("contexts", "adapter_contexts"),
             "Ring Attention's Table 3": ("table3",),

@@ -171,6 +171,11 @@ def row(
     return {"what": what, "goal": goal, "found": found, "verdict": verdict, **rest}
 
 
+def table(header: str, lines: Iterable[Iterable[object]]) -> dict[str, list]:
+    """Returns a table of a result: the header's columns stand between bars, `tokens | seconds`."""
+    return {"columns": header.split(" | "), "rows": [[*map(str, line)] for line in lines]}
+
+
 def fingerprint(pattern: str) -> str:
     """Returns a digest of the programs in the repository's files that match a glob pattern, see `freshness`."""
     return freshness.fingerprint(pattern, ROOT)

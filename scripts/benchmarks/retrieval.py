@@ -23,7 +23,7 @@ import yaml
 from eval.line_report import plot, read
 from eval.scoring import Score
 from scripts.benchmarks.commands import make_parser, python
-from scripts.benchmarks.results import ROOT, measured, row, save
+from scripts.benchmarks.results import ROOT, measured, row, save, table
 from trainer import entry
 
 RECIPE = "configs/extension/smollm2_lines_4k.yaml"
@@ -239,9 +239,7 @@ def save_result(
             "within an interval",
             old["low"] <= new["score"] <= old["high"],
         )
-    tables = {
-        "right answers": {"columns": ["cases", "lines", "tokens", "before", "after"], "rows": lines}
-    }
+    tables = {"right answers": table("cases | lines | tokens | before | after", lines)}
     facts = [
         f"Trained for {took / 60:.0f} minutes beside other work, with pauses; the last stage's rows have 4,096 tokens.",
         "Generated cases have LongChat's wording; their pairs of key and number are in no training text. One seed.",

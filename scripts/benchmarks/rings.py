@@ -22,7 +22,7 @@ import numpy as np
 
 from data.errors import UserError
 from scripts.benchmarks.commands import make_parser
-from scripts.benchmarks.results import measured, row, save
+from scripts.benchmarks.results import measured, row, save, table
 from trainer import entry
 
 if TYPE_CHECKING:
@@ -190,17 +190,17 @@ def work(args: argparse.Namespace) -> None:
         f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"  # a thread a device
     )
     simulate(RANKS)
-    rows, table = {}, []
+    rows, lines = {}, []
     for length in args.lengths:
         rings, difference = measure(length, args.repeats, args.heads, args.head_dim)
         theirs = rings[0]
         for ring in rings:
             seconds = f"{ring['seconds']:.2f} ({ring['fastest']:.2f} to {ring['slowest']:.2f})"
             ratio = theirs["seconds"] / ring["seconds"]
-            table.append(
+            lines.append(
                 [f"{length:,}", ring["ring"], seconds, f"{ratio:.2f}", f"{ring['mib']:.1f}"]
             )
-            print("  ".join(f"{cell:>22}" for cell in table[-1]), flush=True)
+            print("  ".join(f"{cell:>22}" for cell in lines[-1]), flush=True)
         faster = {
             ring["ring"].removeprefix("ours, "): theirs["seconds"] / ring["seconds"]
             for ring in rings[1:]
@@ -218,16 +218,9 @@ def work(args: argparse.Namespace) -> None:
             difference <= 1e-5,
         )
     tables = {
-        "two one-thread devices, forward and backward": {
-            "columns": [
-                "tokens",
-                "ring",
-                "seconds: median (range)",
-                "times as fast",
-                "MiB of a device",
-            ],
-            "rows": table,
-        }
+        "two one-thread devices, forward and backward": table(
+            "tokens | ring | seconds: median (range) | times as fast | MiB of a device", lines
+        )
     }
     command = f"python -m scripts.benchmarks.rings --lengths {' '.join(map(str, args.lengths))} --heads {args.heads}"
     save(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from model.adapter import ADAPTER_PARTS
 from scripts.benchmarks.commands import read_json, tokens_text
-from scripts.benchmarks.results import commit, load, row
+from scripts.benchmarks.results import commit, load, row, table
 
 Rows = dict[str, dict[str, str]]
 Tables = dict[str, dict[str, list]]
@@ -55,47 +55,12 @@ def step(out: Path) -> tuple[Rows, Tables]:
         ]
         for (side, length), entry in measured.items()
     ]
-    columns = [
-        "tokens",
-        "side",
-        "tokens/s",
-        "seconds a step",
-        "peak GiB",
-        "share of the best matrix-product rate",
-    ]
-    return rows, {"steps": {"columns": columns, "rows": lines}}
-
-
-def step_parts(out: Path) -> tuple[Rows, Tables]:
-    parts = {entry["part"]: entry for entry in read_json(out / "step_parts.json")}
-    groups = {
-        "products": [part for part in parts if ":" in part],
-        **{part: [part] for part in parts if ":" not in part},
-    }
-    rows: Rows = {}
-    for group, names in groups.items():
-        ours, torch = (
-            sum(parts[name][side]["median"] for name in names) for side in ("ours", "torch")
-        )
-        goal = ("0.9x", torch >= 0.9 * ours) if group == "all parts" else ("", None)
-        rows["".join(filter(str.isalpha, group))] = row(
-            f"a step's {group}: seconds, ours and torch's",
-            f"{ours:.2f} and {torch:.2f}: {torch / ours:.2f}x",
-            *goal,
-        )
-    lines = [
-        [
-            name,
-            *(
-                text
-                for side in ("ours", "torch")
-                for text in (f"{entry[side]['median']:.3f}", f"{entry[side]['spread']:.1%}")
-            ),
-        ]
-        for name, entry in parts.items()
-    ]
     return rows, {
-        "parts": {"columns": ["part", "ours, s", "spread", "torch, s", "spread"], "rows": lines}
+        "steps": table(
+            "tokens | side | tokens/s | seconds a step | peak GiB | share of the best "
+            "matrix-product rate",
+            lines,
+        )
     }
 
 
@@ -133,36 +98,10 @@ def kernels(out: Path) -> tuple[Rows, Tables]:
             "at most torch's",
             ours["peak_mib"] <= theirs["peak_mib"],
         )
-    columns = [
-        "tokens",
-        "pass",
-        "ours ms",
-        "torch ms",
-        "ours is",
-        "ours peak MiB",
-        "torch peak MiB",
-    ]
-    return rows, {"times": {"columns": columns, "rows": lines}}
-
-
-def memory_length(out: Path) -> tuple[Rows, Tables]:
-    measured, rows = read_json(out / "memory" / "memory.json"), {}
-    for kind in ("planned", "measured"):
-        line = measured["lines"][f"{kind}_mib"]
-        rows[kind] = row(
-            f"step, 2K to 64K tokens, {kind} (worst point off by {line['worst_residual']:.1%})",
-            f"{line['mib_at_0']:.1f} MiB + {line['bytes_per_token']:,.0f} bytes a token",
-        )
-    points = measured["rows"]
-    lines = [
-        [f"{kind} MiB", *(f"{point[f'{kind}_mib']:.1f}" for point in points)]
-        for kind in ("planned", "measured")
-    ]
     return rows, {
-        "mib": {
-            "columns": ["tokens", *(f"{point['length'] // 1024}K" for point in points)],
-            "rows": lines,
-        }
+        "times": table(
+            "tokens | pass | ours ms | torch ms | ours is | ours peak MiB | torch peak MiB", lines
+        )
     }
 
 
@@ -217,9 +156,7 @@ def balance(out: Path) -> tuple[Rows, Tables]:
         ]
         for entry in measured
     ]
-    return rows, {
-        "imbalance": {"columns": ["schedule", "layout", "P", "forward", "backward"], "rows": lines}
-    }
+    return rows, {"imbalance": table("schedule | layout | P | forward | backward", lines)}
 
 
 def balance_time(out: Path) -> tuple[Rows, Tables]:
@@ -258,10 +195,7 @@ def balance_time(out: Path) -> tuple[Rows, Tables]:
         for (case, length, tiles), entry in measured.items()
     ]
     return rows, {
-        "speedup": {
-            "columns": ["over the contiguous ring", "tokens", "tiles", "speed-up", "bound"],
-            "rows": lines,
-        }
+        "speedup": table("over the contiguous ring | tokens | tiles | speed-up | bound", lines)
     }
 
 
@@ -294,17 +228,12 @@ def bytes_received(out: Path) -> tuple[Rows, Tables]:
         )
         for name, by_ranks in deviations.items()
     }
-    columns = [
-        "schedule",
-        "P",
-        "forward max",
-        "forward mean",
-        "off",
-        "backward max",
-        "backward mean",
-        "off",
-    ]
-    return rows, {"received": {"columns": columns, "rows": lines}}
+    return rows, {
+        "received": table(
+            "schedule | P | forward max | forward mean | off | backward max | backward mean | off",
+            lines,
+        )
+    }
 
 
 def distflashattn_volume(out: Path) -> tuple[Rows, Tables]:
@@ -352,9 +281,7 @@ def overlap(out: Path) -> tuple[Rows, Tables]:
             f"{exposed[False]}; {exposed[True]}",
             *goal,
         )
-    return rows, {
-        "exposed": {"columns": ["schedule", "direction", "times", "bytes", "behind"], "rows": lines}
-    }
+    return rows, {"exposed": table("schedule | direction | times | bytes | behind", lines)}
 
 
 def activation_memory(out: Path) -> tuple[Rows, Tables]:
@@ -372,7 +299,7 @@ def activation_memory(out: Path) -> tuple[Rows, Tables]:
                 measured["spread"] <= 0.02,
             )
         },
-        {"activations": {"columns": ["topology", "devices", "MiB"], "rows": lines}},
+        {"activations": table("topology | devices | MiB", lines)},
     )
 
 
@@ -420,16 +347,13 @@ def papers(out: Path) -> tuple[Rows, Tables]:
         for entry in measured["rows"]
         if entry["error"] is not None
     ]
-    columns = [
-        "paper",
-        "table",
-        "row",
-        "paper's",
-        "predicted",
-        "error",
-        "constants set after the row was seen",
-    ]
-    return rows, {"rows": {"columns": columns, "rows": lines}}
+    return rows, {
+        "rows": table(
+            "paper | table | row | paper's | predicted | error | constants set after the "
+            "row was seen",
+            lines,
+        )
+    }
 
 
 def measured_steps(out: Path) -> tuple[Rows, Tables]:
@@ -464,17 +388,13 @@ def measured_steps(out: Path) -> tuple[Rows, Tables]:
         ]
         for entry in measured["measured"]
     ]
-    columns = [
-        "step",
-        "source",
-        "measured, s",
-        "estimated, s",
-        "error",
-        "low, s",
-        "high, s",
-        "measured over full rate",
-    ]
-    return rows, {"steps": {"columns": columns, "rows": lines}}
+    return rows, {
+        "steps": table(
+            "step | source | measured, s | estimated, s | error | low, s | high, s | "
+            "measured over full rate",
+            lines,
+        )
+    }
 
 
 def dirty_data(out: Path) -> tuple[Rows, Tables]:
@@ -563,17 +483,13 @@ def identity(out: Path) -> tuple[Rows, Tables]:
                 f"{checkpoint / 1e6:,.0f}",
             ]
         )
-    columns = [
-        "trained",
-        "parameters",
-        "held-out loss",
-        "name Vicuna",
-        "steps",
-        "median seconds of a step",
-        "peak GiB of the process",
-        "checkpoint, MB",
-    ]
-    return rows, {"recipes": {"columns": columns, "rows": lines}}
+    return rows, {
+        "recipes": table(
+            "trained | parameters | held-out loss | name Vicuna | steps | median seconds of "
+            "a step | peak GiB of the process | checkpoint, MB",
+            lines,
+        )
+    }
 
 
 def exactness(out: Path) -> tuple[Rows, Tables]:

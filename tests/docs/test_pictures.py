@@ -1,14 +1,10 @@
-"""The pictures in docs/: each fits a screen and is shown by a page, and no legend or title lies over another part."""
+"""The pictures in docs/: each fits a screen and is shown by a page."""
 
 import re
 import struct
 from pathlib import Path
 
 import pytest
-
-from scripts.benchmarks.table3_cells import MEMORIES, Cell, read_cells
-from scripts.benchmarks.table3_picture import draw
-from tests.pictures import overlaps
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -30,20 +26,3 @@ def test_every_picture_is_shown_by_a_page():
         for link in re.findall(r"\]\(([^)\s]+\.png)\)", page.read_text())
     }
     assert [path.name for path in PICTURES if path not in shown] == []
-
-
-def test_nothing_lies_over_another_part_of_table3(saved_figures, tmp_path):
-    cells = [
-        cell for cell in read_cells() if cell["memory"] in MEMORIES
-    ]  # those like for like are in the text alone
-    assert len(cells) == 152
-    draw(
-        {
-            Cell(*(cell[name] for name in ("topology", "model", "column", "memory"))): cell[
-                "longest"
-            ]
-            for cell in cells
-        },
-        tmp_path / "table3.png",
-    )
-    assert [overlaps(figure) for figure in saved_figures] == [[]]

@@ -205,7 +205,7 @@ def test_loss_and_gradients_are_those_of_one_device(axes, layout, schedule, memo
         )
 
 
-# The columns of Ring Attention's Table 5 as scripts.benchmarks.trajectory_memory has them: mesh, kernel, sizes of chunks.
+# The columns of Ring Attention's Table 5: mesh, kernel, sizes of chunks.
 TILES = get_kernel("xla", query_tile=8, key_tile=8)
 COLUMNS = {
     "vanilla": ({}, get_kernel("reference"), 0),

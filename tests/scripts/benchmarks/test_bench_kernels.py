@@ -84,7 +84,7 @@ def test_the_commands_that_accelerators_wait_for_are_its_own(repository):
     assert len(commands) == 2 and all(parse(words[3:]).dtype == "bfloat16" for words in commands)
 
 
-def test_the_table_the_figures_and_the_plot(tmp_path, capsys):
+def test_the_table_and_the_figures(tmp_path, capsys):
     arguments = [
         "--lengths",
         "64",
@@ -120,7 +120,6 @@ def test_the_table_the_figures_and_the_plot(tmp_path, capsys):
     )
     table = (tmp_path / "bench_kernels.txt").read_text()
     assert table.strip() == capsys.readouterr().out.strip()
-    assert (tmp_path / "bench_kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from scripts.benchmarks import __main__ as bench
-from scripts.benchmarks import measurements, page, results, summaries, table3_summary
+from scripts.benchmarks import measurements, page, results, summaries
 from scripts.benchmarks.measurements import MEASUREMENTS, Measurement
 from scripts.benchmarks.results import load, load_all, row
 
@@ -78,7 +78,7 @@ def test_a_start_after_a_change_begins_anew(workspace, tmp_path):
 
 
 def test_table_3_as_it_was_carried_over_is_what_its_record_gives():
-    rows, tables = table3_summary.table3(None)
+    rows, tables = MEASUREMENTS["table3"].summarize(None)
     carried = load("table3")
     assert rows == carried.rows
     assert tables["contexts"] == carried.tables["contexts"]
@@ -144,22 +144,6 @@ RAW = {  # files of each measurement -> row, what it finds, its verdict
             }
         },
         {"both_8192": ("0.80x", "short"), "memory_8192": ("200", "short")},
-    ),
-    "memory_length": (
-        {
-            "memory/memory.json": {
-                "rows": [{"length": 2048, "planned_mib": 25.0, "measured_mib": 34.0}],
-                "lines": {
-                    f"{kind}_mib": {
-                        "mib_at_0": 9.0,
-                        "bytes_per_token": 5862.0,
-                        "worst_residual": 0.013,
-                    }
-                    for kind in ("planned", "measured")
-                },
-            }
-        },
-        {"planned": ("9.0 MiB + 5,862 bytes a token", "no goal")},
     ),
     "balance": (
         {

@@ -10,7 +10,6 @@ from model.attention.schedules.plan import Block
 from planning.costs import rounds
 from scripts.benchmarks import paper_rows
 from scripts.benchmarks import papers as command
-from scripts.benchmarks.paper_pictures import PICTURES
 from scripts.benchmarks.paper_predictions import every_row
 from scripts.benchmarks.paper_predictions.distflashattn import megatron_seconds
 from scripts.benchmarks.paper_predictions.ring_attention import flops_ratio
@@ -133,7 +132,6 @@ def test_the_command_prints_every_row_and_writes_them(tmp_path, capsys, saved_fi
         assert " ".join(row["row"].split()) in text
     assert max(len(line) for line in printed.splitlines() if str(tmp_path) not in line) <= 100
     assert written["summary"]["Striped Attention"]["claimed and reproduced"] == 133
-    assert all((tmp_path / name).stat().st_size > 15_000 for name in PICTURES)
-    assert [overlaps(figure) for figure in saved_figures] == [[]] * len(PICTURES)
+    assert [overlaps(figure) for figure in saved_figures] == [[]]
     for lost in ("Ring Attention Table 4", "Ring Attention Figure 3", "DistFlashAttn Table 2"):
         assert lost in printed
