@@ -181,7 +181,9 @@ class AgenticTransformer(Transformer):
                 dtype=self.dtype,
                 chunk=self.memory.loss_chunk,
             )
-        return LocalLosses(total, tokens, self.auxiliary_losses(sums))
+        return LocalLosses(
+            total, tokens, self.auxiliary_losses(sums, batch), self.measures(sums, batch)
+        )
 
     # Of a global batch
 

@@ -19,6 +19,8 @@ from .rope_config import PER_CHANNEL, RopeConfig
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # The fields that may change while the weights stay the same; names are Hugging Face's.
 POSITIONS = ("rope_theta", "rope_scaling", "max_position_embeddings")
+ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef", "router_z_loss_coef")
+ADJUSTABLE = (*POSITIONS, *ROUTER_LOSSES)
 
 
 class LayerKind(NamedTuple):
@@ -55,6 +57,12 @@ class TransformerConfig:
       norm_offset: what is added to the weights of norms.
       activation: of the feed-forward's gate: "silu", or "gelu_tanh", the approximation of GELU by tanh.
       scaled_embeddings: embeddings are multiplied by the square root of hidden_size.
+      num_experts: feed-forwards of a layer, of which a router sends each token to
+        num_experts_per_tok; 0 for one feed-forward and no router.
+      moe_intermediate_size: the experts' width; None for intermediate_size.
+      norm_topk_prob: a token's weights of its experts are divided by their sum.
+      output_router_logits: router_aux_loss_coef times the balance loss of the routers is trained
+        too; router_z_loss_coef, which no config.json has, is that of their z-loss.
       adapter: the adapters beside the projections, if there are any; all other weights are frozen.
     """
 
@@ -95,6 +103,13 @@ class TransformerConfig:
     norm_offset: float = 0.0
     activation: str = "silu"
     scaled_embeddings: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
     adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
@@ -102,6 +117,7 @@ class TransformerConfig:
         self._check_heads()
         self._check_numbers()
         self._check_layers()
+        self._check_experts()
         self._check_token_ids()
         self._check_rope()
         self._check_family()
@@ -175,6 +191,26 @@ class TransformerConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
 
+    def _check_experts(self) -> None:
+        """Raises ValueError unless a mixture's numbers are whole and fit each other."""
+        require_int("num_experts", self.num_experts, at_least=0)
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            require_number(name, getattr(self, name), above=0, or_equal=True)
+        for name in ("norm_topk_prob", "output_router_logits"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
+        if not self.num_experts:
+            return
+        if self.moe_intermediate_size is not None:
+            require_int("moe_intermediate_size", self.moe_intermediate_size, at_least=1)
+        require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1)
+        assert self.num_experts_per_tok is not None
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok: found {self.num_experts_per_tok}; the model has "
+                f"{self.num_experts} experts, so at most {self.num_experts} would work"
+            )
+
     def _check_token_ids(self) -> None:
         """Raises ValueError unless the special tokens are ids."""
         eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
@@ -226,7 +262,11 @@ class TransformerConfig:
         )
 
     def _check_adapter(self) -> None:
-        """Raises ValueError unless the adapter fits the projections."""
+        """Raises ValueError unless the adapter fits the projections. Beside a mixture of experts,
+        all linear modules are attention's: the experts are none (so PEFT has it)."""
+        if self.adapter is not None and self.num_experts:
+            adapter = self.adapter.without_feed_forward()
+            object.__setattr__(self, "adapter", adapter)
         if self.adapter is not None:
             self.adapter.check_sizes({name: self.projection_sizes(name) for name in PROJECTIONS})
             self.adapter.check_targets(
@@ -236,7 +276,7 @@ class TransformerConfig:
                 {
                     "hidden_size": self.hidden_size,
                     "head_dim": self.head_dim,
-                    "intermediate_size": self.intermediate_size,
+                    "intermediate_size": self.expert_width,
                 }
             )
 
@@ -302,12 +342,27 @@ class TransformerConfig:
         heads = (
             self.num_attention_heads if name in ("q_proj", "o_proj") else self.num_key_value_heads
         )
-        width = self.intermediate_size if name in FEED_FORWARD else heads * self.head_dim
+        width = self.expert_width if name in FEED_FORWARD else heads * self.head_dim
         return (
             (width, self.hidden_size)
             if name in ("o_proj", "down_proj")
             else (self.hidden_size, width)
         )
+
+    @property
+    def expert_width(self) -> int:
+        """The width of a feed-forward: an expert's, in a mixture."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def router_aux_loss(self) -> float:
+        """What the routers' balance loss is multiplied by; 0 where it is not trained."""
+        return self.router_aux_loss_coef if self.output_router_logits else 0.0
+
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether a loss of the routers is trained beside that of the tokens."""
+        return bool(self.num_experts and (self.router_aux_loss or self.router_z_loss_coef))
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -415,6 +470,8 @@ class TransformerConfig:
                 "query_pre_attn_scalar",
                 "attn_logit_softcapping",
                 "final_logit_softcapping",
+                "num_experts_per_tok",
+                "moe_intermediate_size",
             ):
                 raise ValueError(f"{name}: found null; needs a value")
         length = values.get("max_position_embeddings", cls.max_position_embeddings)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 # Weyl's constant for 32 bits, 2^32 divided by the golden ratio, and odd.
 _WEYL = 0x9E3779B9
@@ -27,10 +27,17 @@ class TokenInfo(NamedTuple):
     Attributes:
       positions: RoPE's. dropout: each token's number, from which the masks follow, as of `token_keys`; None outside of training
         and without dropout.
+      real: whether a token is none of the padding; None where no layer asks.
     """
 
     positions: Int[Array, "B T"]
     dropout: UInt32[Array, "B T"] | None = None
+    real: Bool[Array, "B T"] | None = None
+
+    @property
+    def without_positions(self) -> TokenInfo:
+        """The same for what follows attention, which reads no positions."""
+        return self._replace(positions=None)  # type: ignore[arg-type]
 
     def of_layer(self, layer: Any) -> TokenInfo:
         """Returns the same within the layer of this number."""

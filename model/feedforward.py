@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, UInt32
 
 from .adapter import PROJECTIONS
 from .config import TransformerConfig
-from .dropout import kept
+from .dropout import TokenInfo, kept
 from .frozen import FrozenWeight
 from .linear import letters, product
 from .sharding import TensorParallel
@@ -323,10 +323,11 @@ class FeedForward(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "B T E"], parallel: TensorParallel, dropout: DropoutKeys = None
+        self, x: Float[Array, "B T E"], parallel: TensorParallel, labels: TokenInfo
     ) -> tuple[Float[Array, "B T E"], Auxiliary]:
-        """Returns the feed-forward of normalised hidden states, summed over the tensor ranks, and no auxiliary sums; `dropout`
-        is as of `Projection`."""
+        """Returns the feed-forward of normalised hidden states, summed over the tensor ranks, and
+        no auxiliary sums."""
+        dropout = labels.dropout
         x = parallel.whole(x)
         gate = self.gate_proj.add_bias(self.gate_proj(x, parallel, dropout))
         up = self.up_proj.add_bias(self.up_proj(x, parallel, dropout))

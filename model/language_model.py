@@ -49,7 +49,9 @@ class LanguageModel(Transformer):
         total, losses = ends.losses(
             self.weights.whole(params, ends.head_names), x, batch["targets"], batch["loss_weights"]
         )
-        return LocalLosses(total, losses, self.auxiliary_losses(sums))
+        return LocalLosses(
+            total, losses, self.auxiliary_losses(sums, batch), self.measures(sums, batch)
+        )
 
     # Of a global batch
 

@@ -132,12 +132,12 @@ class ShardedLayer:
         """Returns the layer's output from its input and attention's output."""
 
         def finish(weights, arrays, labels):
-            layer, dropout = bind(self.config, weights), labels["dropout"]
+            layer = bind(self.config, weights)
             with jax.named_scope("attention_output"):
-                mixed = layer.mixer.output(arrays["attended"], self.parallel, dropout)
+                mixed = layer.mixer.output(arrays["attended"], self.parallel, labels.dropout)
             with jax.named_scope("feed_forward"):
                 hidden, auxiliary = layer.output(
-                    arrays["x"], mixed, lambda x: layer.mlp(x, self.parallel, dropout), self._add
+                    arrays["x"], mixed, lambda x: layer.mlp(x, self.parallel, labels), self._add
                 )
             return auxiliary, hidden
 
@@ -145,7 +145,7 @@ class ShardedLayer:
             finish,
             read_by(self.config, (OUTPUT,), weights),
             {"x": x, "attended": attended},
-            {"dropout": labels.dropout},
+            labels.without_positions,
             self.memory.feed_forward_chunk,
         )
         return LayerOutput(hidden, auxiliary)

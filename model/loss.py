@@ -26,11 +26,13 @@ class LocalLosses(NamedTuple):
       total: the weighted sum of the tokens' losses, which gradients pass through.
       tokens: each token's loss, without gradient.
       auxiliary: what the layers' auxiliary losses add to the total, by name; {} in dense models.
+      measures: those of `LossSums`, already of all devices.
     """
 
     total: Float[Array, ""]
     tokens: Float[Array, "B T"]
     auxiliary: dict[str, Float[Array, ""]]
+    measures: dict[str, Float[Array, ""]]
 
 
 class LossSums(NamedTuple):
@@ -110,7 +112,7 @@ def global_sums(
         over_devices(jnp.sum(weights)),
         of_sources,
         jax.tree.map(over_devices, losses.auxiliary),
-        {},
+        losses.measures,
     )
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from .config import TransformerConfig
 from .dropout import TokenInfo
+from .experts import Mixture
 from .feedforward import (
     KEYS_VALUES,
     OUTPUT,
@@ -144,6 +145,11 @@ class SelfAttention(nnx.Module):
         )
 
 
+def feed_forward(config: TransformerConfig, rngs: nnx.Rngs) -> FeedForward | Mixture:
+    """Returns what follows attention in a layer: a feed-forward, or a mixture of them."""
+    return (Mixture if config.num_experts else FeedForward)(config, rngs=rngs)
+
+
 class DecoderLayer(nnx.Module):
     """The modules of one layer, and what it computes of each token by itself: a norm before attention and one before the
     feed-forward (LLaMA). `model.layer` runs it. A family with another layer has a subclass in LAYER_MODULES.
@@ -155,7 +161,7 @@ class DecoderLayer(nnx.Module):
         self.input_layernorm = RMSNorm(config, QUERIES, KEYS_VALUES)
         self.self_attn = SelfAttention(config, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config, OUTPUT)
-        self.mlp = FeedForward(config, rngs=rngs)
+        self.mlp = feed_forward(config, rngs)
 
     @property
     def mixer(self) -> SelfAttention:
@@ -191,7 +197,7 @@ class PostNormLayer(DecoderLayer):
         self.self_attn = SelfAttention(config, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config, OUTPUT)
         self.post_feedforward_layernorm = RMSNorm(config, OUTPUT)
-        self.mlp = FeedForward(config, rngs=rngs)
+        self.mlp = feed_forward(config, rngs)
 
     def mixer_input(self, x):
         return x
@@ -211,7 +217,7 @@ class SandwichNormLayer(DecoderLayer):
         self.post_attention_layernorm = RMSNorm(config, OUTPUT)
         self.pre_feedforward_layernorm = RMSNorm(config, OUTPUT)
         self.post_feedforward_layernorm = RMSNorm(config, OUTPUT)
-        self.mlp = FeedForward(config, rngs=rngs)
+        self.mlp = feed_forward(config, rngs)
 
     def output(self, x, mixed, feed_forward, add):
         x = add(x, self.post_attention_layernorm(mixed))

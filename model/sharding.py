@@ -42,6 +42,8 @@ RULES = {
     "embed": AxisRule(tensor=False, storage=0),
     "norm": AxisRule(tensor=False, storage=0),  # the hidden axis of a vector
     "vocab": AxisRule(tensor=True, storage=1),
+    "experts": AxisRule(tensor=False, storage=1),
+    "router": AxisRule(tensor=False, storage=None),  # a number for each expert
     "heads": AxisRule(tensor=True, storage=1),
     "kv_heads": AxisRule(tensor=True, storage=1),
     "mlp": AxisRule(tensor=True, storage=1),
@@ -124,7 +126,7 @@ class TensorParallel:
             query = group * key
         kv_heads = key % tensor == 0
         # The blocks of a quantized down_proj lie along the width, and ranks have whole ones.
-        width = config.intermediate_size // (config.adapter.block if config.adapter else 1)
+        width = config.expert_width // (config.adapter.block if config.adapter else 1)
         return cls(
             tensor,
             kv_heads or shared,

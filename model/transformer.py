@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
 from .dropout import TokenInfo
+from .experts import RouterTotals, router_losses, router_measures
 from .feedforward import QK_NORMS, Auxiliary
 from .layer import LayerOutput, ShardedLayer
 from .memory.options import MemoryConfig, check_combination
@@ -29,9 +30,13 @@ from .weights import Shards
 
 # How arrays [B, L, ...] of a batch are split.
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
+# The mesh axes that tokens are split over.
+EVERY_TOKEN = (*BATCH_AXES, "sequence")
+# A part of a larger batch holds that batch's `RouterTotals` under this name.
+ROUTER_TOTALS = "router_totals"
 # Arrays [B, L, ...] by name: `positions`, `index`, `segment_ids`, `dropout` in training with it (`model.dropout`), and what a
 # model adds (see ARCHITECTURE.md).
-Batch = dict[str, jax.Array]
+Batch = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Transformer(ModelParameters):
         if parallel.split_tokens and not (parallel.heads and parallel.mlp):
             config = self.config
             size = (
-                f"width, {config.intermediate_size}"
+                f"width, {config.expert_width}"
                 if parallel.heads
                 else f"heads, {config.num_attention_heads}"
             )
@@ -160,7 +165,8 @@ class Transformer(ModelParameters):
 
     def local_layers(self, params: Shards, batch: Batch) -> LayerOutput:
         """Returns the last layer's hidden states, and the auxiliary sums of all layers."""
-        labels = TokenInfo(batch["positions"], batch.get("dropout"))
+        real = batch["segment_ids"] > 0 if self.config.num_experts else None
+        labels = TokenInfo(batch["positions"], batch.get("dropout"), real)
         runner = layer_runner(
             self.layers(labels.positions.shape[1] * self.mesh.shape["sequence"]), self.weights
         )
@@ -168,17 +174,54 @@ class Transformer(ModelParameters):
         output = runner.run(self.weights.of_layers(params), x, labels, self.local_coords(batch))
         return output._replace(hidden=self.parallel.whole(output.hidden))
 
-    def auxiliary_losses(self, sums: Auxiliary) -> dict[str, Float[Array, ""]]:
+    def auxiliary_losses(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:
         """Returns this device's summands of the losses that the layers' auxiliary sums make, by name: float32, on the scale of
         the weighted sum of the tokens' losses, which they are added to. Dense layers give no sums, and make no losses.
 
         Args:
           sums: of all layers, stacked [N, ...], over this device's tokens.
+          batch: this device's part.
         """
-        assert not sums, f"no loss is made of {', '.join(sums)}"
-        return {}
+        if not self.config.num_experts:
+            assert not sums, f"no loss is made of {', '.join(sums)}"
+            return {}
+        return router_losses(sums, self._router_totals(sums, batch), self.config)
+
+    def measures(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:
+        """Returns what else metrics report of a batch, all devices' together, multiplied by the sum
+        of its loss weights; none of dense layers. Takes what `auxiliary_losses` takes."""
+        if not self.config.num_experts:
+            return {}
+        entropy = lax.psum(sums["entropy"].sum(), EVERY_TOKEN)
+        part = {name: x for name, x in batch.items() if name != ROUTER_TOTALS}
+        return router_measures(self._router_totals(sums, part), entropy, self.config)
+
+    def _router_totals(self, sums: Auxiliary, batch: Batch) -> RouterTotals:
+        """Returns the totals that the batch comes with, as a part of a larger one, or its own."""
+        if ROUTER_TOTALS in batch:
+            return batch[ROUTER_TOTALS]
+        real = jnp.sum(batch["segment_ids"] > 0, dtype=jnp.float32)
+        own = lax.stop_gradient(sums["tokens"]), real, jnp.sum(batch["loss_weights"])
+        return RouterTotals(*lax.psum(own, EVERY_TOKEN))
+
+    def router_totals(self, params: Shards, batch: Batch) -> RouterTotals:
+        """Returns the totals of a global batch. A batch that is computed in parts needs their sums,
+        under ROUTER_TOTALS in each part, for losses that do not depend on the parts."""
+
+        def local(params, batch):
+            return self._router_totals(self.local_layers(params, batch).auxiliary, batch)
+
+        return self._sharded(local, PartitionSpec())(params, batch)
 
     def _sharded(self, fn: Callable, out_specs: Any) -> Callable:
-        return jax.shard_map(
-            fn, mesh=self.mesh, in_specs=(self.specs, TOKENS), out_specs=out_specs, check_vma=False
-        )
+        def run(params, batch):
+            specs = {name: PartitionSpec() if name == ROUTER_TOTALS else TOKENS for name in batch}
+            return jax.shard_map(
+                fn,
+                mesh=self.mesh,
+                in_specs=(self.specs, specs),
+                out_specs=out_specs,
+                check_vma=False,
+            )(params, batch)
+
+        return run

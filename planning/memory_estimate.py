@@ -12,7 +12,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from trainer.flops import head_weights, layer_weights
+from trainer.flops import head_weights, stored_layer_weights
 
 from .compiled import GIB
 from .machines import is_gpu
@@ -117,8 +117,13 @@ def _working_bytes(job: Job) -> float:
         / memory.query_chunks
     )
     keys = model.num_key_value_heads * model.head_dim / tensor / memory.attention_groups
-    activations = 2 * tokens * (HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys)
-    layer, head = layer_weights(model) / tensor, head_weights(model) / tensor
+    # Of a chunk of tokens, rows of all experts' inputs, widths and outputs, and their gradients.
+    rows = min(tokens, memory.feed_forward_chunk or tokens) * (model.num_experts_per_tok or 0)
+    routed = 2 * rows * (HIDDEN * model.hidden_size + 3 * model.expert_width / tensor)
+    activations = routed + 2 * tokens * (
+        HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys
+    )
+    layer, head = stored_layer_weights(model) / tensor, head_weights(model) / tensor
     # Of a quantized layer the codes are gathered, and one projection at a time is dequantized.
     bits = {"none": 16, "nf4": NF4_BITS, "int8": 8}[job.run.adapter.quantize]
     dequantized = (

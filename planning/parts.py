@@ -30,7 +30,9 @@ def parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
     layers, hidden = model.num_hidden_layers, model.hidden_size
     device_inputs, _ = _kept_inputs(memory, layers)
     widths = (
-        (heads + 2 * key_heads) * model.head_dim + 2 * model.intermediate_size / tensor + hidden
+        (heads + 2 * key_heads) * model.head_dim
+        + 2 * (model.num_experts_per_tok or 1) * model.expert_width / tensor
+        + hidden
     )
     parameters, moments = state_bytes(run, model)
     parts = {

@@ -10,7 +10,7 @@ import yaml
 
 from data.conversation import DEFAULT_TEMPLATE
 from model.attention.names import MESH_AXES
-from model.config import POSITIONS
+from model.config import ADJUSTABLE, POSITIONS
 from trainer.config.schema import VERSION, MemoryConfig, RunConfig
 from trainer.devices import GPU_MEMORY_SHARE, TPUS
 
@@ -121,7 +121,7 @@ def names_model(recipe: Mapping[str, Any]) -> bool:
     return bool(
         section.get("path")
         or section.get("preset")
-        or set(section.get("overrides", {})) - set(POSITIONS)
+        or set(section.get("overrides", {})) - set(ADJUSTABLE)
     )
 
 

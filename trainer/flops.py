@@ -35,12 +35,20 @@ def pairs_per_layer(config: TransformerConfig, lengths: np.ndarray, mask: Mask =
 
 
 def layer_weights(config: TransformerConfig) -> int:
-    """The number of weights in the matrices of one layer: attention's projections and the feed-forward network."""
+    """The number of weights in the matrices of one layer that a token is multiplied with:
+    attention's projections, and the feed-forward network or the router and the token's experts."""
     query_width = config.num_attention_heads * config.head_dim
     key_value_width = config.num_key_value_heads * config.head_dim
+    widths = (config.num_experts_per_tok or 1) * config.expert_width
     return config.hidden_size * (
-        2 * query_width + 2 * key_value_width + 3 * config.intermediate_size
+        2 * query_width + 2 * key_value_width + 3 * widths + config.num_experts
     )
+
+
+def stored_layer_weights(config: TransformerConfig) -> int:
+    """The number of weights in all matrices of one layer, those of all experts among them."""
+    idle = config.num_experts - (config.num_experts_per_tok or 0) if config.num_experts else 0
+    return layer_weights(config) + 3 * config.hidden_size * config.expert_width * idle
 
 
 def head_weights(config: TransformerConfig) -> int:

@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from model.attention import Mask
 from model.config import TransformerConfig
+from model.experts import RouterTotals
 from model.loss import LossSums
 from model.sharding import OnHost, Parameter
 
@@ -63,6 +64,9 @@ class TrainableModel(Protocol):
     @property
     def mask(self) -> Mask:
         """Which keys a query sees, from which attention's FLOPs are counted."""
+
+    def router_totals(self, params: LossParams, batch: DeviceBatch) -> RouterTotals:
+        """Returns what the routers' losses of a batch are made with; see `Transformer`."""
 
 
 class Objective(abc.ABC):

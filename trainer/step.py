@@ -24,6 +24,7 @@ from model.loss import LossSums
 from model.memory.options import MemoryConfig
 from model.quantized_weights import weights_in
 from model.sharding import OnHost
+from model.transformer import ROUTER_TOTALS
 
 from .config.schema import OptimizerConfig, RunConfig, TrainConfig
 from .objective import AbstractBatch, DeviceBatch, LossParams, Params, TrainableModel
@@ -213,8 +214,9 @@ class StepBuilder:
         adapter = self.model.config.adapter
         if adapter is not None and adapter.dropout_rate:
             batch = {**batch, "dropout": token_keys(self.seed, step, batch["index"])}
+        whole = self._whole_batch(trainable, frozen, batch)
         sums, gradient = self._over_parts(
-            functools.partial(self._sums_and_gradient, trainable, frozen), batch
+            lambda part: self._sums_and_gradient(trainable, frozen, {**part, **whole}), batch
         )
         loss, auxiliary, measures, gradient = jax.tree.map(
             lambda x: x / jnp.maximum(sums.weight, 1e-9),
@@ -230,6 +232,14 @@ class StepBuilder:
         )
         metrics = StepMetrics(loss, sums.weight, norm, rate, by_source, auxiliary, measures)
         return *self._update(trainable, optimizer_state, gradient, finite), metrics
+
+    def _whole_batch(self, trainable: Params, frozen: Params, batch: DeviceBatch) -> dict[str, Any]:
+        """Returns what the loss of a part needs to know of the whole batch: of a mixture's routers,
+        whose losses are no sums over parts, the totals, from a forward pass over all parts."""
+        if self.train_config.accumulation == 1 or not self.model.config.has_router_losses:
+            return {}
+        count = functools.partial(self.model.router_totals, {**trainable, **frozen})
+        return {ROUTER_TOTALS: self._over_parts(count, batch)}
 
     def _update(
         self, trainable: Params, state: Any, gradient: Params, finite: Bool[Array, ""] | bool

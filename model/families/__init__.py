@@ -11,16 +11,33 @@ from .gemma3 import GEMMA3
 from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
+from .olmoe import OLMOE
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "Family", "family_of", "find_preset"]
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GRANITE, OLMO2, PHI3, SMOLLM3, GEMMA2, GEMMA3)
+    for family in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        MISTRAL,
+        GRANITE,
+        OLMO2,
+        PHI3,
+        SMOLLM3,
+        GEMMA2,
+        GEMMA3,
+        QWEN3_MOE,
+        MIXTRAL,
+        OLMOE,
+    )
 }
 
 
@@ -56,8 +73,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def _why(name: str) -> str:
     """The reason why a model of this name is unsupported; "" if unknown."""
-    if any(part in name.lower() for part in ("moe", "mixtral", "deepseek")):
-        return "mixtures of experts are not supported (planned after the dense models); "
+    if any(part in name.lower() for part in ("moe", "deepseek")):
+        return "of mixtures of experts only the families named here are supported; "
     if any(
         part in name.lower() for part in ("conditionalgeneration", "vl", "vision", "audio", "omni")
     ):

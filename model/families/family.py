@@ -18,9 +18,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "attention_dropout": (0, None),
         "attention_multiplier": (None,),
         "attn_logit_softcapping": (None,),
+        "capacity_factor": (None,),
         "clip_qkv": (None,),
+        "decoder_sparse_step": (1, None),
+        "drop_tokens": (False, None),
         "embd_pdrop": (0, None),
         "embedding_multiplier": (1, None),
+        "expert_capacity": (None,),
         "final_logit_softcapping": (None,),
         "hidden_act": ("silu", None),
         "hidden_activation": ("silu", None),
@@ -30,15 +34,24 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "logits_scaling": (1, None),
         "mlp_bias": (False, None),
         "mlp_only_layers": ([], None),
+        "moe_intermediate_size": (None,),
+        "n_shared_experts": (0, None),
         "no_rope_layers": (None,),
+        "norm_topk_prob": (False, None),
         "num_experts": (0, None),
+        "num_experts_per_tok": (None,),
         "num_local_experts": (0, 1, None),
+        "output_router_logits": (False, None),
         "partial_rotary_factor": (1, None),
         "pretraining_tp": (1, None),
         "qk_layernorm": (False, None),
         "query_pre_attn_scalar": (None,),
         "resid_pdrop": (0, None),
         "residual_multiplier": (1, None),
+        "router_aux_loss_coef": (0, None),
+        "router_jitter_noise": (0, None),
+        "router_z_loss_coef": (0, None),
+        "shared_expert_intermediate_size": (0, None),
         "sliding_window": (None,),
         "use_bidirectional_attention": (False, None),
         "use_qk_norm": (False, None),
@@ -47,6 +60,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 # Fields of TransformerConfig that no config.json has: they follow from the family.
 BY_FAMILY = ("output_bias", "qk_norm", "norms", "norm_offset", "activation", "scaled_embeddings")
+# Fields of NEUTRAL that every mixture of experts takes.
+MIXTURE = (
+    "num_experts",
+    "num_experts_per_tok",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_z_loss_coef",
+)
 # Fields whose JSON types are checked before anything else reads them: whole numbers of at least 1, objects, and lists.
 _COUNTS = (
     "num_hidden_layers",
@@ -74,6 +95,9 @@ class Family:
       takes: fields of NEUTRAL that the family's models may set, which become TransformerConfig's of the same name.
       theta: RoPE's base where config.json leaves it out.
       constants: what a written config.json has besides.
+      spelled: fields of `TransformerConfig` that its config.json calls otherwise -> their names there.
+      tensors: names of tensors that differ from ours: a module of a layer -> its name in the files,
+        with {j} for the expert where each has tensors of its own.
       fused: tensors of the files that hold the weights of several projections, one below the other: module -> projections.
       trained_lengths: max_position_embeddings of published models -> the length that they were trained at, where it is less.
       presets: published sizes: fields of TransformerConfig, and `rope`, a mapping of RopeConfig's.
@@ -86,6 +110,8 @@ class Family:
     takes: tuple[str, ...] = ()
     theta: float = 10000.0
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     trained_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -107,6 +133,9 @@ class Family:
         """
         _check_types(config)
         config = self.normalise(config)
+        for name, spelling in self.spelled.items():
+            if spelling in config:
+                config[name] = config.pop(spelling)
         _check_quantization(config.pop("quantization_config", None))
         for name, neutral in NEUTRAL.items():
             if name in config and name not in self.takes and config[name] not in neutral:
@@ -138,6 +167,9 @@ class Family:
             for name, value in fields.items()
             if name not in self.computes and self._writes(name)
         }
+        if not own.get("router_z_loss_coef"):  # no field of transformers'
+            own.pop("router_z_loss_coef", None)
+        own = {self.spelled.get(name, name): value for name, value in own.items()}
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,

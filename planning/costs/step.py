@@ -12,7 +12,7 @@ from model.attention.schedules import Schedule
 from model.attention.schedules.plan import GATHER, SCATTER, Block, Pairs, Send, everyone
 from model.config import TransformerConfig
 from model.memory.policies import POLICIES, RematPolicy
-from trainer.flops import head_weights, layer_weights, training_flops
+from trainer.flops import head_weights, layer_weights, stored_layer_weights, training_flops
 
 from .hardware import Hardware
 from .kernel_rates import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, TWO_BACKWARD_KERNELS
@@ -45,7 +45,9 @@ class Sizes:
     """The sizes of a transformer that the cost model needs; made by hand for models that are no LLaMA.
 
     Attributes:
-      weights: in the matrices of one layer.
+      weights: in the matrices of one layer that a token is multiplied with.
+      stored: in all matrices of one layer, those of experts that a token does not go to among them;
+        0 for as many as `weights`.
       head_weights: in the matrix that makes logits.
     """
 
@@ -56,6 +58,7 @@ class Sizes:
     kv_heads: int
     head_dim: int
     hidden: int
+    stored: int = 0
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Sizes:
@@ -68,12 +71,13 @@ class Sizes:
             config.num_key_value_heads,
             config.head_dim,
             config.hidden_size,
+            stored_layer_weights(config),
         )
 
     @property
     def parameters(self) -> int:
         """Weights of all matrices, an untied embedding included; norms are left out."""
-        return self.layers * self.weights + 2 * self.head_weights
+        return self.layers * (self.stored or self.weights) + 2 * self.head_weights
 
     def needed_flops(self, tokens: float, pairs: float, frozen: bool = False) -> float:
         """FLOPs of a training step over these tokens and visible query-key pairs, without what remat computes again, or
@@ -265,7 +269,12 @@ def estimate(job: TrainingStep) -> Estimate:
         int(job.frozen),
         int(not job.frozen),
     )
-    of_layers = functools.partial(matrices, sizes.weights, weight_bytes=job.weight_bytes)
+    of_layers = functools.partial(
+        matrices,
+        sizes.weights,
+        stored=sizes.stored or sizes.weights,
+        weight_bytes=job.weight_bytes,
+    )
     sums = BACKWARD_SUMS + EVERY_K_SUMS * POLICIES[job.remat].every_k
     layer_forward = of_layers(1, FORWARD_SUMS, gathers=1) + _dequantization(job, 1) + forward
     layer_backward = (
@@ -329,6 +338,7 @@ def _matrices(
     gathers: int = 0,
     scatters: int = 0,
     weight_bytes: float = 2,
+    stored: int = 0,
 ) -> Phase:
     """Position-wise work: so many forward passes through matrices of `weights` parameters, whose transfers run beside it.
 
@@ -337,12 +347,13 @@ def _matrices(
       sums: of hidden states over the tensor axis.
       gathers, scatters: how often the parameters are gathered, and their gradients reduce-scattered (float32).
       weight_bytes: of each number as it is gathered.
+      stored: the parameters that are gathered, if more than those that a token is multiplied with.
     """
     hardware, network = job.hardware, job.hardware.network
     compute = forwards * 2 * weights / job.tensor * job.tokens / (hardware.peak * hardware.matmul)
     transfer = 0.0
     if job.zero and job.fsdp * job.sequence > 1:
-        share = weights / (job.tensor * job.fsdp * job.sequence)
+        share = (stored or weights) / (job.tensor * job.fsdp * job.sequence)
         pairs = _shards(job.data, job.fsdp, job.tensor, job.sequence)
         transfer = gathers * network.seconds(
             (Send("weights", GATHER, weight_bytes * share, pairs),), job.devices

@@ -67,11 +67,11 @@ def llama(config, shape=None, **options) -> LanguageModel:
 
 
 def mean_loss(model):
-    """(params, batch) -> the mean loss in nats, and the sum of weights."""
+    """(params, batch) -> the mean loss in nats with that of routers, and the sum of weights."""
 
     def loss(params, batch):
         sums = model.loss(params, batch)
-        return sums.total / sums.weight, sums.weight
+        return sums.trained / sums.weight, sums.weight
 
     return loss
 

@@ -28,8 +28,8 @@ RING = {"fsdp": 2, "sequence": 4}
 class RoutedFeedForward(FeedForward):
     """Gives a router's z-loss of each token, with the gate for a router, summed over the tokens (Zoph et al., ST-MoE)."""
 
-    def __call__(self, x, parallel, dropout=None):
-        y, _ = super().__call__(x, parallel, dropout)
+    def __call__(self, x, parallel, labels):
+        y, _ = super().__call__(x, parallel, labels)
         return y, {
             "z": jnp.sum(
                 jnp.square(jax.nn.logsumexp(self.gate_proj(x, parallel).astype(jnp.float32), -1))
@@ -40,7 +40,7 @@ class RoutedFeedForward(FeedForward):
 class RoutedLlama(LanguageModel):
     """Adds each layer's z-loss, the upper ones with more weight, so that no two layers could be mistaken for each other."""
 
-    def auxiliary_losses(self, sums):
+    def auxiliary_losses(self, sums, batch):
         return {"router_z": jnp.dot(jnp.arange(1.0, 5), sums["z"]), "twice": 2 * jnp.sum(sums["z"])}
 
 

@@ -1,12 +1,15 @@
 """Tests of trainer/flops.py: visible pairs against the mask itself, FLOPs against the size of a published model."""
 
+import math
+
 import numpy as np
 import pytest
 
 from model.attention import Mask
 from model.config import TransformerConfig
+from model.modules import declare
 from tests.model.attention.dense import visible
-from trainer.flops import flops_per_step, visible_pairs
+from trainer.flops import flops_per_step, head_weights, stored_layer_weights, visible_pairs
 
 
 def test_visible_pairs_against_the_mask():
@@ -40,3 +43,27 @@ def test_flops_of_llama_7b():
     pairs = tokens * (tokens + 1) // 2
     assert flops_per_step(config, tokens, 0) == 6 * weights * tokens
     assert flops_per_step(config, 0, pairs) == 3 * 32 * 4 * 4096 * pairs
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"),
+    [
+        ("mixtral-8x7b", 46_702_792_704, 12.9e9),
+        ("qwen3-30b-a3b", 30_532_122_624, 3.3e9),
+        ("olmoe-1b-7b", 6_919_161_856, 1.3e9),
+    ],
+)
+def test_flops_of_mixtures_are_those_of_the_active_parameters(preset, total, active):
+    """Totals as the hub counts them, and active parameters as published."""
+    config = TransformerConfig.preset(preset)
+    assert sum(math.prod(parameter.shape) for parameter in declare(config).values()) == total
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    norms = hidden + sum(
+        math.prod(parameter.shape)
+        for name, parameter in declare(config).items()
+        if name.startswith("layers.") and "norm" in name
+    )
+    table = config.vocab_size * hidden
+    matrices = layers * stored_layer_weights(config) + head_weights(config)
+    assert matrices == total - norms - table
+    assert flops_per_step(config, 1, 0) == pytest.approx(6 * (active - norms - table), rel=0.03)

@@ -12,7 +12,7 @@ import yaml
 from data.errors import UserError
 from data.printable import printable
 from model.attention.choice import LIMITS
-from model.config import POSITIONS
+from model.config import ADJUSTABLE
 
 from . import command_line
 from .checks import check
@@ -121,7 +121,7 @@ def _without_replaced(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> di
         if (
             model.pop("preset", None)
             or not isinstance(overrides, dict)
-            or not set(overrides) <= set(POSITIONS)
+            or not set(overrides) <= set(ADJUSTABLE)
         ):
             model.pop("overrides", None)
         if "model.tokenizer" not in flags:

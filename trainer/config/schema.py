@@ -18,7 +18,7 @@ from data.trajectories.options import TrajectoryConfig
 from model.adapter import AdapterConfig
 from model.attention.names import MESH_AXES
 from model.attention.options import AttentionConfig
-from model.config import POSITIONS
+from model.config import ADJUSTABLE, POSITIONS
 from model.memory.options import MemoryConfig
 
 VERSION = 2
@@ -68,10 +68,10 @@ class ModelConfig:
             "to be left out where model.path is given; keep one of them",
         )
         require(
-            not self.path or set(self.overrides) <= set(POSITIONS),
+            not self.path or set(self.overrides) <= set(ADJUSTABLE),
             "model.overrides",
             self.overrides,
-            f"the others left out: model.path fixes all but {', '.join(POSITIONS)}",
+            f"the others left out: model.path fixes all but {', '.join(ADJUSTABLE)}",
         )
         try:
             re.compile(self.trainable)

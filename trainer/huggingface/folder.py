@@ -287,20 +287,20 @@ def check_tensors(
     """Raises ValueError for the first tensor that is missing, unknown, or of another shape or dtype than can be read."""
     expected = set()
     for entry in layout:
-        for name in entry.hf_names():
+        for name, shape in entry.file_tensors().items():
             expected.add(name)
             if name not in files:
                 raise ValueError(
-                    f"{folder}: tensor {name} is missing; expected shape {list(entry.file_shape)}"
+                    f"{folder}: tensor {name} is missing; expected shape {list(shape)}"
                 )
             if is_nf4(files, name):
                 expected.update(parts(name))
                 continue
             tensor = files[name].get_slice(name)
-            if tuple(tensor.get_shape()) != entry.file_shape:
+            if tuple(tensor.get_shape()) != shape:
                 raise ValueError(
                     f"{folder}: tensor {name} has shape {list(tensor.get_shape())}; "
-                    f"config.json makes it {list(entry.file_shape)}"
+                    f"config.json makes it {list(shape)}"
                 )
             if tensor.get_dtype() not in DTYPES:
                 raise ValueError(

@@ -16,7 +16,7 @@ from model.config import TransformerConfig
 
 from .bitsandbytes import is_nf4, read_nf4
 from .folder import check_tensors, open_tensors
-from .table import HFEntry, HoldsNaN, hf_layout
+from .table import HFEntry, HoldsNaN, hf_layout, layout_of
 
 
 def read_hf(
@@ -42,7 +42,7 @@ def read_hf(
     """
     with ExitStack() as stack:
         files = open_tensors(Path(folder), stack)
-        layout = hf_layout(config)
+        layout = layout_of(files, config)
         check_tensors(Path(folder), files, layout, config)
         params: dict[str, jax.Array] = {}
         for entry, padded in zip(layout, hf_layout(in_memory or config), strict=True):
@@ -105,7 +105,8 @@ def stored_hf(
     folder: str | Path, config: TransformerConfig, stack: ExitStack
 ) -> dict[str, StoredParameter]:
     """Returns the parameters in `folder` without reading them; the files are closed with `stack`. Errors as in `read_hf`."""
-    files, layout = open_tensors(Path(folder), stack), hf_layout(config)
+    files = open_tensors(Path(folder), stack)
+    layout = layout_of(files, config)
     check_tensors(Path(folder), files, layout, config)
     return {
         entry.name: (StoredCodes if is_nf4(files, entry.hf_names()[0]) else StoredParameter)(

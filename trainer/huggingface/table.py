@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from model.config import TransformerConfig
 from model.declarations import LAYERS, in_order
-from model.families import FAMILIES
+from model.families import FAMILIES, Family
 from model.padding import fits
 from model.sharding import Parameter
 
@@ -95,13 +95,22 @@ class HFEntry:
         columns = (self.file_columns,) if self.file_columns else self.hf_shape[1:]
         return (self.file_rows or self.hf_shape[0], *columns)
 
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of one tensor in the files, which may hold a matrix for each expert."""
+        return self.file_shape
+
     def hf_names(self) -> list[str]:
         """The names of the Hugging Face tensors, one for each layer if the parameter stacks the layers."""
         return (
             [self.hf_name]
             if self.layers is None
-            else [self.hf_name.format(i=i) for i in range(self.layers)]
+            else [self.hf_name.replace("{i}", str(i)) for i in range(self.layers)]
         )
+
+    def file_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of every tensor in the files that the parameter is read from."""
+        return dict.fromkeys(self.hf_names(), self.tensor_shape)
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -118,13 +127,20 @@ class HFEntry:
         """A Hugging Face tensor, or the rows of it that are this parameter's, as one layer of our parameter."""
         return (tensor.T if self.transpose else tensor).reshape(self.layer_shape)
 
-    def read(self, files: Mapping[str, Any], name: str, index: tuple[slice, ...]) -> np.ndarray:
+    def read(
+        self,
+        files: Mapping[str, Any],
+        name: str,
+        index: tuple[slice, ...],
+        within: tuple[int, ...] = (),
+    ) -> np.ndarray:
         """Reads the part `index` of one layer of our parameter; of the file only the rows and columns that hold it.
 
         Args:
           files: the opened safetensors file of each tensor.
           name: one of `hf_names`.
           index: one slice for each axis of `layer_shape`.
+          within: which of the tensor's matrices it is, of a tensor that holds several.
 
         Raises:
           HoldsNaN: as `check_numbers`.
@@ -154,26 +170,132 @@ class HFEntry:
         rows, *columns = reversed(file_index) if self.transpose else file_index
         tensor = files[name].get_slice(name)
         value = tensor[
-            _shifted(rows, self.first_row), *(_shifted(part, self.first_column) for part in columns)
+            *within,
+            _shifted(rows, self.first_row),
+            *(_shifted(part, self.first_column) for part in columns),
         ]
         check_numbers(name, value)
         return (value.T if self.transpose else value).reshape(shape)[tuple(finer)]
+
+
+@dataclass(frozen=True)
+class ExpertsEntry(HFEntry):
+    """A parameter with a matrix for each expert, and the tensors that it is made of.
+
+    `hf_shape`, `transpose` and the rows are those of one expert's matrix. Each expert has tensors
+    of its own, with `{j}` for the expert in their names; or one tensor [X, ...] has all of a layer.
+    """
+
+    @property
+    def experts(self) -> int:
+        """The number of experts."""
+        return self.layer_shape[0]
+
+    @property
+    def are_stacked(self) -> bool:
+        """Whether a layer's experts are in one tensor."""
+        return "{j}" not in self.hf_name
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """See `HFEntry.tensor_shape`."""
+        return (self.experts, *self.file_shape) if self.are_stacked else self.file_shape
+
+    @property
+    def of_one(self) -> HFEntry:
+        """The entry of one expert's matrices."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(HFEntry)}
+        return HFEntry(**{**fields, "shape": (self.shape[0], *self.shape[2:])})
+
+    def file_tensors(self) -> dict[str, tuple[int, ...]]:
+        """See `HFEntry.file_tensors`."""
+        if self.are_stacked:
+            return super().file_tensors()
+        return {
+            name.replace("{j}", str(j)): self.tensor_shape
+            for name in self.hf_names()
+            for j in range(self.experts)
+        }
+
+    def read(self, files, name, index, within=()):
+        """See `HFEntry.read`; the first slice is of the experts, and the name may have `{j}`."""
+        parts = [
+            self.of_one.read(
+                files,
+                name.replace("{j}", str(j)),
+                index[1:],
+                (j,) if self.are_stacked else (),
+            )
+            for j in range(*index[0].indices(self.experts))
+        ]
+        return np.stack(parts)
+
+    def to_hf(self, value: np.ndarray) -> np.ndarray:
+        """One layer of our parameter as the experts' tensors, one upon the other."""
+        return np.stack([self.of_one.to_hf(expert) for expert in value])
 
 
 def _shifted(part: slice, first: int) -> slice:
     return slice(part.start + first, part.stop + first)
 
 
-def hf_layout(config: TransformerConfig) -> list[HFEntry]:
+# How transformers 5 names a layer's experts, all in one tensor: gate_proj above up_proj.
+_STACKED = {
+    "mlp.gate.weight": "mlp.gate.weight",
+    "mlp.experts.gate_proj.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.up_proj.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.down_proj.weight": "mlp.experts.down_proj",
+}
+
+
+def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]:
     """Every parameter of `config`'s model with its Hugging Face tensors: the one table for reading and writing, which follows
-    from what the modules declare."""
+    from what the modules declare.
+
+    Args:
+      stacked: the experts of a layer are in one tensor, as transformers 5 holds them in memory; else
+        as they are published.
+    """
+    family = FAMILIES[config.family]
     entries = [
-        _entry(name, parameter)
+        _entry(name, dataclasses.replace(parameter, hf_name=_file_name(name, parameter, family)))
         for name, parameter in in_order(dataclasses.replace(config, adapter=None)).items()
     ]
-    for module, projections in FAMILIES[config.family].fused.items():
+    for module, projections in family.fused.items():
         entries = _fused(entries, module, projections)
-    return entries
+    return _stacked(entries) if stacked else entries
+
+
+def layout_of(files: Iterable[str], config: TransformerConfig) -> list[HFEntry]:
+    """Returns the table of a folder that holds tensors of these names."""
+    known = {_STACKED[name] for name in _STACKED if "experts" in name}
+    return hf_layout(config, stacked=any(name.endswith(tuple(known)) for name in files))
+
+
+def _stacked(entries: list[HFEntry]) -> list[HFEntry]:
+    """The table in which a layer's experts are in one tensor, gate_proj above up_proj."""
+    result, first_rows = [], dict.fromkeys(_STACKED.values(), 0)
+    for entry in entries:
+        target = _STACKED.get(entry.name.removeprefix(LAYERS))
+        if target is not None:
+            first, rows = first_rows[target], entry.hf_shape[0]
+            first_rows[target] += rows
+            fused = 2 * rows if "gate_up" in target else None
+            name = f"model.layers.{{i}}.{target}"
+            result.append(
+                dataclasses.replace(entry, hf_name=name, first_row=first, file_rows=fused)
+            )
+        else:
+            result.append(entry)
+    return result
+
+
+def _file_name(name: str, parameter: Parameter, family: Family) -> str:
+    """Returns the name of a parameter's tensors in the files of a family."""
+    module, _, part = name.removeprefix(LAYERS).rpartition(".")
+    if not name.startswith(LAYERS) or module not in family.tensors:
+        return parameter.hf_name
+    return f"model.layers.{{i}}.{family.tensors[module]}.{part}"
 
 
 def _entry(name: str, parameter: Parameter) -> HFEntry:
@@ -186,6 +308,11 @@ def _entry(name: str, parameter: Parameter) -> HFEntry:
         )
     if parameter.inputs == 0:
         return HFEntry(name, parameter.hf_name, parameter.shape, shape, layers, transpose=False)
+    if "experts" in parameter.axes:
+        matrix = shape[:0:-1]  # of an expert, outputs first
+        return ExpertsEntry(
+            name, parameter.hf_name, parameter.shape, matrix, layers, transpose=True
+        )
     hf_shape = (math.prod(shape[parameter.inputs :]), math.prod(shape[: parameter.inputs]))
     return HFEntry(name, parameter.hf_name, parameter.shape, hf_shape, layers, transpose=True)
 

@@ -24,7 +24,7 @@ from model.config import TransformerConfig
 
 from . import bitsandbytes
 from .assets import ASSET_FILES, source_dtype, trained_mask, write_config
-from .table import DTYPES, HFEntry, check_numbers, check_params, hf_layout
+from .table import DTYPES, ExpertsEntry, HFEntry, check_numbers, check_params, hf_layout
 
 
 def write_hf(
@@ -113,9 +113,9 @@ def _write_weights(
     # as in transformers, so that a file holds whole layers.
     plan: list[list[_Planned]] = [[]]
     total = used = 0
-    for name, entries, layer in _in_layer_order(layout):
+    for name, entries, layer, expert in _in_layer_order(layout):
         kind = _PlannedCodes if nf4 and _is_projection(entries[0]) else _Planned
-        tensor = kind(name, entries, layer, exceptions.get(name, common))
+        tensor = kind(name, entries, layer, exceptions.get(name, common), expert)
         if plan[-1] and used + tensor.size > limit:
             plan.append([])
             used = 0
@@ -128,7 +128,7 @@ def _write_weights(
             if len(plan) == 1
             else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         )
-        _write_safetensors(folder / file, part, params)
+        _write_safetensors(folder / file, part, _HostLayers(params))
         weight_map |= {name: file for tensor in part for name in tensor.tensors}
     if len(plan) > 1:
         _write_json(
@@ -145,17 +145,19 @@ class _Planned:
       name: its Hugging Face name.
       entries, layer: the parameters, and the layer of them, that it is made of.
       dtype_name: the dtype that it is written in.
+      expert: the expert of them, where each has tensors of its own.
     """
 
     name: str
     entries: list[HFEntry]
     layer: int
     dtype_name: str
+    expert: int | None = None
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The dtype and shape of each tensor of the file, by its name."""
-        return {self.name: (self.dtype_name, self.entries[0].file_shape)}
+        return {self.name: (self.dtype_name, self.entries[0].tensor_shape)}
 
     @property
     def size(self) -> int:
@@ -169,10 +171,9 @@ class _Planned:
         """The tensors' bytes are a multiple of this number, and begin at such."""
         return np.dtype(self.dtype_name).itemsize
 
-    def read(self, params: Mapping[str, Any]) -> Iterator[np.ndarray]:
+    def read(self, params: _HostLayers) -> Iterator[np.ndarray]:
         """Yields what the tensors consist of, in their order: of one that is made of several parameters, each by itself."""
-        for entry in self.entries:
-            value = entry.to_hf(_one_layer(params[entry.name], entry, self.layer))
+        for value in self._parts(params):
             with np.errstate(over="ignore"):  # named below
                 written = np.ascontiguousarray(value, np.dtype(self.dtype_name))
             check_numbers(self.name, written)
@@ -182,6 +183,21 @@ class _Planned:
                     "the dtype of the model that it was trained from, cannot hold"
                 )
             yield written
+
+    def _parts(self, params: _HostLayers) -> Iterator[np.ndarray]:
+        """Yields the parts of the tensor, in their order: of experts in one tensor, those of each."""
+        if not isinstance(self.entries[0], ExpertsEntry):
+            for entry in self.entries:
+                yield entry.to_hf(params.layer(entry, self.layer))
+            return
+        layers = [
+            (entry.of_one, params.layer(entry, self.layer))
+            for entry in self.entries
+            if isinstance(entry, ExpertsEntry)
+        ]
+        every = range(self.entries[0].experts) if self.expert is None else [self.expert]
+        for expert in every:
+            yield from (entry.to_hf(value[expert]) for entry, value in layers)
 
 
 class _PlannedCodes(_Planned):
@@ -194,7 +210,7 @@ class _PlannedCodes(_Planned):
         """See `_Planned.tensors`."""
         return bitsandbytes.nf4_layout(self.name, self.entries[0].file_shape)
 
-    def read(self, params: Mapping[str, Any]) -> Iterator[np.ndarray]:
+    def read(self, params: _HostLayers) -> Iterator[np.ndarray]:
         """See `_Planned.read`."""
         codes = quantize_nf4(np.concatenate(list(super().read(params))))
         yield from bitsandbytes.write_nf4(self.name, codes, self.dtype_name).values()
@@ -205,7 +221,7 @@ def _is_projection(entry: HFEntry) -> bool:
     return part == "weight" and module.rpartition(".")[2] in PROJECTIONS
 
 
-def _write_safetensors(path: Path, part: list[_Planned], params: Mapping[str, Any]) -> None:
+def _write_safetensors(path: Path, part: list[_Planned], params: _HostLayers) -> None:
     """Writes one file, tensor after tensor; the safetensors library's own writer needs all of them in memory at once.
 
     The format (https://huggingface.co/docs/safetensors): the header's length in 8 bytes, the header as JSON, the tensors'
@@ -229,23 +245,47 @@ def _write_safetensors(path: Path, part: list[_Planned], params: Mapping[str, An
                 file.write(value.view(np.uint8).data)
 
 
-def _in_layer_order(layout: list[HFEntry]) -> Iterator[tuple[str, list[HFEntry], int]]:
-    """Hugging Face name, entries and layer of every tensor: the embedding, layer after layer, then the rest."""
+def _in_layer_order(
+    layout: list[HFEntry],
+) -> Iterator[tuple[str, list[HFEntry], int, int | None]]:
+    """Hugging Face name, entries, layer and expert of every tensor: the embedding, layer after layer, then the rest."""
     layers = next(entry.layers for entry in layout if entry.layers is not None)
     stacked: dict[str, list[HFEntry]] = {}
     for entry in layout:
         if entry.layers is not None:
             stacked.setdefault(entry.hf_name, []).append(entry)
     yield from (
-        (entry.hf_name, [entry], 0) for entry in layout if entry.name == "embed_tokens.weight"
+        (entry.hf_name, [entry], 0, None) for entry in layout if entry.name == "embed_tokens.weight"
     )
     for layer in range(layers):
-        yield from ((name.format(i=layer), entries, layer) for name, entries in stacked.items())
+        for name, entries in stacked.items():
+            first, of_layer = entries[0], name.replace("{i}", str(layer))
+            if isinstance(first, ExpertsEntry) and not first.are_stacked:
+                for expert in range(first.experts):
+                    yield of_layer.replace("{j}", str(expert)), entries, layer, expert
+            else:
+                yield of_layer, entries, layer, None
     yield from (
-        (entry.hf_name, [entry], 0)
+        (entry.hf_name, [entry], 0, None)
         for entry in layout
         if entry.layers is None and entry.name != "embed_tokens.weight"
     )
+
+
+class _HostLayers:
+    """Parameters of which one layer at a time is on the host; the last one is kept, for experts."""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self._params = params
+        self._last: tuple[str, int] | None = None
+        self._value: Any = None
+
+    def layer(self, entry: HFEntry, layer: int) -> np.ndarray:
+        """Returns one layer of a parameter, without padding."""
+        if self._last != (entry.name, layer):
+            self._value = _one_layer(self._params[entry.name], entry, layer)
+            self._last = entry.name, layer
+        return self._value
 
 
 @jax.jit

@@ -1,0 +1,254 @@
+"""A mixture of experts: a router sends each token to a few of many feed-forwards, and none is dropped.
+
+Tokens are sorted by expert and multiplied in groups (`grouped`). The router's sums over a device's
+tokens go out through the layer's auxiliary output; `router_losses` makes losses of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from .config import TransformerConfig
+from .dropout import TokenInfo
+from .feedforward import ACTIVATIONS, OUTPUT, Auxiliary, param
+from .grouped import grouped_product
+from .linear import product
+from .sharding import TensorParallel
+
+
+class Routes(NamedTuple):
+    """Where tokens go: the numbers of their experts, and what each expert's output is multiplied by."""
+
+    experts: Int[Array, "T k"]
+    weights: Float[Array, "T k"]
+
+
+def route(logits: Float[Array, "T E"], config: TransformerConfig) -> Routes:
+    """Returns each token's experts, those of the highest scores; of equal ones the first.
+
+    Args:
+      logits: float32.
+    """
+    assert config.num_experts_per_tok is not None
+    weights, experts = lax.top_k(jax.nn.softmax(logits, -1), config.num_experts_per_tok)
+    if config.norm_topk_prob:
+        weights /= weights.sum(-1, keepdims=True)
+    return Routes(experts, weights)
+
+
+def router_sums(logits: Float[Array, "T E"], routes: Routes, real: Bool[Array, " T"]) -> Auxiliary:
+    """Returns a router's sums over tokens that are not padding, float32.
+
+    They are, by expert, the tokens that it got and the probabilities that it had; and over all
+    experts the squares of the logits' log-sum-exp and the entropies of the probabilities. Gradients
+    pass through the probabilities and the squares alone.
+    """
+    lse = jax.nn.logsumexp(logits, -1)
+    probabilities = jnp.exp(logits - lse[:, None])
+    entropies = lax.stop_gradient(lse - jnp.sum(probabilities * logits, -1))
+    got = jnp.zeros(logits.shape[-1]).at[routes.experts].add(real[:, None].astype(jnp.float32))
+    return {
+        "tokens": got,
+        "probability": jnp.sum(jnp.where(real[:, None], probabilities, 0), 0),
+        "square": jnp.sum(jnp.where(real, jnp.square(lse), 0)),
+        "entropy": jnp.sum(jnp.where(real, entropies, 0)),
+    }
+
+
+class Router(nnx.Module):
+    """Makes a token's logits, one for each expert."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        shape = (config.hidden_size, config.num_experts)
+        self.weight = param(
+            rngs, shape, ("embed", "router"), config.initializer_range, stages=(OUTPUT,)
+        )
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T X"]:
+        """Returns float32 logits of normalised hidden states."""
+        return product("te,ex->tx", x, self.weight.get_value(), jnp.float32)
+
+
+class ExpertProjection(nnx.Module):
+    """A linear map for each expert."""
+
+    def __init__(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str, str],
+        config: TransformerConfig,
+        rngs: nnx.Rngs,
+    ):
+        shape = (config.num_experts, inputs, outputs)
+        self.weight = param(
+            rngs,
+            shape,
+            ("experts", *axes),
+            config.initializer_range,
+            stages=(OUTPUT,),
+            hf_name=f"model.layers.{{i}}.mlp.experts.{{j}}.{name}.weight",
+        )
+
+    def __call__(self, x: Float[Array, "M K"], sizes: Int[Array, " X"]) -> Float[Array, "M N"]:
+        """Returns the products of rows that are sorted by expert, as of `grouped_product`."""
+        return grouped_product(x, self.weight.get_value(), sizes)
+
+
+class Experts(nnx.Module):
+    """A gated feed-forward for each expert; their width F is split over `tensor`."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.activation = ACTIVATIONS[config.activation]
+        self.count = config.num_experts
+        hidden, width = config.hidden_size, config.expert_width
+        inward, outward = (hidden, width, ("embed", "mlp")), (width, hidden, ("mlp", "embed"))
+        self.gate_proj = ExpertProjection("gate_proj", *inward, config, rngs)
+        self.up_proj = ExpertProjection("up_proj", *inward, config, rngs)
+        self.down_proj = ExpertProjection("down_proj", *outward, config, rngs)
+
+    def __call__(self, x: Float[Array, "T E"], routes: Routes) -> Float[Array, "T E"]:
+        """Returns the weighted sums of the experts' outputs, this tensor rank's summand."""
+        experts = routes.experts.reshape(-1)
+        order = jnp.argsort(experts, stable=True)
+        places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
+        sizes = jnp.bincount(experts, length=self.count)
+        rows = _sorted_rows(x, order, places)
+        gated = self.activation(self.gate_proj(rows, sizes)) * self.up_proj(rows, sizes)
+        outputs = _reordered(self.down_proj(gated, sizes), places, order)
+        outputs = outputs.reshape(*routes.experts.shape, -1).astype(jnp.float32)
+        return jnp.einsum("tke,tk->te", outputs, routes.weights).astype(x.dtype)
+
+
+class Mixture(nnx.Module):
+    """A router and its experts, in the place of a feed-forward."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.gate = Router(config, rngs=rngs)
+        self.experts = Experts(config, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T E"], parallel: TensorParallel, labels: TokenInfo
+    ) -> tuple[Float[Array, "B T E"], Auxiliary]:
+        """Returns the mixture of normalised hidden states, summed over the tensor ranks, and the
+        router's sums over this device's tokens, as of `router_sums`."""
+        x = parallel.whole(x)
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = self.gate(tokens)
+        routes = route(logits, self.config)
+        y = self.experts(tokens, routes).reshape(x.shape)
+        # In decoding nothing is trained, and nobody asks for sums.
+        real = labels.real
+        sums = {} if real is None else router_sums(logits, routes, real.reshape(-1))
+        return parallel.combine(y, "mlp"), sums
+
+
+@jax.custom_vjp
+def _sorted_rows(
+    x: Float[Array, "T E"], order: Int[Array, " M"], places: Int[Array, " M"]
+) -> Float[Array, "M E"]:
+    """Returns the token of each assignment, sorted.
+
+    Its gradient is a sum over a token's assignments in float32, without a scatter.
+
+    Args:
+      order: the assignments, numbered token by token, in their order; places: its inverse.
+    """
+    return x[order // (len(order) // len(x))]
+
+
+def _sorted_rows_backward(residuals, dy):
+    places, like = residuals
+    by_token = dy[places].reshape(len(like), -1, dy.shape[-1])
+    return by_token.sum(1, dtype=jnp.float32).astype(like.dtype), None, None
+
+
+_sorted_rows.defvjp(
+    lambda x, order, places: (
+        _sorted_rows(x, order, places),
+        (places, jnp.zeros((len(x), 0), x.dtype)),
+    ),
+    _sorted_rows_backward,
+)
+
+
+@jax.custom_vjp
+def _reordered(
+    x: Float[Array, "M E"], order: Int[Array, " M"], inverse: Int[Array, " M"]
+) -> Float[Array, "M E"]:
+    """Returns x[order]; the gradient is taken by the inverse order, not scattered."""
+    return x[order]
+
+
+_reordered.defvjp(
+    lambda x, order, inverse: (x[order], inverse),
+    lambda inverse, dy: (dy[inverse], None, None),
+)
+
+
+class RouterTotals(NamedTuple):
+    """What a whole batch's router losses are made with.
+
+    Attributes:
+      tokens: the tokens that each expert of each layer got, without gradient.
+      real: the number of tokens but padding; weight: the sum of the tokens' loss weights.
+    """
+
+    tokens: Float[Array, "N X"]
+    real: Float[Array, ""]
+    weight: Float[Array, ""]
+
+
+def router_losses(
+    sums: Auxiliary, totals: RouterTotals, config: TransformerConfig
+) -> dict[str, Float[Array, ""]]:
+    """Returns a device's summands of the router losses, on the scale of the tokens' losses' sum.
+
+    The balance loss is transformers' (Switch Transformer, arXiv 2101.03961, equations 4 to 6, over
+    the tokens of all layers together), the z-loss ST-MoE's (arXiv 2202.08906, equation 5), averaged
+    over tokens and layers.
+
+    Args:
+      sums: of all layers, stacked [N, ...], as of `router_sums`.
+    """
+    routed = jnp.maximum(totals.real * config.num_hidden_layers, 1)
+    scale, losses = totals.weight / routed, {}
+    if config.router_aux_loss:
+        shares = lax.stop_gradient(totals.tokens.sum(0)) / routed
+        balance = config.num_experts * jnp.dot(shares, sums["probability"].sum(0))
+        losses["router_balance"] = config.router_aux_loss * scale * balance
+    if config.router_z_loss_coef:
+        losses["router_z"] = config.router_z_loss_coef * scale * sums["square"].sum()
+    return losses
+
+
+def router_measures(
+    totals: RouterTotals, entropy: Float[Array, ""], config: TransformerConfig
+) -> dict[str, Float[Array, ""]]:
+    """Returns what metrics say of the routers, multiplied by the weight that they are divided by.
+
+    They are each expert's load, 1 for an equal share, averaged over the layers; the highest and the
+    lowest load in any layer; and the mean entropy of a token's probabilities, in nats.
+
+    Args:
+      entropy: the sum over all tokens and layers.
+    """
+    assert config.num_experts_per_tok is not None
+    share = totals.real * config.num_experts_per_tok / config.num_experts
+    loads = totals.tokens / jnp.maximum(share, 1)
+    digits = len(str(config.num_experts - 1))
+    measures = {
+        f"router/load/{expert:0{digits}}": load for expert, load in enumerate(loads.mean(0))
+    }
+    measures |= {"router/load_max": loads.max(), "router/load_min": loads.min()}
+    routed = jnp.maximum(totals.real * config.num_hidden_layers, 1)
+    measures["router/entropy"] = entropy / routed
+    return {name: totals.weight * value for name, value in measures.items()}

@@ -1,0 +1,173 @@
+"""Products of rows that are sorted into groups with a matrix for each group: a mixture's experts.
+
+On TPUs `jax.lax.ragged_dot` is compiled to a grouped product. Elsewhere it becomes a dense product
+of all rows with every group's matrix, which multiplies the FLOPs by the number of groups; there a
+loop goes over blocks of rows, each of one group. It has as many steps as there are blocks: a group
+without rows costs nothing, and any sizes run in one program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .frozen import FrozenWeight, Weight
+
+# The least and the most rows of a block in the loop; between them an eighth of a group of average size.
+BLOCK_ROWS = (16, 512)
+
+
+def grouped_product(
+    x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " G"], transpose: bool = False
+) -> Float[Array, "M N"]:
+    """Returns x[i] @ w[g] for each row i of group g, in x's dtype; zeros after the last group.
+
+    The gradient of a weight that is float32 by type is a float32 sum; a frozen weight has none.
+
+    Args:
+      x: the rows of the first group, then those of the second, and so on.
+      w: [G, K, N], float32 by type with values of x's dtype, or frozen.
+      sizes: the number of rows of each group; their sum may be less than M.
+      transpose: w is [G, N, K].
+    """
+    if isinstance(w, FrozenWeight):
+        return _frozen_product(x, w, sizes, transpose)
+    return _trained_product(x, w, sizes, transpose)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _trained_product(x, w, sizes, transpose):
+    return _rows_product(x, w.astype(x.dtype), sizes, transpose)
+
+
+def _trained_forward(x, w, sizes, transpose):
+    return _trained_product(x, w, sizes, transpose), (x, w, sizes)
+
+
+def _trained_backward(transpose, residuals, dy):
+    x, w, sizes = residuals
+    dy = dy.astype(x.dtype)
+    dx = _rows_product(dy, w.astype(x.dtype), sizes, not transpose)
+    dw = _weights_product(dy, x, sizes) if transpose else _weights_product(x, dy, sizes)
+    return dx, dw.astype(w.dtype), None
+
+
+_trained_product.defvjp(_trained_forward, _trained_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _frozen_product(x, w, sizes, transpose):
+    return _rows_product(x, w.dequantize(x.dtype), sizes, transpose)
+
+
+def _frozen_forward(x, w, sizes, transpose):
+    # Of x only the dtype is needed; the weight is kept as it is stored.
+    return _frozen_product(x, w, sizes, transpose), (w, sizes, jnp.zeros(0, x.dtype))
+
+
+def _frozen_backward(transpose, residuals, dy):
+    w, sizes, like = residuals
+    dx = _rows_product(dy.astype(like.dtype), w.dequantize(like.dtype), sizes, not transpose)
+    return dx, None, None
+
+
+_frozen_product.defvjp(_frozen_forward, _frozen_backward)
+
+
+def _rows_product(x, w, sizes, transpose):
+    return lax.platform_dependent(
+        x,
+        w,
+        sizes,
+        tpu=functools.partial(_rows_by_compiler, transpose=transpose),
+        default=functools.partial(_rows_by_blocks, transpose=transpose),
+    )
+
+
+def _weights_product(x, dy, sizes):
+    """Returns the sum of x[i]^T dy[i] over each group's rows, float32 [G, K, N]."""
+    return lax.platform_dependent(
+        x, dy, sizes, tpu=_weights_by_compiler, default=_weights_by_blocks
+    )
+
+
+def _rows_by_compiler(x, w, sizes, transpose):
+    y = lax.ragged_dot(x, w.swapaxes(1, 2) if transpose else w, sizes)
+    # What is in the rows after the last group is not specified.
+    return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], y, 0)
+
+
+def _weights_by_compiler(x, dy, sizes):
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=(0,),
+        rhs_group_dimensions=(),
+    )
+    return lax.ragged_dot_general(x, dy, sizes, numbers, preferred_element_type=jnp.float32)
+
+
+def block_rows(rows: int, groups: int) -> int:
+    """Returns how many rows a block of the loop has."""
+    least, most = BLOCK_ROWS
+    eighth = max(rows // (8 * groups), 1)
+    return min(most, max(least, 1 << eighth.bit_length() - 1))  # a power of 2
+
+
+def _over_blocks(sizes: Int[Array, " G"], block: int, step: Callable, carry: Any) -> Any:
+    """Runs `step(carry, group, first row, rows of the group from there on)` for each block, in the order of the rows."""
+    starts = jnp.cumsum(sizes) - sizes
+    counts = -(-sizes // block)
+    ends = jnp.cumsum(counts)
+
+    def run(i, carry):
+        group = jnp.searchsorted(ends, i, side="right").astype(jnp.int32)
+        before = (i - (ends[group] - counts[group])) * block
+        return step(carry, group, starts[group] + before, sizes[group] - before)
+
+    return lax.fori_loop(0, ends[-1], run, carry)
+
+
+def _padded(x: Float[Array, "M K"], block: int) -> Float[Array, "M_b K"]:
+    """The rows, and a block of zeros after them, which the last block may reach into."""
+    return jnp.pad(x, ((0, block), (0, 0)))
+
+
+def _own_rows(x: Float[Array, "b K"], count: Any) -> Float[Array, "b K"]:
+    """The first `count` rows; zeros in place of the others, which are of later groups."""
+    return jnp.where((jnp.arange(len(x)) < count)[:, None], x, 0)
+
+
+def _rows_by_blocks(x, w, sizes, transpose):
+    block = block_rows(len(x), len(sizes))
+    padded, equation = _padded(x, block), "bk,nk->bn" if transpose else "bk,kn->bn"
+
+    def step(y, group, first, count):
+        rows = _own_rows(lax.dynamic_slice_in_dim(padded, first, block), count)
+        part = jnp.einsum(equation, rows, lax.dynamic_index_in_dim(w, group, keepdims=False))
+        # What it writes after the group's last row is zero, and the next groups write over it.
+        return lax.dynamic_update_slice_in_dim(y, part, first, 0)
+
+    empty = jnp.zeros((len(padded), w.shape[1 if transpose else 2]), x.dtype)
+    return _over_blocks(sizes, block, step, empty)[: len(x)]
+
+
+def _weights_by_blocks(x, dy, sizes):
+    block = block_rows(len(x), len(sizes))
+    x, dy = _padded(x, block), _padded(dy, block)
+
+    def step(dw, group, first, count):
+        rows, d_rows = (lax.dynamic_slice_in_dim(array, first, block) for array in (x, dy))
+        part = jnp.einsum(
+            "bk,bn->kn", _own_rows(rows, count), d_rows, preferred_element_type=jnp.float32
+        )
+        return dw.at[group].add(part)
+
+    return _over_blocks(
+        sizes, block, step, jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), jnp.float32)
+    )

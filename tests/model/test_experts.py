@@ -1,0 +1,238 @@
+"""Mixtures of experts: each token's experts one by one, the router losses, and metrics."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from model.adapter import AdapterConfig
+from model.config import TransformerConfig
+from model.dropout import TokenInfo
+from model.experts import Mixture, route, router_sums
+from model.sharding import TensorParallel
+from tests.model.build import llama, packed_batch, permuted, tiny
+from trainer.config.schema import OptimizerConfig, TrainConfig
+from trainer.mesh import place_batch
+from trainer.step import StepBuilder
+from trainer.text import text_batch
+
+LOSSES = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "router_z_loss_coef": 0.02}
+
+
+def mixture(**changes):
+    """The shape of a small mixture."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    return tiny(**{"family": "qwen3_moe", "qk_norm": "head", **sizes, **changes})
+
+
+def choices(config, weights, x):
+    """The numbers of each token's experts."""
+    logits = np.asarray(x.reshape(-1, 64) @ weights["gate"])
+    return np.argsort(-logits, kind="stable")[:, : config.num_experts_per_tok]
+
+
+def token_by_token(config, experts, weights, x):
+    """Each token with the matrices of its own experts, copied for it."""
+    probabilities = jnp.take_along_axis(jax.nn.softmax(x @ weights["gate"], -1), experts, -1)
+    if config.norm_topk_prob:
+        probabilities /= probabilities.sum(-1, keepdims=True)
+    gate, up, down = (weights[f"{name}_proj"][experts] for name in ("gate", "up", "down"))
+    inner = jax.nn.silu(jnp.einsum("th,tkhf->tkf", x, gate)) * jnp.einsum("th,tkhf->tkf", x, up)
+    return jnp.einsum("tk,tkf,tkfh->th", probabilities, inner, down)
+
+
+def skewed(kind, gate):
+    """The router's weights so that inputs of ones in their first number choose as `kind` says."""
+    if kind == "all choose the same, none choose another":
+        return gate.at[0].set(jnp.array([9.0, 9, 9, 0, 0, 0, 0, -9]))
+    if kind == "ties":
+        return jnp.zeros_like(gate)
+    return gate
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_every_token_has_all_of_its_experts(normalised):
+    """Whatever they choose, in one compiled program: outputs and gradients."""
+    config = mixture(norm_topk_prob=normalised)
+    module = Mixture(config, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(module)
+    names = {"gate.weight": "gate"} | {
+        f"experts.{name}.weight": name for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    parallel = TensorParallel.of(config, 1)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 20, 64)), jnp.float32).at[..., 0].set(1.0)
+    dy = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+
+    @jax.jit
+    def run(weights, x):
+        def output(weights, x):
+            leaves = [
+                (path, leaf.replace(weights[names[".".join(path)]]))
+                for path, leaf in nnx.to_flat_state(state)
+            ]
+            layer = nnx.merge(graph, nnx.from_flat_state(leaves))
+            return layer(x, parallel, TokenInfo(None))[0]
+
+        y, pull = jax.vjp(output, weights, x)
+        return y, *pull(dy)
+
+    for kind in ("as drawn", "all choose the same, none choose another", "ties"):
+        weights = {names[".".join(path)]: leaf[...] for path, leaf in nnx.to_flat_state(state)}
+        weights["gate"] = skewed(kind, weights["gate"])
+        plain = functools.partial(token_by_token, config, choices(config, weights, x))
+        expected, pull = jax.vjp(
+            lambda w, x, plain=plain: plain(w, x.reshape(-1, 64)).reshape(x.shape), weights, x
+        )
+        y, dw, dx = run(weights, x)
+        dw_expected, dx_expected = pull(dy)
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5, err_msg=kind)
+        np.testing.assert_allclose(dx, dx_expected, rtol=1e-4, atol=1e-4, err_msg=kind)
+        for name, gradient in dw_expected.items():
+            bound = 1e-5 * np.abs(gradient).max() + 1e-6
+            np.testing.assert_allclose(dw[name], gradient, rtol=1e-4, atol=bound, err_msg=name)
+    assert run._cache_size() == 1
+
+
+def test_ties_go_to_the_first_experts():
+    assert route(jnp.zeros((1, 8)), mixture()).experts.tolist() == [[0, 1, 2]]
+
+
+def test_router_sums_leave_padding_out():
+    config = mixture()
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 8)), jnp.float32)
+    routes, real = route(logits, config), jnp.array([1, 1, 0, 1, 0, 0], bool)
+    sums = router_sums(logits, routes, real)
+    own = router_sums(logits[real], route(logits[real], config), jnp.ones(3, bool))
+    for name, value in own.items():
+        np.testing.assert_allclose(sums[name], value, rtol=1e-6, err_msg=name)
+    assert sums["tokens"].sum() == 9  # three tokens, three experts each
+    probabilities = np.asarray(jax.nn.softmax(logits[real]), np.float64)
+    assert float(sums["entropy"]) == pytest.approx(-(probabilities * np.log(probabilities)).sum())
+
+
+def test_the_balance_loss_is_transformers():
+    import torch
+
+    config = mixture(num_hidden_layers=3, **LOSSES)
+    batch = packed_batch(config, rows=4, length=32)
+    model = llama(config)
+    params = model.init(0)
+    real = batch["segment_ids"].reshape(-1) > 0
+    logits, plain = [], Mixture.__call__
+
+    def recording(self, x, parallel, labels):
+        jax.debug.callback(
+            lambda x: logits.append(np.asarray(x)), self.gate(x.reshape(-1, 64)), ordered=True
+        )
+        return plain(self, x, parallel, labels)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mixture, "__call__", recording)
+        sums = llama(config, feed_forward_chunk=0).loss(params, batch)
+        jax.effects_barrier()
+    assert len(logits) == 3
+    gates = tuple(torch.tensor(layer[real]) for layer in logits)
+    expected = load_balancing_loss_func(gates, 8, 3).item()
+    weight = batch["loss_weights"].sum()
+    assert float(sums.auxiliary["router_balance"] / weight) == pytest.approx(0.3 * expected, 1e-5)
+    squares = np.mean([np.square(torch.logsumexp(gate, -1).numpy()) for gate in gates])
+    assert float(sums.auxiliary["router_z"] / weight) == pytest.approx(0.02 * squares, 1e-5)
+    counts = np.stack([np.bincount(_best(gate), minlength=8) for gate in gates])
+    loads = counts / (real.sum() * 3 / 8)
+    found = {name: float(value / weight) for name, value in sums.measures.items()}
+    assert [found[f"router/load/{e}"] for e in range(8)] == pytest.approx(loads.mean(0), 1e-5)
+    assert found["router/load_max"] == pytest.approx(loads.max(), 1e-5)
+    assert found["router/load_min"] == pytest.approx(loads.min(), 1e-5)
+    assert 0 < found["router/entropy"] < np.log(8)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "8 experts"]),
+        ({"num_experts": -1}, ["num_experts", "-1"]),
+        ({"router_aux_loss_coef": -0.1}, ["router_aux_loss_coef", "-0.1"]),
+        ({"family": "llama", "qk_norm": "none"}, ["num_experts", "8", "llama"]),
+        ({"adapter": AdapterConfig(rank=4, targets=("up_proj",))}, ["up_proj", "experts"]),
+        ({"adapter": AdapterConfig(rank=4, quantize="int8")}, ["quantize", "experts"]),
+    ],
+)
+def test_what_no_mixture_is_or_does_is_refused(change, words):
+    with pytest.raises(ValueError) as caught:
+        mixture(**change)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"capacity_factor": 1.25},
+        {"expert_capacity": 64},
+        {"drop_tokens": True},
+        {"router_jitter_noise": 0.1},
+        {"decoder_sparse_step": 2},
+        {"mlp_only_layers": [0]},
+        {"shared_expert_intermediate_size": 128},
+    ],
+)
+def test_a_config_that_drops_tokens_or_has_other_layers_is_refused_by_name(field):
+    with pytest.raises(ValueError, match=next(iter(field))):
+        TransformerConfig.from_hf_dict({**mixture().to_hf(), **field})
+
+
+def _best(gate):
+    return np.argsort(-gate.numpy(), -1)[:, :3].reshape(-1)
+
+
+@functools.cache
+def steps(mesh, parts, memory=(), count=3):
+    """Losses and router losses of some steps, and the router metrics of the last."""
+    config = mixture(**LOSSES)
+    batch = packed_batch(config, rows=8, length=32)
+    model = llama(config, dict(mesh), **dict(memory))
+    builder = StepBuilder(
+        model,
+        model.loss,
+        text_batch(8, 32, model.mesh),
+        OptimizerConfig(learning_rate=0.01, schedule="constant"),
+        TrainConfig(steps=20, accumulation=parts),
+        model.memory,
+    )
+    params = model.init(0)
+    state, placed = (
+        builder.init_optimizer(params),
+        place_batch(permuted(batch, model)[0], model.mesh),
+    )
+    step, found = builder.lower_train().compile(), []
+    for i in range(count):
+        params, state, metrics = step(params, {}, state, placed, np.int32(i))
+        found.append(
+            [float(metrics.loss), float(metrics.grad_norm), *map(float, metrics.auxiliary.values())]
+        )
+    return np.array(found), {name: float(x) for name, x in metrics.measures.items()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parts", "memory"),
+    [
+        ({"fsdp": 2, "tensor": 2, "sequence": 2}, 2, {"remat": "everything"}),
+        ({"sequence": 4}, 1, {"prefetch": True}),
+        pytest.param({}, 4, {"feed_forward_chunk": 8}, marks=pytest.mark.slow),
+        pytest.param(
+            {"data": 2, "sequence": 2},
+            2,
+            {"query_chunks": 2, "remat": "nothing"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_steps_are_the_same_on_any_mesh_and_in_any_parts(mesh, parts, memory):
+    expected, _ = steps((), 1)
+    found, measures = steps(tuple(mesh.items()), parts, tuple(memory.items()))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert measures.keys() == steps((), 1)[1].keys()

@@ -1,0 +1,113 @@
+"""Grouped products against a product of each row by itself, and their FLOPs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.frozen import Plain
+from model.grouped import _over_blocks, block_rows, grouped_product
+
+ROWS, INPUTS, OUTPUTS = 200, 24, 40
+SIZES = {
+    "even": [50, 50, 50, 50],
+    "all in one": [0, 0, 200, 0],
+    "some after the last group": [31, 0, 1, 90],
+    "none": [0, 0, 0, 0],
+}
+
+
+def arrays(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    shapes = (ROWS, INPUTS), (4, INPUTS, OUTPUTS), (ROWS, OUTPUTS)
+    return [jnp.asarray(rng.normal(size=shape), dtype).astype(jnp.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_products_and_gradients_are_those_of_each_row(transpose, frozen):
+    """All sizes in one compiled program."""
+    x, w, dy = arrays()
+
+    @jax.jit
+    def run(x, w, sizes):
+        def product(x, w):
+            w = w.swapaxes(1, 2) if transpose else w
+            return grouped_product(x, Plain(w) if frozen else w, sizes, transpose)
+
+        y, pull = jax.vjp(product, x, w)
+        return y, *pull(dy)
+
+    for name, sizes in SIZES.items():
+        group = np.repeat(np.arange(4), sizes)
+        matrices = np.asarray(w, np.float64)[group]
+        expected, d_expected = np.zeros((ROWS, OUTPUTS)), np.zeros((ROWS, INPUTS))
+        dw_expected, rows = np.zeros(w.shape), len(group)
+        expected[:rows] = np.einsum("mk,mkn->mn", np.asarray(x, np.float64)[:rows], matrices)
+        d_expected[:rows] = np.einsum("mn,mkn->mk", np.asarray(dy, np.float64)[:rows], matrices)
+        for row, g in enumerate(group):
+            dw_expected[g] += np.outer(x[row], dy[row])
+        y, dx, dw = run(x, w, jnp.array(sizes, jnp.int32))
+        np.testing.assert_allclose(y, expected, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(dx, d_expected, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(dw, dw_expected * (not frozen), atol=1e-4, err_msg=name)
+    assert run._cache_size() == 1
+
+
+def test_gradients_of_weights_are_summed_in_float32():
+    """A sum of 200 outer products in bfloat16 would be off by a percent."""
+    x, w, dy = arrays(jnp.bfloat16)
+    sizes = jnp.array([200, 0, 0, 0])
+
+    def product(w):
+        return grouped_product(x.astype(jnp.bfloat16), w, sizes)
+
+    y, pull = jax.vjp(product, w)
+    assert y.dtype == jnp.bfloat16
+    expected = np.einsum("mk,mn->kn", x, dy)
+    np.testing.assert_allclose(pull(dy.astype(jnp.bfloat16))[0][0], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [[512] * 64, [0] * 63 + [64 * 512], [1] * 63 + [64 * 512 - 63]])
+def test_no_row_is_multiplied_with_every_matrix(sizes):
+    """The rows that are multiplied, padding included, are at most an eighth more than there are, and a block for each group
+    beside. A step's FLOPs, by the compiler, are a block's."""
+    rows, groups = 64 * 512, 64
+    block = block_rows(rows, groups)
+    count = jax.jit(
+        lambda sizes: _over_blocks(sizes, block, lambda count, *_: count + 1, jnp.int32(0))
+    )
+    steps = int(count(jnp.array(sizes)))
+    assert steps * block <= 1.125 * rows and block == 64
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((rows, 64), (groups, 64, 32), (rows, 32))
+    ]
+    numbers = jax.ShapeDtypeStruct((groups,), jnp.int32)
+
+    def step(x, w, dy, sizes):
+        y, pull = jax.vjp(functools.partial(grouped_product, sizes=sizes), x, w)
+        return y, *pull(dy)
+
+    compiled = jax.jit(step).lower(*shapes, numbers).compile()
+    # A loop whose number of steps is not known counts once. What is left are masks and sums of as many numbers as there are.
+    one_step = 3 * 2 * block * 64 * 32
+    assert compiled.cost_analysis()["flops"] <= one_step + 4 * rows * 64
+    dense = 3 * 2 * rows * 64 * 32
+    assert compiled.cost_analysis()["flops"] < dense / 10
+
+
+def test_a_tpu_takes_its_compilers_product():
+    x, w, dy = arrays()
+    sizes = jnp.array([50, 50, 50, 50])
+
+    def step(x, w):
+        y, pull = jax.vjp(functools.partial(grouped_product, sizes=sizes), x, w)
+        return y, *pull(dy)
+
+    traced = jax.jit(step).trace(x, w)
+    for platform, products in (("tpu", 3), ("cpu", 0), ("cuda", 0)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count('"chlo.ragged_dot"(') == products, platform
