@@ -23,7 +23,17 @@ MAY_IMPORT = {
 FLOORS = (
     ("checks", "adapter", "rope_config", "families"),
     ("config",),
-    ("codecs", "dropout", "frozen", "linear", "loss", "quantized_weights", "rope", "sharding"),
+    (
+        "codecs",
+        "dropout",
+        "frozen",
+        "grouped",
+        "linear",
+        "loss",
+        "quantized_weights",
+        "rope",
+        "sharding",
+    ),
     (
         "memory.chunked",
         "memory.options",
@@ -32,6 +42,7 @@ FLOORS = (
     ),  # what a layer needs to run in pieces
     (
         "feedforward",
+        "experts",
         "modules",
         "declarations",
         "padding",

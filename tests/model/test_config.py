@@ -107,8 +107,8 @@ def test_both_spellings_of_rope():
             ["architectures", "GPT2LMHeadModel", "LlamaForCausalLM"],
         ),
         (
-            {"architectures": ["MixtralForCausalLM"]},
-            ["MixtralForCausalLM", "mixtures of experts", "planned", "MistralForCausalLM"],
+            {"architectures": ["DeepseekV3ForCausalLM"]},
+            ["DeepseekV3ForCausalLM", "mixtures of experts", "MistralForCausalLM"],
         ),
         (
             {"architectures": ["Qwen2VLForConditionalGeneration"]},
@@ -119,8 +119,8 @@ def test_both_spellings_of_rope():
             ["images", "text model alone", "Gemma3ForCausalLM"],
         ),
         (
-            {"architectures": ["Qwen3MoeForCausalLM"]},
-            ["Qwen3MoeForCausalLM", "mixtures of experts", "planned"],
+            {"architectures": ["Qwen2MoeForCausalLM"]},
+            ["Qwen2MoeForCausalLM", "mixtures of experts"],
         ),
         ({"architectures": ["Qwen3ForCausalLM"]}, ["model_type", "'llama'", "'qwen3'"]),
         ({"model_type": "gpt2"}, ["model_type", "gpt2", "llama"]),

@@ -336,9 +336,9 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (cut, ["model.safetensors"]),
         (
             lambda folder: change_config(
-                folder, model_type="mixtral", architectures=["MixtralForCausalLM"]
+                folder, model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"]
             ),
-            ["MixtralForCausalLM", "mixtures of experts are not supported", "LlamaForCausalLM"],
+            ["Qwen2MoeForCausalLM", "of mixtures of experts only", "LlamaForCausalLM"],
         ),
         (
             lambda folder: change_config(folder, model_type="gpt2", architectures=None),
