@@ -7,7 +7,7 @@ import pytest
 
 from model.attention import Mask
 from model.config import TransformerConfig
-from model.modules import declare
+from model.declarations import declare
 from tests.model.attention.dense import visible
 from trainer.flops import flops_per_step, head_weights, stored_layer_weights, visible_pairs
 
