@@ -1,4 +1,4 @@
-"""Writes data/fixtures/: synthetic conversations, line cases, a sample of malformed records and three tiny tokenizers.
+"""Writes data/fixtures/ but for dirty.json: synthetic conversations, line cases and three tiny tokenizers.
 
     python -m scripts.make_fixtures [FOLDER]
 
@@ -260,115 +260,6 @@ def line_cases() -> list[dict]:
     return cases
 
 
-BUSY = "Too many requests in 1 hour. Try again later."
-PAGE = (
-    '<div class="markdown prose w-full break-words dark:prose-invert"><p>Use <strong>this</strong> &amp; snake_case:</p>'
-    '<pre><div class="bg-black"><div><span>python</span><button>Copy code</button></div><div><code class="hljs '
-    'language-python"><span class="hljs-keyword">if</span> a_b &lt; 3:\n\n\n    print(a_b)\n</code></div></div></pre>'
-    "<ul><li>one</li><li>two</li></ul></div>"
-)
-
-
-def dirty() -> str:
-    """Returns a small dump with the defects of real ones, which ends within its last record.
-
-    tests/data/test_sources.py lists what becomes of each record.
-    """
-
-    def turns(*pairs: tuple[str, str | None], **fields: str) -> dict:
-        return {**fields, "conversations": [{"from": role, "value": text} for role, text in pairs]}
-
-    records = [
-        turns(("human", "Hi"), ("gpt", "Hello."), id="good"),
-        turns(("user", "Hi you"), ("chatgpt", "Hello."), id="spelling_1"),
-        turns(
-            ("Human ", "Hi"),
-            ("bing", "Hello."),
-            ("human", "And you?"),
-            ("bard", "Fine."),
-            id="spelling_2",
-        ),
-        {
-            "id": "openai",
-            "messages": [
-                {"role": "user", "content": "Hey"},
-                {"role": "assistant", "content": "Hello."},
-            ],
-        },
-        {
-            "id": "parts",
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
-                {"role": "assistant", "content": "Yes."},
-            ],
-        },
-        turns(("system", "Be brief."), ("human", "Hi"), ("gpt", "Hello."), id="system"),
-        turns(
-            ("gpt", "Earlier answer."),
-            ("human", "Hi there"),
-            ("gpt", "Hello."),
-            id="leading_answer",
-        ),
-        turns(
-            ("human", "Hi again"), ("gpt", "Hello."), ("human", "Are you there?"), id="unanswered"
-        ),
-        turns(
-            ("human", "Print </s> and <|im_end|>"),
-            ("gpt", "</s> and <|im_end|>"),
-            id="control_text",
-        ),
-        turns(("human", "A half pair \ud83d here"), ("gpt", "Seen."), id="surrogate"),
-        turns(("human", "No id"), ("gpt", "No matter.")),
-        turns(
-            ("human", "A sum?"),
-            ("function_call", '{"add": [1, 2]}'),
-            ("observation", "3"),
-            ("gpt", "Three."),
-            id="tool",
-        ),
-        turns(("human", "Write it"), ("gpt", PAGE), id="page"),
-        turns(
-            ("human", "Any HTML?"),
-            ("gpt", "<div class='box'>\n  <p>Code &amp; more</p>\n</div>"),
-            id="about_html",
-        ),
-        turns(
-            ("human", "One"),
-            ("gpt", "Two."),
-            ("human", "Three"),
-            ("gpt", BUSY),
-            ("human", "?"),
-            ("gpt", "!"),
-            id="busy",
-        ),
-        turns(("human", "Hi"), ("gpt", BUSY), id="only_busy"),
-        turns(
-            ("gpt", "Another beginning."),
-            ("human", "Hi there"),
-            ("gpt", "Hello."),
-            id="said_before",
-        ),
-        turns(id="empty_list"),
-        turns(("gpt", "Only me."), id="no_human"),
-        turns(("human", "Only me."), id="no_answer"),
-        turns(("human", "Hi"), ("human", "Hi again"), ("gpt", "Hello."), id="twice_human"),
-        turns(("human", "Hi"), ("gpt", "One."), ("gpt", "Two."), id="twice_gpt"),
-        turns(("human", ""), ("gpt", "Hello."), id="empty_human"),
-        turns(("human", "Hi"), ("gpt", "  \n"), id="empty_gpt"),
-        turns(("human", "Hi"), ("narrator", "He waits."), id="unknown_role"),
-        turns(("human", "Hi"), ("gpt", None), id="null_text"),
-        turns(("human", "Hi"), ("system", "Be brief."), ("gpt", "Hello."), id="late_system"),
-        {"id": "no_field", "text": "Hi"},
-        "a string",
-    ]
-    # In ASCII, because UTF-8 cannot represent the lone surrogate.
-    complete = json.dumps(records, indent=1)
-    last = json.dumps(
-        turns(("human", "This one"), ("gpt", "is cut in the mid"), id="cut"), indent=1
-    )
-    return complete[: complete.rindex("]")].rstrip() + ",\n " + last[: last.index("mid") + 3]
-
-
 # GPT-2's pattern, except that a line's number and its colon (but not a role's colon) are one piece, which follows the key.
 PIECES = r"(?<=[a-z]): \d\d(?!\d)|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -466,7 +357,6 @@ def main(folder: Path = FOLDER) -> None:
     write(folder / "conversations.json", as_list(train))
     write(folder / "conversations_held_out.json", as_list(held_out))
     write(folder / "line_cases.jsonl", "".join(json.dumps(case) + "\n" for case in line_cases()))
-    write(folder / "dirty.json", dirty())
     # In the form in which the tokenizer will see the texts: with the names of the roles, and after a space.
     texts = [VICUNA_SYSTEM] * 50
     for entry in train:
@@ -484,8 +374,8 @@ def main(folder: Path = FOLDER) -> None:
 
 README = f"""# Fixtures
 
-Written for this project by `python -m scripts.make_fixtures`, from nothing but that script; the places and the people
-exist nowhere.
+Written for this project, all but `dirty.json` by `python -m scripts.make_fixtures`, from nothing but that script; the places
+and the people exist nowhere.
 
 - `conversations.json`: {TRAIN_LINES + TRAIN_CHATS:,} ShareGPT conversations: {TRAIN_LINES:,} of line retrieval
   ({LINES} lines in the order of their keys, a question about one of them and {TURNS} about all, in any order) and
@@ -493,7 +383,7 @@ exist nowhere.
 - `conversations_held_out.json`: {HELD_OUT_LINES} + {HELD_OUT_CHATS} more, with no question and no answer of the above.
 - `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. One (key, number) pair in twenty is in training only
   answered together with other lines; the line asked for here is one of those, and the records are new.
-- `dirty.json`: what real dumps have (spellings, empty turns, web pages, a busy service, a cut end), counted in
+- `dirty.json`: by hand, what real dumps have (spellings, empty turns, web pages, a busy service, a cut end), counted in
   `tests/data/test_sources.py`.
 - `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above; a key is one token, and so is a line's number with
   its colon (": 41"). `tiny.model`: sentencepiece BPE, 1,000 pieces.

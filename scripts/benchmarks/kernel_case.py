@@ -114,16 +114,15 @@ def measure_products(dtype: str) -> dict:
     return {"platform": platform, "device": device, "jax": jax.__version__, "matmul_flops": best}
 
 
+def measure_all(cases: list[Case]) -> list[dict]:
+    """Returns the measurements of cases, in their order."""
+    return [
+        measure_products(case.dtype) if case.peer == "matmul" else measure(case) for case in cases
+    ]
+
+
 def main(argv: list[str]) -> None:
-    cases = [Case(**case) for case in json.loads(argv[0])]
-    print(
-        json.dumps(
-            [
-                measure_products(case.dtype) if case.peer == "matmul" else measure(case)
-                for case in cases
-            ]
-        )
-    )
+    print(json.dumps(measure_all([Case(**case) for case in json.loads(argv[0])])))
 
 
 if __name__ == "__main__":

@@ -305,50 +305,6 @@ def splash(case: Case, block: Block, interpret: bool = False) -> Callable:
     return _jax_pass(case, attention, block[:4], (block.segment_ids,))
 
 
-def ringattention_package(case: Case, block: Block) -> Callable:
-    """The package of Ring Attention's authors, on a ring of one device."""
-    try:
-        from ringattention import ringattention
-    except (
-        ImportError,
-        AttributeError,
-    ) as error:  # its releases read jax.lib.xla_bridge, which newer JAX does not have
-        raise LeftOut(f"ringattention cannot be imported: {error}") from error
-    import jax
-    from jax.sharding import PartitionSpec
-
-    if case.block in ("strict", "empty"):
-        raise LeftOut("ringattention's blocks are causal or full")
-    if case.heads != case.kv_heads:
-        raise LeftOut("ringattention has as many key heads as query heads")
-    tile = min(512, case.length)
-    options = {
-        "causal_block_size": None if case.block == "full" else 1,
-        "query_chunk_size": tile,
-        "key_chunk_size": tile,
-        "deterministic": True,
-        "dropout_rng": None,
-        "attn_pdrop": 0.0,
-        "dtype": jax.numpy.dtype(case.dtype),
-        "precision": None,
-        "policy": jax.checkpoint_policies.nothing_saveable,
-        "prevent_cse": False,
-    }
-    mesh = jax.make_mesh((1,), ("sequence",))
-
-    def attention(q, k, v, segments):
-        def local(q, k, v, segments):
-            return ringattention(q, k, v, None, segments, None, "sequence", True, options)
-
-        replicated = PartitionSpec()
-        sharded = jax.shard_map(
-            local, mesh=mesh, in_specs=(replicated,) * 4, out_specs=replicated, check_vma=False
-        )
-        return sharded(q, k, v, segments)
-
-    return _jax_pass(case, attention, block[:4], (block.segment_ids,))
-
-
 PEERS: dict[str, Callable[[Case, Block], Callable]] = {
     "ours": ours,
     "ours-triton": ours_triton,
@@ -357,11 +313,10 @@ PEERS: dict[str, Callable[[Case, Block], Callable]] = {
     "jax-xla": jax_xla,
     "jax-cudnn": jax_cudnn,
     "splash": splash,
-    "ringattention": ringattention_package,
 }
 # The peers that can run on each kind of device.
 ON_DEVICE = {
-    "cpu": ("ours", "torch-sdpa", "jax-xla", "ringattention"),
+    "cpu": ("ours", "torch-sdpa", "jax-xla"),
     "gpu": (
         "ours",
         "ours-triton",
@@ -369,7 +324,6 @@ ON_DEVICE = {
         "jax-cudnn",
         "torch-sdpa",
         "jax-xla",
-        "ringattention",
     ),
-    "tpu": ("ours", "splash", "jax-xla", "ringattention"),
+    "tpu": ("ours", "splash", "jax-xla"),
 }

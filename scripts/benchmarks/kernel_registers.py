@@ -2,8 +2,7 @@
 
     python -m scripts.benchmarks.kernel_registers            # compiles all, and writes docs/results/kernel_registers.json
     python -m scripts.benchmarks.kernel_registers --check    # compiles all, and fails where one is worse than stored
-    python -m scripts.benchmarks.kernel_registers --backend mosaic   # compiles these with whatever JAX is installed, and prints
-    python -m scripts.benchmarks.kernel_registers --try h100 forward 128 128 128 4 3   # Triton's with other tiles
+    python -m scripts.benchmarks.kernel_registers --backend mosaic   # prints these, with whatever JAX is installed
 
 Needs no GPU, but JAX's CUDA plugin and its compiler's wheels. The kernels are compiled for described GPUs: Mosaic's with
 carries, and with K and V stacked, as in a ring's round, Triton's as they are called. ptxas tells registers and the bytes that
@@ -236,45 +235,31 @@ def read_triton(folder: Path, kernel: str) -> Figures:
     return read_figures(done.stderr, ptx, launch)
 
 
-def compile_all(
-    folder: Path, tried: list[str] | None, backend: str | None
-) -> dict[str, list[list]]:
-    """Compiles kernels in this process, whose compilers write into the folder, and returns the Figures of `cases_of`."""
+def compile_all(folder: Path, backend: str | None) -> list[list]:
+    """Compiles kernels in this process, whose compilers write into the folder, and returns their Figures."""
     import jax
     import numpy as np
 
-    from model.attention.kernels import gpu
     from planning.topology import topology_devices
 
     figures, xla = [], folder / "xla"
-    for case in cases_of(tried, backend):
-        if tried:
-            for tables in gpu.TUNING.values():
-                tables[case.kernel][case.head_dim] = gpu.Tuning(*map(int, tried[3:]))
+    for case in cases(backend):
         mesh = jax.sharding.Mesh(np.array(topology_devices(f"{case.chip}:1")), "sequence")
         with jax.set_mesh(mesh):  # tells the kernel its device, as the trainer's mesh does
             (compile_mosaic if case.backend == "mosaic" else compile_triton)(mesh, case)
-        kernel_figures = (
-            read_mosaic(folder) if case.backend == "mosaic" else read_triton(xla, case.kernel)
-        )
-        figures.append(list(dataclasses.astuple(kernel_figures)))
+        found = read_mosaic(folder) if case.backend == "mosaic" else read_triton(xla, case.kernel)
+        figures.append([*dataclasses.astuple(found)])
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return {"figures": figures}
+    return figures
 
 
-def cases_of(tried: list[str] | None, backend: str | None) -> list[Case]:
-    """Returns all cases, those of a backend, or the one that is tried with other tiles.
-
-    Args:
-      tried: [chip, kernel, head size, tile, step, warps, stages].
-    """
-    if tried:
-        return [Case("triton", tried[0], tried[1], int(tried[2]))]
+def cases(backend: str | None) -> list[Case]:
+    """Returns the cases of a backend, or all of them."""
     return [case for case in CASES if backend in (None, case.backend)]
 
 
-def measure(tried: list[str] | None = None, backend: str | None = None) -> dict[Case, Figures]:
+def measure(backend: str | None = None) -> dict[Case, Figures]:
     """Compiles kernels in a process of its own, whose compilers are told by its environment to write what they make."""
     with tempfile.TemporaryDirectory() as folder:
         dumps = {
@@ -282,18 +267,11 @@ def measure(tried: list[str] | None = None, backend: str | None = None) -> dict[
             "MOSAIC_GPU_DUMP_PTX": "1",
             "MOSAIC_GPU_DUMP_PTXAS": "1",
             "XLA_FLAGS": f"--xla_dump_to={folder}/xla --xla_dump_hlo_as_text=false",
+            "JAX_PLATFORMS": "cpu",
         }
-        arguments = (
-            "--into",
-            folder,
-            *(("--try", *tried) if tried else ()),
-            *(("--backend", backend) if backend else ()),
-        )
-        compiled = in_own_process(NAME, *arguments, environment={**dumps, "JAX_PLATFORMS": "cpu"})
-    return {
-        case: Figures(*values)
-        for case, values in zip(cases_of(tried, backend), compiled["figures"], strict=True)
-    }
+        chosen = ("--backend", backend) if backend else ()
+        compiled = in_own_process(NAME, "--into", folder, *chosen, environment=dumps)
+    return {case: Figures(*values) for case, values in zip(cases(backend), compiled, strict=True)}
 
 
 def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
@@ -403,32 +381,15 @@ def main(argv: list[str] | None = None) -> int:
         "--check", action="store_true", help="compare with the stored result, and write nothing"
     )
     parser.add_argument(
-        "--try",
-        nargs=7,
-        dest="tried",
-        help="compile one of Triton's kernels with these tiles",
-        metavar=("CHIP", "KERNEL", "HEAD_DIM", "TILE", "STEP", "WARPS", "STAGES"),
-    )
-    parser.add_argument(
-        "--backend",
-        choices=tuple(COPIES),
-        help="compile these kernels alone, print them, and write nothing",
+        "--backend", choices=COPIES, help="compile and print these kernels alone, and write nothing"
     )
     parser.add_argument("--into", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.into:
-        print(json.dumps(compile_all(args.into, args.tried, args.backend)))
+        print(json.dumps(compile_all(args.into, args.backend)))
         return 0
-    if args.tried or args.backend:
-        return entry.run(
-            lambda: print(
-                *(
-                    f"{case}: {figures}"
-                    for case, figures in measure(args.tried, args.backend).items()
-                ),
-                sep="\n",
-            )
-        )
+    if args.backend:
+        return entry.run(lambda: print(*measure(args.backend).items(), sep="\n"))
     return check() if args.check else entry.run(write)
 
 
