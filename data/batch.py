@@ -22,7 +22,7 @@ class Batch(TypedDict):
     segment_ids: Int32[np.ndarray, "*B L"]
     """Number of the document within the row, from 1; 0 in padding."""
     source_ids: NotRequired[Int32[np.ndarray, "*B L"]]
-    """Number of the token's source in the recipe; 0 in padding. Present only if the loss is measured by source."""
+    """Number of the token's source in the recipe; 0 in padding. Only for losses by source."""
 
 
 DTYPES = {
@@ -38,14 +38,15 @@ DTYPES = {
 def permute(batch: Batch, order: Int[np.ndarray, " L"]) -> Batch:
     """Returns a new batch whose arrays are all `array[..., order]`.
 
-    Since targets are already shifted and `index` records each token's original index, nothing after this needs the order.
+    Since targets are already shifted and `index` records each token's original index, nothing after
+    this needs the order.
 
     Args:
-        batch: arrays [B, L] or [L].
-        order: a permutation of 0..L-1.
+      batch: arrays [B, L] or [L].
+      order: a permutation of 0..L-1.
 
     Raises:
-        ValueError: the length of `order` differs from the batch's.
+      ValueError: the length of `order` differs from the batch's.
     """
     order = np.asarray(order)
     for name, array in batch.items():

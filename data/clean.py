@@ -1,6 +1,7 @@
-"""Cleans conversations, similarly to FastChat and Koala: a raw record becomes turns in order, or is dropped for a reason.
+"""Cleans conversations, much as FastChat and Koala do: a raw record becomes turns, or is dropped.
 
-`shapes` finds the turns of a record, `turns` reads them, `scraped` has the rules for pages of web chats.
+`shapes` finds the turns of a record, `turns` reads them, `scraped` has the rules for pages of web
+chats.
 """
 
 import hashlib
@@ -37,13 +38,16 @@ from data.turns import (
 )
 
 _REFUSAL = re.compile(
-    r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b|\bi(?:['’]m| am) (?:just )?an? (?:ai|language) "
-    r"|\bi(?:['’]m| am) (?:sorry|afraid),? (?:but )?(?:i )?(?:can(?:no|['’])t|am (?:not able|unable))"
+    r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b"
+    r"|\bi(?:['’]m| am) (?:just )?an? (?:ai|language) "
+    r"|\bi(?:['’]m| am) (?:sorry|afraid),? (?:but )?"
+    r"(?:i )?(?:can(?:no|['’])t|am (?:not able|unable))"
     r"|\bi (?:can(?:no|['’])t|am unable to) (?:assist|help|fulfill|comply)",
     re.IGNORECASE,
 )
 _COMPANY = re.compile(
-    r"\b(?:openai|chatgpt|gpt-?[345]|anthropic|claude(?: ai)?|deepmind|google bard|bing chat|microsoft copilot)\b",
+    r"\b(?:openai|chatgpt|gpt-?[345]|anthropic|claude(?: ai)?|deepmind|google bard|bing chat"
+    r"|microsoft copilot)\b",
     re.IGNORECASE,
 )
 
@@ -52,28 +56,31 @@ _COMPANY = re.compile(
 class CleanConfig:
     """How conversations are cleaned before training. Texts and tokens are used as they are.
 
-    By default only what is certain damage is touched. `data.clean: scraped` names the rules for scrapes of web chats, see SETS.
+    By default only what is certain damage is touched. `data.clean: scraped` names the rules for
+    scrapes of web chats, see SETS.
     """
 
     html: Literal["detect", "always", "never"] = "never"
-    """Turns converted to markdown: those that are entirely HTML, in records of ShareGPT's shape; every turn that contains a
-    tag, in any record (raw scrapes); or none."""
+    """Turns converted to markdown: those that are entirely HTML, in records of ShareGPT's shape;
+    every turn that contains a tag, in any record (raw scrapes); or none."""
     rate_limits: bool = False
-    """End a conversation of ShareGPT's shape before the first reply that is only the service's message that it is busy or has
-    failed."""
+    """End a conversation of ShareGPT's shape before the first reply that is only the service's
+    message that it is busy or has failed."""
     duplicates: bool = True
     """Drop a conversation whose turns equal those of an earlier one in the same source."""
     split: bool = True
-    """Split a conversation longer than context_length between exchanges and repeat the system turn before each part; otherwise
-    it is cut at any token. An exchange that is too long by itself is always cut."""
+    """Split a conversation longer than context_length between exchanges and repeat the system turn
+    before each part; otherwise it is cut at any token. An exchange that is too long by itself is
+    always cut."""
     refusals: bool = False
-    """Drop conversations in which the assistant refuses, or calls itself a language model (in English)."""
+    """Drop conversations in which the assistant refuses or calls itself a model (in English)."""
     company_names: bool = False
     """Drop conversations that name a company that makes assistants, or its assistant."""
     replies: Literal["best", "all"] = "best"
-    """Of a tree of messages: one conversation, of the best ranked replies, or one for each path to a last message."""
+    """What a tree of messages becomes: `best` is one conversation, of the best ranked replies;
+    `all` is one conversation for each path to a message without replies."""
     languages: tuple[str, ...] = ()
-    """Keep only these languages, as ISO 639-1 codes such as [en, de], detected by py3langid; empty keeps all."""
+    """Keep only these languages, such as [en, de] (ISO 639-1, by py3langid); empty keeps all."""
 
 
 # Named sets of these rules, which a recipe may give as `data.clean: NAME`.
@@ -96,7 +103,7 @@ class Cleaned(NamedTuple):
 
 @dataclass
 class Cleaner:
-    """Cleans the records of one source, in order; remembers 16 bytes of each conversation to find duplicates."""
+    """Cleans the records of one source, in order; keeps 16 bytes of each to find duplicates."""
 
     config: CleanConfig = CleanConfig()
     alternating: bool = False
@@ -112,11 +119,11 @@ class Cleaner:
         """Returns the turns of a raw record.
 
         Args:
-            record: a dictionary in one of `data.shapes.SHAPES`, perhaps with a text `system`, a list
-                `tools`, and a list `loss_mask` that says which turns are trained on; or the turns.
+          record: a dictionary in one of `data.shapes.SHAPES`, perhaps with a text `system`, a list
+            `tools`, and a list `loss_mask` that says which turns are trained on; or the turns.
 
         Raises:
-            Drop: the record cannot be used.
+          Drop: the record cannot be used.
         """
         if isinstance(record, list) and record and all(isinstance(turn, dict) for turn in record):
             record = {"messages": record}
@@ -196,10 +203,10 @@ class Cleaner:
 def _with_system(
     messages: list[Message], record: dict, replacement: str | None, findings: Findings
 ) -> tuple[list[Message], str | None]:
-    """Puts the record's system text first, unless the conversation begins with a system turn of its own.
+    """Puts the record's system text first, unless the conversation has a system turn of its own.
 
     Returns:
-        The turns, and the field that was read.
+      The turns, and the field that was read.
     """
     name = first_present(record, shapes.SYSTEM_FIELDS)
     text = record[name] if name and replacement is None else replacement
@@ -227,7 +234,7 @@ def _tools(
 
 
 def own_id(record: dict) -> str | None:
-    """Returns a record's field `id`; None if it has none. Raises Drop for one that is not Unicode text."""
+    """Returns a record's `id`, None without one; raises Drop if it is not Unicode text."""
     record_id = record.get("id")
     if not isinstance(record_id, (str, int)) or record_id == "":
         return None

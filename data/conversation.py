@@ -21,13 +21,14 @@ class Message:
     train: bool = True
     """Whether an assistant's turn counts in the loss; turns of other roles never do."""
     tool_calls: tuple[dict[str, Any], ...] = ()
-    """An assistant's calls in OpenAI's form, {"type", "function": {"name", "arguments"}, "id"}; arguments are a dictionary."""
+    """An assistant's calls in OpenAI's form, {"type", "function": {"name", "arguments"}, "id"},
+    where arguments are a dictionary."""
     tool_call_id: str | None = None
     """In a tool's turn, the id of the call that it answers."""
     name: str | None = None
     """In a tool's turn, the name of the tool."""
     reasoning: str | None = None
-    """What an assistant thought before its answer, where a record keeps it apart; `reasoning_content` in templates."""
+    """An assistant's reasoning, if a record keeps it apart; `reasoning_content` in templates."""
 
     def __post_init__(self):
         if self.role not in ROLES:
@@ -35,7 +36,7 @@ class Message:
 
 
 def with_last_answer_trained(messages: Sequence[Message]) -> list[Message]:
-    """Returns the turns with the last one of the assistant alone in the loss, unless its own `train` is False."""
+    """Returns the turns with only the last answer in the loss, if its `train` allows that."""
     last = max(index for index, message in enumerate(messages) if message.role == "assistant")
     return [
         replace(message, train=message.train and index == last)
@@ -64,7 +65,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Text:
-    """A plain text, such as a book, that is trained on after its first `prompt` characters; other fields as in Conversation."""
+    """A plain text, such as a book. Its first `prompt` characters are read but not trained on.
+
+    Other fields are as in Conversation.
+    """
 
     id: str
     text: str

@@ -36,20 +36,23 @@ def download_file(
 ) -> None:
     """Downloads a file to `path`, which appears when all of it has arrived.
 
-    What has arrived is kept in `path`.part, with the server's mark of the file's version in `path`.part.json. A later call
-    requests the rest. It starts again from the first byte where the server does not send parts of files, or where the file has
-    changed there.
+    What has arrived is kept in `path`.part, with the server's mark of the file's version in
+    `path`.part.json. A later call requests the rest. It starts again from the first byte where the
+    server does not send parts of files, or where the file has changed there.
 
     Args:
-        url: http:// or https://; the proxies of the environment are used.
-        attempts: number of failures without progress (a byte more than before) after which it gives up.
-        first_wait: seconds before the second attempt; doubled after each further failure, up to a minute.
-        on_progress: called with the bytes on the disk and the size of the file, which is None where the server does not tell.
-        on_failure: called with a sentence before each further attempt.
+      url: http:// or https://; the proxies of the environment are used.
+      attempts: number of failures without progress (a byte more than before) after which it gives
+        up.
+      first_wait: seconds before the second attempt; doubled after each further failure, up to a
+        minute.
+      on_progress: called with the bytes on the disk and the size of the file, which is None where
+        the server does not tell.
+      on_failure: called with a sentence before each further attempt.
 
     Raises:
-        UserError: the file does not exist, or the server refuses it.
-        TransientError: the server cannot be reached, or the disk is full.
+      UserError: the file does not exist, or the server refuses it.
+      TransientError: the server cannot be reached, or the disk is full.
     """
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{url}: is no address of a file; one that begins with https:// would work")
@@ -65,7 +68,8 @@ def download_file(
             failures, most = (1, has) if has > most else (failures + 1, most)
             if failures >= attempts:
                 raise TransientError(
-                    f"{url}: {error}, after {failures} attempts without progress; {has:,} bytes are kept, "
+                    f"{url}: {error}, after {failures} attempts without progress; {has:,} bytes "
+                    "are kept, "
                     "and the same command goes on from there"
                 ) from None
             wait = min(first_wait * 2 ** (failures - 1), LONGEST_WAIT)
@@ -85,14 +89,15 @@ def _fetch(url: str, part: Path, on_progress: Callable[[int, int | None], object
     """Appends the rest of the file to `part`.
 
     Raises:
-        _Interrupted: it did not arrive whole.
-        UserError: the server refuses it.
+      _Interrupted: it did not arrive whole.
+      UserError: the server refuses it.
     """
     has = part.stat().st_size if part.exists() else 0
     version = _read_version(part) if has else None
     headers = {"Accept-Encoding": "identity"}
     if version is not None:
-        # If-Range: of a file that has changed in the meantime the server sends everything, not the rest.
+        # If-Range: of a file that has changed in the meantime the server sends everything, not the
+        # rest.
         headers |= {"Range": f"bytes={has}-", "If-Range": version}
     try:
         with urllib.request.urlopen(
@@ -138,7 +143,7 @@ def _fetch(url: str, part: Path, on_progress: Callable[[int, int | None], object
 
 
 def _extent(response: http.client.HTTPResponse) -> tuple[int, int | None]:
-    """Returns the number of the first byte in a response, and the whole file's size if the server tells."""
+    """Returns the offset of a response's first byte, and the file's size if it is known."""
     if response.status == http.HTTPStatus.PARTIAL_CONTENT:
         match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if match is None or match.group(1) is None:
@@ -167,7 +172,7 @@ def _copy(
 
 
 def _read_version(part: Path) -> str | None:
-    """Returns the recorded version of the file that `part` is the beginning of; None if it cannot be continued."""
+    """Returns the recorded version of the file that `part` begins; None if it cannot be resumed."""
     try:
         return str(json.loads(_version_file(part).read_text(encoding="utf-8"))["version"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -175,7 +180,7 @@ def _read_version(part: Path) -> str | None:
 
 
 def _write_version(part: Path, response: http.client.HTTPResponse) -> None:
-    """Records the version before the first byte is written; a version that only may differ (a weak ETag) is none."""
+    """Records the version before the first byte is written; a weak ETag is not a version."""
     tag = response.headers.get("ETag", "")
     version = tag if tag.startswith('"') else response.headers.get("Last-Modified")
     if version is None:

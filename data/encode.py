@@ -39,7 +39,7 @@ class TokenDocument(NamedTuple):
 
 
 class _Slices(Sequence):
-    """The consecutive documents of an array; one of a single token, which is not a target, is left out."""
+    """Consecutive documents of an array; a single remaining token has no target and is left out."""
 
     def __init__(self, tokens: np.memmap, length: int):
         self._tokens, self._length = tokens, length
@@ -86,9 +86,10 @@ class Encoder:
     split: bool = True
     """Whether conversations are split between exchanges (data.clean.CleanConfig.split)."""
     train_on: str = "all"
-    """The assistant turns that are trained on: `all` of a conversation, or only its `last`; parts without it are left out."""
+    """The assistant turns to train on: `all` of a conversation or only the `last`; parts without
+    one are left out."""
     add_bos: tuple[bool, ...] = ()
-    """Whether each source's texts begin with BOS; without an entry as the tokenizer does by itself."""
+    """Whether each source's texts begin with BOS; without an entry, as the tokenizer does."""
 
     def encode(self, record: Record) -> Encoded:
         """Returns the documents of one record, or why there are none."""
@@ -125,7 +126,7 @@ class Encoder:
         return Encoded(documents, frozenset(changes))
 
     def _encode_array(self, tokens: np.memmap) -> Encoded:
-        """Returns the documents of an array that stays in its file; each is read when it is asked for."""
+        """Returns the documents of an array that stays on disk; each is read when it is indexed."""
         if tokens.min() < 0 or tokens.max() >= self.tokenizer.vocab_size:
             return Encoded([], drop_reason=FOREIGN_ID)
         documents = _Slices(tokens, self.context_length)
@@ -140,7 +141,7 @@ class Encoder:
         tools: Sequence[dict[str, Any]],
         changes: set[str],
     ) -> list[TokenDocument]:
-        """Returns the conversation, or its parts if it is split; a part of one exchange may exceed context_length.
+        """Returns the conversation, or its parts; a part of one exchange may exceed context_length.
 
         Adds to `changes` what the template leaves out.
         """
@@ -169,7 +170,7 @@ class Encoder:
         return _Rendered(TokenDocument(tokens, mask), notes)
 
     def _encode_text(self, record: Text) -> TokenDocument:
-        """Returns a text, perhaps after BOS, and EOS if the tokenizer has it, trained on after its first `prompt` characters.
+        """Returns a text with BOS and EOS as configured, in the loss after `prompt` characters.
 
         Without a prompt, every token is trained on.
         """
@@ -251,7 +252,7 @@ def _set_up_process(
 
 
 def _end_with_parent() -> None:
-    """Ends this process with the one that started it, which may have been killed: nobody else would end it."""
+    """Ends this process when its parent ends; a killed parent could not do it."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

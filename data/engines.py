@@ -1,4 +1,4 @@
-"""One interface to the two tokenizer libraries: tokenizers for a tokenizer.json, sentencepiece for a .model file."""
+"""One interface for two libraries: tokenizers (tokenizer.json) and sentencepiece (.model)."""
 
 import json
 import string
@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol
 
 from data.errors import UserError
 
-# Unicode noncharacters, which occur in nobody's text: data.tokenizer replaces them in its input. Put before a text that
-# continues a conversation, GUARD keeps the library from treating it as the beginning of a text.
+# Unicode noncharacters, which occur in nobody's text: data.tokenizer replaces them in its input.
+# Put before a text that continues a conversation, GUARD keeps the library from treating it as the
+# beginning of a text.
 GUARD = "\ufdd0\ufdd1\ufdd0"
 
 
@@ -53,12 +54,12 @@ class Engine(Protocol):
         """Returns whether transformers' tokenizer of these files begins a text with BOS.
 
         Args:
-            bos_id: its id.
-            flag: `add_bos_token` of its configuration, if that says it.
+          bos_id: its id.
+          flag: `add_bos_token` of its configuration, if that says it.
         """
 
     def encode(self, text: str, beginning: bool) -> Spans:
-        """Returns the tokens of `text`; `beginning` says whether it is the beginning of a document."""
+        """Returns the tokens of `text`; `beginning` says whether it begins a document."""
 
     def decode(self, ids: list[int]) -> str:
         """Returns the text of ids that contain no control token."""
@@ -105,7 +106,8 @@ class HuggingFace(Engine):
         spec.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
         _hide_control_tokens(spec["model"], control_ids)
         self._encoder = Library.from_str(json.dumps(spec))
-        # The encoder has fewer added tokens than the tokenizer, so that the library gives them other ids.
+        # The encoder has fewer added tokens than the tokenizer, so that the library gives them
+        # other ids.
         self._original_ids: dict[int, int] = {}  # of those whose id differs
         for token in self._spec.get("added_tokens", []):
             if token["id"] not in control_ids:
@@ -117,8 +119,8 @@ class HuggingFace(Engine):
                 if encoder_id != token["id"]:
                     self._original_ids[encoder_id] = token["id"]
         self._encoder.add_special_tokens([AddedToken(GUARD, normalized=False)])
-        # <unk> is the only control token that text may become: for characters that the vocabulary lacks, never by
-        # typing it.
+        # <unk> is the only control token that text may become: for characters that the vocabulary
+        # lacks, never by typing it.
         unknown = spec["model"].get("unk_id", spec["model"].get("unk_token"))
         unknown_id = self._encoder.token_to_id(unknown) if isinstance(unknown, str) else unknown
         self._forbidden = control_ids - {unknown_id}
@@ -138,7 +140,7 @@ class HuggingFace(Engine):
         return Spans(ids, offsets)
 
     def begins_with(self, bos_id: int, flag: bool | None) -> bool:
-        del flag  # transformers writes it into the tokenizer.json that it saves, and does not read it beside one
+        del flag  # transformers writes it next to a tokenizer.json, but does not read it there
         return self._full.encode("a").ids[:1] == [bos_id]
 
     def decode(self, ids: list[int]) -> str:
@@ -146,7 +148,7 @@ class HuggingFace(Engine):
 
 
 class Sentencepiece(Engine):
-    """The sentencepiece library with a .model file, and the tokens that Hugging Face files beside it add."""
+    """The sentencepiece library with a .model file, and added tokens of Hugging Face files."""
 
     def __init__(self, files: dict[str, bytes]):
         import sentencepiece
@@ -159,7 +161,8 @@ class Sentencepiece(Engine):
         for token_id, token in sorted(_tokens_beside_model(files).items()):
             if token_id > len(pieces):
                 raise UserError(
-                    f"the added token {token!r} has id {token_id}, the one before it {len(pieces) - 1}; "
+                    f"the added token {token!r} has id {token_id}, the one before it "
+                    f"{len(pieces) - 1}; "
                     "ids without a gap, or a tokenizer.json, would work"
                 )
             if token_id == len(pieces):
@@ -209,7 +212,8 @@ class Sentencepiece(Engine):
         self._forbidden = control_ids - {self._full.unk_id()}
 
     def encode(self, text: str, beginning: bool) -> Spans:
-        # sentencepiece puts its space before every text, as LLaMA's authors encode each turn separately.
+        # sentencepiece puts its space before every text, as LLaMA's authors encode each turn
+        # separately.
         del beginning
         pieces = self._encoder.encode(text, out_type="proto").pieces
         characters, size = (
@@ -246,7 +250,7 @@ def _tokens_beside_model(files: dict[str, bytes]) -> dict[int, str]:
 
 
 def _is_text(token: dict) -> bool:
-    """Returns whether an added token of a tokenizer.json is text, such as a run of white space or a letter.
+    """Returns whether an added token of a tokenizer.json is text, such as white space or a letter.
 
     Every other added token is a control token, which a user could type and must not get.
     """
@@ -254,7 +258,7 @@ def _is_text(token: dict) -> bool:
 
 
 def _hide_control_tokens(model: dict, control_ids: set[int]) -> None:
-    """Renames control tokens that are ordinary vocabulary entries; unigram and word models would match their text."""
+    """Renames control tokens in the vocabulary; unigram and word models would match their text."""
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         hidden = {
@@ -283,6 +287,6 @@ def _hidden_name(token_id: int) -> str:
 
 
 def _check_no_forbidden(ids: list[int], forbidden: set[int]) -> None:
-    """Raises AssertionError if text became a control token, which `forbid` should have made impossible."""
+    """Raises AssertionError if text became a control token, despite `forbid`."""
     if not forbidden.isdisjoint(ids):
         raise AssertionError(f"control ids {forbidden.intersection(ids)} came out of text")

@@ -1,4 +1,4 @@
-"""Errors that end a command with one line instead of a traceback: those that its user can correct, and Ctrl-C."""
+"""Errors that end a command with one line: those that its user can correct, and Ctrl-C."""
 
 import difflib
 import errno
@@ -11,8 +11,8 @@ from types import TracebackType
 
 from data.signals import end_at_once
 
-# What the operating system says of mounts, connections and disks that may work a moment later. EFBIG, a limit on the size of
-# files, is not among them.
+# What the operating system says of mounts, connections and disks that may work a moment later.
+# EFBIG, a limit on the size of files, is not among them.
 _TRANSIENT_CODES = frozenset(
     (
         errno.EIO,
@@ -72,22 +72,23 @@ _RESOLVER_TRY_AGAIN = -3  # socket.EAI_AGAIN, without importing socket
 
 
 class UserError(Exception):
-    """An error in the user's input. The message says what was found, in which file or field, and what would work."""
+    """An error in the user's input: what was found, in which file or field, what would work."""
 
 
 class TransientError(UserError):
-    """An error that another start of the same command may pass, such as a lost connection: nothing in the input is wrong.
+    """An error that may be gone at the next start, such as a lost connection.
 
-    It is a `UserError` because it ends a command with one line too, and whoever handles that must not let this one through. It
-    differs in the exit code; see `is_transient`.
+    It is a `UserError` because it ends a command with one line too, and whoever handles that must
+    not let this one through. It differs in the exit code; see `is_transient`.
     """
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns whether another start may pass an error: it, or one that it was raised for, is of a mount, a network or a disk.
+    """Returns whether another start may succeed: the cause is a mount, a network or a disk.
 
-    These are `TransientError`; errors of the operating system such as EIO, ESTALE, ETIMEDOUT, a full disk and a refused
-    connection, also where a library in C++ quotes them; answers of servers such as 503; and time-outs.
+    These are `TransientError`; errors of the operating system such as EIO, ESTALE, ETIMEDOUT, a
+    full disk and a refused connection, also where a library in C++ quotes them; answers of servers
+    such as 503; and time-outs.
     """
     return any(_is_transient_alone(link) for link in _chain(error))
 
@@ -131,7 +132,7 @@ def _is_transient_alone(error: BaseException) -> bool:
 
 
 def _http_status(error: BaseException) -> int | None:
-    """Returns the status that a server answered, if the error has one: of urllib, requests, httpx, gcsfs or aiohttp."""
+    """Returns the HTTP status in an error of urllib, requests, httpx, gcsfs or aiohttp."""
     values = (
         getattr(getattr(error, "response", None), "status_code", None),
         getattr(error, "code", None),
@@ -141,7 +142,7 @@ def _http_status(error: BaseException) -> int | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, at most 200 characters; the name of its type if it has no message.
+    """Returns the first line of an error's message, up to 200 characters, or else its type.
 
     Of the operating system's errors this is their text alone, such as `No such file or directory`.
     """
@@ -150,17 +151,17 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns `did you mean X? `, to be put before what would work, for the name X that is most like a misspelt one, or ""."""
+    """Returns `did you mean X? ` for the most similar valid name X, or "" if none is similar."""
     close = difflib.get_close_matches(name, list(names), 1)
     return f"did you mean {close[0]}? " if close else ""
 
 
 def install_ctrl_c_hook() -> None:
-    """Makes an uncaught Ctrl-C, such as one during a command's imports, print `stopped` and exit with status 130; and SIGTERM
-    end the command at once with 143.
+    """Makes an uncaught Ctrl-C, such as one during a command's imports, print `stopped` and exit
+    with status 130; and SIGTERM end the command at once with 143.
 
-    The packages that contain commands call this first. It takes effect under `python -m` only, recognised by sys.argv, which
-    does not yet contain the command's name at that time.
+    The packages that contain commands call this first. It takes effect under `python -m` only,
+    recognised by sys.argv, which does not yet contain the command's name at that time.
     """
     if sys.argv[:1] == ["-m"]:
         sys.excepthook = _report_uncaught

@@ -1,4 +1,4 @@
-"""Fields of records and turns: which have values, which are read under other names, which nothing reads."""
+"""Fields of records and turns: which have values, which are renamed, which nothing reads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ SHOWN_FIELDS = 12  # names of fields in a message
 
 
 def has_value(value: object) -> bool:
-    """Returns whether a field says anything: rows of a table have all columns, with None, or an empty text or list, in some."""
+    """Returns whether a field has a value; tables have None or empties in unused columns."""
     return value is not None and value != "" and value != [] and value != {}
 
 
@@ -53,7 +53,7 @@ RECORD_TARGETS = (
 
 
 class FieldMap:
-    """A source's own names of fields: `{question: user, answer: assistant}`, `{dialog: messages, speaker: role}`."""
+    """A source's own field names: `{question: user, answer: assistant}`, `{dialog: messages}`."""
 
     def __init__(self, fields: Mapping[str, str]):
         self._roles = {name: target for name, target in fields.items() if target in ROLE_TARGETS}
@@ -65,10 +65,10 @@ class FieldMap:
         }
 
     def record(self, record: dict) -> dict:
-        """Returns a record under the names that are read here, with `messages` for fields that are mapped to roles.
+        """Returns a record under the names that are read; fields mapped to roles are `messages`.
 
         Raises:
-            Drop: a field that is mapped to a turn holds no text.
+          Drop: a field that is mapped to a turn holds no text.
         """
         record = renamed(record, self._record)
         if not self._roles:
@@ -94,7 +94,7 @@ class FieldMap:
 
 
 def renamed(fields: dict, names: Mapping[str, str]) -> dict:
-    """Returns fields of which some have other names; what had such a name before is kept as one that nothing reads."""
+    """Returns renamed fields; a field that already had one of the names is kept under another."""
     moved = {
         names[name]: value for name, value in fields.items() if name in names and value is not None
     }
@@ -109,7 +109,7 @@ def renamed(fields: dict, names: Mapping[str, str]) -> dict:
 
 
 def unread_of(fields: Mapping[Any, Any], read: set[str] | frozenset[str], where: str) -> set[str]:
-    """Returns, for the report, the fields that have a value and are not read, such as "record field `source`"."""
+    """Returns the fields with a value that are not read, such as "record field `source`"."""
     return {
         f"{where} field `{printable(str(name))[:80]}`"
         for name, value in fields.items()

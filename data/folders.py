@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, whenever a process is killed, and files that outlive a loss of power."""
+"""Folders that appear whole or not at all, and files that survive a loss of power."""
 
 import contextlib
 import errno
@@ -27,14 +27,14 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_room(error: BaseException) -> str | None:
-    """Returns the operating system's words for a full disk if that is what an error says; libraries in C++ quote them."""
+    """Returns the system's words if an error is about a full disk; C++ libraries quote them."""
     words = [os.strerror(code) for code in _NO_ROOM]
     return next((problem for problem in words if problem in str(error)), None)
 
 
 @contextlib.contextmanager
 def named_errors(folder: Path) -> Iterator[None]:
-    """Raises TransientError, naming the folder that is written to, for an error of a full disk that names no file."""
+    """Raises TransientError with the folder's name for a full-disk error that names no file."""
     try:
         yield
     except OSError as error:
@@ -50,17 +50,18 @@ def exclusive(path: Path, work: str) -> Iterator[None]:
     """Holds a lock on `path`, a file of its own that is made if it is missing and stays.
 
     Args:
-        work: what the holder does, for the message.
+      work: what the holder does, for the message.
 
     Raises:
-        TransientError: another process holds it.
+      TransientError: another process holds it.
     """
     with path.open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TransientError(
-                f"{path.parent}: another process {work}; wait until it has ended, or name another folder"
+                f"{path.parent}: another process {work}; wait until it has ended, or name another "
+                "folder"
             ) from None
         except OSError:  # a file system without locks
             pass
@@ -68,7 +69,7 @@ def exclusive(path: Path, work: str) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Calls fsync on a file or folder; does nothing where the file system has no fsync for folders."""
+    """Calls fsync on a file or folder; does nothing if the file system cannot sync folders."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -80,7 +81,7 @@ def sync(path: Path) -> None:
 
 
 def record_files(folder: Path, names: Sequence[str]) -> str:
-    """Returns the sizes and hashes of these files, and of those in the folders among them, for `check_files`."""
+    """Returns sizes and hashes of files, and of those in folders among them, for `check_files`."""
     paths = [
         path
         for name in names
@@ -96,10 +97,10 @@ def record_files(folder: Path, names: Sequence[str]) -> str:
 
 
 def check_files(folder: Path, recorded: str) -> None:
-    """Compares the files with the result of `record_files`; the hashes of large ones are left to who reads them.
+    """Compares files with `record_files`'s result; hashes of large files are left to the caller.
 
     Raises:
-        UserError: a file is missing or damaged.
+      UserError: a file is missing or damaged.
     """
     for name, (size, digest) in json.loads(recorded).items():
         try:
@@ -134,23 +135,24 @@ def sync_tree(folder: Path) -> None:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Returns whether a folder is named as one of prepared data that `building` has not finished."""
+    """Returns whether a folder has the name of prepared data that `building` has not finished."""
     return _UNFINISHED.fullmatch(folder.name) is not None
 
 
 @contextlib.contextmanager
 def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
-    """Yields a new folder beside `folder` that becomes `folder`, durably, when the context ends without an error.
+    """Yields a new folder that durably becomes `folder` when the context ends without an error.
 
-    Several processes may build the same folder: the first one's is kept. What killed processes left of theirs is removed.
+    Several processes may build the same folder: the first one's is kept. What killed processes left
+    of theirs is removed.
 
     Args:
-        folder: the folder to create.
-        is_whole: whether an existing folder can be used. One that cannot is replaced.
+      folder: the folder to create.
+      is_whole: whether an existing folder can be used. One that cannot is replaced.
 
     Raises:
-        UserError: the parent of `folder` cannot be written to.
-        TransientError: its disk is full.
+      UserError: the parent of `folder` cannot be written to.
+      TransientError: its disk is full.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +174,8 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
         if (problem := no_room(error)) is None:
             raise
         raise TransientError(
-            f"{folder.parent}: {problem} while {folder.name} was written; more room there, or another "
+            f"{folder.parent}: {problem} while {folder.name} was written; more room there, or "
+            "another "
             "folder, would work"
         ) from error
     finally:
@@ -194,7 +197,7 @@ def _publish(scratch: Path, folder: Path, is_whole: Callable[[Path], bool]) -> N
 
 
 def _locked_file(scratch: Path) -> TextIO:
-    """Makes the file that stays locked while this process builds in `scratch`; it is never there without its lock."""
+    """Makes the file that is locked, from its first moment, while this process builds `scratch`."""
     file = open(scratch / f"{_LOCK}.new", "w", encoding="utf-8")  # noqa: SIM115 - closed by the caller
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,7 +206,7 @@ def _locked_file(scratch: Path) -> TextIO:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes unfinished folders beside `folder` whose processes are gone: its own, and those of prepared data."""
+    """Removes unfinished folders next to `folder` whose processes have ended."""
     own = re.compile(rf"\.{re.escape(folder.name)}-[0-9a-f]{{8}}")
     for path in folder.parent.iterdir():
         if own.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name):

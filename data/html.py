@@ -4,11 +4,13 @@ import re
 import warnings
 from functools import lru_cache
 
-# The <div> in which the chat's web page wraps an answer, or a turn that begins and ends with block elements of prose.
-# A turn *about* HTML (a page in a code fence, an answer that is an HTML file) does not match and is left unchanged.
+# The <div> in which the chat's web page wraps an answer, or a turn that begins and ends with block
+# elements of prose. A turn *about* HTML (a page in a code fence, an answer that is an HTML file)
+# does not match and is left unchanged.
 _PAGE = re.compile(
     r"""<div\b[^>]*\bclass=["'][^"']*\b(?:markdown|prose|whitespace-pre-wrap)\b
-    |   <(?P<tag>p|[ou]l|h[1-6]|pre|blockquote|table)\b[^>]*>.*</(?:p|[ou]l|h[1-6]|pre|blockquote|table|div)>\s*\Z""",
+    |   <(?P<tag>p|[ou]l|h[1-6]|pre|blockquote|table)\b[^>]*>.*
+        </(?:p|[ou]l|h[1-6]|pre|blockquote|table|div)>\s*\Z""",
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>|&(?:[a-zA-Z]+|#\d+);")
@@ -17,7 +19,7 @@ _BUTTONS = re.compile(r"\A\d+ / \d+\s*\n|Copy\d+ chars / \d+ words")
 
 
 def is_page(text: str) -> bool:
-    """Returns whether a turn, stripped of white space, is entirely HTML, and not markdown that contains some HTML."""
+    """Returns whether a stripped turn is entirely HTML, not markdown with some HTML in it."""
     return text.startswith("<") and "```" not in text and _PAGE.match(text) is not None
 
 
@@ -27,10 +29,11 @@ def has_tags(text: str) -> bool:
 
 
 def to_markdown(text: str) -> str:
-    """Converts HTML to markdown: code in fences with its language, formulas as `$tex$`, without the page's buttons.
+    """Converts HTML to markdown: code in fences, formulas as `$tex$`, without the page's buttons.
 
     Raises:
-        ValueError: the parser refuses the HTML, or its tags are nested beyond Python's recursion limit.
+      ValueError: the parser refuses the HTML, or its tags are nested beyond Python's recursion
+        limit.
     """
     try:
         with warnings.catch_warnings():
@@ -48,7 +51,7 @@ def _converter():
     from markdownify import MarkdownConverter
 
     class Converter(MarkdownConverter):
-        """Converts pages of chats, whose code blocks are a <pre> of a title bar and <code class="language-x">."""
+        """Converts pages of chats, with code as a <pre> of a title, <code class="language-x">."""
 
         def convert_button(self, element, text: str, parent_tags) -> str:
             return ""

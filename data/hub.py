@@ -1,4 +1,7 @@
-"""The Hugging Face hub: data sets, hf://datasets/OWNER/NAME[@REVISION][/FILE OR FOLDER], and models, in the hub's own cache."""
+"""Data sets and models of the Hugging Face hub, in the hub's own cache.
+
+A data set is hf://datasets/OWNER/NAME[@REVISION][/FILE OR FOLDER].
+"""
 
 from __future__ import annotations
 
@@ -34,15 +37,15 @@ def is_hub_dataset(path: str | Path) -> bool:
 
 
 def local_path(path: str, suffixes: Sequence[str]) -> Path:
-    """Returns where the files of a data set of the hub lie in this machine's cache, after downloading those that are not there.
+    """Downloads files of a data set that are not in the local cache; returns where they are there.
 
-    Files of the hub about a data set, NOT_RECORDS, are downloaded only if the path names them. Without a network, what an
-    earlier call has downloaded is used.
+    Files of the hub about a data set, NOT_RECORDS, are downloaded only if the path names them.
+    Without a network, what an earlier call has downloaded is used.
 
     Args:
       path: begins with PREFIX; a file, a folder or a whole data set.
-      suffixes: of a folder or data set, the files with one of these endings are downloaded, also with
-        .gz and the like behind.
+      suffixes: of a folder or data set, the files with one of these endings are downloaded, also
+        with .gz and the like behind.
 
     Raises:
       UserError: the path is none, or the hub has no such data set, file or revision for this user.
@@ -84,7 +87,8 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
         ) from None
     except RepositoryNotFoundError:
         raise UserError(
-            f"{path}: {constants.ENDPOINT} shows no data set {repository}; another name, or `hf auth login` for "
+            f"{path}: {constants.ENDPOINT} shows no data set {repository}; another name, or `hf "
+            "auth login` for "
             "one that is private, would work"
         ) from None
     except RevisionNotFoundError:
@@ -99,13 +103,14 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
     local = snapshot / inner
     if not local.exists():
         raise UserError(
-            f"{path}: the data set {repository} has no {inner or ' or '.join(suffixes) + ' file'}; {WOULD_WORK}"
+            f"{path}: the data set {repository} has no {inner or ' or '.join(suffixes) + ' file'}; "
+            f"{WOULD_WORK}"
         )
     return local
 
 
 def _parts(path: str) -> tuple[str, str | None, str]:
-    """Returns the repository that a path names, its revision, and the file or folder within, which may be empty.
+    """Returns the repository, the revision, and the file or folder (may be empty) of a path.
 
     Raises:
       UserError: the path names none.
@@ -120,7 +125,7 @@ def _parts(path: str) -> tuple[str, str | None, str]:
 
 
 def other_splits(files: Sequence[str]) -> list[str]:
-    """Returns the files of a folder that are named as another split than the one to train on, relative to their common folder.
+    """Returns files named as a split other than the training one, relative to their common folder.
 
     Args:
       files: paths of all files that are read.
@@ -154,9 +159,10 @@ def is_offline() -> bool:
 
 
 def download_model(name: str, revision: str | None, files: Sequence[str], needed: str = "") -> Path:
-    """Downloads the files of a model that are not in the cache, after saying how large they are; returns their folder there.
+    """Downloads missing files of a model, after saying their size; returns the folder in the cache.
 
-    Of several processes of a machine one downloads and the others wait. An interrupted download goes on where it was.
+    Of several processes of a machine one downloads and the others wait. An interrupted download
+    goes on where it was.
 
     Args:
       files: patterns of the files' names.
@@ -197,7 +203,8 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
             listed = fetch(dry_run=True)
             if needed and not any(file.filename.endswith(needed) for file in listed):
                 raise UserError(
-                    f"{name}: has no {needed.removeprefix('.')} on the hub; pickled weights can run code when they "
+                    f"{name}: has no {needed.removeprefix('.')} on the hub; pickled weights can "
+                    "run code when they "
                     "are loaded and are refused, another name would work"
                 )
             missing = [file for file in listed if file.will_download]
@@ -205,7 +212,8 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
                 size = sum(file.file_size for file in missing)
                 print(
                     printable(
-                        f"{name}: downloading {size:,} bytes in {len(missing)} files from {hub} to {cache}"
+                        f"{name}: downloading {size:,} bytes in {len(missing)} files from {hub} to "
+                        f"{cache}"
                     ),
                     file=sys.stderr,
                     flush=True,
@@ -213,11 +221,13 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
             return Path(fetch())
     except GatedRepoError:
         raise UserError(
-            f"{name}: its owner has to grant access: ask for it at {hub}/{name}, then `hf auth login`"
+            f"{name}: its owner has to grant access: ask for it at {hub}/{name}, then `hf auth "
+            "login`"
         ) from None
     except RepositoryNotFoundError:
         raise UserError(
-            f"{name}: neither a folder nor a model that {hub} shows; another name, or for a private model "
+            f"{name}: neither a folder nor a model that {hub} shows; another name, or for a "
+            "private model "
             f"`hf auth login`, then `hf download {name}`, would work"
         ) from None
     except RevisionNotFoundError:
@@ -226,15 +236,17 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
         ) from None
     except UserError:
         raise
-    except Exception as error:  # of the disk, of the library for HTTP, which differs between versions of huggingface_hub
+    except Exception as error:  # disk errors, and those of whichever HTTP library the hub uses
         raise _not_downloaded(name, hub, error) from None
 
 
 def _not_downloaded(name: str, hub: str, error: Exception) -> UserError:
     return UserError(
         printable(
-            f"{name}: neither a folder nor in the local Hugging Face cache, and not downloaded from {hub} "
+            f"{name}: neither a folder nor in the local Hugging Face cache, and not downloaded "
+            f"from {hub} "
             f"({first_line(error)}); "
-            f"what has arrived is kept, and the same command, or `hf download {name}`, goes on from there"
+            f"what has arrived is kept, and the same command, or `hf download {name}`, goes on "
+            "from there"
         )
     )

@@ -1,4 +1,4 @@
-"""The rows of the packing plans as arrays, epoch after epoch; a step number is the loader's whole state."""
+"""Rows of the packing plans as arrays, epoch after epoch; the step number is the only state."""
 
 import hashlib
 import json
@@ -30,8 +30,8 @@ class PlanRow(NamedTuple):
 class Loader:
     """Loads batches of packed rows.
 
-    Row r is a pure function of (documents, context_length, seed, r): the same in every process, on every mesh and after every
-    resumption. len() is the number of rows of the first epoch.
+    Row r is a pure function of (documents, context_length, seed, r): the same in every process, on
+    every mesh and after every resumption. len() is the number of rows of the first epoch.
     """
 
     fingerprint: str
@@ -49,32 +49,36 @@ class Loader:
         """Makes a loader.
 
         Args:
-            prepared: the prepared data, of which `split` is loaded; or the documents themselves.
-            context_length: number of tokens L of a row.
-            batch_size: number of rows B of a batch.
-            seed: seed of the order.
-            split: `train` or `held_out`.
-            with_sources: whether rows contain source_ids.
+          prepared: the prepared data, of which `split` is loaded; or the documents themselves.
+          context_length: number of tokens L of a row.
+          batch_size: number of rows B of a batch.
+          seed: seed of the order.
+          split: `train` or `held_out`.
+          with_sources: whether rows contain source_ids.
 
         Raises:
-            UserError: the split contains no document.
-            ValueError: the batch size is below 1.
+          UserError: the split contains no document.
+          ValueError: the batch size is below 1.
         """
         documents = getattr(prepared, split) if isinstance(prepared, Prepared) else prepared
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size} must be at least 1")
         if not len(documents):
             raise UserError(
-                f"the split {documents.name} holds no document; a larger held_out_fraction would work"
+                f"the split {documents.name} holds no document; a larger held_out_fraction would "
+                "work"
             )
         self.documents = documents
         self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
         self._dtypes = {**DTYPES, **({"source_ids": np.int32} if with_sources else {})}
-        # Without weights, every epoch has the same number of rows, because best fit depends on the lengths only.
+        # Without weights, every epoch has the same number of rows, because best fit depends on the
+        # lengths only.
         self._weights = None if np.all(documents.weights == 1.0) else documents.weights
-        # The training loop and the threads of grain, which read ahead, use the plans at the same time.
+        # The training loop and the threads of grain, which read ahead, use the plans at the same
+        # time.
         self._lock = threading.RLock()
-        # Epoch 0, which gives the length of an epoch, and two more while reading ahead passes the end of one.
+        # Epoch 0, which gives the length of an epoch, and two more while reading ahead passes the
+        # end of one.
         self._plans = lru_cache(maxsize=3)(self._make_plan)
         self._epoch_ends: list[
             int
@@ -110,7 +114,7 @@ class Loader:
         return self._plan(0).padding_share
 
     def locate(self, number: int) -> PlanRow:
-        """Returns the epoch of a row, counted over all epochs, and the row's number in the epoch's plan."""
+        """Returns the epoch of a row, counted over all epochs, and its number in the plan."""
         if number < 0:
             raise ValueError(f"row {number} is below 0")
         if self._weights is None:
@@ -121,7 +125,8 @@ class Loader:
                 ends.append((ends[-1] if ends else 0) + len(self._plan(len(ends))))
                 if len(ends) > 100 and ends[-1] == 0:
                     raise UserError(
-                        f"data.sources: their weights, {self._weights.min():g} to {self._weights.max():g}, leave no document "
+                        f"data.sources: their weights, {self._weights.min():g} to "
+                        f"{self._weights.max():g}, leave no document "
                         "in 100 epochs; larger ones would work"
                     )
             epoch = bisect_right(ends, number)
@@ -141,9 +146,9 @@ class Loader:
         """Returns one row as arrays [L], or only some of its tokens as arrays [T].
 
         Args:
-            number: the row's number, counted over all epochs.
-            indices: indices in the row of the tokens to return, ascending; all if None. Documents that lie entirely
-                elsewhere are not read.
+          number: the row's number, counted over all epochs.
+          indices: indices in the row of the tokens to return, ascending; all if None. Documents
+            that lie entirely elsewhere are not read.
         """
         return self._row_arrays(self._pieces(number), indices)
 
@@ -186,14 +191,14 @@ class Loader:
         return {**arrays, "source_ids": document.source} if "source_ids" in self._dtypes else arrays
 
     def lengths(self, step: int) -> Int64[np.ndarray, " D"]:
-        """Returns the number of tokens of each document, or piece of one, in the rows of a step (from 0).
+        """Returns the tokens of each document, or piece of one, in the rows of a step (from 0).
 
         Reads the plan only, no document.
         """
         return np.array([piece.length for piece in self._step_pieces(step)], np.int64)
 
     def record_ids(self, step: int) -> list[str]:
-        """Returns the ids of the records in the rows of a step (from 0), in the rows' order, each once."""
+        """Returns the ids of the records in a step's rows (from 0), in order, each once."""
         return list(
             dict.fromkeys(
                 self.documents[piece.document].record_id for piece in self._step_pieces(step)
@@ -209,9 +214,9 @@ class Loader:
         """Returns the rows of a step as arrays [B, L].
 
         Args:
-            step: number of the step, from 0.
-            rows: which of the step's rows to return, ascending; all if None.
-            indices: see `row`.
+          step: number of the step, from 0.
+          rows: which of the step's rows to return, ascending; all if None.
+          indices: see `row`.
         """
         first = step * self.batch_size
         return _stack(
@@ -228,7 +233,7 @@ class Loader:
         rows: Sequence[int] | None = None,
         indices: Int[np.ndarray, " T"] | None = None,
     ) -> Iterator[Batch]:
-        """Returns an endless iterator over batch(start, rows, indices), batch(start + 1, ...), and so on.
+        """Returns an endless iterator over batch(start, rows, indices), batch(start + 1, ...), ...
 
         Threads of grain make up to `ahead` batches in advance.
         """
@@ -247,7 +252,7 @@ class Loader:
         rows: Sequence[int] | None = None,
         indices: Int[np.ndarray, " T"] | None = None,
     ) -> Iterator[Batch]:
-        """Yields every row of one epoch once, in batches, of which the last one is filled up with rows of padding.
+        """Yields every row of an epoch once, in batches; padding fills the last one.
 
         For the held-out loss; `rows` and `indices` as in `batch`.
         """

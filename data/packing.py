@@ -1,4 +1,4 @@
-"""The packing plan of an epoch: which pieces of documents share a row, a pure function of lengths, seed and epoch."""
+"""The packing plan of an epoch: a pure function of lengths, seed and epoch to rows of pieces."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -60,20 +60,22 @@ def plan(
     epoch: int,
     weights: Sequence[float] | Float[np.ndarray, " D"] | None = None,
 ) -> Plan:
-    """Packs every token of every document into rows of context_length, once or as often as its document's weight says.
+    """Packs all tokens of the documents into rows of context_length, as often as their weights say.
 
-    Documents that are longer than a row are cut into consecutive pieces. The pieces are packed best fit decreasing, which
-    leaves little padding. (seed, epoch) shuffle documents of equal length, the pieces within a row, and the rows.
+    Documents that are longer than a row are cut into consecutive pieces. The pieces are packed best
+    fit decreasing, which leaves little padding. (seed, epoch) shuffle documents of equal length,
+    the pieces within a row, and the rows.
 
     Args:
-        lengths: number of tokens of each of D documents; documents of 0 tokens are skipped.
-        context_length: number of tokens of a row.
-        seed: seed of the order.
-        epoch: number of the epoch, from 0.
-        weights: average number of times that each document is used in an epoch; with 2.5, two or three times.
+      lengths: number of tokens of each of D documents; documents of 0 tokens are skipped.
+      context_length: number of tokens of a row.
+      seed: seed of the order.
+      epoch: number of the epoch, from 0.
+      weights: average number of times that each document is used in an epoch; with 2.5, two or
+        three times.
 
     Raises:
-        ValueError: context_length is below 1.
+      ValueError: context_length is below 1.
     """
     if context_length < 1:
         raise ValueError(f"context_length {context_length} must be at least 1")
@@ -111,14 +113,14 @@ def _cut(
 
 
 def _best_fit(lengths: list[int], context_length: int) -> tuple[list[int], int]:
-    """Puts each piece into the row where it leaves the least free space; of equal rows, into the oldest one.
+    """Puts each piece into the row in which it leaves the least space; among equals, the oldest.
 
     Args:
-        lengths: lengths of the pieces, in descending order.
-        context_length: number of tokens of a row.
+      lengths: lengths of the pieces, in descending order.
+      context_length: number of tokens of a row.
 
     Returns:
-        The row of each piece, and the number of rows.
+      The row of each piece, and the number of rows.
     """
     free: list[tuple[int, int]] = []  # (free tokens, row), sorted
     rows, count = [], 0
@@ -140,7 +142,8 @@ def _hash(
 ) -> UInt64[np.ndarray, " N"]:
     """Returns a pseudorandom number for each number.
 
-    By splitmix64, and not by numpy: numpy does not promise the same random stream in all versions, which a resumed run needs.
+    By splitmix64, and not by numpy: numpy does not promise the same random stream in all versions,
+    which a resumed run needs.
     """
     value = np.asarray(numbers).astype(np.uint64)
     for salt in (purpose, epoch, seed):

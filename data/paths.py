@@ -1,4 +1,4 @@
-"""Files and folders on this machine or in a remote store (gs://, s3://, hf://, ... through fsspec)."""
+"""Files and folders, local or in a store (gs://, s3://, hf://, ... through fsspec)."""
 
 import bz2
 import gzip
@@ -64,12 +64,13 @@ def on_this_machine(path: str | Path) -> Path:
     Without this, gs://bucket/folder would be written to as a local folder named `gs:`.
 
     Raises:
-        UserError: it names a store, such as gs:// or s3://.
+      UserError: it names a store, such as gs:// or s3://.
     """
     # pathlib has made one slash of two.
     if match := _STORE.match(str(path)):
         raise UserError(
-            f"{path}: {match[1]}:// is not read or written here; a local path, or the folder that the bucket is "
+            f"{path}: {match[1]}:// is not read or written here; a local path, or the folder that "
+            "the bucket is "
             "mounted at, would work"
         )
     return Path(path)
@@ -80,8 +81,8 @@ def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSys
     """Yields the file system of a path and the path within it.
 
     Raises:
-        UserError: an access to a remote store within the context fails, since the stores' libraries raise errors of their own
-            types for missing credentials or an unreachable network.
+      UserError: an access to a remote store within the context fails, since the stores' libraries
+        raise errors of their own types for missing credentials or an unreachable network.
     """
     if not is_remote(
         path
@@ -147,7 +148,7 @@ class File:
         """Opens the file for reading bytes, decompressed if its name ends in one of COMPRESSIONS.
 
         Raises:
-            UserError: a compressed file is truncated, or is of another kind.
+          UserError: a compressed file is truncated, or is of another kind.
         """
         with self.open() as file:
             if not self.compression:
@@ -157,13 +158,14 @@ class File:
                 yield _decompressed(file, self.compression)
             except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
                 raise UserError(
-                    f"{self}: cannot be unpacked ({first_line(error)}); a whole {self.compression} file would work"
+                    f"{self}: cannot be unpacked ({first_line(error)}); a whole {self.compression} "
+                    "file would work"
                 ) from None
 
 
 @contextmanager
 def on_disk(file: File) -> Iterator[Path]:
-    """Yields the path of a file on this machine, within the context: of one in a store, a copy in the cache.
+    """Yields a local path of a file within the context; a file in a store is copied to the cache.
 
     Whoever has the copy open, or mapped into memory, keeps it beyond the context.
     """
@@ -190,10 +192,11 @@ def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
 def find_files(
     path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()
 ) -> list[File]:
-    """Returns the file at `path`, or all files with one of the suffixes in the folder tree at `path`, sorted by path.
+    """Returns the file at `path`, or all files of a tree with one of the suffixes, sorted.
 
-    Of a data set of the Hugging Face hub, these are files of this machine's cache, without those that are about the data set.
-    None is from a folder in `left_out`, nor from one that this project has made for prepared data or a run.
+    Of a data set of the Hugging Face hub, these are files of this machine's cache, without those
+    that are about the data set. None is from a folder in `left_out`, nor from one that this project
+    has made for prepared data or a run.
     """
     folders = [_whole_path(folder) for folder in left_out]
     not_records: Sequence[str] = ()
@@ -249,10 +252,10 @@ def _is_ours(folder: Path) -> bool:
 
 
 def output_folder(path: str | Path) -> Path:
-    """Makes the folder for a command's results and returns it; called before the work, which may take hours.
+    """Makes the folder for a command's results and returns it; to be called before the work.
 
     Raises:
-        UserError: the folder cannot be made or written to.
+      UserError: the folder cannot be made or written to.
     """
     on_this_machine(path)
     try:
@@ -269,11 +272,12 @@ def check_own(path: str | Path, marker: bytes) -> None:
     """Checks that a file may be overwritten: it is absent or empty, or the same command wrote it.
 
     Args:
-        path: the file.
-        marker: what all that the command writes to such a file has within its first 64 KiB, and hardly anything else.
+      path: the file.
+      marker: what all that the command writes to such a file has within its first 64 KiB, and
+        hardly anything else.
 
     Raises:
-        UserError: it is something else.
+      UserError: it is something else.
     """
     path = Path(path)
     if not path.is_file():
@@ -282,7 +286,8 @@ def check_own(path: str | Path, marker: bytes) -> None:
         start = file.read(1 << 16)
     if start and marker not in start:
         raise UserError(
-            f"{path}: exists, and is nothing that this command wrote, so that it is not overwritten; name another "
+            f"{path}: exists, and is nothing that this command wrote, so that it is not "
+            "overwritten; name another "
             "file, or remove it"
         )
 
@@ -291,11 +296,12 @@ def output_file(path: str | Path, marker: bytes = b"") -> Path:
     """Makes the folder of a file that a command will write, and returns the file's path.
 
     Args:
-        path: the file.
-        marker: as in `check_own`; without one any file is overwritten.
+      path: the file.
+      marker: as in `check_own`; without one any file is overwritten.
 
     Raises:
-        UserError: the path is a folder or a file that another wrote, or its folder cannot be made or written to.
+      UserError: the path is a folder or a file that another wrote, or its folder cannot be made or
+        written to.
     """
     if on_this_machine(path).is_dir():
         raise UserError(f"{path}: is a folder; name a file, such as {path}/result.json")
@@ -305,10 +311,10 @@ def output_file(path: str | Path, marker: bytes = b"") -> Path:
 
 
 def results_folder(path: str | Path) -> Path:
-    """Makes the folder for an evaluation's results.json and cases.jsonl and returns it; called before the work.
+    """Makes the folder for an evaluation's results.json and cases.jsonl; returns it.
 
     Raises:
-        UserError: it cannot be made or written to, or has such files that no evaluation wrote.
+      UserError: it cannot be made or written to, or has such files that no evaluation wrote.
     """
     folder = output_folder(path)
     check_own(folder / "results.json", b'"about"')
@@ -317,10 +323,11 @@ def results_folder(path: str | Path) -> Path:
 
 
 def new_folder(path: str | Path) -> Path:
-    """Makes the parent of a folder that a command will create as its last step, and returns the folder's path.
+    """Makes the parent of a folder that a command will create last; returns the folder's path.
 
     Raises:
-        UserError: `path` exists and is not an empty folder, or its parent cannot be made or written to.
+      UserError: `path` exists and is not an empty folder, or its parent cannot be made or written
+        to.
     """
     path = on_this_machine(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -330,36 +337,39 @@ def new_folder(path: str | Path) -> Path:
 
 
 def checkpoint_path(path: str | Path, field: str) -> Path:
-    """Returns the absolute path of a folder for checkpoints, after checking that it contains no pattern characters.
+    """Returns the absolute path of a folder for checkpoints; it must contain no pattern characters.
 
-    Orbax finds what it has written by a glob pattern that begins with this path: with pattern characters in the path it would
-    find nothing, or another folder's files.
+    Orbax finds what it has written by a glob pattern that begins with this path: with pattern
+    characters in the path it would find nothing, or another folder's files.
 
     Args:
-        path: the folder.
-        field: name of the user's field or argument, for the message.
+      path: the folder.
+      field: name of the user's field or argument, for the message.
 
     Raises:
-        UserError: the absolute path contains *, ?, [ or a backslash.
+      UserError: the absolute path contains *, ?, [ or a backslash.
     """
     path = on_this_machine(path).expanduser().absolute()
     if characters := [character for character in "*?[\\" if character in str(path)]:
         raise UserError(
-            f"{field}: {path} has {' and '.join(characters)} in it, and Orbax cannot save checkpoints in such a "
-            "path; one without *, ?, [ and backslash would work, such as that of a link to this folder"
+            f"{field}: {path} has {' and '.join(characters)} in it, and Orbax cannot save "
+            "checkpoints in such a "
+            "path; one without *, ?, [ and backslash would work, such as that of a link to this "
+            "folder"
         )
     return path
 
 
 def cache_folder(name: str) -> Path:
-    """Returns this machine's folder `name` for what can be made again: in $LONGSTRIPE_CACHE, or else in ~/.cache/longstripe."""
+    """Returns a folder for what can be made again, in $LONGSTRIPE_CACHE or ~/.cache/longstripe."""
     return Path(os.environ.get("LONGSTRIPE_CACHE") or "~/.cache/longstripe").expanduser() / name
 
 
 def file_digest(path: str | Path) -> str:
     """Returns the SHA-256 of a file's contents, in hexadecimal.
 
-    That of a large file is kept in this machine's cache, and taken from there while the file's size and times are the same.
+    That of a large file is kept in this machine's cache, and taken from there while the file's size
+    and times are the same.
     """
     path = Path(path).resolve()
     status = path.stat()
@@ -390,7 +400,7 @@ def file_digest(path: str | Path) -> str:
 
 
 def local_folder(path: str | Path) -> Path:
-    """Returns the local folder for prepared data: `path` itself, or for a remote one a folder in the cache.
+    """Returns the local folder for prepared data: `path`, or one in the cache for a store.
 
     array_record reads local files only.
     """
@@ -403,10 +413,10 @@ def download(remote: str, local: Path, last: str, is_whole: Callable[[Path], boo
     """Downloads a complete folder from a store; `local` appears at once, or not at all.
 
     Args:
-        remote: the folder in the store.
-        local: the folder to create.
-        last: name of the file that `upload` writes last; does nothing if the store lacks it.
-        is_whole: whether an existing folder can be used; see `building`.
+      remote: the folder in the store.
+      local: the folder to create.
+      last: name of the file that `upload` writes last; does nothing if the store lacks it.
+      is_whole: whether an existing folder can be used; see `building`.
     """
     with _open_file_system(remote) as (file_system, path):
         if not file_system.isfile(f"{path}/{last}"):

@@ -1,4 +1,4 @@
-"""Prepares data once: reads sources, tokenizes them into documents, and writes these to a folder (data.prepared)."""
+"""Prepares data once: tokenizes sources into documents and writes them to a folder."""
 
 import hashlib
 import itertools
@@ -29,7 +29,8 @@ from data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import tqdm
 
-RULES = "prepare-5"  # to be changed with every change to the documents, so that existing folders are not reused
+# To be changed with every change to the documents, so that existing folders are not reused.
+RULES = "prepare-5"
 WORTH_PROCESSES = (
     1 << 23
 )  # bytes of a source from which on several processes, which take seconds to start, encode it
@@ -50,41 +51,46 @@ def prepare(
 ) -> Prepared:
     """Tokenizes all sources into a folder, or opens the folder if they have been tokenized before.
 
-    The folder's name is a hash of the contents, templates, tokenizer and rules. Besides the documents it contains
-    dropped.jsonl, with the file, line and reason of every record that was not used (of the first 100,000 such records).
-    Conversations longer than context_length are split between exchanges (`clean.split`); what is still longer is cut into
-    consecutive pieces, and pieces without a trained token are left out. Several processes may prepare the same folder at the
-    same time.
+    The folder's name is a hash of the contents, templates, tokenizer and rules. Besides the
+    documents it contains dropped.jsonl, with the file, line and reason of every record that was not
+    used (of the first 100,000 such records). Conversations longer than context_length are split
+    between exchanges (`clean.split`); what is still longer is cut into consecutive pieces, and
+    pieces without a trained token are left out. Several processes may prepare the same folder at
+    the same time.
 
     Args:
-        sources: the sources to train on.
-        tokenizer: the tokenizer.
-        context_length: how many tokens a document has at most.
-        folder: parent of the prepared folders. If it is in a store (gs://, s3://), the prepared folder is made and read in
-            the cache on this machine, and copied to or from the store.
-        held_out_fraction: the fraction of records, chosen by a hash of their ids, for the split held_out.
-        held_out_sources: sources that belong to the split held_out entirely; numbered after `sources`.
-        clean: the cleaning rules for conversations.
-        train_on: train on `all` assistant turns, or only on the `last` one.
-        progress: whether to show a progress bar.
-        key: the folder's name, if another process has prepared it: then no source is read.
+      sources: the sources to train on.
+      tokenizer: the tokenizer.
+      context_length: how many tokens a document has at most.
+      folder: parent of the prepared folders. If it is in a store (gs://, s3://), the prepared
+        folder is made and read in the cache on this machine, and copied to or from the store.
+      held_out_fraction: the fraction of records, chosen by a hash of their ids, for the split
+        held_out.
+      held_out_sources: sources that belong to the split held_out entirely; numbered after
+        `sources`.
+      clean: the cleaning rules for conversations.
+      train_on: train on `all` assistant turns, or only on the `last` one.
+      progress: whether to show a progress bar.
+      key: the folder's name, if another process has prepared it: then no source is read.
 
     Returns:
-        The two splits. In held_out every document counts once, whatever its source's weight.
+      The two splits. In held_out every document counts once, whatever its source's weight.
 
     Raises:
-        UserError: a file cannot be read (see data.sources.read), a template does not fit, no document is left to train on;
-            or there is no folder of the name `key`.
+      UserError: a file cannot be read (see data.sources.read), a template does not fit, no document
+        is left to train on; or there is no folder of the name `key`.
     """
     if not sources:
         raise UserError("no data: data.sources is empty; --data.path FILE.json would work")
     if context_length < 2:
         raise UserError(
-            f"data.context_length: found {context_length}, which leaves no token to predict; 2 or more would work"
+            f"data.context_length: found {context_length}, which leaves no token to predict; 2 or "
+            "more would work"
         )
     if not 0.0 <= held_out_fraction < 1.0:
         raise UserError(
-            f"data.held_out_fraction: found {held_out_fraction}; a number from 0 to less than 1 would work"
+            f"data.held_out_fraction: found {held_out_fraction}; a number from 0 to less than 1 "
+            "would work"
         )
     all_sources = [
         replace(source, left_out=(str(folder),)) for source in (*sources, *held_out_sources)
@@ -104,7 +110,8 @@ def prepare(
     if stored is None:
         if key:
             raise UserError(
-                f"{shared}: not found on this machine, but another process has prepared it; a data.prepared that all "
+                f"{shared}: not found on this machine, but another process has prepared it; a "
+                "data.prepared that all "
                 "processes share would work"
             )
         _build(job, local, progress)
@@ -130,7 +137,7 @@ class _Job:
 
     @cached_property
     def alternating(self) -> list[bool]:
-        """Whether each source's template takes turns of user and assistant one after the other alone."""
+        """Whether each source's template requires user and assistant to alternate."""
         return [
             source.format == "sharegpt" and needs_alternation(source.template, self.tokenizer)
             for source in self.sources
@@ -146,7 +153,7 @@ class _Job:
         )
 
     def key(self) -> str:
-        """Returns the folder's name, a hash of its contents: moving a file does not change it, editing a file does."""
+        """Returns the folder's name, a hash of contents, which moving a file does not change."""
         parts = {
             "rules": RULES,
             "tokenizer": self.tokenizer.fingerprint,
@@ -190,12 +197,12 @@ class _Job:
     def documents(
         self, report: Report, index: prepared.Index, progress_bar: "tqdm.tqdm"
     ) -> Iterator[tuple[int, dict]]:
-        """Yields every document as tensorflow-datasets needs it: (key, fields), with consecutive keys to keep the order.
+        """Yields documents as tensorflow-datasets needs them: (key, fields), with consecutive keys.
 
         Args:
-            report: receives the counts of records.
-            index: receives an entry for each document.
-            progress_bar: advanced by the bytes read.
+          report: receives the counts of records.
+          index: receives an entry for each document.
+          progress_bar: advanced by the bytes read.
         """
         templates = tuple(source.template for source in self.sources)
         encoder = Encoder(
@@ -237,13 +244,15 @@ class _Job:
             if not source_report.kept:
                 reasons = source_report.reasons()
                 raise UserError(
-                    f"{source.path}: none of its {source_report.records} records can be used ({reasons})"
+                    f"{source.path}: none of its {source_report.records} records can be used "
+                    f"({reasons})"
                 )
             others = source.other_splits() if number < self.train_sources else []
             if others:
                 names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
                 source_report.notes.append(
-                    f"also reads {names}; name the folder or file of the training split to leave them out"
+                    f"also reads {names}; name the folder or file of the training split to leave "
+                    "them out"
                 )
 
 
@@ -273,28 +282,29 @@ def _build(job: _Job, folder: Path, progress: bool) -> None:
         arrays = index.arrays()
         if arrays["held_out"].all():
             raise UserError(
-                f"data.held_out_fraction: found {job.held_out_fraction}, which takes all of {report.kept} "
+                f"data.held_out_fraction: found {job.held_out_fraction}, which takes all of "
+                f"{report.kept} "
                 "records and leaves nothing to train on; a smaller one would work"
             )
         prepared.write_index(temporary, arrays, report)
 
 
 def _processes_for(source: Source) -> int:
-    """Returns how many processes should encode a source: one for each core, or only one for little work."""
+    """Returns how many processes encode a source: one per core, or a single one for little work."""
     size = sum(file.size() for file in source.files())
     return _cores() if source.format != "tokens" and size >= WORTH_PROCESSES else 1
 
 
 def _cores() -> int:
-    """Returns how many cores this process may use, of which Slurm, containers and taskset may allow only some."""
+    """Returns the cores that this process may use; Slurm, containers and taskset may limit them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _template_text(source: Source, tokenizer: Tokenizer) -> str | None:
-    """Returns the chat template of a source in Jinja, or None if it does not consist of conversations.
+    """Returns the Jinja chat template of a source, or None if it has no conversations.
 
     Raises:
-        UserError: there is no such template, or it uses what is not allowed.
+      UserError: there is no such template, or it uses what is not allowed.
     """
     if source.format != "sharegpt":
         return None
@@ -304,7 +314,7 @@ def _template_text(source: Source, tokenizer: Tokenizer) -> str | None:
 
 
 def _check_arrays(source: Source, tokenizer: Tokenizer) -> None:
-    """Raises UserError for an array of tokens that would be refused as a whole, before hours of work on the others."""
+    """Raises UserError early for an array of tokens that would be refused as a whole later."""
     for file in source.files() if source.format == "tokens" else ():
         if file.suffix != ".npy" or paths.is_remote(file.path) or not file.exists():
             continue
@@ -317,7 +327,8 @@ def _check_arrays(source: Source, tokenizer: Tokenizer) -> None:
             and not 0 <= array.min() <= array.max() < tokenizer.vocab_size
         ):
             raise UserError(
-                f"{file}: holds ids from {array.min()} to {array.max()}, and the tokenizer has 0 to "
+                f"{file}: holds ids from {array.min()} to {array.max()}, and the tokenizer has 0 "
+                "to "
                 f"{tokenizer.vocab_size - 1}; ids of this tokenizer would work"
             )
 
@@ -337,5 +348,6 @@ def _content_hash(source: Source) -> str:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "this module is not a command; python -m scripts.prepare --config RECIPE.yaml tokenizes a recipe's data"
+        "this module is not a command; python -m scripts.prepare --config RECIPE.yaml tokenizes a "
+        "recipe's data"
     )

@@ -1,4 +1,4 @@
-"""The folder of prepared data: documents in array_record files of tensorflow-datasets, a small index, and a report."""
+"""The folder of prepared data: documents in array_record files, a small index, and a report."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ class Document:
 
 
 class Documents:
-    """The documents of one split, by number; can be pickled, and opens its files when a document is first read."""
+    """The documents of one split, by number. Can be pickled; files are opened at the first read."""
 
     lengths: Int32[np.ndarray, " N"]
     """Number of tokens of each document."""
@@ -61,11 +61,11 @@ class Documents:
         """Opens a split.
 
         Args:
-            folder: the prepared folder.
-            numbers: the numbers in the folder of the split's documents.
-            index: the folder's index.
-            weights: the weight of each source.
-            name: the split's name.
+          folder: the prepared folder.
+          numbers: the numbers in the folder of the split's documents.
+          index: the folder's index.
+          weights: the weight of each source.
+          name: the split's name.
         """
         self.folder, self.name = folder, name
         self.fingerprint = f"{folder.name}/{name}"
@@ -147,7 +147,7 @@ class Index:
 
 
 def write_index(folder: Path, arrays: dict[str, Int32[np.ndarray, " D"]], report: Report) -> None:
-    """Writes the report and the index, which also records the size and sha256 of every file that is read again."""
+    """Writes the report and the index, with size and sha256 of every file read later."""
     source_reports = [source_report.to_dict() for source_report in report.sources]
     (folder / REPORT).write_text(json.dumps(source_reports, indent=1), encoding="ascii")
     np.savez(folder / INDEX, **arrays, files=np.array(record_files(folder, [REPORT, DOCUMENTS])))
@@ -171,7 +171,7 @@ class Stored(NamedTuple):
 
 
 def is_whole(folder: Path) -> bool:
-    """Returns whether a prepared folder is complete and, as far as that is known without reading all of it, undamaged."""
+    """Returns whether a prepared folder is complete and looks undamaged (not all is read)."""
     try:
         read(folder)
     except UserError:
@@ -180,7 +180,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def read_or_warn(folder: Path) -> Stored | None:
-    """Reads a prepared folder; returns None, with a warning if the folder is damaged, if it has to be made."""
+    """Returns what a prepared folder holds; None if it is missing or, with a warning, damaged."""
     if not (folder / INDEX).exists():
         return None
     try:
@@ -191,10 +191,10 @@ def read_or_warn(folder: Path) -> Stored | None:
 
 
 def read(folder: Path) -> Stored:
-    """Reads the small files of a prepared folder, and compares its files with the sizes and hashes in the index.
+    """Reads the small files of a prepared folder and checks its files' sizes and hashes.
 
     Raises:
-        UserError: a file is missing or damaged.
+      UserError: a file is missing or damaged.
     """
     name = INDEX
     try:
@@ -209,14 +209,14 @@ def read(folder: Path) -> Stored:
         return Stored(index, reports)
     except (PermissionError, UserError):
         raise
-    except Exception as error:  # zipfile, zlib, numpy, json and tensorflow-datasets raise a dozen kinds of their own
+    except Exception as error:  # zipfile, zlib, numpy, json and tensorflow-datasets raise their own
         raise UserError(f"{folder}: {name} is damaged ({first_line(error)})") from error
 
 
 def open_folder(
     folder: Path, stored: Stored, sources: list[Source], context_length: int
 ) -> Prepared:
-    """Returns the two splits of a prepared folder; `sources` are those that were prepared, the held-out ones last."""
+    """Returns the two splits of a prepared folder; `sources` lists the held-out ones last."""
     index = stored.index
     held_out = index["held_out"].astype(bool)
     weights = np.asarray([source.weight for source in sources], np.float64)

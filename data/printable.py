@@ -1,4 +1,4 @@
-"""Text that is not ours, as a terminal may be given it, and the streams and consoles through which all commands print."""
+"""Makes foreign text safe for a terminal, and the streams and consoles that commands print to."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Marks that reorder the text around them, with which a line can be made to read as another; and ends of lines that are not \n.
+# Marks that reorder the text around them, with which a line can be made to read as another; and
+# ends of lines that are not \n.
 _REORDERING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _REPLACED = frozenset(_REORDERING + "\u2028\u2029")
 
 
 def printable(text: str) -> str:
-    """Returns a text with U+FFFD in place of every character that a terminal would obey rather than show.
+    """Replaces every character that a terminal would obey rather than show with U+FFFD.
 
-    These are control characters other than line ends and tabs (escape sequences begin with one), marks that change the
-    direction of writing, and halves of surrogate pairs, which cannot be written at all. Everything that is printed and is not
-    ours goes through this function: data, names of files and fields, a hub's messages, what another process says.
+    These are control characters other than line ends and tabs (escape sequences begin with one),
+    marks that change the direction of writing, and halves of surrogate pairs, which cannot be
+    written at all. Everything that is printed and is not ours goes through this function: data,
+    names of files and fields, a hub's messages, what another process says.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -36,7 +38,7 @@ def printable(text: str) -> str:
 
 
 class _Output:
-    """A text stream that never fails: what its encoding lacks is replaced, and what nobody reads any more is dropped."""
+    """A text stream that never fails: replaces what it cannot encode, drops what nobody reads."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -76,7 +78,8 @@ class _PrintableOutput(_Output):
     """Such a stream, through which nothing comes that a terminal would obey."""
 
     def write(self, text: str) -> int:
-        # Bars of libraries go back to the line's beginning first; from there nothing but the bar itself can be hidden.
+        # Bars of libraries go back to the line's beginning first; from there nothing but the bar
+        # itself can be hidden.
         start = "\r" if text.startswith("\r") else ""
         super().write(start + printable(text[len(start) :]))
         return len(text)
@@ -84,7 +87,7 @@ class _PrintableOutput(_Output):
 
 @contextlib.contextmanager
 def printable_output() -> Iterator[None]:
-    """Within the context, everything that is printed is printable and can be written, and nobody has to read it.
+    """Makes everything printed in the context printable and encodable, even if nobody reads it.
 
     Whatever prints colours or moves the cursor on purpose uses `console` or `unfiltered`.
     """
@@ -103,7 +106,8 @@ def printable_output() -> Iterator[None]:
         for stream in (out, err):
             if stream is not None:
                 stream.flush()
-        # Not where something else, such as a bar, has taken the stream meanwhile and will give it back.
+        # Not where something else, such as a bar, has taken the stream meanwhile and will give it
+        # back.
         if sys.stdout is out:
             sys.stdout = before[0]
         if sys.stderr is err:
@@ -111,7 +115,7 @@ def printable_output() -> Iterator[None]:
 
 
 def unfiltered(stream: TextIO) -> TextIO:
-    """Returns the stream for what moves the cursor on purpose, such as a bar; it still never fails."""
+    """Returns the stream for output that moves the cursor, such as a bar; it still never fails."""
     return cast(TextIO, _Output(stream.stream if isinstance(stream, _Output) else stream))
 
 

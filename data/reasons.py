@@ -4,8 +4,8 @@
 class Drop(Exception):
     """A record cannot be used; the argument is the reason, as the report counts it.
 
-    What differs from record to record, such as a role, stands after a colon: the report counts reasons by themselves up to a
-    number, and those beyond it by their part before the colon.
+    What differs from record to record, such as a role, stands after a colon: the report counts
+    reasons by themselves up to a number, and those beyond it by their part before the colon.
     """
 
 

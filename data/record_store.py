@@ -1,4 +1,4 @@
-"""Records in array_record files, written and read by tensorflow-datasets: the one place of the project that knows it."""
+"""Records in array_record files; the only module that uses tensorflow-datasets for text."""
 
 import contextlib
 import io
@@ -22,11 +22,11 @@ def write_records(
     """Writes records to the folder `folder`/`split`, in their order.
 
     Args:
-        folder: a folder to work in, such as that of `data.folders.building`.
-        split: name of the split, and of the new folder.
-        features: returns the fields of a record, from the module tensorflow_datasets.
-        records: yields (number from 0, fields) of each record.
-        name: the data set's name, which the files' names begin with.
+      folder: a folder to work in, such as that of `data.folders.building`.
+      split: name of the split, and of the new folder.
+      features: returns the fields of a record, from the module tensorflow_datasets.
+      records: yields (number from 0, fields) of each record.
+      name: the data set's name, which the files' names begin with.
     """
     import tensorflow_datasets as tfds  # takes seconds
 
@@ -65,11 +65,11 @@ def open_records(folder: Path, split: str) -> Sequence[dict]:
 
 @contextlib.contextmanager
 def readable(folder: Path, record: str) -> Iterator[None]:
-    """Within the context, an error of opening or reading records is a UserError that names their prepared folder.
+    """Turns errors of opening or reading records into UserErrors that name the prepared folder.
 
     Args:
-        folder: the prepared folder, as a whole.
-        record: what a record is, such as `a document`.
+      folder: the prepared folder, as a whole.
+      record: what a record is, such as `a document`.
     """
     try:
         yield
@@ -77,14 +77,15 @@ def readable(folder: Path, record: str) -> Iterator[None]:
         Exception
     ) as error:  # array_record and tensorflow-datasets raise RuntimeError and others of their own
         raise UserError(
-            f"{folder}: {record} cannot be read ({first_line(error)}); if this folder is deleted, the same command "
+            f"{folder}: {record} cannot be read ({first_line(error)}); if this folder is deleted, "
+            "the same command "
             "makes it again"
         ) from error
 
 
 @contextlib.contextmanager
 def _without_output(tfds: ModuleType) -> Iterator[None]:
-    """Turns off the progress bars and messages of tensorflow-datasets, which would hide the caller's."""
+    """Turns off the progress bars and messages of tensorflow-datasets within the context."""
     tfds.disable_progress_bar()
     try:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Reads the JSON records of a file one at a time: a JSON list or JSON lines, complete or truncated."""
+"""Reads JSON records one at a time, from a list or from lines, complete or truncated."""
 
 import codecs
 import json
@@ -42,7 +42,7 @@ def would_fit(parts: str) -> str:
 
 
 class _Window:
-    """A window of the file's text that grows on demand, so that at most one record and one chunk are in memory."""
+    """A window on the file's text; at most one record and one chunk are in memory."""
 
     def __init__(self, path: File, file: BinaryIO, advance: Advance | None):
         self.path = path
@@ -56,18 +56,19 @@ class _Window:
         self._first_bytes = b""
 
     def grow(self, size: int) -> bool:
-        """Discards the text before `offset` and appends `size` bytes of the file; returns False at the end of the file."""
+        """Drops the text before `offset` and appends `size` bytes of the file; False at the end."""
         if len(self.text) - self.offset + size > MAX_BYTES:
             raise UserError(
-                f"{self.path}: a record of more than {MAX_BYTES >> 20} MiB; {would_fit('several records')}"
+                f"{self.path}: a record of more than {MAX_BYTES >> 20} MiB; "
+                f"{would_fit('several records')}"
             )
         block = self._file.read(size)
         if not block:
             return False
         self._first_bytes = self._first_bytes or block[:16]
         try:
-            # Of a character that is split at the end of the file, the bytes stay in the decoder: such a file is truncated,
-            # and not in another encoding.
+            # Of a character that is split at the end of the file, the bytes stay in the decoder:
+            # such a file is truncated, and not in another encoding.
             self.text = self.text[self.offset :] + self._decoder.decode(block)
         except UnicodeDecodeError as error:
             kind = next(
@@ -110,7 +111,8 @@ class _MalformedJson(Exception):
     def is_cut_off(self, text: str) -> bool:
         """Returns whether the value is malformed only because the text ends within it.
 
-        That is so within a string, or if at most an escape or a word such as `false` follows the offset of the problem.
+        That is so within a string, or if at most an escape or a word such as `false` follows the
+        offset of the problem.
         """
         longest_word = len("-Infinity")
         return self.problem.startswith("Unterminated string") or (
@@ -123,16 +125,18 @@ def read_records(
 ) -> Iterator[object]:
     """Yields every complete JSON value of the file's list or lines.
 
-    A malformed line, and the record within which a list ends, are dropped; the records before that one are used.
+    A malformed line, and the record within which a list ends, are dropped; the records before that
+    one are used.
 
     Args:
-        path: the file.
-        report: receives dropped records and notes; kept records are counted by the caller.
-        advance: called with the number of bytes of each read.
+      path: the file.
+      report: receives dropped records and notes; kept records are counted by the caller.
+      advance: called with the number of bytes of each read.
 
     Raises:
-        UserError: the file is missing or empty, not UTF-8, or neither a list nor lines of JSON; a record within a list is
-            malformed: where the next one begins is unknown, so that all records after it would be lost; or text follows a list.
+      UserError: the file is missing or empty, not UTF-8, or neither a list nor lines of JSON; a
+        record within a list is malformed: where the next one begins is unknown, so that all records
+        after it would be lost; or text follows a list.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file; {WOULD_WORK}")
@@ -154,13 +158,14 @@ def read_records(
             )
         else:
             raise UserError(
-                f"{path}: begins with {first!r}, so it is not JSON; {WOULD_WORK} (a plain text with format: text, a table of "
+                f"{path}: begins with {first!r}, so it is not JSON; {WOULD_WORK} (a plain text "
+                "with format: text, a table of "
                 "separated values under a name that ends in .csv or .tsv)"
             )
 
 
 def _spans_lines(window: _Window) -> bool:
-    """Returns whether the file begins with a JSON object of several lines, as a program that indents has written it."""
+    """Returns whether the file begins with a JSON object that spans several lines."""
     end = window.text.find("\n", window.offset)
     if end < 0:  # a long line, or the file's only one
         return False
@@ -186,11 +191,13 @@ def _read_values(window: _Window, report: SourceReport) -> Iterator[object]:
         except _MalformedJson as error:
             if not error.is_cut_off(window.text):
                 raise UserError(
-                    f"{window.path}: record {count + 1} is malformed ({error.problem}), and all after it would be "
+                    f"{window.path}: record {count + 1} is malformed ({error.problem}), and all "
+                    "after it would be "
                     f"lost; {WOULD_WORK}"
                 ) from None
             report.notes.append(
-                f"the file is cut off in record {count + 1} ({error.problem}): only the records before that "
+                f"the file is cut off in record {count + 1} ({error.problem}): only the records "
+                "before that "
                 "one are used"
             )
             report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
@@ -200,7 +207,7 @@ def _read_values(window: _Window, report: SourceReport) -> Iterator[object]:
 
 
 def _readable(value: object, report: SourceReport) -> Iterator[object]:
-    """Yields a value, unless it holds a number that is too long to be read, which is dropped and counted."""
+    """Yields a value; drops and counts it if it contains a number that is too long to be read."""
     if isinstance(value, _LongNumber):
         report.drop(LONG_NUMBER)
     else:
@@ -218,7 +225,8 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
             window.offset += 1
             character = window.peek()
         if character == "":
-            # `[ {..}, {..}` and then nothing: every record is complete, only the closing bracket is missing.
+            # `[ {..}, {..}` and then nothing: every record is complete, only the closing bracket is
+            # missing.
             report.notes.append(
                 f"the JSON list has no end after record {count}: the file was cut there"
             )
@@ -230,11 +238,14 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
             if not error.is_cut_off(window.text):
                 near = window.text[max(error.offset - 20, window.offset) : error.offset + 20]
                 raise UserError(
-                    f"{window.path}: record {count + 1} is malformed ({error.problem} near {near!r}), and all after it "
-                    "would be lost; mending it, or one record a line (only bad lines are dropped), would work"
+                    f"{window.path}: record {count + 1} is malformed ({error.problem} near "
+                    f"{near!r}), and all after it "
+                    "would be lost; mending it, or one record a line (only bad lines are dropped), "
+                    "would work"
                 ) from None
             report.notes.append(
-                f"the file is cut off in record {count + 1} ({error.problem}): only the records before that one are used"
+                f"the file is cut off in record {count + 1} ({error.problem}): only the records "
+                "before that one are used"
             )
             report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
             return
@@ -243,17 +254,18 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
 
 
 def _check_end(window: _Window, count: int) -> None:
-    """Raises UserError if anything but white space follows the end of the list, such as a second list."""
+    """Raises UserError if anything but white space follows the list, such as a second list."""
     window.offset += 1
     if window.peek():
         raise UserError(
-            f"{window.path}: text follows the JSON list after record {count}, and all of it would be lost; one "
+            f"{window.path}: text follows the JSON list after record {count}, and all of it would "
+            "be lost; one "
             "list, or one JSON record a line, would work"
         )
 
 
 class _LongNumber:
-    """Stands for a record that contains an integer which Python refuses to convert, of more than 4,300 digits."""
+    """Stands for a record with an integer of over 4,300 digits, which Python does not convert."""
 
 
 _DECODER = json.JSONDecoder()
@@ -264,8 +276,8 @@ def _decode(text: str, offset: int) -> tuple[object, int]:
     """Parses the JSON value at an offset; returns it and the offset after it.
 
     Raises:
-        json.JSONDecodeError: there is no complete value.
-        RecursionError: the value is nested too deeply.
+      json.JSONDecodeError: there is no complete value.
+      RecursionError: the value is nested too deeply.
     """
     try:
         return _DECODER.raw_decode(text, offset)
@@ -279,14 +291,14 @@ def _decode(text: str, offset: int) -> tuple[object, int]:
 
 
 def _read_value(window: _Window, advance: bool = True) -> object:
-    """Parses the JSON value at the window's offset, growing the window until it contains the whole value.
+    """Parses the JSON value at the window's offset; grows the window until it has the whole value.
 
     Args:
-        window: the window; its offset is moved behind the value.
-        advance: whether it is.
+      window: the window; its offset is moved behind the value.
+      advance: whether it is.
 
     Raises:
-        _MalformedJson: the value is malformed, or not complete at the end of the file.
+      _MalformedJson: the value is malformed, or not complete at the end of the file.
     """
     size = CHUNK
     while True:
@@ -344,5 +356,6 @@ def _read_lines(window: _Window, report: SourceReport) -> Iterator[object]:
         report.notes.append(f"lines that are cut off or not JSON: {shown}")
     if malformed and not valid:
         raise UserError(
-            f"{window.path}: none of its {line_number} lines is a JSON value by itself; {WOULD_WORK}"
+            f"{window.path}: none of its {line_number} lines is a JSON value by itself; "
+            f"{WOULD_WORK}"
         )

@@ -1,4 +1,4 @@
-"""Counts of each source's records: kept, dropped with their reasons, repaired; and the fields that were not read."""
+"""Counts records per source: kept, dropped, repaired; and fields that were not read."""
 
 import json
 from collections import Counter
@@ -24,14 +24,14 @@ class DroppedRecord(NamedTuple):
     """Number of the record in the source, from 1."""
     reason: str
     content: object
-    """The record as read, or as far as it could be read; None for token ids. Cut to a text if it is long."""
+    """The record as far as it could be read; None for token ids. Long ones are cut to a text."""
     file: str = ""
     """The file that it was read from."""
     line: int = 0
     """Its line in JSON lines, its row in a table, or its number in a list, from 1."""
 
     def to_json(self) -> str:
-        """Returns the line of dropped.jsonl. Values that JSON lacks, such as a table's dates and bytes, become texts."""
+        """Returns the line of dropped.jsonl; values that JSON lacks, such as dates, become text."""
         try:
             content = json.dumps(self.content, default=_as_text)
             if len(content) <= LONGEST_CONTENT:
@@ -61,7 +61,7 @@ class SourceReport:
     repaired: Counter[str] = field(default_factory=Counter)
     """Number of records that were kept after each kind of change; a record may have several."""
     unread: Counter[str] = field(default_factory=Counter)
-    """Number of kept records with each field that has a value and is not read, such as "record field `source`"."""
+    """Number of kept records with each field that was not read, such as "record field `source`"."""
     notes: list[str] = field(default_factory=list)
     """Warnings, such as for a file that ends within a record."""
     source: int = 0
@@ -105,14 +105,14 @@ class SourceReport:
             self.on_drop(record)
 
     def reasons(self) -> str:
-        """Returns the reasons for drops, the most frequent first, such as `3 x empty record, 1 x no human turn`."""
+        """Returns reasons for drops by frequency, such as `3 x empty record, 1 x no human turn`."""
         return (
             ", ".join(f"{count} x {reason}" for reason, count in self.dropped.most_common())
             or "nothing dropped"
         )
 
     def table(self) -> str:
-        """Returns a line for each rule or field: kept, dropped, repaired or not read, number of records, their share, name."""
+        """Returns a line per rule or field: outcome, count, share, name."""
         rows = [("kept", self.kept, "")]
         rows += [("dropped", count, rule) for rule, count in self.dropped.most_common()]
         rows += [("  repaired", count, rule) for rule, count in self.repaired.most_common()]
@@ -145,7 +145,7 @@ class SourceReport:
 
 
 def _bounded(name: str, counter: Counter[str], common: str) -> str:
-    """Returns the name to count, or what it has in common with others where a counter has enough names already."""
+    """Returns the name to count, or `common` if the counter is full."""
     return name if name in counter or len(counter) < MOST_NAMES else common
 
 

@@ -1,4 +1,4 @@
-"""Rules for pages that were scraped from web chats: HTML becomes markdown, a service's error messages end a conversation."""
+"""Rules for scraped web chats: HTML becomes markdown, a service's error ends a conversation."""
 
 import re
 from typing import Literal
@@ -9,10 +9,14 @@ from data.reasons import BAD_HTML, CUT_AT_RATE_LIMIT, FROM_HTML, RATE_LIMITED, D
 
 # A reply that is not the model's but a message of the service; from real dumps.
 _BUSY = re.compile(
-    r"!?\s*(?:too many requests in 1 hour|network error|(?:chatgpt|the (?:model|server)) is (?:at capacity|overloaded)"
-    r"|something went wrong|an error occurred\. (?:either|if)|there was an error generating a response"
-    r"|only one message at a time|our systems are a bit busy|you['’]ve reached (?:the|our) (?:current )?(?:usage|rate)"
-    r"|the server (?:experienced|had) an error|error in (?:body|message) stream|rate limit (?:reached|exceeded))",
+    r"!?\s*(?:too many requests in 1 hour|network error"
+    r"|(?:chatgpt|the (?:model|server)) is (?:at capacity|overloaded)"
+    r"|something went wrong|an error occurred\. (?:either|if)"
+    r"|there was an error generating a response"
+    r"|only one message at a time|our systems are a bit busy"
+    r"|you['’]ve reached (?:the|our) (?:current )?(?:usage|rate)"
+    r"|the server (?:experienced|had) an error|error in (?:body|message) stream"
+    r"|rate limit (?:reached|exceeded))",
     re.IGNORECASE,
 )
 _BUSY_MAX_LENGTH = 400  # characters; a longer reply that begins like this is *about* such a message
@@ -22,7 +26,7 @@ def from_html(content: str, which: Literal["detect", "always", "never"], changes
     """Returns a turn's text, as markdown if it is HTML of the kind that `which` says.
 
     Raises:
-        Drop: the HTML cannot be read.
+      Drop: the HTML cannot be read.
     """
     if which == "never" or not (
         html.has_tags(content) if which == "always" else html.is_page(content)
@@ -37,10 +41,10 @@ def from_html(content: str, which: Literal["detect", "always", "never"], changes
 
 
 def before_rate_limit(messages: list[Message], changes: set[str]) -> list[Message]:
-    """Returns the turns before the first reply that is a service's error message, up to the last answer.
+    """Returns the turns up to the last answer before a service's error message.
 
     Raises:
-        Drop: there is no answer before it.
+      Drop: there is no answer before it.
     """
     for index, message in enumerate(messages):
         if (

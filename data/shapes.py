@@ -1,6 +1,7 @@
-"""The shapes that records of conversations have in public data sets: a record becomes raw turns, each with a role and a text.
+"""Shapes of conversations in public data sets; a record becomes raw turns with roles and texts.
 
-SHAPES is the one table of them: docs/data.md shows it, and a record is read in the first shape whose fields it has.
+SHAPES is the one table of them: docs/data.md shows it, and a record is read in the first shape
+whose fields it has.
 """
 
 import ast
@@ -29,7 +30,8 @@ SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "systemInstruction
 TOOL_FIELDS = ("tools", "functions")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _SWITCHES = ("on", "off", "yes", "no", "true", "false")  # a `reasoning` that says whether, not what
-# Fields of a question and its answer, in a record or in an entry of a list of exchanges; the first pair that is there is read.
+# Fields of a question and its answer, in a record or in an entry of a list of exchanges; the first
+# pair that is there is read.
 PAIRS = (
     ("prompt", "completion"),
     ("instruction", "output"),
@@ -81,7 +83,7 @@ class RawTurns(NamedTuple):
     """The turns of a record, as they were written."""
 
     turns: list[Any]
-    """Each a dictionary with one of ROLE_FIELDS and of TEXT_FIELDS, if the record is well-formed."""
+    """Dictionaries with one of ROLE_FIELDS and one of TEXT_FIELDS, if the record is well-formed."""
     fields: set[str]
     """Fields of the record that they were read from."""
     changes: tuple[str, ...] = ()
@@ -111,7 +113,7 @@ def read_turns(record: dict) -> RawTurns:
     """Returns the turns of a record in any of SHAPES.
 
     Raises:
-        Drop: it has none of the shapes, which names its fields; or what its fields hold is broken.
+      Drop: it has none of the shapes, which names its fields; or what its fields hold is broken.
     """
     for shape in SHAPES:
         if (raw := shape.read(record)) is not None:
@@ -131,7 +133,7 @@ def names_in_capitals(record: dict) -> dict[str, str]:
 
 
 def is_sharegpt(raw: RawTurns) -> bool:
-    """Returns whether turns have the fields that scrapes of web chats have, which ShareGPT's made common."""
+    """Returns whether turns have the fields that ShareGPT's made common for scraped web chats."""
     return isinstance(raw.turns[0], dict) and {"from", "value"} <= raw.turns[0].keys()
 
 
@@ -161,7 +163,7 @@ def _turn_list(record: dict) -> RawTurns | None:
 
 
 def _as_list(value: object) -> list | None:
-    """Returns the list in a field: as it is, as JSON text or Python's, or as a dictionary of columns; None without one."""
+    """Returns the list in a field, be it JSON, Python's text or columns; None if there is none."""
     if isinstance(value, str):
         value = _parsed(value) if _is_json(value) else None
     if isinstance(value, dict):
@@ -193,7 +195,7 @@ def _is_json(text: str) -> bool:
 
 
 def _parsed(text: str) -> object:
-    """Returns the value of a text in JSON, or as Python prints it, which tables in CSV have; None if it is neither."""
+    """Returns the value of a text in JSON, or as Python prints it (as in CSV), or None."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -205,7 +207,7 @@ def _parsed(text: str) -> object:
 
 
 def _from_columns(columns: dict) -> object:
-    """Returns the turns of a dictionary of lists, such as {"from": [...], "value": [...]}; None if it is something else."""
+    """Returns the turns of columns such as {"from": [...], "value": [...]}, or None."""
     if first_present(columns, TEXT_FIELDS) is None or not all(
         isinstance(column, list) for column in columns.values()
     ):
@@ -216,7 +218,7 @@ def _from_columns(columns: dict) -> object:
 
 
 def _entry_turns(entry: object) -> list[Any]:
-    """Returns the entry of a list of turns; the two turns of one that is a whole exchange, such as {"input", "output"}."""
+    """Returns the turn that an entry of a list is, or both turns if it is a whole exchange."""
     if not isinstance(entry, dict) or (
         first_present(entry, ROLE_FIELDS) is not None
         and first_present(entry, TEXT_FIELDS) is not None
@@ -235,7 +237,7 @@ def _entry_turns(entry: object) -> list[Any]:
 
 
 def _pair(record: dict) -> RawTurns | None:
-    """One exchange: a question, perhaps with what it is about, and its answer; perhaps with the exchanges before it."""
+    """One exchange: a question, perhaps with context and earlier exchanges, and its answer."""
     pair = _pair_of(record)
     return None if pair is None else _exchange(record, pair)
 
@@ -283,7 +285,7 @@ def _pair_of(record: dict) -> tuple[str, str] | None:
 
 
 def _side(value: object, role: str) -> list[dict] | None:
-    """Returns the turns of one side of an exchange, a text or a list of turns; those of a question are not trained on."""
+    """Returns the turns of one side of an exchange; those of the question are not trained on."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
@@ -333,7 +335,7 @@ def _tree(record: dict) -> RawTurns | None:
 
 
 def _glaive(record: dict) -> RawTurns | None:
-    """A dialogue in one text with the speakers' names, and functions described in the system text."""
+    """A dialogue in one text with speakers' names; the system text describes functions."""
     chat = record.get("chat")
     if not isinstance(chat, str):
         return None
@@ -363,7 +365,7 @@ def _glaive_turn(role: str, text: str) -> dict:
 
 
 def _described_functions(system: str) -> tuple[str, list[dict]]:
-    """Returns a system text without the JSON objects at its end, and these objects; the whole text if they are none."""
+    """Returns a system text and the JSON objects at its end; the whole text if there are none."""
     start = system.find("{")
     decoder, tools, offset = json.JSONDecoder(), [], start
     while 0 <= offset < len(system):

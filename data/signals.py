@@ -1,8 +1,9 @@
-"""SIGTERM and Ctrl-C end a command at once, from its first line on: also as PID 1, and while a library downloads or compiles.
+"""SIGTERM and Ctrl-C end a command at once, as PID 1 and during downloads or compilation too.
 
-Python runs a signal's handler only when the running call returns to the interpreter, which takes half an hour in a compiler;
-and the system ignores SIGTERM for PID 1, as which a container starts its command, unless there is a handler. Training has
-handlers of its own while there is something to save; see `trainer.run.preemption`.
+Python runs a signal's handler only when the running call returns to the interpreter, which takes
+half an hour in a compiler; and the system ignores SIGTERM for PID 1, as which a container starts
+its command, unless there is a handler. Training has handlers of its own while there is something to
+save; see `trainer.run.preemption`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-# How long Ctrl-C may take to become a KeyboardInterrupt, which cleans up, before the process ends without it.
+# How long Ctrl-C may take to become a KeyboardInterrupt, which cleans up, before the process ends
+# without it.
 INTERRUPT_SECONDS = 1.0
 
 _OURS = (signal.SIGTERM, signal.SIGINT)
@@ -35,12 +37,13 @@ def end_at_once() -> None:
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     threading.Thread(target=_listen, args=(read_end,), name="signals at once", daemon=True).start()
-    # A child's own SIGTERM must not end its parent through the pipe that they share, not even while the child is being made.
+    # A child's own SIGTERM must not end its parent through the pipe that they share, not even while
+    # the child is being made.
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_reset)
 
 
 def before_the_end(tell: Callable[[int, str], object]) -> None:
-    """Has `tell` called with the exit code and the line before a signal ends this process, to tell the other processes."""
+    """Calls `tell(exit code, line)` before a signal ends this process, to inform others."""
     _before_the_end.append(tell)
 
 

@@ -1,4 +1,4 @@
-"""A recipe's data sources, and what reads the records of each format one at a time; `data.tables` reads the files of tables."""
+"""The data sources of a recipe, and the readers of each format; `data.tables` reads tables."""
 
 import hashlib
 import itertools
@@ -58,8 +58,10 @@ _JSON = (".json", ".jsonl", ".ndjson")
 FORMATS = {
     "sharegpt": Format(
         (*_JSON, *tables.SUFFIXES),
-        "records with `messages`, `conversations`, `instruction` and `output`, `prompt` and `completion`, `question` and "
-        "`answer` and others (docs/data.md), or the source's `fields`, such as {question: user, answer: assistant}, would work",
+        "records with `messages`, `conversations`, `instruction` and `output`, `prompt` and "
+        "`completion`, `question` and "
+        "`answer` and others (docs/data.md), or the source's `fields`, such as {question: user, "
+        "answer: assistant}, would work",
     ),
     "text": Format(
         (".txt", ".md", *_JSON, *tables.SUFFIXES),
@@ -67,7 +69,8 @@ FORMATS = {
     ),
     "tokens": Format(
         (".npy", *_JSON, ".parquet", ".arrow"),
-        "a .npy array of integers, or JSON records with a list `tokens` and perhaps a `loss_mask`, would work",
+        "a .npy array of integers, or JSON records with a list `tokens` and perhaps a `loss_mask`, "
+        "would work",
     ),
 }
 
@@ -76,21 +79,22 @@ FORMATS = {
 class Source:
     """One entry of a recipe's `data.sources`.
 
-    Records are the elements of a JSON list, JSON lines or the rows of a table (Parquet, Arrow, CSV); files of text may be
-    compressed.
+    Records are the elements of a JSON list, JSON lines or the rows of a table (Parquet, Arrow,
+    CSV); files of text may be compressed.
     """
 
     path: str
     """A file, or a folder of files, on this machine or in a store (gs://, s3://)."""
     format: str = "sharegpt"
-    """`sharegpt` (records with `conversations` of from/value, or `messages` of role/content), `text` (a plain text file is
-    one document; records have `text`, or `prompt` and `completion`) or `tokens` (a .npy file, or records with `tokens`)."""
+    """`sharegpt` (records with `conversations` of from/value, or `messages` of role/content),
+    `text` (a plain text file is one document; records have `text`, or `prompt` and `completion`) or
+    `tokens` (a .npy file, or records with `tokens`)."""
     template: str = DEFAULT_TEMPLATE
     """Name of the conversations' chat template, one of data.templates.NAMES."""
     weight: float = 1.0
-    """How often each document is seen in an epoch, on average: with 0.5, each epoch sees another half of them."""
+    """How often each document is seen per epoch, on average; 0.5 takes turns between halves."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """What the records' own names of fields stand for: a role, or a field that is read. See `data.fields.FieldMap`."""
+    """Maps the records' field names to a role or a field that is read, see `data.fields`."""
     add_bos: bool | None = None
     """Whether a text begins with BOS; None does as the tokenizer does by itself."""
     left_out: tuple[str, ...] = ()
@@ -113,12 +117,14 @@ class Source:
         for name, target in self.fields.items():
             if target not in valid:
                 raise UserError(
-                    f"data.sources: fields of {self.path}: {name!r} stands for {target!r}; {', '.join(valid)} "
+                    f"data.sources: fields of {self.path}: {name!r} stands for {target!r}; "
+                    f"{', '.join(valid)} "
                     "would work"
                 )
         if self.add_bos is not None and self.format != "text":
             raise UserError(
-                f"data.sources: add_bos of {self.path}: is for format: text; of conversations the template writes "
+                f"data.sources: add_bos of {self.path}: is for format: text; of conversations the "
+                "template writes "
                 "BOS, and tokens are used as they are"
             )
 
@@ -131,19 +137,20 @@ class Source:
         """Returns the source's file, or those of its folder, sorted by path.
 
         Raises:
-            UserError: the folder contains no file of the format.
+          UserError: the folder contains no file of the format.
         """
         suffixes = FORMATS[self.format].suffixes
         files = paths.find_files(self.path, suffixes, self.left_out)
         if not files:
             apart = f" apart from {', '.join(self.left_out)}" if self.left_out else ""
             raise UserError(
-                f"{self.path}: no {' or '.join(suffixes)} file in this folder{apart}; {self.would_work}"
+                f"{self.path}: no {' or '.join(suffixes)} file in this folder{apart}; "
+                f"{self.would_work}"
             )
         return files
 
     def other_splits(self) -> list[str]:
-        """Returns files named as a split to measure on, of a data set that was published or saved with several splits.
+        """Returns files named as a split to measure on, if the data set has several splits.
 
         Other folders of the user hold what they hold for a purpose, whatever the files' names.
         """
@@ -164,16 +171,17 @@ def read(
     """Yields the usable records of a source, and counts every record in `report`.
 
     Args:
-        source: the source.
-        report: receives a new SourceReport.
-        number: number of the source in the recipe.
-        advance: called with the number of bytes of each read.
-        clean: the cleaning rules for conversations.
-        alternating: whether the template takes turns of user and assistant one after the other alone; of a tokenizer's own
-            template it is taken not to, unless given.
+      source: the source.
+      report: receives a new SourceReport.
+      number: number of the source in the recipe.
+      advance: called with the number of bytes of each read.
+      clean: the cleaning rules for conversations.
+      alternating: whether the template takes turns of user and assistant one after the other alone;
+        of a tokenizer's own template it is taken not to, unless given.
 
     Raises:
-        UserError: a file is missing, empty or not in the source's format; at the end, if no record was usable.
+      UserError: a file is missing, empty or not in the source's format; at the end, if no record
+        was usable.
     """
     source_report = report.add_source(str(source.path))
     if alternating is None:
@@ -201,13 +209,13 @@ def read(
 
 
 Parse = Callable[[object, int, int], Record]
-"""A function of (raw record, source number, record number) that returns the record or raises Drop."""
+"""(raw record, source number, record number) -> the record; raises Drop."""
 
 
 def _parsed_records(
     raw: object, parse: Parse, number: int, report: SourceReport, forest: Forest
 ) -> Iterator[Record]:
-    """Yields the record that a raw one is, those of its tree, or those in the list that it is wrapped around.
+    """Yields the records that a raw one stands for: itself, those of its tree, or a list within it.
 
     Counts what is dropped.
     """
@@ -242,7 +250,7 @@ def _parsed_record(
 
 
 def _wrapped_list(raw: object, parse: Parse) -> str | None:
-    """Returns the field of an object that holds a list of records, such as {"data": [...]}; None if there is not one."""
+    """Returns the field with the list of records in an object such as {"data": [...]}, or None."""
     if not isinstance(raw, dict):
         return None
     lists = [
@@ -265,7 +273,7 @@ def _is_record(raw: object, parse: Parse) -> bool:
 def _without_metadata(
     raw_records: Iterator[object], parse: Parse, report: SourceReport
 ) -> Iterator[object]:
-    """Yields the records of a file among others, but for a single object that is none: what is said about a data set."""
+    """Yields the records of one file among others, unless it is a single object, no record."""
     first = list(itertools.islice(raw_records, 1))
     line = report.line
     first += itertools.islice(raw_records, 1)
@@ -335,7 +343,8 @@ def _read_text(file: File, source: Source) -> str:
 def _parser(source: Source, clean: CleanConfig, alternating: bool, report: SourceReport) -> Parse:
     """Returns what parses the records of a source, and counts what it changes or does not read.
 
-    A source's number below 0 only asks whether a record is one: then nothing is counted or remembered.
+    A source's number below 0 only asks whether a record is one: then nothing is counted or
+    remembered.
     """
     if source.format != "sharegpt":
         parse = _parse_text if source.format == "text" else _parse_tokens
@@ -365,7 +374,7 @@ def _with_names(raw: object, names: Mapping[str, str]) -> object:
 
 
 def _parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
-    """Reads a text, or a prompt and its completion; returns it and the fields that were not read."""
+    """Reads a text, or a prompt and its completion; also returns the fields that were not read."""
     fields = raw if isinstance(raw, dict) else {"text": raw}
     text, prompt, read = fields.get("text"), "", {"text"}
     if (
@@ -392,7 +401,7 @@ def _unicode(text: str) -> str:
 
 
 def _parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[str]]:
-    """Reads token ids, alone or with a loss mask or labels beside them; returns them and the fields that were not read."""
+    """Reads token ids with loss mask or labels; also returns the fields that were not read."""
     if isinstance(raw, np.memmap):
         return _parse_array(raw, source, number), set()
     fields = raw if isinstance(raw, dict) else {"tokens": raw}
@@ -423,7 +432,7 @@ def _parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[st
 
 
 def _parse_array(array: np.memmap, source: int, number: int) -> Tokens:
-    """Returns the tokens of an array that stays in its file, all of them in the loss; a part at a time is in memory."""
+    """Returns the tokens of an array that stays on disk, all in the loss."""
     if not _is_int32(array):
         raise Drop(NO_TOKENS)
     digest = hashlib.sha256()
@@ -442,7 +451,7 @@ def _unread(raw: object, read: set[str]) -> set[str]:
 
 
 def _int32(values: object, allow_bool: bool = False) -> Int32[np.ndarray, " n"] | None:
-    """Returns the values as an array, or None if they are not a non-empty list or array of 32-bit integers."""
+    """Returns a non-empty list or array of 32-bit integers as an array; None for anything else."""
     if not isinstance(values, list | np.ndarray) or len(values) == 0:
         return None
     if (
@@ -468,7 +477,7 @@ def _is_int32(array: np.ndarray, allow_bool: bool = False) -> bool:
 
 
 def _record_id(raw: object, content: bytes) -> str:
-    """Returns the record's own id, or a hash of its content; never a path, since files may be moved."""
+    """Returns the record's own id or a hash of its content; never a path, since files may move."""
     return (own_id(raw) if isinstance(raw, dict) else None) or hashlib.sha256(content).hexdigest()[
         :16
     ]

@@ -18,17 +18,18 @@ def split(
     max_length: int,
     whole: Rendered | None = None,
 ) -> Iterator[Rendered]:
-    """Splits a conversation between exchanges into consecutive parts of at most `max_length`, and yields them rendered.
+    """Splits a conversation between exchanges; yields parts of at most `max_length`, rendered.
 
-    Each part has as many exchanges as fit, and at least one, even if that is longer; the system turn opens each part. Every
-    exchange is in one part, also the last one, which FastChat's own splitting sometimes loses.
+    Each part has as many exchanges as fit, and at least one, even if that is longer; the system
+    turn opens each part. Every exchange is in one part, also the last one, which FastChat's own
+    splitting sometimes loses.
 
     Args:
-        messages: a clean conversation.
-        render: renders a conversation.
-        length: the length of a rendered conversation.
-        max_length: how long a part should be at most.
-        whole: the conversation rendered, if it has been already.
+      messages: a clean conversation.
+      render: renders a conversation.
+      length: the length of a rendered conversation.
+      max_length: how long a part should be at most.
+      whole: the conversation rendered, if it has been already.
     """
     whole = render(messages) if whole is None else whole
     if length(whole) <= max_length:
@@ -63,7 +64,7 @@ def _characters(message: Message) -> int:
 
 
 def _exchange_starts(messages: Sequence[Message], first: int) -> Iterator[int]:
-    """Yields where exchanges begin: at `first`, and at every question, or system turn before it, that follows an answer."""
+    """Yields where exchanges begin: at `first`, and at each question after an answer."""
     yield first
     asked = answered = False
     for index in range(first, len(messages)):
@@ -85,14 +86,15 @@ def _largest_part(
 ) -> tuple[int, Rendered]:
     """Returns how many exchanges fit into `max_length`, at least one, and these rendered.
 
-    Gallops from the guess until the number is enclosed, then bisects: with a good guess, two or three renderings.
+    Gallops from the guess until the number is enclosed, then bisects: with a good guess, two or
+    three renderings.
 
     Args:
-        render: renders the first so many exchanges.
-        length: the length of a rendered part.
-        max_length: how long the part should be at most.
-        guess: an estimate of the number.
-        available: how many exchanges there are.
+      render: renders the first so many exchanges.
+      length: the length of a rendered part.
+      max_length: how long the part should be at most.
+      guess: an estimate of the number.
+      available: how many exchanges there are.
     """
     fits, too_many, step = 1, available + 1, 1
     part = None

@@ -1,4 +1,4 @@
-"""Reads the rows of tables one at a time: Parquet, Arrow (as datasets.save_to_disk writes it), CSV; and arrays of token ids."""
+"""Reads rows of tables one at a time (Parquet, Arrow, CSV), and arrays of token ids."""
 
 import csv
 import io
@@ -31,11 +31,11 @@ MORE_CELLS = "cells beyond the header's columns"
 def read_table(file: File, report: SourceReport) -> Iterator[dict]:
     """Yields the rows of a table, with a few hundred in memory at a time.
 
-    Values that Python cannot represent, such as a time in the year 50,000 or text that is not UTF-8, are left out of their
-    rows, with a note in the report for each column that has some.
+    Values that Python cannot represent, such as a time in the year 50,000 or text that is not
+    UTF-8, are left out of their rows, with a note in the report for each column that has some.
 
     Raises:
-        UserError: the file is damaged, or of another kind than its name says.
+      UserError: the file is damaged, or of another kind than its name says.
     """
     if file.suffix in (".csv", ".tsv"):
         yield from _read_csv(file)
@@ -54,7 +54,8 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
         ) from None
     finally:
         report.notes += [
-            f"{file}: {count} values of the column {printable(name)} cannot be read and are left out"
+            f"{file}: {count} values of the column {printable(name)} cannot be read and are left "
+            "out"
             for name, count in unreadable.items()
         ]
 
@@ -81,7 +82,7 @@ def _arrow_batches(opened: io.IOBase) -> "Iterator[pyarrow.RecordBatch]":
 
 
 def _rows(batch: "pyarrow.RecordBatch", unreadable: Counter[str]) -> list[dict]:
-    """Returns the rows of a batch without the values that cannot be read, which are counted by column."""
+    """Returns the rows of a batch without values that cannot be read, which are counted."""
     try:
         return batch.to_pylist()
     except (
@@ -98,7 +99,7 @@ def _rows(batch: "pyarrow.RecordBatch", unreadable: Counter[str]) -> list[dict]:
 
 
 def _read_csv(file: File) -> Iterator[dict]:
-    """Yields the rows of a table in text, whose first line names the columns; empty cells are ""."""
+    """Yields the rows of a text table, whose first line names the columns; empty cells are ""."""
     csv.field_size_limit(MAX_BYTES)
     try:
         with file.open_decompressed() as opened:
@@ -113,7 +114,8 @@ def _read_csv(file: File) -> Iterator[dict]:
             names = next(reader, [])
             if repeated := [name for name, count in Counter(names).items() if count > 1]:
                 raise UserError(
-                    f"{file}: two of its columns are called {printable(repeated[0])!r}; a first line "
+                    f"{file}: two of its columns are called {printable(repeated[0])!r}; a first "
+                    "line "
                     "that names each column once would work"
                 )
             for cells in reader:
@@ -128,7 +130,8 @@ def _read_csv(file: File) -> Iterator[dict]:
         ) from None
     except csv.Error as error:
         raise UserError(
-            f"{file}: cannot be read as a table in text (line {reader.line_num}: {error}); quotes that are closed "
+            f"{file}: cannot be read as a table in text (line {reader.line_num}: {error}); quotes "
+            "that are closed "
             "would work"
         ) from None
 
@@ -137,26 +140,29 @@ def read_npy(file: File, would_work: str) -> Iterator[Int[np.ndarray, " n"]]:
     """Yields the array [tokens] itself, or the rows of an array [documents, tokens].
 
     Raises:
-        UserError: the file is damaged, or holds something else.
+      UserError: the file is damaged, or holds something else.
     """
     array = open_npy(file, would_work)
     yield from (array,) if array.ndim == 1 else array
 
 
 def open_npy(file: File, would_work: str) -> np.ndarray:
-    """Returns the array of a file, which stays in the file: parts of it are read where they are used.
+    """Returns the array of a file, memory-mapped: parts of it are read where they are used.
 
-    A file in a store is copied to this machine's cache first, from where it goes when this process ends.
+    A file in a store is copied to this machine's cache first, from where it goes when this process
+    ends.
 
     Raises:
-        UserError: the file is damaged, or holds something else than [tokens] or [documents, tokens].
+      UserError: the file is damaged, or holds something else than [tokens] or [documents, tokens].
     """
     try:
         with paths.on_disk(file) as path:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
     except UserError:
         raise
-    except Exception as error:  # numpy raises ValueError, EOFError, SyntaxError and others of its own, and those of zipfile
+    except (
+        Exception
+    ) as error:  # numpy raises ValueError, EOFError, SyntaxError and zipfile's errors
         raise UserError(
             f"{file}: cannot be read as .npy ({first_line(error)}); {would_work}"
         ) from None

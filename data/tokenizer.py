@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders and sentencepiece models; text never becomes a control token."""
+"""Tokenizers of Hugging Face folders and sentencepiece; text never becomes control tokens."""
 
 import copy
 import hashlib
@@ -27,10 +27,12 @@ FILES = (
 )
 BPE_FILES = ("vocab.json", "merges.txt")  # from which a tokenizer.json is made where there is none
 WOULD_WORK = (
-    "a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a sentencepiece .model file, "
+    "a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a "
+    "sentencepiece .model file, "
     "would work"
 )
-# The date that chat templates write, unless a recipe has another: one of its own, so that the same data gives the same ids.
+# The date that chat templates write, unless a recipe has another: one of its own, so that the same
+# data gives the same ids.
 TEMPLATE_DATE = datetime(2025, 1, 1)
 _NONCHARACTERS = re.compile("[\ufdd0\ufdd1]")
 
@@ -49,7 +51,7 @@ class Tokenizer:
     vocab_size: int
     """1 + the highest id."""
     adds_bos: bool
-    """Whether the tokenizer by itself begins a text with BOS, as transformers' `tokenizer(text)` does."""
+    """Whether the tokenizer puts BOS before a text on its own, as in transformers."""
     chat_template: str | None
     """The tokenizer's own chat template, in Jinja."""
     text_tokens: tuple[str, ...]
@@ -86,7 +88,8 @@ class Tokenizer:
             if text not in self.controls or text in special:
                 valid = ", ".join(sorted(self.controls.keys() - special)) or "none"
                 raise UserError(
-                    f"data.text_tokens: {text!r} is no added token of the tokenizer; {valid} would work"
+                    f"data.text_tokens: {text!r} is no added token of the tokenizer; {valid} would "
+                    "work"
                 )
             del self.controls[text]
         engine.forbid({control.id for control in self.controls.values()})
@@ -98,7 +101,8 @@ class Tokenizer:
             text = text.get("content") if isinstance(text, dict) else text
             if text is not None and not _is_text(text):
                 raise UserError(
-                    f"{path}: its {name}_token is {text!r}, which is no text; the text of a token would work"
+                    f"{path}: its {name}_token is {text!r}, which is no text; the text of a token "
+                    "would work"
                 )
             token_id = None if text is None else self._engine.token_to_id(text)
             if text is not None and token_id is None:
@@ -114,10 +118,11 @@ class Tokenizer:
         """Reads a tokenizer from a folder or a file.
 
         Args:
-            path: a folder with a tokenizer.json, or otherwise one sentencepiece .model file; or a single file of either kind.
+          path: a folder with a tokenizer.json, or otherwise one sentencepiece .model file; or a
+            single file of either kind.
 
         Raises:
-            UserError: there is no tokenizer at `path`, or it cannot be read.
+          UserError: there is no tokenizer at `path`, or it cannot be read.
         """
         path = Path(path).expanduser()
         if path.is_dir():
@@ -154,7 +159,7 @@ class Tokenizer:
         return cls(files, engine, str(path))
 
     def with_controls(self, tokens: Iterable[str]) -> "Tokenizer":
-        """Returns a tokenizer that also has these control tokens, with ids after the highest one; no other id changes."""
+        """Returns a tokenizer with these control tokens added after the highest id."""
         missing = [token for token in tokens if token not in self.controls]
         if not missing:
             return self
@@ -168,10 +173,11 @@ class Tokenizer:
         return tokenizer.with_template_date(self.template_date)
 
     def with_text_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
-        """Returns a tokenizer for which these added tokens, such as <think>, may be typed: in a text, each becomes its token.
+        """Returns a tokenizer whose texts may contain these added tokens, such as <think>.
 
         Raises:
-            UserError: a token is not an added token of this tokenizer, or is its BOS, EOS or padding token.
+          UserError: a token is not an added token of this tokenizer, or is its BOS, EOS or padding
+            token.
         """
         tokens = tuple(sorted(set(tokens)))
         if not tokens:
@@ -186,19 +192,20 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text at the beginning of a document, without BOS or EOS; none is a control token's."""
+        """Returns the ids of a text that begins a document, without BOS, EOS and control tokens."""
         return self.encode_spans(text).ids
 
     def encode_spans(self, text: str, beginning: bool = True) -> Spans:
         """Returns the ids of a text, and the offsets (start, end) of every token in `text`.
 
         Args:
-            text: the text.
-            beginning: whether the text begins a document. Otherwise it follows a control token, which matters to
-                tokenizers that put a space only at the beginning of a document.
+          text: the text.
+          beginning: whether the text begins a document. Otherwise it follows a control token, which
+            matters to tokenizers that put a space only at the beginning of a document.
 
         Returns:
-            The tokens in order; start equals end for a token that stands for no character of the text.
+          The tokens in order; start equals end for a token that stands for no character of the
+            text.
         """
         if not text:
             return Spans([], [])
@@ -225,16 +232,17 @@ class Tokenizer:
         """Returns the id of a control token by its text.
 
         Raises:
-            UserError: the tokenizer has no such control token.
+          UserError: the tokenizer has no such control token.
         """
         if token not in self.controls:
             raise UserError(
-                f"the tokenizer has no control token {token!r}; it has {', '.join(sorted(self.controls))}"
+                f"the tokenizer has no control token {token!r}; it has "
+                f"{', '.join(sorted(self.controls))}"
             )
         return self.controls[token].id
 
     def typed(self, text: str) -> set[str]:
-        """Returns the texts of control tokens that a text contains; `encode` treats them as letters."""
+        """Returns the texts of control tokens in a text; `encode` treats them as plain letters."""
         return set(self.typed_pattern.findall(text))
 
     @cached_property
@@ -245,7 +253,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the files' names and contents and of text_tokens; tokenizers with equal fingerprints give equal ids."""
+        """sha256 of file names, contents and text_tokens; equal fingerprints mean equal ids."""
         digest = hashlib.sha256()
         for name in sorted(self._files):
             digest.update(f"{name}\0{len(self._files[name])}\0".encode() + self._files[name])
@@ -255,15 +263,16 @@ class Tokenizer:
     def save(self, directory: str | Path, chat_template: str | None = None) -> None:
         """Writes a folder that `Tokenizer.load` and `transformers.AutoTokenizer` load.
 
-        The original files are copied byte for byte. A sentencepiece model is written as tokenizer.model, with a
-        tokenizer_config.json that names LlamaTokenizer; transformers 5 converts it to its own fast tokenizer, which differs:
-        it applies no sentencepiece normalisation (such as nfkc), merges runs of spaces in its own way, and turns typed
-        control tokens into control ids.
+        The original files are copied byte for byte. A sentencepiece model is written as
+        tokenizer.model, with a tokenizer_config.json that names LlamaTokenizer; transformers 5
+        converts it to its own fast tokenizer, which differs: it applies no sentencepiece
+        normalisation (such as nfkc), merges runs of spaces in its own way, and turns typed control
+        tokens into control ids.
 
         Args:
-            directory: the folder.
-            chat_template: replaces the tokenizer's own chat template, such as the `templates.jinja_template(...)` trained
-                with; written as chat_template.jinja.
+          directory: the folder.
+          chat_template: replaces the tokenizer's own chat template, such as the
+            `templates.jinja_template(...)` trained with; written as chat_template.jinja.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -286,7 +295,8 @@ class Tokenizer:
         """Returns a tokenizer_config.json with which transformers loads a tokenizer.model."""
         config = json.loads(self._files.get("tokenizer_config.json", b"{}"))
         config.setdefault("tokenizer_class", "LlamaTokenizer")
-        # The default of `legacy` differs between versions of transformers; BOS and EOS are left to the template.
+        # The default of `legacy` differs between versions of transformers; BOS and EOS are left to
+        # the template.
         options = {"legacy": True, "add_bos_token": False, "add_eos_token": False}
         special_tokens = {
             "bos_token": self.bos_token,
@@ -302,7 +312,7 @@ def _from_bpe_files(folder: Path) -> bytes:
     """Returns the tokenizer.json that transformers makes of a folder's vocab.json and merges.txt.
 
     Raises:
-        UserError: the files cannot be read.
+      UserError: the files cannot be read.
     """
     from transformers import AutoTokenizer, GPT2Tokenizer
 
@@ -316,13 +326,14 @@ def _from_bpe_files(folder: Path) -> bytes:
         )
     except Exception as error:  # transformers and tokenizers raise what they like
         raise UserError(
-            f"{folder}: vocab.json and merges.txt cannot be read as a tokenizer ({first_line(error)}); "
+            f"{folder}: vocab.json and merges.txt cannot be read as a tokenizer "
+            f"({first_line(error)}); "
             f"{WOULD_WORK}"
         ) from None
 
 
 def _named(config: dict) -> dict:
-    """Returns a tokenizer's settings without those that are empty texts, as LLaMA's first conversions have for bos_token."""
+    """Returns settings without empty texts, which LLaMA's first conversions have for bos_token."""
     return {name: value for name, value in config.items() if value != ""}
 
 
@@ -345,7 +356,8 @@ def _chat_template(files: dict[str, bytes], config: dict, path: str) -> str | No
         template = entries[-1].get("template") if entries else None
     if template is not None and not _is_text(template):
         raise UserError(
-            f"{path}: the chat_template in tokenizer_config.json is no text; a Jinja template would work"
+            f"{path}: the chat_template in tokenizer_config.json is no text; a Jinja template "
+            "would work"
         )
     return template
 
@@ -359,7 +371,7 @@ def _is_text(value: object) -> bool:
 
 
 def _parse_json(files: dict[str, bytes], name: str, path: str) -> dict:
-    """Returns the JSON object of a file, empty if the tokenizer lacks it; `path` names the tokenizer in messages."""
+    """Returns the JSON object of a file, empty if it is missing; `path` is for messages."""
     try:
         content = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Reads tool calls and descriptions of tools from records, into OpenAI's form with arguments as JSON values."""
+"""Reads tool calls and descriptions of tools into OpenAI's form, with arguments as JSON values."""
 
 import hashlib
 import json
@@ -11,10 +11,10 @@ ID_LENGTH = 9  # Mistral's templates accept ids of nine letters and digits only
 
 
 def parse_calls(value: object) -> tuple[dict[str, Any], ...]:
-    """Returns the calls of `tool_calls` or of one `function_call`; arguments that are JSON texts become JSON values.
+    """Returns the calls in `tool_calls` or one `function_call`, with arguments as JSON values.
 
     Raises:
-        ValueError: a call has no name, or its arguments are no JSON object; the message says which.
+      ValueError: a call has no name, or its arguments are no JSON object; the message says which.
     """
     return tuple(map(_parse_call, value if isinstance(value, list) else [value]))
 
@@ -43,7 +43,7 @@ def _parse_call(call: object) -> dict[str, Any]:
 
 
 def unread_call_fields(value: object) -> set[str]:
-    """Returns, for the report, the fields of calls that `parse_calls` does not read, such as "tool call's field `index`"."""
+    """Returns the fields of calls that nothing reads, such as "tool call's field `index`"."""
     unread: set[str] = set()
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call)
@@ -60,7 +60,7 @@ def unread_call_fields(value: object) -> set[str]:
 
 
 def parse_call_text(text: str) -> tuple[dict[str, Any], ...]:
-    """Returns the calls in the text of a ShareGPT turn `function_call`; empty if the text is not such calls in JSON."""
+    """Returns the calls in a ShareGPT turn `function_call`; empty if it is not such JSON."""
     try:
         return parse_calls(json.loads(text))
     except (ValueError, RecursionError):
@@ -68,7 +68,7 @@ def parse_call_text(text: str) -> tuple[dict[str, Any], ...]:
 
 
 def parse_tools(value: object) -> tuple[dict[str, Any], ...] | None:
-    """Returns the descriptions in a record's `tools`, a list or its JSON text; None if they are something else."""
+    """Returns the descriptions in `tools`, a list or its JSON text; None for anything else."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -82,7 +82,7 @@ def parse_tools(value: object) -> tuple[dict[str, Any], ...] | None:
 
 
 def new_id(turn: int, number: int, call: dict[str, Any]) -> str:
-    """Returns an id for a call that has none: nine letters and digits that depend on the call and its number alone."""
+    """Returns a call's id: nine letters and digits that depend on the call and its position."""
     content = json.dumps([turn, number, call["function"]], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:ID_LENGTH]
 
@@ -91,7 +91,7 @@ def _unicode(value: Any) -> Any:
     """Returns a JSON value with lone surrogates, which no tokenizer accepts, replaced.
 
     Raises:
-        ValueError: a value is none of JSON's, such as a table's bytes.
+      ValueError: a value is none of JSON's, such as a table's bytes.
     """
     try:
         text = json.dumps(value, ensure_ascii=False)

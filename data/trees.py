@@ -1,6 +1,7 @@
-"""Trees of messages, as OpenAssistant publishes them: nested in one record, or a row for each message.
+"""Trees of messages, as OpenAssistant publishes them: nested in a record, or one row per message.
 
-A tree becomes one conversation, of the best ranked replies, or one for each path from its first message to a last one.
+A tree becomes one conversation, of the best ranked replies, or one for each path from its first
+message to a last one.
 """
 
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ def best_path(root: dict) -> tuple[list[object], bool]:
 
 
 def paths(root: dict) -> Iterator[list[object]]:
-    """Yields the turns of each path from the first message to one without replies, the best ranked first."""
+    """Yields the turns of each path from the root to a leaf, the best ranked first."""
     turns: list[object] = []
     waiting: list[tuple[int, object]] = [(0, root)]
     while waiting:
@@ -84,7 +85,7 @@ class _Row(NamedTuple):
 
 
 class Forest:
-    """Makes records of trees: joins the rows of a source, and gives each path a record where that is asked for."""
+    """Makes records of trees: joins the rows of a source, splits trees into paths."""
 
     def __init__(self, every_path: bool):
         self._every_path = every_path
@@ -119,7 +120,7 @@ class Forest:
                 )
 
     def trees(self, report: SourceReport) -> Iterator[dict[str, Any]]:
-        """Yields a record for each tree of the rows, in the order of their first messages; drops rows that are in none."""
+        """Yields a record for each tree in the rows, in the order of roots; drops other rows."""
         nodes = {name: {**row.message, "replies": []} for name, row in self._rows.items()}
         roots, others = [], set(nodes)
         for name, node in nodes.items():

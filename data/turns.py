@@ -1,4 +1,4 @@
-"""Turns: a raw turn of a record becomes a message, and messages are brought into an order that a template can write."""
+"""Turns: raw turns become messages, in an order that a template can write."""
 
 import json
 import re
@@ -96,7 +96,7 @@ class Findings:
 
 @lru_cache(maxsize=1024)
 def role_of(name: str) -> str | None:
-    """Returns the role that a name in a data set stands for, `thought` for reasoning before an answer; None if unknown."""
+    """Returns the role that a name stands for, `thought` for reasoning, or None."""
     role = _ROLES.get(name)
     if role is None:
         normal = re.sub(r"[\s-]+", "_", name.strip().lower())
@@ -111,7 +111,7 @@ def read_messages(turns: Sequence[object], findings: Findings) -> list[Message]:
     """Returns raw turns as messages; turns of reasoning become that of the answer after them.
 
     Raises:
-        Drop: a turn cannot be used.
+      Drop: a turn cannot be used.
     """
     messages: list[Message] = []
     thoughts: list[str] = []
@@ -140,11 +140,13 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     """Returns the role of a raw turn, which may be `thought`, and the turn as a message.
 
     Args:
-        turn: a turn as a data set has it, such as {"from": "gpt", "value": "Hello."}; anything else raises Drop.
-        findings: receives what is changed in the turn, and the names of its fields that nothing reads.
+      turn: a turn as a data set has it, such as {"from": "gpt", "value": "Hello."}; anything else
+        raises Drop.
+      findings: receives what is changed in the turn, and the names of its fields that nothing
+        reads.
 
     Raises:
-        Drop: the turn cannot be used; the argument is the reason.
+      Drop: the turn cannot be used; the argument is the reason.
     """
     if not isinstance(turn, dict):
         raise Drop(BAD_TURN)
@@ -219,10 +221,10 @@ def _calls(turn: dict, findings: Findings) -> tuple[tuple[dict[str, Any], ...], 
 
 
 def _joined(parts: list, role: str | None, thoughts: list[str], findings: Findings) -> object:
-    """Joins the parts of which a content may consist; texts of an assistant's reasoning are appended to `thoughts`.
+    """Joins the parts of a content; texts of an assistant's reasoning are appended to `thoughts`.
 
     Returns:
-        The text; for a tool's turn whose parts are no texts, the parts as they are.
+      The text; for a tool's turn whose parts are no texts, the parts as they are.
     """
     texts = []
     for part in parts:
@@ -248,7 +250,7 @@ def _joined(parts: list, role: str | None, thoughts: list[str], findings: Findin
 
 
 def _add_reasoning(turn: dict, thoughts: list[str]) -> set[str]:
-    """Appends the reasoning in an answer's fields to `thoughts`, and returns these fields; those that say the same are one."""
+    """Appends an answer's reasoning to `thoughts`; returns the fields it was in, equal ones too."""
     read: set[str] = set()
     for name in REASONING_FIELDS:
         text = turn.get(name)
@@ -259,7 +261,7 @@ def _add_reasoning(turn: dict, thoughts: list[str]) -> set[str]:
 
 
 def _unicode(text: str, findings: Findings) -> str:
-    """Returns a text in which halves of surrogate pairs such as \\ud83d\\ude00, which no tokenizer accepts, are replaced."""
+    """Replaces halves of surrogate pairs such as \\ud83d\\ude00, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -288,14 +290,14 @@ def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
 
 
 def _yes_or_no(value: object) -> bool | None:
-    """Returns what a flag says; None if it is neither a truth value, a number nor a word such as `false`."""
+    """Returns the truth value of a flag; None unless it is a boolean, a number or such a word."""
     if isinstance(value, str):
         return _WORDS.get(value.strip().lower())
     return bool(value) if isinstance(value, bool | int | float) and value == value else None
 
 
 def _text_field(fields: dict, name: str, read: set) -> str | None:
-    """Returns a field that is a text without half a surrogate pair, which is added to `read`, or None."""
+    """Returns a non-empty text field without lone surrogates, and adds it to `read`; else None."""
     text = fields.get(name)
     if not isinstance(text, str) or not text or re.search("[\ud800-\udfff]", text):
         return None
@@ -304,10 +306,10 @@ def _text_field(fields: dict, name: str, read: set) -> str | None:
 
 
 def with_loss_mask(messages: list[Message], mask: object, findings: Findings) -> list[Message]:
-    """Returns messages of which a record's `loss_mask` leaves some out of the loss: an entry for each, or for each answer.
+    """Takes turns out of the loss by a record's `loss_mask`: an entry per turn, or per answer.
 
     Raises:
-        Drop: it is no such list.
+      Drop: it is no such list.
     """
     answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
     flags = [_yes_or_no(flag) for flag in mask] if isinstance(mask, list) else []
@@ -324,7 +326,7 @@ def with_loss_mask(messages: list[Message], mask: object, findings: Findings) ->
 
 
 def with_call_ids(messages: list[Message]) -> list[Message]:
-    """Gives an id to each call without one, and to each tool's turn without one that of the call which it answers, in order."""
+    """Gives ids to calls, and to tools' turns the ids of the calls that they answer, in order."""
     result: list[Message] = []
     unanswered: list[str] = []
     for turn, message in enumerate(messages):
@@ -348,13 +350,14 @@ def in_order(messages: list[Message], alternating: bool, changes: set[str]) -> l
     """Returns the turns up to the last answer, without an empty system turn at the beginning.
 
     Args:
-        messages: the turns.
-        alternating: whether the template takes `[system] user assistant (tool assistant)* user ...` alone: then answers before
-            the first question are left out too. Otherwise any order is kept, and these answers are context.
-        changes: receives what was changed.
+      messages: the turns.
+      alternating: whether the template takes `[system] user assistant (tool assistant)* user ...`
+        alone: then answers before the first question are left out too. Otherwise any order is kept,
+        and these answers are context.
+      changes: receives what was changed.
 
     Raises:
-        Drop: an empty turn, no answer or no question, or another order than the template takes.
+      Drop: an empty turn, no answer or no question, or another order than the template takes.
     """
     system: list[Message] = []
     if messages[0].role == "system":

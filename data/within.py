@@ -14,8 +14,8 @@ _SNAPSHOT = re.compile(r"(?P<repository>.*/(?:models|datasets)--[^/]+)/snapshots
 def file_within(folder: str | Path, name: str) -> Path | None:
     """Returns the path of a file in a folder, or None where the folder has none of this name.
 
-    A link that a stranger put into a model, an adapter or a data set would otherwise carry any file of this machine into a
-    checkpoint, an export and the hub.
+    A link that a stranger put into a model, an adapter or a data set would otherwise carry any file
+    of this machine into a checkpoint, an export and the hub.
 
     Raises:
       UserError: as `check_within`.
@@ -28,7 +28,7 @@ def file_within(folder: str | Path, name: str) -> Path | None:
 
 
 def check_within(folder: str | Path, path: str | Path) -> None:
-    """Raises UserError unless a path leads to a place inside a folder, or from the Hugging Face cache to its blobs.
+    """Raises UserError unless a path leads into a folder, or from the hub's cache to its blobs.
 
     Args:
       folder: as the user named it; it may be a link itself.

@@ -1,1 +1,1 @@
-"""Texts that are generated to practise and to test retrieval in long contexts, split between training and evaluation."""
+"""Generated texts to practise and test retrieval in long contexts, split into training and test."""

@@ -1,7 +1,8 @@
-"""Generated exercises as a source of training data: `synthetic:TASK?count=N&seed=S` in the place of a path, or tokens=N.
+"""Generated exercises as a data source: the path is `synthetic:TASK?count=N&seed=S`, or tokens=N.
 
-Each exercise is a conversation of a question with its text, and the answer. Texts are of all sizes up to the context length,
-evenly. No key has a value that evaluation gives it, and reserved keys and numbers do not occur (`split`).
+Each exercise is a conversation of a question with its text, and the answer. Texts are of all sizes
+up to the context length, evenly. No key has a value that evaluation gives it, and reserved keys and
+numbers do not occur (`split`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ TASKS: dict[str, Callable[..., Exercise]] = {
     "variables": tasks.variables,
     "copying": tasks.copying,
 }
-MARGIN = 48  # tokens of a context that are left for the template's first turns and for texts with longer words
+# Tokens of a context that are left for the template's first turns and for texts with longer words.
+MARGIN = 48
 FURTHER_MARGIN = 16  # for the headings and the ends of the two turns of a further question
 
 
@@ -43,7 +45,8 @@ class Spec(NamedTuple):
 
     Attributes:
       like: the file whose wording lines take; None for our own.
-      tokens: of all exercises together, about, from which their number follows; 0 where `count` is given.
+      tokens: of all exercises together, about, from which their number follows; 0 where `count` is
+        given.
       share: of a text's lines that are asked for in a further question.
     """
 
@@ -66,7 +69,10 @@ class Spec(NamedTuple):
           UserError: the task or an option is unknown, or has another form.
         """
         task, _, query = path.removeprefix(PREFIX).partition("?")
-        form = f"{PREFIX}TASK?count=2000&seed=0, with a TASK of {', '.join(TASKS)} (or tokens=4000000 in place of count)"
+        form = (
+            f"{PREFIX}TASK?count=2000&seed=0, with a TASK of {', '.join(TASKS)} "
+            "(or tokens=4000000 in place of count)"
+        )
         options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         of_lines = {"like", "share"} if task == "lines" else set()
         if (
@@ -75,7 +81,8 @@ class Spec(NamedTuple):
             or {"count", "tokens"} <= set(options)
         ):
             raise UserError(
-                f"data.sources: found {path}; {form} would work (and for lines &like=FILE and &share=0.25)"
+                f"data.sources: found {path}; {form} would work (and for lines &like=FILE and "
+                "&share=0.25)"
             )
         try:
             spec = cls(
@@ -92,7 +99,8 @@ class Spec(NamedTuple):
             ) from None
         if spec.count < 1 or spec.tokens < 0 or spec.seed < 0 or not 0 <= spec.share <= 1:
             raise UserError(
-                f"data.sources: found {path}; a count of 1 or more, a seed of 0 or more and a share of 0 to 1 "
+                f"data.sources: found {path}; a count of 1 or more, a seed of 0 or more and a "
+                "share of 0 to 1 "
                 "would work"
             )
         return spec
@@ -131,7 +139,8 @@ def generate(path: str, context_length: int, count: Callable[[str], int]) -> lis
     short = tokens(few)
     if short > context_length:
         raise UserError(
-            f"{path}: its shortest exercise takes about {short} tokens; a data.context_length of {short} or more "
+            f"{path}: its shortest exercise takes about {short} tokens; a data.context_length of "
+            f"{short} or more "
             "would work"
         )
     most = max(int(few + (context_length - short) / ((tokens(many) - short) / (many - few))), few)
@@ -156,7 +165,7 @@ def generate(path: str, context_length: int, count: Callable[[str], int]) -> lis
 
 
 def write(path: str, context_length: int, count: Callable[[str], int], tokenizer: str) -> Path:
-    """Returns a file with the conversations of a source, in the cache; it is written unless it is there.
+    """Returns a file in the cache with the conversations of a source; writes it if it is missing.
 
     Args:
       path, context_length, count: see `generate`.

@@ -1,7 +1,8 @@
 """Which keys, values and pairs of both belong to evaluation.
 
-Training texts never hold the two of an evaluation pair together, and no reserved key or value at all. An evaluation takes
-evaluation pairs, of any keys and values; or reserved keys and values alone, of which there are fewer.
+Training texts never hold the two of an evaluation pair together, and no reserved key or value at
+all. An evaluation takes evaluation pairs, of any keys and values; or reserved keys and values
+alone, of which there are fewer.
 """
 
 import functools
@@ -17,7 +18,7 @@ EVALUATION_SHARE = 1 / 8
 
 
 def is_evaluation(key: str, value: object) -> bool:
-    """Returns whether a pair belongs to evaluation, by a hash of both; all others belong to training."""
+    """Returns whether a pair belongs to evaluation rather than training, by a hash of both."""
     return _hash(f"{key}\0{value}") < EVALUATION_SHARE * 2**32
 
 
@@ -52,7 +53,7 @@ def _reserved(kind: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _unreserved(kind: str, count: int) -> Sequence[str]:
-    """Returns at least `count` keys that training texts may have, of two words where these suffice."""
+    """Returns at least `count` keys that training texts may have, of two words if these suffice."""
     pairs = _unreserved_pairs(kind)
     if count <= len(pairs):
         return pairs
@@ -76,10 +77,11 @@ def draw_values(
     evaluation: bool,
     reserved: bool = False,
 ) -> list[int]:
-    """Returns a number for each key from lowest .. highest - 1, all different, so that each pair belongs to one split.
+    """Returns distinct numbers for keys, lowest .. highest - 1; each pair is of one split.
 
     Args:
-      evaluation: to that of evaluation, else to that of training, which has no reserved number either.
+      evaluation: to that of evaluation, else to that of training, which has no reserved number
+        either.
       reserved: for evaluation, take reserved numbers alone, whose partners may be any.
 
     Raises:
@@ -87,7 +89,8 @@ def draw_values(
     """
     if len(keys) > (most := most_keys(lowest, highest, evaluation, reserved)):
         raise ValueError(
-            f"numbers from {lowest} to {highest - 1} are too few for {len(keys)} keys; {most} keys would work"
+            f"numbers from {lowest} to {highest - 1} are too few for {len(keys)} keys; {most} keys "
+            "would work"
         )
     values: list[int] = []
     used: set[int] = set()
@@ -102,7 +105,7 @@ def draw_values(
 
 
 def most_keys(lowest: int, highest: int, evaluation: bool, reserved: bool = False) -> int:
-    """Returns how many keys `draw_values` draws numbers for: nine for each ten numbers of the split."""
+    """Returns for how many keys `draw_values` finds numbers: nine for ten numbers of the split."""
     share = EVALUATION_SHARE if reserved else 1 if evaluation else 1 - EVALUATION_SHARE
     return int(0.9 * share * (highest - lowest))
 

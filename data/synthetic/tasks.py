@@ -1,7 +1,8 @@
 """Exercises in a long text, made from random numbers: retrieval, tracking, counting, copying.
 
-Several are tasks of RULER (Hsieh et al. 2024, table 2 and appendix B), in its wording and with words of our own. Keys and
-values are of training or of evaluation, as the caller says, never of both (`split`).
+Several are tasks of RULER (Hsieh et al. 2024, table 2 and appendix B), in its wording and with
+words of our own. Keys and values are of training or of evaluation, as the caller says, never of
+both (`split`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 LINE_NUMBERS = (1, 50_000)  # lowest, and one above the highest
 MOST_TRAINING_LINES = most_keys(*LINE_NUMBERS, evaluation=False)
 OWN_LINES = Wording(
-    "Here is a record of lines to remember. Each line begins with 'line', then the name of the line, and ends with its "
-    "<REGISTER_CONTENT>, a number. When it is over you will be asked for the number of one line. The record:\n\n",
+    "Here is a record of lines to remember. Each line begins with 'line', then the name of the "
+    "line, and ends with its "
+    "<REGISTER_CONTENT>, a number. When it is over you will be asked for the number of one line. "
+    "The record:\n\n",
     "line {key}: REGISTER_CONTENT is <{number}>\n",
-    "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number.",
+    "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the "
+    "number.",
 )
 
 
@@ -42,7 +46,8 @@ class Exercise(NamedTuple):
       prefix: the answer's beginning, which an evaluation writes itself, as RULER does.
       expected: texts that the answer must have.
       rest: what follows `prefix` in the answer that is trained on.
-      further: another question about the same text and its answer, for training; both empty unless asked for.
+      further: another question about the same text and its answer, for training; both empty unless
+        asked for.
     """
 
     text: str
@@ -57,7 +62,8 @@ class Haystack:
     """Text that needles are hidden in.
 
     Attributes:
-      name: "noise" repeats five sentences, "needles" is of needles that are not asked for, "text" takes `sentences`.
+      name: "noise" repeats five sentences, "needles" is of needles that are not asked for, "text"
+        takes `sentences`.
       sentences: of a book or essay; begun again at its end.
     """
 
@@ -87,7 +93,7 @@ class Haystack:
 
 
 def _names(rng: np.random.Generator, count: int, kind: str, evaluation: bool) -> list[str]:
-    """Returns so many different keys: pairs of words, or uuids; for training, no reserved ones of words."""
+    """Returns so many distinct keys, pairs of words or uuids; training gets no reserved words."""
     if kind == "uuids":
         return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
     if not evaluation:
@@ -155,8 +161,10 @@ def needles(
     single = queries * values == 1
     article, kind, verb = ("A", value_kind[:-1], "is") if single else ("Some", value_kind, "are")
     return Exercise(
-        f"{article} special magic {kind} {verb} hidden within the following text. Make sure to memorize it. I will quiz you "
-        f"about the {kind} afterwards.\n{haystack.joint.join(text)}\nWhat {verb}{'' if single else ' all'} the special magic "
+        f"{article} special magic {kind} {verb} hidden within the following text. Make sure to "
+        "memorize it. I will quiz you "
+        f"about the {kind} afterwards.\n{haystack.joint.join(text)}\nWhat "
+        f"{verb}{'' if single else ' all'} the special magic "
         f"{kind} for {query} mentioned in the provided text?",
         f" The special magic {kind} for {query} mentioned in the provided text {verb}",
         expected,
@@ -167,7 +175,7 @@ def needles(
 def variables(
     rng: np.random.Generator, units: int, evaluation: bool, *, hops: int = 4, chains: int = 1
 ) -> Exercise:
-    """Hides chains of assignments in noise and asks for all variables of the first one (RULER's variable tracking)."""
+    """Hides chains of assignments in noise and asks for the variables of the first (RULER)."""
     names: list[str] = []
     while len(names) < (hops + 1) * chains:
         name = "".join(rng.choice(list(string.ascii_uppercase), 5))
@@ -188,9 +196,11 @@ def variables(
     context = "\n".join(text).replace(". \n", ".\n")
     expected = tuple(names[: hops + 1])
     return Exercise(
-        f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
+        "Memorize and track the chain(s) of variable assignment hidden in the following "
+        f"text.\n\n{context}\nQuestion: Find "
         f"all variables that are assigned the value {value} in the text above.",
-        f" Answer: According to the chain(s) of variable assignment in the text above, {hops + 1} variables are assigned the "
+        f" Answer: According to the chain(s) of variable assignment in the text above, {hops + 1} "
+        "variables are assigned the "
         f"value {value}, they are: ",
         expected,
         " ".join(expected),
@@ -206,7 +216,7 @@ def common_words(
     often: int = 30,
     seldom: int = 3,
 ) -> Exercise:
-    """Lists words of which 10 occur more often than the others, and asks for them, after an example (RULER's cwe).
+    """Asks for the 10 words of a list that occur more often than others, after an example (RULER).
 
     Args:
       units: words that occur seldom.
@@ -214,7 +224,8 @@ def common_words(
     example, example_words = _word_list(rng, 30, common, 10, 3)
     listed, chosen = _word_list(rng, units, common, often, seldom)
     question = (
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        "Memorize the ones that "
         "appear most often.\n{}\nQuestion: What are the 10 most common words in the above list?"
     )
     prefix = " Answer: The top 10 words that appear most often in the list are:"
@@ -243,8 +254,8 @@ def _numbered(items: Sequence[str]) -> str:
 def frequent_words(
     rng: np.random.Generator, units: int, evaluation: bool, *, vocabulary: int = 0
 ) -> Exercise:
-    """Writes coded words whose numbers fall with the square of their rank, and asks for the three most frequent but for the
-    first, which is dots (RULER's fwe).
+    """Writes coded words whose numbers fall with the square of their rank, and asks for the three
+    most frequent but for the first, which is dots (RULER's fwe).
 
     Args:
       units: words of the text.
@@ -264,8 +275,10 @@ def frequent_words(
     ]
     context = " ".join(listed[i] for i in rng.permutation(len(listed)))
     return Exercise(
-        "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
-        f"coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three "
+        "Read the following coded text and track the frequency of each coded word. Find the three "
+        "most frequently appeared "
+        f"coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots "
+        "'....'. What are the three "
         "most frequently appeared words in the above coded text?",
         " Answer: According to the coded text above, the three most frequently appeared words are:",
         tuple(coded[1:4]),
@@ -285,7 +298,8 @@ def lines(
 
     Args:
       wording: of the head, the lines and the question; our own unless given.
-      share: of the lines that a further question asks for, whose answer repeats each. One text thus teaches many look-ups.
+      share: of the lines that a further question asks for, whose answer repeats each. One text thus
+        teaches many look-ups.
     """
     names = _names(rng, units, "words", evaluation)
     numbers = draw_values(rng, names, *LINE_NUMBERS, evaluation)
@@ -309,13 +323,14 @@ def lines(
 
 
 def key_values(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:
-    """Writes a JSON object and asks for the value of one key (Liu et al. 2023, "Lost in the Middle", section 3)."""
+    """Asks for a key's value in a JSON object (Liu et al. 2023, "Lost in the Middle", 3)."""
     names = _names(rng, units, "uuids", evaluation)
     values = _values(rng, names, "uuids", evaluation)
     asked = int(rng.integers(units))
     text = json.dumps(dict(zip(names, values, strict=True)), indent=0)
     return Exercise(
-        f'Extract the value of the given key from the JSON object below.\n\n{text}\n\nKey: "{names[asked]}"',
+        "Extract the value of the given key from the JSON object below.\n\n"
+        f'{text}\n\nKey: "{names[asked]}"',
         "The value is",
         (values[asked],),
         f' "{values[asked]}".',

@@ -27,17 +27,17 @@ class Wording:
 
     @property
     def answer(self) -> str:
-        """The answer that is trained on, with {key} and {number}: LongChat's where the lines are LongChat's, else the line."""
+        """The answer to train on, with {key} and {number}: LongChat's, or the line."""
         if "REGISTER_CONTENT" in self.line:
             return "The <REGISTER_CONTENT> in line {key} is <{number}>."
         return self.line.strip()
 
 
 def wording_like(path: str | pathlib.Path) -> Wording:
-    """Returns the wording of the first case of a file in LongChat's form: its header, its lines and its question.
+    """Returns header, lines and question as the first case of a file in LongChat's form words them.
 
     Raises:
-        UserError: the file cannot be read, or its first case does not show the form of its lines.
+      UserError: the file cannot be read, or its first case does not show the form of its lines.
     """
     prompt, correct_line, expected_number = _first_case(path)
     lines = re.findall(r"[^\n]*\n|[^\n]+\Z", prompt)
@@ -46,7 +46,8 @@ def wording_like(path: str | pathlib.Path) -> Wording:
     begins = [line[: line.rindex(str(_number_in(line, after)))] for line in record]
     if correct_line not in record or len(record) < 3 or not number:
         raise UserError(
-            f"{path}: the lines of its first case cannot be told from the rest; cases of at least 3 lines that "
+            f"{path}: the lines of its first case cannot be told from the rest; cases of at least "
+            "3 lines that "
             "end like their correct_line would work"
         )
     start = re.sub(r"[\w-]*$", "", _common_prefix(begins))
@@ -56,7 +57,8 @@ def wording_like(path: str | pathlib.Path) -> Wording:
     tail = "".join(lines[last:])
     if not key or key not in tail or lines[first:last] != record:
         raise UserError(
-            f"{path}: the question of its first case does not name the key {key!r} after the lines; another file, "
+            f"{path}: the question of its first case does not name the key {key!r} after the "
+            "lines; another file, "
             "or no --like, would work"
         )
     line = _escape(start) + "{key}" + _escape(end) + "{number}" + _escape(after)
@@ -76,7 +78,8 @@ def _first_case(path: str | pathlib.Path) -> tuple[str, str, int]:
         return str(case["prompt"]), str(case["correct_line"]), int(case["expected_number"])
     except (OSError, StopIteration, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: no line cases in LongChat's form ({type(error).__name__}: {error}); its first line should be "
+            f"{path}: no line cases in LongChat's form ({type(error).__name__}: {error}); its "
+            "first line should be "
             'like {"prompt": "...", "expected_number": 7, "num_lines": 20, "correct_line": "..."}'
         ) from None
 

@@ -1,8 +1,9 @@
 """Chat templates: which ids a conversation has, and which of them are trained on.
 
-`rendering` runs a Jinja template in the `sandbox` with the real contents, as strings that know where their characters came from
-(`tracked`). Control tokens are looked for in the template's own text, and in turns only where the template looks for them
-(`encoder`); `loss` says what is trained on. `built_in` has the templates that every tokenizer can use.
+`rendering` runs a Jinja template in the `sandbox` with the real contents, as strings that know
+where their characters came from (`tracked`). Control tokens are looked for in the template's own
+text, and in turns only where the template looks for them (`encoder`); `loss` says what is trained
+on. `built_in` has the templates that every tokenizer can use.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from data.templates.notes import notes_of
 from data.templates.rendering import Template
 from data.tokenizer import Tokenizer
 
-TYPED = "control token in a turn's text, encoded as plain text: "  # and the token; data.text_tokens could make it one
+# Followed by the token, which data.text_tokens could let a text contain.
+TYPED = "control token in a turn's text, encoded as plain text: "
 _FIELD = "data.template, or the template of one of data.sources"  # for messages
 
 
@@ -26,14 +28,16 @@ def jinja_template(template: str, tokenizer: Tokenizer) -> str:
     """Returns the chat template of this name in Jinja, as an exported model needs it.
 
     Raises:
-        UserError: the name is unknown; the tokenizer has no chat template of its own (for the name `tokenizer`), or lacks the
-            EOS token or the control tokens that the template writes.
+      UserError: the name is unknown; the tokenizer has no chat template of its own (for the name
+        `tokenizer`), or lacks the EOS token or the control tokens that the template writes.
     """
     if template == "tokenizer":
         if not tokenizer.chat_template:
             raise UserError(
-                f"{_FIELD}: found 'tokenizer' (the default: the model's own), and this tokenizer has no chat "
-                f"template; choose one, such as --data.template vicuna_v1.1: {', '.join(BUILT_IN)} would work"
+                f"{_FIELD}: found 'tokenizer' (the default: the model's own), and this tokenizer "
+                "has no chat "
+                f"template; choose one, such as --data.template vicuna_v1.1: {', '.join(BUILT_IN)} "
+                "would work"
             )
         return tokenizer.chat_template
     if template not in BUILT_IN:
@@ -43,24 +47,27 @@ def jinja_template(template: str, tokenizer: Tokenizer) -> str:
     missing = missing_controls(template, tokenizer)
     if missing:
         raise UserError(
-            f"{_FIELD}: found {template!r}, which writes the control tokens {', '.join(missing)}, which the tokenizer lacks; "
-            "data.add_control_tokens: true adds them with new embedding rows, template vicuna_v1.1 needs none"
+            f"{_FIELD}: found {template!r}, which writes the control tokens {', '.join(missing)}, "
+            "which the tokenizer lacks; "
+            "data.add_control_tokens: true adds them with new embedding rows, template vicuna_v1.1 "
+            "needs none"
         )
     if "eos_token" in BUILT_IN[template] and tokenizer.eos_token is None:
         raise UserError(
-            f"{_FIELD}: found {template!r}, which writes EOS, and the tokenizer names no eos_token; one that is "
+            f"{_FIELD}: found {template!r}, which writes EOS, and the tokenizer names no "
+            "eos_token; one that is "
             "named in its tokenizer_config.json would work"
         )
     return BUILT_IN[template]
 
 
 def missing_controls(template: str, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Returns the control tokens that a template needs and the tokenizer lacks; `Tokenizer.with_controls` adds them."""
+    """Returns the control tokens that a template needs and the tokenizer lacks."""
     return tuple(token for token in CONTROLS.get(template, ()) if token not in tokenizer.controls)
 
 
 def end_ids(template: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the id of the control token that ends an answer; empty if the template ends answers with text only."""
+    """Returns the id of the control token that ends an answer; empty if only text ends it."""
     try:
         segments = render([Message("user", "a"), Message("assistant", "a")], template, tokenizer)
     except TemplateError:  # the template needs more than these two turns
@@ -81,7 +88,7 @@ class Encoding(NamedTuple):
 
     segments: list[Segment]
     notes: frozenset[str]
-    """What is not as it was given, such as reasoning that the template leaves out, as the report counts it."""
+    """What was changed or left out, such as reasoning, as the report counts it."""
 
 
 def render(
@@ -102,26 +109,27 @@ def encode_conversation(
     add_generation_prompt: bool = False,
     tools: Sequence[dict[str, Any]] = (),
 ) -> Encoding:
-    """Returns the ids of a conversation, in segments that are trained on or not, and what the template left out.
+    """Returns the ids of a conversation in segments with and without loss, and what was left out.
 
-    The text is that of transformers' apply_chat_template, and so are the ids, but for control tokens that are typed in a turn:
-    these remain text, except for tags that the template itself looks for, such as Qwen 3's </think>. BOS is added only where
-    the template writes it.
+    The text is that of transformers' apply_chat_template, and so are the ids, but for control
+    tokens that are typed in a turn: these remain text, except for tags that the template itself
+    looks for, such as Qwen 3's </think>. BOS is added only where the template writes it.
 
-    Trained on are the {% generation %} blocks of a template that has them. Without them: all that the template writes between
-    the generation prompt and the end token of an assistant's turn, with calls, reasoning and their marks. Turns whose
-    Message.train is False are not.
+    Trained on are the {% generation %} blocks of a template that has them. Without them: all that
+    the template writes between the generation prompt and the end token of an assistant's turn, with
+    calls, reasoning and their marks. Turns whose Message.train is False are not.
 
     Args:
-        messages: the turns.
-        template: the name of a chat template, one of NAMES.
-        tokenizer: the tokenizer; its `template_date` is what strftime_now writes.
-        add_generation_prompt: whether the heading of an assistant's turn follows the conversation.
-        tools: descriptions of tools for the template.
+      messages: the turns.
+      template: the name of a chat template, one of NAMES.
+      tokenizer: the tokenizer; its `template_date` is what strftime_now writes.
+      add_generation_prompt: whether the heading of an assistant's turn follows the conversation.
+      tools: descriptions of tools for the template.
 
     Raises:
-        TemplateError: the conversation does not fit the template, such as one with tool calls that it does not write.
-        UserError: see `jinja_template`.
+      TemplateError: the conversation does not fit the template, such as one with tool calls that it
+        does not write.
+      UserError: see `jinja_template`.
     """
     if not messages:
         raise TemplateError("a conversation without turns")

@@ -1,10 +1,13 @@
-"""The chat templates that every tokenizer can use, in Jinja: training, evaluation and an exported model read the same text."""
+"""Chat templates in Jinja for any tokenizer; training, evaluation and exports share their text."""
 
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
-ALPACA_SYSTEM = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+ALPACA_SYSTEM = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request."
+)
 
 
 def _literal(text: str) -> str:
@@ -19,17 +22,18 @@ _BOS = "{% if bos_token %}{{ bos_token }}{% endif %}"
 def _two_role_template(
     name: str, system: str, user: str, answer: str, before_first: str = ""
 ) -> str:
-    """Returns a template in FastChat's style ADD_COLON_TWO: a system text, then turns with headings, EOS after each answer.
+    """Returns a template in FastChat's style ADD_COLON_TWO: headings, EOS after answers.
 
     Args:
-        name: the template's name, for messages.
-        system: the system text of a conversation without a system turn.
-        user: heading of a user's turn.
-        answer: heading of an assistant's turn.
-        before_first: what stands between the system text and the first turn.
+      name: the template's name, for messages.
+      system: the system text of a conversation without a system turn.
+      user: heading of a user's turn.
+      answer: heading of an assistant's turn.
+      before_first: what stands between the system text and the first turn.
     """
     return (
-        "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
+        "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set "
+        "turns = messages[1:] %}"
         "{% else %}{% set system = "
         + _literal(system)
         + " %}{% set turns = messages %}{% endif %}"
@@ -52,12 +56,12 @@ def _two_role_template(
 
 
 def _control_token_template(bos: str, heading: str, end: str) -> str:
-    """Returns a template in which control tokens mark the heading and the end of every turn, in any role.
+    """Returns a template in which control tokens mark the heading and end of each turn.
 
     Args:
-        bos: what the conversation begins with, in Jinja.
-        heading: heading of a turn, in which ROLE stands for its role.
-        end: what ends a turn; begins with a control token.
+      bos: what the conversation begins with, in Jinja.
+      heading: heading of a turn, in which ROLE stands for its role.
+      end: what ends a turn; begins with a control token.
     """
     before, after = (_literal(part) for part in heading.split("ROLE"))
     return (
@@ -77,17 +81,19 @@ def _control_token_template(bos: str, heading: str, end: str) -> str:
 
 _LLAMA_2 = (
     "{% if messages[0]['role'] == 'system' %}"
-    "{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}{% set turns = messages[1:] %}"
+    "{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}{% set turns = "
+    "messages[1:] %}"
     "{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}{% for message in turns %}"
     "{% if message['role'] == 'user' %}"
     + _BOS
     + "{{ '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + ' ' + eos_token }}"
-    "{% else %}{{ raise_exception('llama-2 has no ' + message['role'] + ' turn') }}{% endif %}{% endfor %}"
+    "{% else %}{{ raise_exception('llama-2 has no ' + message['role'] + ' turn') }}{% endif %}{% "
+    "endfor %}"
 )
 _PLAIN = (
-    _BOS
-    + "{% for message in messages %}{{ ('' if loop.first else '\\n\\n') + message['content'] }}{% endfor %}"
+    _BOS + "{% for message in messages %}"
+    "{{ ('' if loop.first else '\\n\\n') + message['content'] }}{% endfor %}"
     "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 )
 
@@ -101,7 +107,8 @@ BUILT_IN = {
         _BOS, "<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>"
     ),
     "chatml": _control_token_template("", "<|im_start|>ROLE\n", "<|im_end|>\n"),
-    # As in Stanford's train.py, without a space after the colon; further exchanges continue in the same way.
+    # As in Stanford's train.py, without a space after the colon; further exchanges continue in the
+    # same way.
     "alpaca": _two_role_template(
         "alpaca", ALPACA_SYSTEM, "\n\n### Instruction:\n", "\n\n### Response:"
     ),

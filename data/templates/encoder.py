@@ -1,4 +1,4 @@
-"""Encodes a rendered conversation: finds its control tokens, and which of its ids are trained on."""
+"""Encodes a rendered conversation: finds its control tokens, and which ids are trained on."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -42,10 +42,10 @@ class Controls(NamedTuple):
 
 
 def find_controls(rendered: Rendered, tokenizer: Tokenizer) -> Controls:
-    """Returns the control tokens that the template writes, and those in turns' texts that the template looks for there.
+    """Returns the control tokens of the template, and those in turns that the template looks for.
 
-    A control token that is typed in a turn remains text, but for tags that a template handles itself, as Qwen 3's looks for
-    </think> in an answer; never BOS, EOS or padding.
+    A control token that is typed in a turn remains text, but for tags that a template handles
+    itself, as Qwen 3's looks for </think> in an answer; never BOS, EOS or padding.
     """
     text = rendered.text
     found = [(match.start(), match.end()) for match in tokenizer.typed_pattern.finditer(text)]
@@ -131,8 +131,8 @@ def _handled(
 ) -> list[tuple[int, int]]:
     """Returns the ranges of a text in which the template found a text with a control token in it.
 
-    Where it looks for one such tag, it means the others that it knows too: Nemotron's looks for <think> in an answer, and only
-    in one without it for </think>.
+    Where it looks for one such tag, it means the others that it knows too: Nemotron's looks for
+    <think> in an answer, and only in one without it for </think>.
     """
     looked_for = {needle for needle in source.needles if tokenizer.typed_pattern.search(needle)}
     if looked_for:
@@ -153,14 +153,14 @@ def encode(
 ) -> list[Segment]:
     """Returns the ids of a conversation, in segments that are trained on or not.
 
-    All text between two control tokens is encoded at once, because tokens form across the border of template and contents
-    ("USER:" + " hello"). A token is trained on if any of its characters are.
+    All text between two control tokens is encoded at once, because tokens form across the border of
+    template and contents ("USER:" + " hello"). A token is trained on if any of its characters are.
 
     Args:
-        rendered: the conversation.
-        controls: its control tokens.
-        trained: the ranges of characters that are trained on, in order.
-        tokenizer: the tokenizer.
+      rendered: the conversation.
+      controls: its control tokens.
+      trained: the ranges of characters that are trained on, in order.
+      tokenizer: the tokenizer.
     """
     ids: list[int] = []
     ranges: list[tuple[int, int]] = []  # of ids that are trained on

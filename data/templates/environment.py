@@ -1,7 +1,8 @@
 """The Jinja environment of chat templates: what templates may use, and how their work is counted.
 
-A template is compiled without evaluating anything, and its tree is changed so that loops, macros, comparisons, slices and `~`
-run through the functions below, which count. What stands on no list here is refused by its name.
+A template is compiled without evaluating anything, and its tree is changed so that loops, macros,
+comparisons, slices and `~` run through the functions below, which count. What stands on no list
+here is refused by its name.
 """
 
 import operator
@@ -191,7 +192,7 @@ def _refuse(kind: str, name: str) -> NoReturn:
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates, in which texts are tracked and work is counted."""
+    """transformers' environment for chat templates, with tracked texts and counted work."""
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
     concat = staticmethod(concat)  # Jinja joins with it what macros and blocks print
@@ -229,7 +230,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return _Counting().visit(template)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Returns an attribute or item of a value, as `obj.attribute` in a template; of texts, tracked methods."""
+        """Returns `obj.attribute` of a template: an attribute, an item or a tracked method."""
         if isinstance(obj, LoopContext) and attribute in _LOOP_ATTRIBUTES:
             return getattr(obj, attribute)
         for kind, methods in _METHODS:
@@ -335,7 +336,7 @@ class TemplateDict:
 
 
 class TemplateNamespace(Namespace):
-    """The function `namespace`, as transformers gives it to templates: names that begin with _ are refused."""
+    """transformers' function `namespace` for templates; names that begin with _ are refused."""
 
     def __init__(*args: Any, **options: Any):
         self, args = args[0], args[1:]
@@ -374,7 +375,8 @@ def strftime(date: datetime, form: str) -> str:
     """Returns a date in a form as transformers' strftime_now does, without widths in it."""
     if len(form) > 200 or not _DATE_FORMAT.fullmatch(form):
         raise TemplateError(
-            "the chat template writes the date in a form with a width, or of more than 200 characters"
+            "the chat template writes the date in a form with a width, or of more than 200 "
+            "characters"
         )
     return date.strftime(form)
 
@@ -591,7 +593,7 @@ class Generation(Extension):
         return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
     def mark(self, caller: Callable[[], str]) -> str:
-        """Returns a block's text, and notes its range in the text that has been printed so far, as transformers does."""
+        """Returns a block's text, and notes its range in the printed text, as transformers does."""
         text = caller()
         start = meter.printed
         meter.generated.append((start, start + len(text)))

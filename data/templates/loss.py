@@ -42,9 +42,9 @@ def trained_ranges(
 ) -> list[Range]:
     """Returns the ranges of the text that are trained on, in order.
 
-    With {% generation %} blocks in the template these are the blocks. Without them, they are all that the assistant has to
-    write in its turns: from where the generation prompt ends to the token that ends the turn. Turns whose `train` is False
-    are left out.
+    With {% generation %} blocks in the template these are the blocks. Without them, they are all
+    that the assistant has to write in its turns: from where the generation prompt ends to the token
+    that ends the turn. Turns whose `train` is False are left out.
     """
     answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
     trained = {number for number in answers if messages[number].train}
@@ -84,7 +84,7 @@ def _block_is_trained(
 
 
 def _turns(rendered: Rendered) -> dict[int, _Turn]:
-    """Returns where the turns stand, by their numbers; a turn of which nothing is written is not among them."""
+    """Returns where turns stand in the text, by number; turns without text are absent."""
     places: list[
         tuple[int, int, int, str]
     ] = []  # (start, end, turn, field) of the text of turns, in order
@@ -163,7 +163,8 @@ class _Borders:
         if heading:
             controls = find_controls(_plain(heading), self._tokenizer).controls
             return _Heading(heading, [control.end for control in controls])
-        # The template has no generation prompt: what stands before any answer is not the assistant's.
+        # The template has no generation prompt: what stands before any answer is not the
+        # assistant's.
         tail = _tail(prompt)
         try:
             answer = self._template.render([*before, Message("assistant", "a")], self._tools)
@@ -196,7 +197,8 @@ class _Borders:
             place = _turns(alone).get(number)
             rest = alone.text[place.end :] if place else ""
             after = after[: _common_length(after, rest)]
-        # The turn ends with a control token, after which the template may write more, such as a line's end.
+        # The turn ends with a control token, after which the template may write more, such as a
+        # line's end.
         end = turn.end + len(after)
         ends = [
             control.token_end
@@ -211,15 +213,14 @@ class _Heading:
 
     def __init__(self, text: str, ends: Sequence[int] = (), tail: str = "", usual: str = ""):
         """Args:
-        text: the generation prompt, or "".
-        ends: where control tokens in it end.
-        tail: without a generation prompt, what is written between the text of the turn before and the answer's heading.
-        usual: without a generation prompt, the heading of an answer.
+        text: the generation prompt, or "". ends: where control tokens in it end. tail: without a
+        generation prompt, what is written between the text of the turn before and the answer's
+        heading. usual: without a generation prompt, the heading of an answer.
         """
         self._text, self._ends, self._tail, self._usual = text, ends, tail, usual
 
     def length_in(self, gap: str) -> int | None:
-        """Returns where the heading ends in what is written before a turn's own text; None if it is not there."""
+        """Returns where the heading ends in the text before a turn; None if it is not there."""
         if not self._text:
             if not self._tail or not gap.startswith(self._tail):
                 return None

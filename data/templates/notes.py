@@ -20,7 +20,7 @@ def notes_of(
     """Returns what the template has left out, as the report counts it.
 
     Raises:
-        TemplateError: it writes no turn at all, or does not write a turn's calls.
+      TemplateError: it writes no turn at all, or does not write a turn's calls.
     """
     notes: set[str] = set()
     written: dict[int, list[tuple[int, int]]] = {}  # by the id of a source, ranges of it
@@ -50,7 +50,7 @@ def notes_of(
 
 
 def _is_cut(source, ranges: list[tuple[int, int]]) -> bool:
-    """Returns whether something of a text is missing, but for white space and what the template looks for."""
+    """Returns whether text is missing, apart from white space and what the template looks for."""
     if sum(end - start for start, end in ranges) >= len(source.text.strip()):
         return False
     looked_for = [
@@ -84,6 +84,7 @@ def _check_calls(
     }
     if names - found:
         raise TemplateError(
-            "the chat template does not write a turn's `tool_calls`; one that does, such as the model's own "
+            "the chat template does not write a turn's `tool_calls`; one that does, such as the "
+            "model's own "
             "(template: tokenizer), would work"
         )

@@ -1,4 +1,4 @@
-"""Renders a chat template with the contents of turns, and says which characters of the text come from which turn."""
+"""Renders a chat template with real contents; says which characters come from which turn."""
 
 import re
 from collections.abc import Sequence
@@ -47,12 +47,12 @@ class Template(NamedTuple):
         """Renders a conversation.
 
         Args:
-            messages: the turns.
-            tools: descriptions of tools.
-            add_generation_prompt: whether the heading of an assistant's turn follows.
+          messages: the turns.
+          tools: descriptions of tools.
+          add_generation_prompt: whether the heading of an assistant's turn follows.
 
         Raises:
-            TemplateError: the template refuses the conversation, or does what is not allowed.
+          TemplateError: the template refuses the conversation, or does what is not allowed.
         """
         from data.templates.environment import strftime
         from data.templates.tracked import Source, concat, meter, track

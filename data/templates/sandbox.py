@@ -9,9 +9,9 @@ from data.errors import UserError
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# Work that a template may do for one conversation: so much anyhow, and so much for each turn or other value in it and for
-# each character. A step is about four parts of an expression, or 100 characters of a text. Published models' templates take
-# some hundred steps for a turn.
+# Work that a template may do for one conversation: so much anyhow, and so much for each turn or
+# other value in it and for each character. A step is about four parts of an expression, or 100
+# characters of a text. Published models' templates take some hundred steps for a turn.
 STEPS = 200_000
 STEPS_PER_VALUE = 5_000
 MAX_SOURCE = 100_000  # characters of a template; the longest of published models have 20,000
@@ -30,7 +30,8 @@ def compile_template(source: str) -> "Template":
 
     if len(source) > MAX_SOURCE:
         raise UserError(
-            f"the tokenizer's chat template has {len(source):,} characters; up to {MAX_SOURCE:,} would work"
+            f"the tokenizer's chat template has {len(source):,} characters; up to {MAX_SOURCE:,} "
+            "would work"
         )
     try:
         with warnings.catch_warnings():  # Python's own, about expressions that make no sense

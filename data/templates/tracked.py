@@ -1,8 +1,9 @@
-"""Strings that know where each of their characters came from, and how much work a template has done with them.
+"""Strings that know the origin of each character, and how much work a template has done on them.
 
-A chat template is rendered with the real contents of turns as `Tracked` strings: whatever the template cuts out of them, joins
-or replaces, the result still says which characters are the template's and which are a turn's. Every operation has the result of
-Python's own, character for character.
+A chat template is rendered with the real contents of turns as `Tracked` strings: whatever the
+template cuts out of them, joins or replaces, the result still says which characters are the
+template's and which are a turn's. Every operation has the result of Python's own, character for
+character.
 """
 
 import json
@@ -23,7 +24,7 @@ class Source:
     __slots__ = ("field", "found", "needles", "text", "turn")
 
     def __init__(self, turn: int, field: str, text: str):
-        """Args: turn: its number, -1 for descriptions of tools; field: the field of the turn; text: the text."""
+        """Args: the turn's number (-1 for descriptions of tools), its field, and the text."""
         self.turn, self.field, self.text = turn, field, text
         self.needles: set[str] = set()
         """Texts of the template's own that it looked for in any place of this one."""
@@ -32,13 +33,13 @@ class Source:
 
 
 Run = tuple[int, Source | None, int | None]
-"""(number of characters, the text that they come from or None for the template's own, their offset in it).
+"""(number of characters, their source or None for the template's own text, offset in the source).
 
 The offset is None where characters were escaped on the way."""
 
 
 class Meter(threading.local):
-    """Counts the work of the template that is being rendered in this thread, and what it has printed."""
+    """Counts the work and the output of the template that is rendered in this thread."""
 
     left = limit = 0
     """Steps that are left, and that there were."""
@@ -52,7 +53,8 @@ class Meter(threading.local):
         self.left -= steps
         if self.left < 0:
             raise TemplateError(
-                f"the chat template goes on and on: too many iterations, or texts too long (more than "
+                "the chat template goes on and on: too many iterations, or texts too long (more "
+                "than "
                 f"{self.limit:,} steps of work)"
             )
 
@@ -303,7 +305,8 @@ class Tracked(str):
                 continue
             if spec or conversion or not re.fullmatch(r"\d{0,3}|[A-Za-z]\w*", field):
                 raise TemplateError(
-                    "the chat template formats a text with a width or an attribute, which is not allowed"
+                    "the chat template formats a text with a width or an attribute, which is not "
+                    "allowed"
                 )
             value = (
                 named[field]
@@ -370,19 +373,20 @@ class Tracked(str):
         """Returns `change` of this text, which gives a letter for a letter.
 
         Raises:
-            TemplateError: the result has another length, so that its letters cannot be told apart.
+          TemplateError: the result has another length, so that its letters cannot be told apart.
         """
         meter.spend(len(self) // 100)
         text = change(str.__str__(self))
         if len(text) != len(self) and any(source for _, source, _ in self.runs):
             raise TemplateError(
-                "the chat template changes the letters of a turn's text into others, which cannot be followed"
+                "the chat template changes the letters of a turn's text into others, which cannot "
+                "be followed"
             )
         return self.same(Tracked(text, self.runs if len(text) == len(self) else None))
 
 
 class Safe(Tracked):
-    """A text that a template has marked as `safe`: what is added to it is escaped for HTML, as Jinja does."""
+    """A text that a template marked as `safe`; text added to it is escaped, as in Jinja."""
 
     __slots__ = ()
 
@@ -450,7 +454,8 @@ def percent(text: Tracked, values: Any) -> Tracked:
             pieces.append(text_of(value) if match[1] == "s" else "%d" % value)  # noqa: UP031 - of numbers alone
         else:
             raise TemplateError(
-                "the chat template formats a text by % with a width or a kind other than %s and %d, "
+                "the chat template formats a text by % with a width or a kind other than %s and "
+                "%d, "
                 "which is not allowed"
             )
     if next(values, values) is not values:
@@ -462,7 +467,7 @@ def text_of(value: Any) -> str:
     """Returns str(value), which for lists and dictionaries still knows where their texts came from.
 
     Raises:
-        TemplateError: it is a value that no conversation contains, such as a function.
+      TemplateError: it is a value that no conversation contains, such as a function.
     """
     if type(value) is Tracked:
         return value
@@ -482,7 +487,8 @@ def _represent(value: Any, parts: list[str]) -> None:
     meter.spend(4)
     if isinstance(value, Safe):
         raise TemplateError(
-            "the chat template prints a list of texts that it has marked as `safe`, which is not allowed"
+            "the chat template prints a list of texts that it has marked as `safe`, which is not "
+            "allowed"
         )
     if isinstance(value, str):
         parts.append(quoted(value, str.__repr__(value), _like_repr))
@@ -522,9 +528,10 @@ def quoted(text: str, whole: str, quote_part: Callable[[str, str], str]) -> str:
     """Returns a text in quotes, tracked.
 
     Args:
-        text: the text.
-        whole: the text in quotes.
-        quote_part: (part, whole) -> the letters of a part of the text as they stand within the quotes.
+      text: the text.
+      whole: the text in quotes.
+      quote_part: (part, whole) -> the letters of a part of the text as they stand within the
+        quotes.
     """
     meter.spend(1 + len(whole) // 100)
     if not isinstance(text, Tracked):
@@ -551,7 +558,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> Tracked:
-    """Returns JSON as transformers' templates write it: without HTML escapes, with json.dumps's own options."""
+    """Returns JSON as transformers' templates write it, without HTML escapes."""
     quote = json.encoder.encode_basestring_ascii if ensure_ascii else json.encoder.encode_basestring
     between, colon = separators or ((", ", ": ") if indent is None else (",", ": "))
     if isinstance(indent, int):
@@ -617,7 +624,7 @@ def walk(value: Any) -> None:
 
 
 def track(value: Any, turn: int, field: str, sources: list[Source]) -> Any:
-    """Returns a JSON value with every text in it, keys too, tracked; adds their sources to `sources`."""
+    """Returns a JSON value with all its texts tracked; adds their sources to `sources`."""
     if isinstance(value, str):
         source = Source(turn, field, value)
         sources.append(source)

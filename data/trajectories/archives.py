@@ -1,7 +1,8 @@
-"""ExoRL's public archives: one for each domain and exploration algorithm, with the episodes in its folder `buffer`.
+"""ExoRL's public archives, one per domain and exploration algorithm; episodes are in `buffer`.
 
-Yarats et al., Don't Change the Algorithm, Change the Data: Exploratory Data for Offline Reinforcement Learning. Their own
-script, download.sh in github.com/denisyarats/exorl, names the address and the algorithms.
+Yarats et al., Don't Change the Algorithm, Change the Data: Exploratory Data for Offline
+Reinforcement Learning. Their own script, download.sh in github.com/denisyarats/exorl, names the
+address and the algorithms.
 """
 
 import json
@@ -30,7 +31,7 @@ def archive_folder(root: Path, domain: str, algorithm: str) -> Path:
     """Returns the folder that an archive is unpacked into: {root}/{domain}/{algorithm}.
 
     Raises:
-        UserError: there is no archive of this domain or algorithm.
+      UserError: there is no archive of this domain or algorithm.
     """
     if domain not in DOMAINS:
         raise UserError(f"--domain: found {domain!r}, needs one of {', '.join(DOMAINS)}")
@@ -42,20 +43,20 @@ def archive_folder(root: Path, domain: str, algorithm: str) -> Path:
 def download_archive(
     domain: str, algorithm: str, root: Path, address: str = ADDRESS, **options: Any
 ) -> int | None:
-    """Downloads an archive and unpacks its episodes into {root}/{domain}/{algorithm}/buffer, unless they are there already.
+    """Downloads episodes into {root}/{domain}/{algorithm}/buffer, unless they are there.
 
-    Interrupted at any moment, it goes on where it was: the download with the bytes that have arrived, unpacking from its
-    beginning. The folder appears whole; the archive is removed then.
+    Interrupted at any moment, it goes on where it was: the download with the bytes that have
+    arrived, unpacking from its beginning. The folder appears whole; the archive is removed then.
 
     Args:
-        address: what {domain}/{algorithm}.zip is appended to.
-        options: of `data.download.download_file`.
+      address: what {domain}/{algorithm}.zip is appended to.
+      options: of `data.download.download_file`.
 
     Returns:
-        The number of episodes; None if the folder existed.
+      The number of episodes; None if the folder existed.
 
     Raises:
-        UserError: no such archive, no connection, no room, or an archive that is damaged.
+      UserError: no such archive, no connection, no room, or an archive that is damaged.
     """
     folder = archive_folder(root, domain, algorithm)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +65,8 @@ def download_archive(
         if folder.exists():
             if not (folder / RECORD).exists():
                 raise UserError(
-                    f"{folder}: exists, and was not made by this command; move it away, or use it as it is"
+                    f"{folder}: exists, and was not made by this command; move it away, or use it "
+                    "as it is"
                 )
             return None
         url = f"{address.rstrip('/')}/{domain}/{algorithm}.zip"
@@ -76,16 +78,18 @@ def download_archive(
 
 
 def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int:
-    """Unpacks an archive's episodes into `folder`/buffer and returns their number; its videos are left out.
+    """Unpacks an archive's episodes, not its videos, into `folder`/buffer; returns their number.
 
     Args:
-        folder: appears whole, or not at all.
-        about: is written to `folder`/downloaded.json, with the number of episodes.
+      folder: appears whole, or not at all.
+      about: is written to `folder`/downloaded.json, with the number of episodes.
 
     Raises:
-        UserError: the archive is damaged, is none of episodes, has a path that leads out of it, or the disk is too small.
+      UserError: the archive is damaged, is none of episodes, has a path that leads out of it, or
+        the disk is too small.
     """
-    # A level deeper than the buffers that `episode_files` looks for, so that no half folder is read.
+    # A level deeper than the buffers that `episode_files` looks for, so that no half folder is
+    # read.
     scratch = folder.with_name(f"{folder.name}.unpacking")
     shutil.rmtree(scratch, ignore_errors=True)
     inner = scratch / "whole"
@@ -101,7 +105,8 @@ def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int
                     _unpack_member(archive, opened, member, inner / "buffer" / name)
         except zipfile.BadZipFile as error:
             raise UserError(
-                f"{archive}: half an archive, or none ({error}); remove it, and the same command downloads it again"
+                f"{archive}: half an archive, or none ({error}); remove it, and the same command "
+                "downloads it again"
             ) from None
         except (
             NotImplementedError
@@ -121,10 +126,11 @@ def _episodes(archive: Path, opened: zipfile.ZipFile) -> dict[str, zipfile.ZipIn
     """Returns the archive's episodes by their files' names.
 
     Raises:
-        UserError: there are none, two have one name, or a path leads out of the archive.
-        zipfile.BadZipFile: the end of the archive is missing.
+      UserError: there are none, two have one name, or a path leads out of the archive.
+      zipfile.BadZipFile: the end of the archive is missing.
     """
-    # Episodes are zip files themselves: in half an archive zipfile finds the directory of the last whole one.
+    # Episodes are zip files themselves: in half an archive zipfile finds the directory of the last
+    # whole one.
     if min((member.header_offset for member in opened.infolist()), default=0) > 0:
         raise zipfile.BadZipFile("its directory is missing")
     members: dict[str, zipfile.ZipInfo] = {}
@@ -137,7 +143,8 @@ def _episodes(archive: Path, opened: zipfile.ZipFile) -> dict[str, zipfile.ZipIn
             or stat.S_ISLNK(member.external_attr >> 16)
         ):
             raise UserError(
-                f"{archive}: has {member.filename!r} in it, a link or a path that leads out of the folder; nothing "
+                f"{archive}: has {member.filename!r} in it, a link or a path that leads out of the "
+                "folder; nothing "
                 "was unpacked"
             )
         if member.is_dir() or path.parent.name != "buffer" or path.suffix != ".npz":
@@ -156,7 +163,8 @@ def _check_room(archive: Path, folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"{archive}: its episodes need {needed:,} bytes, and the disk of {folder} has {free:,} left; with more "
+            f"{archive}: its episodes need {needed:,} bytes, and the disk of {folder} has {free:,} "
+            "left; with more "
             "room there the same command goes on"
         )
 
@@ -174,6 +182,7 @@ def _unpack_member(
         RuntimeError,
     ) as error:  # RuntimeError: an encrypted member
         raise UserError(
-            f"{archive}: {member.filename} in it is damaged ({str(error) or type(error).__name__}); remove the "
+            f"{archive}: {member.filename} in it is damaged "
+            f"({str(error) or type(error).__name__}); remove the "
             "archive, and the same command downloads it again"
         ) from None

@@ -1,4 +1,4 @@
-"""Prepares episodes once: checked, with the rewards of one task, in array_record files of tensorflow-datasets in RLDS form."""
+"""Prepares episodes once: checked, with one task's rewards, in array_record files in RLDS form."""
 
 import dataclasses
 import functools
@@ -33,7 +33,8 @@ class PreparedTrajectories:
     """The episodes of a task, read at random.
 
     Attributes:
-      folder: what holds them; key: a hash of the files' contents and the task, which names the folder.
+      folder: what holds them; key: a hash of the files' contents and the task, which names the
+        folder.
       returns: of each episode; lengths: its simulator steps.
       dropped: the reason why a file was left out, for each that was.
     """
@@ -71,7 +72,8 @@ class PreparedTrajectories:
         quartiles = np.quantile(self.returns, [0, 0.25, 0.5, 0.75, 1])
         text = (
             f"{len(self)} episodes of {self.lengths.min()} to {self.lengths.max()} steps; returns: "
-            f"least {quartiles[0]:.1f}, quartiles {quartiles[1]:.1f} {quartiles[2]:.1f} {quartiles[3]:.1f}, "
+            f"least {quartiles[0]:.1f}, quartiles {quartiles[1]:.1f} {quartiles[2]:.1f} "
+            f"{quartiles[3]:.1f}, "
             f"best {quartiles[4]:.1f}, mean {self.returns.mean():.1f}"
         )
         if self.dropped:
@@ -88,18 +90,20 @@ def prepare_trajectories(
     progress: bool = False,
     key: str | None = None,
 ) -> PreparedTrajectories:
-    """Returns the episodes below `path`, prepared into a folder in `prepared` unless they are there already.
+    """Returns the episodes below `path`, which are prepared into `prepared` unless they are there.
 
-    Rewards are those of the task: computed anew from the stored states unless the folder says that they are the task's own.
+    Rewards are those of the task: computed anew from the stored states unless the folder says that
+    they are the task's own.
 
     Args:
-      prepared: parent of the prepared folders. If it is in a store (gs://, s3://), the folder is made and read in the cache on
-        this machine, and copied to or from the store.
+      prepared: parent of the prepared folders. If it is in a store (gs://, s3://), the folder is
+        made and read in the cache on this machine, and copied to or from the store.
       progress: shows a progress bar.
       key: the folder's name, if another process has prepared it: then no episode is read.
 
     Raises:
-      UserError: no task of this name, no episode, or none that can be used; or there is no folder of the name `key`.
+      UserError: no task of this name, no episode, or none that can be used; or there is no folder
+        of the name `key`.
     """
     task = get_task(task_name)
     files = [] if key else episode_files(Path(path).expanduser(), task)
@@ -111,7 +115,8 @@ def prepare_trajectories(
         stored = _read_or_warn(folder)
     if stored is None and key:
         raise UserError(
-            f"{shared}: not found on this machine, but another process has prepared it; a data.prepared that all "
+            f"{shared}: not found on this machine, but another process has prepared it; a "
+            "data.prepared that all "
             "processes share would work"
         )
     if stored is None:
@@ -122,7 +127,7 @@ def prepare_trajectories(
 
 
 def _read_or_warn(folder: Path) -> PreparedTrajectories | None:
-    """Reads a prepared folder; returns None where there is none, or with a warning where it is damaged."""
+    """Reads a prepared folder; returns None if it is missing or, with a warning, damaged."""
     if not (folder / INDEX).exists():
         return None
     try:
@@ -133,7 +138,7 @@ def _read_or_warn(folder: Path) -> PreparedTrajectories | None:
 
 
 def _read(folder: Path) -> PreparedTrajectories:
-    """Reads a prepared folder. Raises UserError if it is damaged, as far as that is known without reading all of it."""
+    """Reads a prepared folder; raises UserError if it looks damaged without reading all of it."""
     try:
         with np.load(folder / INDEX) as index:
             check_files(folder, str(index["files"]))
@@ -167,8 +172,8 @@ def _key(files: list[Path], task: Task) -> str:
 
 
 def read_with_rewards(file: Path, task: Task) -> Episode:
-    """Reads an episode with the rewards of the task: those of the file if its folder says that they are the task's, or else
-    computed anew from the stored states.
+    """Reads an episode with the rewards of the task: those of the file if its folder says that they
+    are the task's, or else computed anew from the stored states.
 
     Raises:
       UserError: as of `read_episode`.
@@ -211,7 +216,8 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
             )
         if not returns:
             raise UserError(
-                f"{files[0].parent}: none of {len(files)} episodes can be used; the first: {dropped[0]}"
+                f"{files[0].parent}: none of {len(files)} episodes can be used; the first: "
+                f"{dropped[0]}"
             )
 
     with building(folder, _is_whole) as temporary:
@@ -228,7 +234,7 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
 
 
 def _borders(episode: Episode) -> dict[str, Bool[np.ndarray, " T+1"]]:
-    """Returns RLDS's flags of an episode's steps; the last one is terminal where its discount is 0, not where time ran out."""
+    """Returns RLDS's flags; the last step is terminal if its discount is 0, not out of time."""
     number = np.arange(len(episode.reward))
     is_last = number == number[-1]
     return {
@@ -239,11 +245,12 @@ def _borders(episode: Episode) -> dict[str, Bool[np.ndarray, " T+1"]]:
 
 
 def _features(task: Task, tfds: ModuleType) -> dict[str, Any]:
-    """The fields of a stored episode, as RLDS names them: `steps`, each field of which has a leading dimension of time.
+    """Fields of a stored episode in RLDS: each field of `steps` has a leading dimension of time.
 
-    As in ExoRL's files a step's action, reward and discount are those that led to its observation; RLDS itself has those that
-    follow. Folders that were prepared before the flags is_first, is_last and is_terminal were stored lack them, under the same
-    key; `PreparedTrajectories` needs none of the three.
+    As in ExoRL's files a step's action, reward and discount are those that led to its observation;
+    RLDS itself has those that follow. Folders that were prepared before the flags is_first, is_last
+    and is_terminal were stored lack them, under the same key; `PreparedTrajectories` needs none of
+    the three.
     """
 
     def array(dtype, *shape, **options):

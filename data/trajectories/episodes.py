@@ -1,4 +1,4 @@
-"""Episodes on disk, in the form of ExoRL: {domain}/{algorithm}/buffer/{time}_{index}_{length}.npz."""
+"""Episodes on disk, as in ExoRL: {domain}/{algorithm}/buffer/{time}_{index}_{length}.npz."""
 
 import os
 import zipfile
@@ -13,7 +13,8 @@ from data.errors import UserError
 
 from .tasks import Task
 
-# What numpy and zipfile raise for damaged files; the last, for a compression method that no zip file has.
+# What numpy and zipfile raise for damaged files; the last, for a compression method that no zip
+# file has.
 DAMAGE = (
     OSError,
     ValueError,
@@ -27,8 +28,8 @@ DAMAGE = (
 
 
 class Episode(NamedTuple):
-    """An episode of T simulator steps. Row 0 is the reset, whose action and reward mean nothing; row t has the action that led
-    to its observation, and the reward for it.
+    """An episode of T simulator steps. Row 0 is the reset, whose action and reward mean nothing;
+    row t has the action that led to its observation, and the reward for it.
 
     Attributes:
       physics: the simulator's state, from which rewards of other tasks can be computed.
@@ -67,7 +68,8 @@ def read_episode(path: Path, task: Task) -> Episode:
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) > 1 or min(lengths.values()) < 2:
         raise UserError(
-            f"{path}: lengths are {', '.join(f'{name} {length}' for name, length in lengths.items())}; all must be "
+            f"{path}: lengths are "
+            f"{', '.join(f'{name} {length}' for name, length in lengths.items())}; all must be "
             "equal and at least 2"
         )
     promised = path.stem.rpartition("_")[2]
@@ -98,7 +100,7 @@ def read_episode(path: Path, task: Task) -> Episode:
 
 
 def write_episode(folder: Path, name: str, index: int, episode: Episode) -> Path:
-    """Writes {name}_{index}_{length}.npz in one step, so that no half file is ever seen; returns its path."""
+    """Writes {name}_{index}_{length}.npz atomically; returns its path."""
     path = folder / f"{name}_{index}_{len(episode.reward) - 1}.npz"
     partial = (
         folder / f".{path.name}.part"

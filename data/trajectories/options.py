@@ -6,33 +6,35 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryConfig:
-    """Learning from trajectories instead of text: which episodes, and how a context is made of them."""
+    """Learning from trajectories instead of text: which episodes, and how they form a context."""
 
     path: str | None = None
-    """Folder of episodes, {domain}/{algorithm}/buffer/*.npz below it; where it is given, the run learns actions from them, and
-    of the section data only context_length, prepared, held_out_fraction and seed are read."""
+    """Folder of episodes, {domain}/{algorithm}/buffer/*.npz below it; where it is given, the run
+    learns actions from them, and of the section data only context_length, prepared,
+    held_out_fraction and seed are read."""
     task: str = ""
     """Task whose rewards are learned from, such as walker_walk."""
     in_context: int = 1
-    """Episodes of the task in a row, by ascending return (Agentic Transformer); 1 is Decision Transformer."""
+    """Episodes in a row, by ascending return (Agentic Transformer); 1 is Decision Transformer."""
     conditioning: Literal["return", "none"] = "return"
-    """What comes with states and actions: the return to go and the reward, or nothing (behaviour cloning)."""
+    """What comes with states and actions: return and reward, or nothing (behaviour cloning)."""
     best: float = 1.0
-    """Share of the episodes that is trained on, those of the highest returns: 0.1 with conditioning none is the 10% behaviour
-    cloning of the papers."""
+    """Share of the episodes that is trained on, those of the highest returns: 0.1 with conditioning
+    none is the 10% behaviour cloning of the papers."""
     see_actions: bool = True
-    """Whether the model sees the actions that were taken. Where episodes come from policies without noise, it learns to repeat
-    what its own actions say of a policy, whatever return is asked for; false prevents that."""
+    """Whether the model sees the actions that were taken. Where episodes come from policies without
+    noise, it learns to repeat what its own actions say of a policy, whatever return is asked for;
+    false prevents that."""
     components: int = 1
-    """Actions that are predicted at a state: one, by squared error, or a mixture of several, by likelihood, of which the most
-    probable is acted by."""
+    """Actions that are predicted at a state: one, by squared error, or a mixture of several, by
+    likelihood, of which the most probable is acted by."""
     loss_on: Literal["all", "last"] = "all"
     """Episodes of a row whose actions are trained on: all, or only the last, best one."""
     action_repeat: int = 1
-    """Simulator steps that are one decision: its state and action are the first step's, its reward the sum. Exact for data
-    that were collected with actions held as long."""
+    """Simulator steps that are one decision: its state and action are the first step's, its reward
+    the sum. Exact for data that were collected with actions held as long."""
     decisions: int = 0
-    """Successive decisions of an episode that a row contains, from a random one on; 0 takes the whole episode."""
+    """Successive decisions of an episode in a row, from a random one; 0 takes the whole."""
 
     def __post_init__(self) -> None:
         for name, minimum in (
@@ -51,7 +53,8 @@ class TrajectoryConfig:
             )
         if self.path and not self.task:
             raise ValueError(
-                "trajectories.task: missing; give the task whose rewards are learned from, such as walker_walk"
+                "trajectories.task: missing; give the task whose rewards are learned from, such as "
+                "walker_walk"
             )
 
     @property

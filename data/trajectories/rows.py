@@ -1,8 +1,9 @@
-"""From episodes to rows of tokens: return to go, state, action and reward of every decision, trajectory after trajectory.
+"""Turns episodes into rows of tokens: return to go, state, action and reward of each decision.
 
-The order and the relabelling are Agentic Transformer's (Liu and Abbeel, Emergent Agentic Transformer from Chain of Hindsight
-Experience, section 3): several trajectories of a task in a row, by ascending return, each with the best one's return as its
-target, and a flag on the last reward of those that reach it. With a single trajectory this is Decision Transformer.
+The order and the relabelling are Agentic Transformer's (Liu and Abbeel, Emergent Agentic
+Transformer from Chain of Hindsight Experience, section 3): several trajectories of a task in a row,
+by ascending return, each with the best one's return as its target, and a flag on the last reward of
+those that reach it. With a single trajectory this is Decision Transformer.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,10 @@ class Decisions(NamedTuple):
     """A trajectory as its T decisions.
 
     Attributes:
-      state: what is observed before each decision; action: what is done; reward: the sum over the decision's simulator steps.
-      target: the return that the trajectory is relabelled with; reached: whether its own return is at least that.
+      state: what is observed before each decision; action: what is done; reward: the sum over the
+        decision's simulator steps.
+      target: the return that the trajectory is relabelled with; reached: whether its own return is
+        at least that.
       earned: rewards before the first of these, of a cut.
       ends: whether the trajectory ends with the last of these.
     """
@@ -62,7 +65,7 @@ class Scales(NamedTuple):
 
 
 def decisions(episode: Episode, action_repeat: int = 1) -> Decisions:
-    """Returns an episode as decisions of `action_repeat` simulator steps each; what remains at its end is left out."""
+    """Returns an episode as decisions of `action_repeat` steps; a remainder is left out."""
     count = (len(episode.reward) - 1) // action_repeat
     steps = count * action_repeat
     reward = episode.reward[1 : steps + 1].astype(np.float64).reshape(count, action_repeat).sum(1)
@@ -113,7 +116,7 @@ def tokens(
 def row(
     trajectories: Sequence[Decisions], scales: Scales, length: int, config: TrajectoryConfig
 ) -> dict[str, np.ndarray]:
-    """Returns one row [L, ...] of a batch: the trajectories' tokens one after the other, then padding.
+    """Returns one row [L, ...] of a batch: the tokens of its trajectories, then padding.
 
     Raises:
       ValueError: the tokens are more than `length`.

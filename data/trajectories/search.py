@@ -1,5 +1,6 @@
-"""Augmented random search over linear policies (Mania et al., Simple random search of static linear policies is competitive
-for reinforcement learning, Algorithm 2), which goes on after an interruption."""
+"""Augmented random search over linear policies (Mania et al., Simple random search of static linear
+policies is competitive for reinforcement learning, Algorithm 2), which goes on after an
+interruption."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ class SearchConfig:
     """Augmented random search.
 
     Attributes:
-      directions: tried in an iteration, each on both sides of the policy; best: how many of them are followed.
+      directions: tried in an iteration, each on both sides of the policy; best: how many of them
+        are followed.
       step: length of a step; noise: how far from the policy is tried.
-      paired: whether both episodes of a direction start from the same state. Folders that do not say so are not paired.
+      paired: whether both episodes of a direction start from the same state. Folders that do not
+        say so are not paired.
     """
 
     directions: int = 16
@@ -41,7 +44,8 @@ class SearchConfig:
 class Search:
     """Augmented random search over linear policies, with the statistics of all states seen.
 
-    Its state is saved after each iteration; an iteration that was interrupted is played again, with the same seeds.
+    Its state is saved after each iteration; an iteration that was interrupted is played again, with
+    the same seeds.
     """
 
     def __init__(self, config: SearchConfig, shape: tuple[int, int], seed: int, path: Path) -> None:

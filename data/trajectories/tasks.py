@@ -1,4 +1,4 @@
-"""The tasks of the papers' in-context reinforcement learning, their simulators, and rewards computed anew from stored states.
+"""Tasks of the papers' in-context reinforcement learning: simulators, and rewards from states.
 
 dm_control is imported where it is needed: learning from prepared trajectories does without it.
 """
@@ -15,7 +15,7 @@ from jaxtyping import Float32, Float64
 from data.errors import UserError, nearest
 
 REACH_CORNER = (-0.09, 0.09, 0.001)
-"""Where the brick of jaco_reach_top_left stands, in metres from the middle of the table and above it: fixed beforehand."""
+"""Position of jaco_reach_top_left's brick in metres, from the middle of the table; fixed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,8 @@ def get_task(name: str) -> Task:
     """
     if name not in TASKS:
         raise UserError(
-            f"trajectories.task: found {name!r}; {nearest(name, TASKS)}the tasks are {', '.join(TASKS)}"
+            f"trajectories.task: found {name!r}; {nearest(name, TASKS)}the tasks are "
+            f"{', '.join(TASKS)}"
         )
     return TASKS[name]
 
@@ -87,10 +88,10 @@ def make_environment(task: Task, seed: int) -> Any:
 
 
 def _reach_environment(task: Task, seed: int) -> Any:
-    """Returns the Jaco arm over a table, rewarded for its hand being at a brick that always stands at REACH_CORNER.
+    """Returns the Jaco arm, rewarded for a hand at the brick, which always is at REACH_CORNER.
 
-    dm_control's own reach_duplo_features draws the brick's place anew in each episode; the tasks of ExoRL, which are not in
-    dm_control's suite, fix it at a corner.
+    dm_control's own reach_duplo_features draws the brick's place anew in each episode; the tasks of
+    ExoRL, which are not in dm_control's suite, fix it at a corner.
     """
     import collections
 
@@ -142,9 +143,10 @@ def relabel(
     physics: Float64[np.ndarray, "T+1 P"],
     action: Float32[np.ndarray, "T+1 A"],
 ) -> Float32[np.ndarray, " T+1"]:
-    """Returns the rewards of a task for an episode of any task of its domain; 0 in the first row, which is the reset.
+    """Returns a task's rewards for an episode of any task of its domain; row 0, the reset, has 0.
 
-    The control is set as well as the state: cartpole's reward depends on it. A step's control is the action before it.
+    The control is set as well as the state: cartpole's reward depends on it. A step's control is
+    the action before it.
 
     Args:
       physics, action: of an `Episode`.
@@ -161,7 +163,7 @@ def relabel(
 
 @functools.cache
 def _relabelling_environment(task: Task) -> Any:
-    """Returns a simulator whose states are set from outside; making one takes longer than computing an episode's rewards."""
+    """Returns a simulator whose states can be set; making one is slower than its use."""
     environment = make_environment(task, seed=0)
     environment.reset()
     return environment
