@@ -23,7 +23,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -85,7 +85,7 @@ def _reseed(environment: Any, seed: int) -> None:
     random.seed(seed)
 
 
-def _actions(order: Order, size: int) -> Iterator[Any]:
+def _actions(order: Order, size: int) -> Generator[Any, Any, None]:
     """Receives states and yields actions in -1 .. 1."""
     generator = np.random.default_rng((order.seed, 1))
     noise = np.zeros(size)

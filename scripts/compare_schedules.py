@@ -97,7 +97,8 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
     for option in ("model", "context"):
         if getattr(args, option) is None:
             raise UserError(f"--{option}: missing; a comparison of schedules needs it")
-    model, axes = named_model(args.model), {axis: getattr(args, axis) or 1 for axis in MESH_AXES}
+    model = named_model(args.model)
+    axes: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in MESH_AXES}
     if args.hardware:
         if args.hardware not in HARDWARE:
             raise UserError(

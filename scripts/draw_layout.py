@@ -6,7 +6,7 @@ python -m scripts.draw_layout [--output FILE.png]
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
@@ -72,7 +72,8 @@ def draw(path: pathlib.Path) -> None:
 
     figure = Figure(figsize=(13, 8.6), facecolor="white")
     FigureCanvasAgg(figure)
-    for half, layout in zip(figure.subfigures(1, 2, wspace=0.04), LAYOUTS, strict=True):
+    halves: Any = figure.subfigures(1, 2, wspace=0.04)
+    for half, layout in zip(halves, LAYOUTS, strict=True):
         _draw_layout(half, layout)
     legend = [
         Patch(facecolor=KINDS[name], edgecolor="#999999", label=DESCRIPTIONS[name])

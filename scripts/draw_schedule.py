@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CASES = {
+CASES: dict[str, Any] = {
     "ring": "ring",
     "ring_bidirectional": {"name": "ring", "bidirectional": True},
     "all_gather": "all_gather",
@@ -159,8 +159,8 @@ def describe(send: Send, size: int) -> str:
     steps = {(target - source) % size for source, target in send.pairs}
     sources = sorted({source for source, _ in send.pairs})
     if send.kind == "collective-permute" and len(steps) == 1:
-        step = steps.pop()
-        step = f"+{step}" if step <= size // 2 else f"−{size - step}"
+        (distance,) = steps
+        step = f"+{distance}" if distance <= size // 2 else f"−{size - distance}"
         senders = "all" if len(sources) == size else ",".join(map(str, sources))
         return f"{send.arrays}: {senders} → {step}"
     if (
@@ -354,10 +354,10 @@ def _legend_handles(size: int) -> list:
     from matplotlib.patches import Patch
 
     return [
-        *(Patch(facecolor=COLOURS[rank], label=f"rank {rank}") for rank in range(size)),
-        Patch(facecolor=_paler(COLOURS[0]), label="paler: with a mask"),
-        Patch(facecolor=SKIPPED, label="skipped"),
-        Patch(facecolor=IDLE, edgecolor="#cccccc", label="not now"),
+        *(Patch(facecolor=tuple(COLOURS[rank]), label=f"rank {rank}") for rank in range(size)),
+        Patch(facecolor=tuple(_paler(COLOURS[0])), label="paler: with a mask"),
+        Patch(facecolor=tuple(SKIPPED), label="skipped"),
+        Patch(facecolor=tuple(IDLE), edgecolor="#cccccc", label="not now"),
     ]
 
 

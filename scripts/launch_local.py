@@ -97,7 +97,7 @@ def _forward_stderr(process: subprocess.Popen, first: subprocess.Popen) -> None:
     Processes with the same exit status have written the same final line.
     """
     final_lines = []
-    for line in process.stderr:
+    for line in process.stderr or ():
         final_lines.append(line) if line.startswith(FINAL_LINES) else os.write(2, line)
     if process.wait() not in (first.wait(), -signal.SIGTERM):
         os.write(2, b"".join(final_lines))

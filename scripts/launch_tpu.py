@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import io
 import os
 import re
 import shlex
@@ -30,7 +32,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .restarts import CANNOT_PASS, LIMIT, PREEMPTED, STOPPED, TRANSIENT, Restarts
 from .tpu import workers as remote
@@ -156,13 +158,11 @@ class Launcher:
                 remote.environment_file(remote.read_variables(self.args.env)), encoding="utf-8"
             )
             for path in (archive, variables):
-                self._each(
-                    workers,
-                    lambda worker, path=path: self.gcloud.shown(
-                        *self.slices.scp(worker, str(path), path.name)
-                    ),
-                )
+                self._each(workers, functools.partial(self._copy, path))
         self._do(workers, f"chmod 600 longstripe.env\n{remote.INSTALL}")
+
+    def _copy(self, file: Path, worker: Worker) -> int:
+        return self.gcloud.shown(*self.slices.scp(worker, str(file), file.name))
 
     def start(self) -> int:
         """Starts the command on its workers. Returns 0. Raises GcloudError and Refused."""
@@ -215,10 +215,11 @@ class Launcher:
         with self.gcloud.stream(
             *self.slices.ssh(first, remote.log_command(*self.shown))
         ) as process:
-            identity = process.stdout.readline().decode().strip()
+            output = cast(io.BufferedReader, process.stdout)
+            identity = output.readline().decode().strip()
             if identity and identity != self.shown[0]:
                 self.shown = (identity, 0)
-            while piece := process.stdout.read1(65536):
+            while piece := output.read1(65536):
                 self.shown = (identity, self.shown[1] + len(piece))
                 sys.stdout.buffer.write(piece)
                 sys.stdout.buffer.flush()

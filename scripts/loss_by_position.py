@@ -20,7 +20,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -232,7 +232,7 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Meas
     buckets = Buckets()
     without, gains = ({tokens: Buckets() for tokens in args.without_earlier} for _ in range(2))
     for number, step in enumerate(steps, start=1):
-        batch = permute(loader.batch(step), objective.order)
+        batch: Any = permute(loader.batch(step), objective.order)
         losses = np.asarray(token_losses(params, place_batch(batch, model.mesh)))
         buckets.add(losses, batch["positions"], batch["loss_weights"])
         for tokens in args.without_earlier:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
 from scripts.wheel_models import WheelModel, run
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 49152,
@@ -44,12 +45,11 @@ def in_halves(name: str, weight: Float32[np.ndarray, "..."]) -> Float32[np.ndarr
 
     GGUF interleaves the rotary pairs of a head (x0 y0 x1 y1 ...); Hugging Face stores them in halves (x0 x1 ... y0 y1 ...).
     """
-    heads = {"q_proj": CONFIG["num_attention_heads"], "k_proj": CONFIG["num_key_value_heads"]}.get(
-        name.split(".")[-2]
-    )
-    if heads is None:
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    projection = name.split(".")[-2]
+    if projection not in heads:
         return weight
-    pairs = weight.reshape(heads, -1, 2, weight.shape[-1])
+    pairs = weight.reshape(CONFIG[heads[projection]], -1, 2, weight.shape[-1])
     return pairs.transpose(0, 2, 1, 3).reshape(weight.shape)
 
 

@@ -127,7 +127,7 @@ def run_folder(words: list[str]) -> str:
     from trainer.config import load as configuration
 
     config = configuration.load(words)
-    return config.run_dir if "://" in (config.run_dir or "") else str(config.folder)
+    return config.run_dir if config.run_dir and "://" in config.run_dir else str(config.folder)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -39,9 +39,9 @@ HOST_GIB, HOST_LEFT_GIB = (
 )  # of a host, and of it left to the system and to what reads the data
 GROUPS = {"attention_groups": 8}  # one for each key/value head
 QUERY_CHUNKS = {**GROUPS, "query_chunks": 8}
-EVERY = [{"remat": "offload_every_k", "every_k": k} for k in (2, 4)]
+EVERY: list[dict[str, Any]] = [{"remat": "offload_every_k", "every_k": k} for k in (2, 4)]
 # Policies with layer inputs in the host's memory, and policies that need none of it.
-ON_HOST = (
+ON_HOST: tuple[dict[str, Any], ...] = (
     {"remat": "offload"},
     {"remat": "offload", **GROUPS},
     {"remat": "offload", **QUERY_CHUNKS},
@@ -49,7 +49,7 @@ ON_HOST = (
     {**EVERY[0], **QUERY_CHUNKS},
     {**EVERY[1], **QUERY_CHUNKS},
 )
-ON_DEVICE = (
+ON_DEVICE: tuple[dict[str, Any], ...] = (
     {"remat": "nothing"},
     *({"remat": "every_k", "every_k": 4, **options} for options in (GROUPS, QUERY_CHUNKS)),
 )

@@ -32,9 +32,7 @@ def computed_tiles(
     length = size * tiles * TILE
     order = permutation(length, size, layout)
     local_order = inverse(order)
-    computed: list[
-        tuple[int, int, int]
-    ] = []  # rank, index of the first query, index of the first key
+    computed: list[tuple[int, ...]] = []  # rank, index of the first query and of the first key
     kernel = counted_kernel(lambda *tile: computed.append(tuple(map(int, tile))), TILE, TILE)
     mesh = Mesh(np.array(jax.devices()[:size]), ("sequence",))
     q = jnp.ones(

@@ -17,7 +17,9 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from data.clean import SETS, CleanConfig
 from data.errors import UserError
@@ -85,7 +87,8 @@ def clean(path: Path, dropped: Path) -> dict:
       path: the dump.
       dropped: file to which dropped records are written, one JSON line each.
     """
-    size, position, peaks = path.stat().st_size, 0, []
+    size, position = path.stat().st_size, 0
+    peaks: list[float] = []
 
     def advance(read_bytes: int) -> None:
         nonlocal position
@@ -117,10 +120,9 @@ def clean(path: Path, dropped: Path) -> dict:
 
 def count_first_not_human(path: Path) -> int:
     """Counts records of two turns or more whose first is not from `human`, independently of the cleaning rules."""
-    records = (
-        record["conversations"] for record in read_records(File(str(path)), SourceReport(str(path)))
-    )
-    return sum(len(turns) > 1 and turns[0]["from"] != "human" for turns in records)
+    records: Iterator[Any] = iter(read_records(File(str(path)), SourceReport(str(path))))
+    conversations = (record["conversations"] for record in records)
+    return sum(len(turns) > 1 and turns[0]["from"] != "human" for turns in conversations)
 
 
 def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) -> dict:

@@ -47,7 +47,7 @@ from trainer.xla_flags import FLAGS
 # reduce-scatter over all chips of a pod into an all-reduce.)
 PODS = {4: "v4:2x2x2", 8: "v4:2x2x4", 16: "v4:4x4x2", 64: "v4:4x4x8", 256: "v4:8x8x8"}
 # Name in the table: schedule, layout, and the window in blocks if there is one. The layout matters to windows and `balanced`.
-CASES = {
+CASES: dict[str, tuple] = {
     "ring": ("ring", "striped"),
     "ring bidirectional": ({"name": "ring", "bidirectional": True}, "striped"),
     "ring window": ("ring", "contiguous", 2),
@@ -88,19 +88,19 @@ def compile_pass(
     """
     rows = len(devices) // size
     mesh = Mesh(np.array(devices).reshape(rows, size), ("fsdp", "sequence"))
-    kernel = get_kernel(kernel, query_tile=tile, key_tile=tile)
+    tiled = get_kernel(kernel, query_tile=tile, key_tile=tile)
     context = Context(Ranks("sequence", size), mask, block.head_dim**-0.5)
     tokens, statistics = PartitionSpec("fsdp", "sequence"), PartitionSpec("fsdp", None, "sequence")
 
     def forward(q, k, v, index, segment_ids):
         coords = TokenCoords(index, segment_ids)
-        return tuple(schedule.forward(kernel, Queries(q, coords), Keys(k, v, coords), context))
+        return tuple(schedule.forward(tiled, Queries(q, coords), Keys(k, v, coords), context))
 
     def gradients(q, k, v, index, segment_ids, dout, lse, delta):
         coords = TokenCoords(index, segment_ids)
         inputs = BackwardInputs(dout, lse, delta)
         return tuple(
-            schedule.backward(kernel, Queries(q, coords), Keys(k, v, coords), inputs, context)
+            schedule.backward(tiled, Queries(q, coords), Keys(k, v, coords), inputs, context)
         )
 
     def array(shape, dtype, spec):
@@ -123,7 +123,7 @@ def compile_pass(
         out_specs=(tokens,) * 3 if backward else (tokens, statistics),
         check_vma=False,
     )
-    return jax.jit(run).lower(*arrays).compile().as_text()
+    return jax.jit(run).lower(*arrays).compile().as_text() or ""
 
 
 def count_bytes(name: str, size: int, block, topology: str = "", kernel: str = "xla") -> dict:
@@ -233,12 +233,13 @@ def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
         num_key_value_heads=2,
     )
     mesh = MeshConfig(sequence=len(devices))
-    permutes = {
+    permutes: dict[str, str | bool] = {
         flag.name: flag.value for flag in FLAGS["tpu"] if flag.name.endswith("collective_permutes")
     }
-    return compile_step(
+    step = compile_step(
         config, devices, tokens * len(devices), mesh=mesh, schedule=schedule, flags=permutes
-    ).as_text()
+    )
+    return step.as_text() or ""
 
 
 def overlap_table(names, topology: str, tokens: int) -> list[dict]:

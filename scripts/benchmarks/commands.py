@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from data.errors import UserError
 from scripts.benchmarks.results import ROOT
@@ -66,9 +67,7 @@ def python(*command: str) -> None:
         raise ProcessFailed([*command], f"ended with {status}")
 
 
-def in_own_process(
-    name: str, *arguments: str, environment: Mapping[str, str] | None = None
-) -> dict:
+def in_own_process(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
     """Runs `python -m scripts.benchmarks.NAME`, so that its peak memory is its own, and returns its last line, read as JSON.
 
     Raises:

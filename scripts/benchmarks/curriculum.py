@@ -183,10 +183,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     staged = train_staged(Path(args.output) / "curriculum")
-    scores = {"growing lengths": evaluate(staged)}
-    alone = train_alone(Path(args.output) / "alone", staged)
-    scores["16,384 tokens from the start"] = evaluate(alone)
-    save_result(*scores.values(), seconds(staged))
+    grown = evaluate(staged)
+    at_once = evaluate(train_alone(Path(args.output) / "alone", staged))
+    scores = {"growing lengths": grown, "16,384 tokens from the start": at_once}
+    save_result(grown, at_once, seconds(staged))
     plot(
         scores,
         ROOT / "docs" / "curriculum.png",

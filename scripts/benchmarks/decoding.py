@@ -45,7 +45,7 @@ def memory_rows(context: int) -> list[tuple[int, float, float]]:
         model = LanguageModel(TransformerConfig.preset("smollm2-135m"), mesh, dtype=jnp.float32)
         generator = Generator(model, rows=1, capacity=context, new_tokens=64, stop_ids=())
         sizes = generator.prefill_bytes(generator.cached), generator.cached.bytes_per_device
-        rows.append((count, *(size / 2**20 for size in sizes)))
+        rows.append((count, sizes[0] / 2**20, sizes[1] / 2**20))
         print(
             f"{count} devices: {rows[-1][1]:,.0f} MiB of each, of it {rows[-1][2]:,.0f} of the cache",
             flush=True,

@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     params = source.read(model)
     assert all(value.dtype == jnp.float32 for value in params.values())
+    assert tokenizer.bos_id is not None
     question = [tokenizer.bos_id, *tokenizer.encode(QUESTION)]
     book = Path(args.book).read_text(encoding="utf-8")
     text = [tokenizer.bos_id, *tokenizer.encode(book[len(book) // 2 :][: 8 * args.tokens])][
@@ -85,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     generator = Generator(
         model, rows=1, capacity=args.tokens + 64, new_tokens=NEW_TOKENS, stop_ids=(), chunk=1024
     )
-    (answer,) = generator(params, [question])
-    (scores,) = generator.score(params, [text], [1])
+    (answer,) = generator(dict(params), [question])
+    (scores,) = generator.score(dict(params), [text], [1])
     losses = -np.asarray(scores.log_likelihoods, np.float64)
 
     expected_answer, expected = by_transformers(args.model, question, text)

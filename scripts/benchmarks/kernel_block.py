@@ -100,9 +100,8 @@ def make_block(case: Case) -> Block:
     segments = np.repeat(
         np.arange(1, len(case.document_lengths()) + 1, dtype=np.int32), case.document_lengths()
     )[None]
-    return Block(
-        *_vectors(length, case.heads, case.kv_heads, case.head_dim), q_index, kv_index, segments
-    )
+    q, k, v, dout = _vectors(length, case.heads, case.kv_heads, case.head_dim)
+    return Block(q, k, v, dout, q_index, kv_index, segments)
 
 
 @functools.lru_cache(maxsize=1)
@@ -124,8 +123,10 @@ def refuse_dense(case: Case, copies: int) -> None:
         copies * 4 * case.heads * case.length**2,
         os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     )
-    if MEMORY.exists():  # Linux: memory that caches use is available too
-        free = int(re.search(r"MemAvailable:\s+(\d+) kB", MEMORY.read_text()).group(1)) * 1024
+    if MEMORY.exists() and (
+        available := re.search(r"MemAvailable:\s+(\d+) kB", MEMORY.read_text())
+    ):  # Linux: memory that caches use is available too
+        free = int(available[1]) * 1024
     if needed > 0.7 * free:
         raise LeftOut(
             f"its T x T scores need about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"

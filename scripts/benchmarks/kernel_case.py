@@ -43,7 +43,8 @@ def _host_bytes(field: str) -> int:
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes, and only the peak
-    return int(re.search(rf"{field}:\s+(\d+) kB", status.read_text()).group(1)) * 1024
+    (kib,) = re.findall(rf"{field}:\s+(\d+) kB", status.read_text())
+    return int(kib) * 1024
 
 
 def _memory_readers() -> tuple[Callable[[], int], Callable[[], int], bool]:

@@ -21,7 +21,9 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from data.errors import UserError
 from planning.costs.kernel_rates import TABLE
@@ -138,6 +140,8 @@ def compile_ours(mesh, direction: str) -> None:
         Queries(q, coords),
         StackedKeys(shape(2, 1, TOKENS, KV_HEADS, HEAD_DIM, dtype=jnp.bfloat16), coords),
     )
+    arguments: tuple[Any, ...]
+    function: Callable
     if direction == "forward":
         arguments = AttentionPartial(shape(*q.shape), statistics), *blocks
         function = kernel.extend

@@ -18,7 +18,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,8 @@ def arrays(head_dim: int, dtype: str) -> list[np.ndarray]:
 @functools.cache
 def truth(head_dim: int, dtype: str, mask_name: str, packing: str) -> dict[str, np.ndarray]:
     """Returns RESULTS by the definition, in float64."""
-    return dense(*arrays(head_dim, dtype), *documents(packing), MASKS[mask_name])
+    q, k, v, dout = arrays(head_dim, dtype)
+    return dense(q, k, v, dout, *documents(packing), MASKS[mask_name])
 
 
 def dense(
@@ -154,9 +155,12 @@ def attend(
         Keys(k[:, shard], v[:, shard], kv_coords)
         for shard, kv_coords in zip(shards, shard_coords, strict=True)
     ]
-    outs, lses, dqs, dkvs = [], [], [], [0.0, 0.0]
+    outs, lses, dqs = [], [], []
+    dkvs: list[Any] = [0.0, 0.0]
     for shard, q_coords in zip(shards, shard_coords, strict=True):
-        queries, partial, dq = Queries(q[:, shard], q_coords), None, None
+        queries = Queries(q[:, shard], q_coords)
+        partial: Any = None
+        dq: Any = None
         for block in keys:
             partial = extend(partial, queries, block)
         delta = jnp.einsum("bthd,bthd->bht", partial.out, dout[:, shard].astype(jnp.float32))
@@ -193,7 +197,7 @@ def compare(
     kernel: str, dtype: str, head_dim: int, case: str, measure: Callable[[], dict[str, float]]
 ) -> dict:
     """Returns and prints a row: the errors that `measure` returns, or why it failed."""
-    row = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "case": case}
+    row: dict[str, Any] = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "case": case}
     start, limits = time.perf_counter(), LIMITS[dtype]
     try:
         row |= measure()
@@ -305,12 +309,13 @@ def long_errors(kernel_name: str, dtype: str, length: int) -> dict[str, float]:
             max(start - 2 * LONG_WINDOW, 0), min(start + LONG_PART + 2 * LONG_WINDOW, length)
         )
         compared = slice(start - near.start, start - near.start + LONG_PART)
-        vectors = [
+        q, k, v, dout = (
             np.asarray(x[:, near, -heads:])
             for x, heads in zip(row.vectors, (group, 1, 1, group), strict=True)
-        ]
+        )
         index = np.arange(near.start, near.stop, dtype=np.int64)[None]
-        expected = dense(*vectors, index, np.ones_like(index), Mask(window=LONG_WINDOW))
+        ones = np.ones_like(index)
+        expected = dense(q, k, v, dout, index, ones, Mask(window=LONG_WINDOW))
         expected["lse"] = expected["lse"].swapaxes(1, 2)[..., None]
         part = {
             name: np.asarray(

@@ -1,8 +1,6 @@
 """Times the three Mosaic kernels for Hopper GPUs apart: forward, dq, and dk and dv, on one causal row.
 
     python -m scripts.benchmarks.kernel_parts [--length 32768] [--head-dims 64 128] [--output DIR]
-    python -m scripts.benchmarks.kernel_parts --try dkv 128 64 4 --output DIR    # with other tiles: a kernel, its head size,
-                                                                                 # the tile that travels, and slots for it
 
 Everything around a kernel that a model's attention needs, rounding and the search for intervals, is in bench_kernels' times and
 only the search is in these. Prints a line for each and writes kernel_parts.json. TFLOP/s count the products that the kernel
@@ -44,15 +42,6 @@ def run_kernel(kernel: str, q, k, v, saved: BackwardInputs, coords: TokenCoords)
     return mosaic_backward.dkv_pass(q, (k, v), saved, seen, **options)
 
 
-def change_tiles(kernel: str, head_dim: int, tile: int, slots: int) -> None:
-    """Has a kernel use other tiles in this process; dk and dv always take tiles of mosaic_backward.QUERY_STEP queries."""
-    if kernel == "dkv":
-        mosaic_backward.STEP_SLOTS[head_dim] = slots
-        return
-    module = mosaic_forward if kernel == "forward" else mosaic_backward
-    module.KEY_TILES[head_dim], module.SLOTS = tile, slots
-
-
 def measure(kernel: str, head_dim: int, length: int) -> dict:
     """Returns and prints the least seconds of REPEATS runs after a first one, and the TFLOP/s."""
     shapes = [(1, length, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
@@ -89,17 +78,9 @@ def work(args: argparse.Namespace) -> None:
         raise UserError(
             f"kernel_parts: found {device}; these kernels run on Hopper GPUs ({', '.join(HOPPER)})"
         )
-    if args.tried:
-        kernel, *numbers = args.tried
-        head_dim, tile, slots = map(int, numbers)
-        change_tiles(kernel, head_dim, tile, slots)
-        rows = [measure(kernel, head_dim, args.length)]
-    else:
-        rows = [
-            measure(kernel, head_dim, args.length)
-            for head_dim in args.head_dims
-            for kernel in PRODUCTS
-        ]
+    rows = [
+        measure(kernel, head_dim, args.length) for head_dim in args.head_dims for kernel in PRODUCTS
+    ]
     write_json(
         args.output / "kernel_parts.json", {"device": device, "jax": jax.__version__, "rows": rows}
     )
@@ -117,13 +98,6 @@ def main(argv: list[str] | None = None) -> int:
         choices=(64, 128, 256),
         default=[64, 128, 256],
         help="head sizes (default all)",
-    )
-    parser.add_argument(
-        "--try",
-        nargs=4,
-        dest="tried",
-        metavar=("KERNEL", "HEAD_DIM", "TILE", "SLOTS"),
-        help="time forward, dq or dkv with other tiles",
     )
     add_output_folder(parser, "runs/kernel_parts")
     return entry.run(lambda: work(parser.parse_args(argv)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,8 @@ def _jax_pass(
 
 def ours(case: Case, block: Block) -> Callable:
     """This project's kernel, on one device."""
+    import jax.numpy as jnp
+
     from model.attention import AttentionOp, Keys, Queries, TokenCoords, attend, get_kernel
 
     kernel = get_kernel(case.kernel, query_tile=case.tile, key_tile=case.tile)
@@ -62,9 +65,9 @@ def ours(case: Case, block: Block) -> Callable:
     def attention(q, k, v, q_coords, kv_coords):
         return attend(op, Queries(q, q_coords), Keys(k, v, kv_coords)).out
 
-    coords = (
-        TokenCoords(block.q_index, block.segment_ids),
-        TokenCoords(block.kv_index, block.segment_ids),
+    coords = tuple(
+        TokenCoords(jnp.asarray(index), jnp.asarray(block.segment_ids))
+        for index in (block.q_index, block.kv_index)
     )
     # One program serves all kinds of blocks, which differ by their coordinates.
     return _jax_pass(
@@ -278,7 +281,7 @@ def splash(case: Case, block: Block, interpret: bool = False) -> Callable:
     if case.block == "empty":
         raise LeftOut("splash attention takes no mask that hides everything")
     mask = masks.get(case.block, splash_attention_mask.CausalMask(shape))
-    tile = min(512, case.length)
+    tile: Any = min(512, case.length)
     names = (
         "block_q",
         "block_kv",

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from data.errors import UserError
@@ -139,11 +140,12 @@ def compile_mosaic(mesh, case: Case) -> None:
     carry, saved = _shape(mesh, *q.shape), BackwardInputs(q, statistics, statistics)
     seen = Intervals(*[_shape(mesh, 1, TOKENS, dtype=jnp.int32)] * 2)
     options = {"scale": case.head_dim**-0.5, "interpret": None}
-    function, arguments = {
+    kernels: dict[str, tuple[Callable, tuple]] = {
         "forward": (mosaic_forward.forward, (AttentionPartial(carry, statistics), q, keys, seen)),
         "dq": (mosaic_backward.dq_pass, (carry, q, keys, saved, seen)),
         "dkv": (mosaic_backward.dkv_pass, (q, keys, saved, seen)),
-    }[case.kernel]
+    }
+    function, arguments = kernels[case.kernel]
     jax.jit(lambda *arrays: function(*arrays, **options)).lower(*arguments).compile()
 
 

@@ -78,7 +78,7 @@ HEADLINES = (
     ),
 )
 # Page of docs/benchmarks -> its title, and by heading the results whose rows are shown, in order.
-THEMES = {
+THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "exactness": (
         "Exactness",
         {

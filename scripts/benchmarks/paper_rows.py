@@ -10,7 +10,7 @@ _DATA: dict[str, Any] = tomllib.loads(
 _STRIPED, _RING, _DISTFLASH = _DATA["striped"], _DATA["ring"], _DATA["distflash"]
 
 
-def _by_size(entries: list[list[float]]) -> dict[tuple[float, float], tuple[float, float]]:
+def _by_size(entries: list[list[Any]]) -> dict[tuple[int, int], tuple[float, float]]:
     """Returns (nodes, thousand tokens): (seconds of the other system, of DistFlashAttn)."""
     return {(nodes, length): (theirs, ours) for nodes, length, theirs, ours in entries}
 

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def ask(prompt: list[int]) -> tuple[list[int], float]:
         start = time.perf_counter()
-        (answer,) = generator(params, [prompt])
+        (answer,) = generator(dict(params), [prompt])
         return answer, time.perf_counter() - start
 
     ask(prompts[0])  # compiles

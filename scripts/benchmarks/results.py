@@ -26,6 +26,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from scripts.benchmarks import freshness
 
@@ -112,7 +113,7 @@ def save(name: str, result: Result, folder: Path = FOLDER) -> Path:
     return path
 
 
-def as_text(fields: Mapping[str, object]) -> str:
+def as_text(fields: Mapping[str, Any]) -> str:
     """Returns a result's fields as JSON with each row, of the result and of its tables, in a line of its own."""
     parts = []
     for name, value in fields.items():

@@ -229,15 +229,16 @@ def save_result(
         book[1] <= book[0] + 0.05,
     )
     for task in SHORT_TASKS:
-        old, new = (results[task] for results in short)
+        first, last = (results[task] for results in short)
         texts = [
-            f"{each['score']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in (old, new)
+            f"{each['score']:.2f} ({each['low']:.2f} to {each['high']:.2f})"
+            for each in (first, last)
         ]
         rows[task] = row(
-            f"{task}, {new['cases']} questions",
+            f"{task}, {last['cases']} questions",
             " -> ".join(texts),
             "within an interval",
-            old["low"] <= new["score"] <= old["high"],
+            first["low"] <= last["score"] <= first["high"],
         )
     tables = {"right answers": table("cases | lines | tokens | before | after", lines)}
     facts = [

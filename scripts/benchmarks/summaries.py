@@ -137,7 +137,7 @@ def balance(out: Path) -> tuple[Rows, Tables]:
             for entry in measured
             if entry["schedule"] == schedule and entry["layout"] in layouts
         ]
-        worst = {}
+        worst: dict[int, float] = {}
         for entry in entries:
             imbalance = max(entry[direction]["imbalance"] for direction in ("forward", "backward"))
             worst[entry["ranks"]] = max(worst.get(entry["ranks"], 0.0), imbalance)

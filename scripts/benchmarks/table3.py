@@ -167,10 +167,10 @@ def search(cell: Cell, compilations: Compilations) -> dict[str, Any]:
 def _hours(cell: Cell, job: Job, outcome: Outcome) -> float:
     """Returns the cost model's hours of a step: between those with all transfers beside compute and those with none, by the
     share of the largest transfer that the compiled step hides."""
-    hiding, waiting = (
-        job.estimate(causal=cell.column != "vanilla", overlap=overlap).seconds
-        for overlap in (True, False)
+    estimates = (
+        job.estimate(causal=cell.column != "vanilla", overlap=overlap) for overlap in (True, False)
     )
+    hiding, waiting = (estimate.seconds for estimate in estimates if estimate)
     largest = max(
         outcome.get("communication", {}).values(),
         key=lambda kind: kind["received_gib"],

@@ -53,7 +53,9 @@ class Cell:
 
     @property
     def host_gib(self) -> float:
-        return host_gib(self.topology)
+        gib = host_gib(self.topology)
+        assert gib is not None  # the table lists the paper's machines
+        return gib
 
     def memory_options(self) -> list[dict[str, Any]]:
         """Memory options, those that spare the host's memory last; a context fits where it fits with one of them."""
@@ -62,10 +64,13 @@ class Cell:
         config = TransformerConfig.preset(self.model)
         k = best_every_k(config.num_hidden_layers)
         # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
-        device = (
+        device: dict[str, Any] = (
             {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
         )
-        on_host = [{"remat": "offload"}, {"remat": "offload_every_k", "every_k": k}]
+        on_host: list[dict[str, Any]] = [
+            {"remat": "offload"},
+            {"remat": "offload_every_k", "every_k": k},
+        ]
         if (
             self.memory == "ours" and self.devices < 64
         ):  # shared by hundreds, parameters and moments are little

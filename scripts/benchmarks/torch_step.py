@@ -139,7 +139,9 @@ def _model(config: TransformerConfig, options: TorchOptions, device: str):
     try:
         with torch.device(device):
             model = transformers.LlamaForCausalLM(
-                transformers.LlamaConfig(**config.to_hf(), attn_implementation=options.attention)
+                transformers.LlamaConfig(
+                    **{**config.to_hf(), "attn_implementation": options.attention}
+                )
             ).train()
     finally:
         torch.set_default_dtype(default)

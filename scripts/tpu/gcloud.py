@@ -108,7 +108,7 @@ class Gcloud:
         errors: list[str] = []
 
         def forward() -> None:
-            for line in process.stderr:
+            for line in process.stderr or ():
                 errors.append(line)
                 sys.stderr.write(line)
 

@@ -77,10 +77,12 @@ def attention2d() -> list[Row]:
         for claim, speedup in paper.ATTENTION2D_SPEEDUP.items():
             if claim.startswith(figure):
                 extreme = max if claim.endswith("most") else min
+                place, text = claim.split(", ", 1)
                 claims.append(
                     Row(
                         "Attention2D",
-                        *claim.split(", ", 1),
+                        place,
+                        text,
                         speedup,
                         extreme(speedups.values()),
                         note=ATTENTION2D_MISS,

@@ -85,6 +85,6 @@ def striped_speedup(
 
 def busiest_share(shards: int, tokens: int, layout: str, tile: tuple[int, int]) -> float:
     """Returns the share of all query-key pairs of a rank's queries that the rounds' busiest ranks compute."""
-    count = tuple(math.ceil(tokens / side) for side in tile)
+    count = math.ceil(tokens / tile[0]), math.ceil(tokens / tile[1])
     forward, _ = rounds("ring", shards, layout, Block(1, tokens, 1, 1, 1), count)
     return sum(planned.tiles.max() for planned in forward) / (shards * count[0] * count[1])
