@@ -54,6 +54,12 @@ def test_padding_of_chats_is_at_most_two_percent(context_length):
     assert plan(lengths, context_length, 0, 0).padding_share <= 0.02
 
 
+def test_the_share_of_padding_by_hand():
+    """Rows of 10: 6 and 4 tokens fill one, 7 leave 3 of another; 3 of 20. No rows have none."""
+    assert plan([6, 7, 4], 10, 0, 0).padding_share == pytest.approx(3 / 20)
+    assert plan([], 10, 0, 0).padding_share == 0
+
+
 def test_weights_are_the_average_number_of_visits():
     weights = np.array([0.5, 1.0, 2.25] * 40)
     visits = np.zeros(120)

@@ -105,7 +105,6 @@ def run(command):
     return folder
 
 
-@pytest.mark.slow
 def test_checkpoints_hold_adapters_alone(run):
     """No codes."""
     names = stored_arrays(run / "checkpoints" / str(STEPS), "model")
@@ -121,7 +120,6 @@ def test_an_imported_base_gives_the_same_losses(run, command, base, tmp_path):
     assert losses(pathlib.Path(arguments[3])) == losses(run)[:1]
 
 
-@pytest.mark.slow
 def test_the_merged_model_is_that_of_the_numbers_of_the_codes(run, tmp_path, capfd):
     """Merged with --dequantize, logits within 1e-5 of the run's own; without it the merge is refused, with what to do."""
     capfd.readouterr()

@@ -12,6 +12,7 @@ from model.attention.coords import (
     Mask,
     TokenCoords,
     document_starts,
+    one_document,
     tile_bounds,
     tile_kind,
     visible,
@@ -49,6 +50,21 @@ def test_the_rule_skips_and_fills_what_it_can():
     bounds = tile_bounds(coords, 8)
     kinds = kinds_of(bounds, Mask())
     np.testing.assert_array_equal(kinds, np.tril(np.ones((4, 4)), -1) + 2 * np.eye(4))
+    # Query 16, the first of tile 2, is 9 tokens behind key 7, the last of tile 0; query 23 is 15 behind key 8.
+    assert kinds_of(bounds, Mask(window=9))[2, 0] == SKIP != kinds_of(bounds, Mask(window=10))[2, 0]
+    assert kinds_of(bounds, Mask(window=16))[2, 1] == FULL
+    assert kinds_of(bounds, Mask(window=15))[2, 1] not in (SKIP, FULL)
+
+
+def test_two_tiles_are_of_one_document_where_every_token_is_of_it():
+    """By hand: tiles of two tokens, of which 0 is padding."""
+    tiles = {"a": (1, 1), "b": (2, 2), "ab": (1, 2), "a and padding": (1, 0), "padding": (0, 0)}
+    bounds = {
+        name: tile_bounds(TokenCoords(np.arange(2)[None], np.array([segments], np.int32)), 2)
+        for name, segments in tiles.items()
+    }
+    alike = {(q, kv) for q in tiles for kv in tiles if one_document(bounds[q], bounds[kv])[0, 0]}
+    assert alike == {("a", "a"), ("b", "b")}
 
 
 def kinds_of(bounds, mask):
