@@ -12,7 +12,7 @@ class Batch(TypedDict):
     tokens: Int32[np.ndarray, "*B L"]
     """Token ids; 0 in padding."""
     targets: Int32[np.ndarray, "*B L"]
-    """The next token of the same document; 0 where there is none."""
+    """The next token of the same document; 0 at its end."""
     loss_weights: Float32[np.ndarray, "*B L"]
     """1 where the target is trained on, otherwise 0."""
     positions: Int32[np.ndarray, "*B L"]

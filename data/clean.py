@@ -107,9 +107,9 @@ class Cleaner:
 
     config: CleanConfig = CleanConfig()
     alternating: bool = False
-    """Whether the template takes turns of user and assistant one after the other alone."""
+    """Whether the template requires user and assistant to alternate."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """What the records' own names of fields stand for, see `data.fields.FieldMap`."""
+    """Maps the records' field names to those that are read, see `data.fields.FieldMap`."""
     _seen: set[bytes] = field(default_factory=set)
 
     def __post_init__(self):

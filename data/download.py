@@ -69,8 +69,7 @@ def download_file(
             if failures >= attempts:
                 raise TransientError(
                     f"{url}: {error}, after {failures} attempts without progress; {has:,} bytes "
-                    "are kept, "
-                    "and the same command goes on from there"
+                    "are kept, and the same command resumes from there"
                 ) from None
             wait = min(first_wait * 2 ** (failures - 1), LONGEST_WAIT)
             on_failure(f"{error}; the next attempt is in {wait:g} s")
@@ -163,7 +162,7 @@ def _copy(
     """Writes the response to the file; returns the file's size."""
     arrived = start
     on_progress(arrived, size)
-    # read1 returns what has arrived: an interruption loses nothing of it.
+    # read1 returns what has arrived, so that an interruption loses nothing.
     while chunk := response.read1(CHUNK):
         file.write(chunk)
         arrived += len(chunk)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from data.errors import UserError
 
-# Unicode noncharacters, which occur in nobody's text: data.tokenizer replaces them in its input.
+# Unicode noncharacters, which occur in no real text: data.tokenizer replaces them in its input.
 # Put before a text that continues a conversation, GUARD keeps the library from treating it as the
 # beginning of a text.
 GUARD = "\ufdd0\ufdd1\ufdd0"
@@ -162,8 +162,7 @@ class Sentencepiece(Engine):
             if token_id > len(pieces):
                 raise UserError(
                     f"the added token {token!r} has id {token_id}, the one before it "
-                    f"{len(pieces) - 1}; "
-                    "ids without a gap, or a tokenizer.json, would work"
+                    f"{len(pieces) - 1}; ids without a gap, or a tokenizer.json, would work"
                 )
             if token_id == len(pieces):
                 pieces.add(piece=token, score=0.0, type=self._types.CONTROL)

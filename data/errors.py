@@ -144,7 +144,7 @@ def _http_status(error: BaseException) -> int | None:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, up to 200 characters, or else its type.
 
-    Of the operating system's errors this is their text alone, such as `No such file or directory`.
+    For errors of the operating system this is only their text, such as `No such file or directory`.
     """
     text = (isinstance(error, OSError) and error.strerror) or str(error)
     return (text.strip() or type(error).__name__).splitlines()[0][:200]

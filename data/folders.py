@@ -19,7 +19,7 @@ from data.errors import TransientError, UserError, is_transient
 _LOCK = "lock"
 # Unfinished folders of prepared data, .HASH-RANDOM.
 _UNFINISHED = re.compile(r"\.(trajectories-)?[0-9a-f]{20}-\w+")
-_ABANDONED_SECONDS = 7 * 24 * 3600  # how long one without a lock is left alone
+_ABANDONED_SECONDS = 7 * 24 * 3600  # after which one without a lock is removed
 HASHED_AT_START = (
     1 << 24
 )  # bytes; array_record has checksums of its own, which are compared when a record is read
@@ -41,13 +41,13 @@ def named_errors(folder: Path) -> Iterator[None]:
         if error.errno not in _NO_ROOM or error.filename is not None:
             raise
         raise TransientError(
-            f"{folder}: {error.strerror}; with more room there the same command goes on"
+            f"{folder}: {error.strerror}; with more room there, the same command resumes"
         ) from error
 
 
 @contextlib.contextmanager
 def exclusive(path: Path, work: str) -> Iterator[None]:
-    """Holds a lock on `path`, a file of its own that is made if it is missing and stays.
+    """Holds a lock on `path`, a dedicated file that is made if it is missing, and stays.
 
     Args:
       work: what the holder does, for the message.
@@ -175,8 +175,7 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
             raise
         raise TransientError(
             f"{folder.parent}: {problem} while {folder.name} was written; more room there, or "
-            "another "
-            "folder, would work"
+            "another folder, would work"
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

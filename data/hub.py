@@ -48,7 +48,8 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
         with .gz and the like behind.
 
     Raises:
-      UserError: the path is none, or the hub has no such data set, file or revision for this user.
+      UserError: the path is malformed, or the hub has no such data set, file or revision for this
+        user.
     """
     repository, revision, inner = _parts(path)
 
@@ -88,8 +89,7 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
     except RepositoryNotFoundError:
         raise UserError(
             f"{path}: {constants.ENDPOINT} shows no data set {repository}; another name, or `hf "
-            "auth login` for "
-            "one that is private, would work"
+            "auth login` for one that is private, would work"
         ) from None
     except RevisionNotFoundError:
         raise UserError(
@@ -204,8 +204,7 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
             if needed and not any(file.filename.endswith(needed) for file in listed):
                 raise UserError(
                     f"{name}: has no {needed.removeprefix('.')} on the hub; pickled weights can "
-                    "run code when they "
-                    "are loaded and are refused, another name would work"
+                    "run code when they are loaded and are refused, another name would work"
                 )
             missing = [file for file in listed if file.will_download]
             if missing:
@@ -227,8 +226,7 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
     except RepositoryNotFoundError:
         raise UserError(
             f"{name}: neither a folder nor a model that {hub} shows; another name, or for a "
-            "private model "
-            f"`hf auth login`, then `hf download {name}`, would work"
+            f"private model `hf auth login`, then `hf download {name}`, would work"
         ) from None
     except RevisionNotFoundError:
         raise UserError(
@@ -244,9 +242,7 @@ def _not_downloaded(name: str, hub: str, error: Exception) -> UserError:
     return UserError(
         printable(
             f"{name}: neither a folder nor in the local Hugging Face cache, and not downloaded "
-            f"from {hub} "
-            f"({first_line(error)}); "
-            f"what has arrived is kept, and the same command, or `hf download {name}`, goes on "
-            "from there"
+            f"from {hub} ({first_line(error)}); what has arrived is kept, and the same command or "
+            f"`hf download {name}` resumes from there"
         )
     )

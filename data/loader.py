@@ -35,7 +35,7 @@ class Loader:
     """
 
     fingerprint: str
-    """Changes when any batch would change; a checkpoint stores it beside the step."""
+    """Changes when any batch would change; a checkpoint stores it with the step."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Loader:
         )
 
     def _plan(self, epoch: int) -> packing.Plan:
-        with self._lock:  # lru_cache alone would let several threads make the same plan
+        with self._lock:  # lru_cache would let several threads make the same plan
             return self._plans(epoch)
 
     def __len__(self) -> int:
@@ -126,8 +126,8 @@ class Loader:
                 if len(ends) > 100 and ends[-1] == 0:
                     raise UserError(
                         f"data.sources: their weights, {self._weights.min():g} to "
-                        f"{self._weights.max():g}, leave no document "
-                        "in 100 epochs; larger ones would work"
+                        f"{self._weights.max():g}, leave no document in 100 epochs; larger ones "
+                        "would work"
                     )
             epoch = bisect_right(ends, number)
             return PlanRow(epoch, number - (ends[epoch - 1] if epoch else 0))
@@ -148,7 +148,7 @@ class Loader:
         Args:
           number: the row's number, counted over all epochs.
           indices: indices in the row of the tokens to return, ascending; all if None. Documents
-            that lie entirely elsewhere are not read.
+            that are entirely elsewhere are not read.
         """
         return self._row_arrays(self._pieces(number), indices)
 

@@ -48,7 +48,7 @@ STORES = (
 COPIED_BYTES = 1 << 22  # at a time
 LARGE_BYTES = 1 << 24
 """Files of at least this size have their digest kept."""
-# What the library datasets keeps beside the data of a folder, such as a filtered copy of them.
+# Caches that the library datasets keeps in a data folder, such as a filtered copy of the data.
 _CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(?:_\d+_of_\d+)?\.arrow")
 _STORE = re.compile(rf"({'|'.join(STORES)}):/", re.IGNORECASE)
 
@@ -70,8 +70,7 @@ def on_this_machine(path: str | Path) -> Path:
     if match := _STORE.match(str(path)):
         raise UserError(
             f"{path}: {match[1]}:// is not read or written here; a local path, or the folder that "
-            "the bucket is "
-            "mounted at, would work"
+            "the bucket is mounted at, would work"
         )
     return Path(path)
 
@@ -92,7 +91,7 @@ def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSys
     protocol = str(path).split("://", 1)[0]
     if (
         protocol not in STORES
-    ):  # fsspec knows others, such as github:// and data:, that read what nobody named as a store
+    ):  # fsspec knows others, such as github:// and data:, that read what no user named as a store
         raise UserError(
             f"{path}: {protocol}:// is no store that is read here; {', '.join(STORES)} are"
         )
@@ -158,8 +157,8 @@ class File:
                 yield _decompressed(file, self.compression)
             except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
                 raise UserError(
-                    f"{self}: cannot be unpacked ({first_line(error)}); a whole {self.compression} "
-                    "file would work"
+                    f"{self}: cannot be decompressed ({first_line(error)}); a whole "
+                    f"{self.compression} file would work"
                 ) from None
 
 
@@ -235,7 +234,7 @@ def _whole_path(path: str | Path) -> str:
 
 
 def _folders_between(path: str | Path, file: File) -> list[Path]:
-    """Returns the folders on this machine below `path` in which a file lies."""
+    """Returns the local folders between `path` and a file in it."""
     if is_remote(path):
         return []
     top = Path(os.path.abspath(os.path.expanduser(path)))
@@ -286,9 +285,8 @@ def check_own(path: str | Path, marker: bytes) -> None:
         start = file.read(1 << 16)
     if start and marker not in start:
         raise UserError(
-            f"{path}: exists, and is nothing that this command wrote, so that it is not "
-            "overwritten; name another "
-            "file, or remove it"
+            f"{path}: exists, but was not written by this command, so it is not "
+            "overwritten; name another file, or remove it"
         )
 
 
@@ -353,9 +351,8 @@ def checkpoint_path(path: str | Path, field: str) -> Path:
     if characters := [character for character in "*?[\\" if character in str(path)]:
         raise UserError(
             f"{field}: {path} has {' and '.join(characters)} in it, and Orbax cannot save "
-            "checkpoints in such a "
-            "path; one without *, ?, [ and backslash would work, such as that of a link to this "
-            "folder"
+            "checkpoints in such a path; one without *, ?, [ and backslash would work, such as "
+            "that of a link to this folder"
         )
     return path
 

@@ -111,8 +111,7 @@ def prepare(
         if key:
             raise UserError(
                 f"{shared}: not found on this machine, but another process has prepared it; a "
-                "data.prepared that all "
-                "processes share would work"
+                "data.prepared that all processes share would work"
             )
         _build(job, local, progress)
         if paths.is_remote(folder):
@@ -283,8 +282,7 @@ def _build(job: _Job, folder: Path, progress: bool) -> None:
         if arrays["held_out"].all():
             raise UserError(
                 f"data.held_out_fraction: found {job.held_out_fraction}, which takes all of "
-                f"{report.kept} "
-                "records and leaves nothing to train on; a smaller one would work"
+                f"{report.kept} records and leaves nothing to train on; a smaller one would work"
             )
         prepared.write_index(temporary, arrays, report)
 
@@ -328,8 +326,7 @@ def _check_arrays(source: Source, tokenizer: Tokenizer) -> None:
         ):
             raise UserError(
                 f"{file}: holds ids from {array.min()} to {array.max()}, and the tokenizer has 0 "
-                "to "
-                f"{tokenizer.vocab_size - 1}; ids of this tokenizer would work"
+                f"to {tokenizer.vocab_size - 1}; ids of this tokenizer would work"
             )
 
 

@@ -56,7 +56,7 @@ class _Output:
             self.write(line)
 
     def flush(self) -> None:
-        """Hands on what has been written."""
+        """Passes on what has been written."""
         with self._dropped_where_nobody_reads():
             self.stream.flush()
 

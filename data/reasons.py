@@ -4,25 +4,25 @@
 class Drop(Exception):
     """A record cannot be used; the argument is the reason, as the report counts it.
 
-    What differs from record to record, such as a role, stands after a colon: the report counts
+    What differs from record to record, such as a role, follows a colon: the report counts
     reasons by themselves up to a number, and those beyond it by their part before the colon.
     """
 
 
 # Reasons to drop a record.
 NOT_A_RECORD = "not a record"
-NO_SHAPE = "no conversation in a shape that is read: it has "
-NOT_TURNS = "turns that are no list: "
-NOT_TEXT = "a question or answer that is no text: "
+NO_SHAPE = "no known shape of a conversation: it has "
+NOT_TURNS = "turns that are not a list: "
+NOT_TEXT = "a question or answer that is not text: "
 EMPTY_RECORD = "empty record"
 BROKEN_ID = "an `id` with broken characters"
 BAD_TURN = "a turn without role or text"
-BAD_PART = "a part of a content that is no text: "
-BAD_HISTORY = "`history` that is no list of pairs"
-BAD_LOSS_MASK = "`loss_mask` unlike its turns"
+BAD_PART = "a content part that is not text: "
+BAD_HISTORY = "`history` is not a list of pairs"
+BAD_LOSS_MASK = "`loss_mask` does not match the turns"
 TREE_MESSAGE = "one message of a tree, without a usable id"
 MESSAGE_TWICE = "one message of a tree, with the id of another"
-NO_PARENT = "one message of a tree, and a reply to none that is there"
+NO_PARENT = "one message of a tree, replying to a message that is missing"
 UNKNOWN_ROLE = "unknown role: "
 CALL_OF_ANOTHER = "a tool call in a turn that is not the assistant's"
 THOUGHT_ALONE = "reasoning without an answer after it"
@@ -45,7 +45,7 @@ TRAILING_HUMAN = "unanswered last turn dropped"
 LONE_SURROGATE = "broken characters replaced"
 WHITE_SPACE = "white space at the ends of a turn removed"
 OUT_OF_LOSS = "turns left out of the loss by "
-OTHERS_FLAG = "a flag puts a turn of another role than the assistant's into the loss, where none is"
+OTHERS_FLAG = "a flag puts a turn that is not the assistant's into the loss: ignored"
 FRACTION = "`weight` between 0 and 1, or above: counted as 1"
 TOOLS_LEFT_OUT = "descriptions in `tools` left out"
 OTHER_REPLIES = "replies of a tree other than the best ranked left out"

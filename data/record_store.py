@@ -75,11 +75,10 @@ def readable(folder: Path, record: str) -> Iterator[None]:
         yield
     except (
         Exception
-    ) as error:  # array_record and tensorflow-datasets raise RuntimeError and others of their own
+    ) as error:  # array_record and tensorflow-datasets raise RuntimeError and other types
         raise UserError(
             f"{folder}: {record} cannot be read ({first_line(error)}); if this folder is deleted, "
-            "the same command "
-            "makes it again"
+            "the same command makes it again"
         ) from error
 
 

@@ -18,14 +18,14 @@ WOULD_WORK = "a JSON list of records, or one JSON record a line, would work"
 
 # What files that are no text begin with.
 _KINDS = {
-    b"\x1f\x8b": "packed by gzip, which a name that ends in .gz would say",
-    b"\x28\xb5\x2f\xfd": "packed by zstd, which a name that ends in .zst would say",
-    b"BZh": "packed by bzip2, which a name that ends in .bz2 would say",
-    b"\xfd7zXZ": "packed by xz, which a name that ends in .xz would say",
-    b"PAR1": "a Parquet table, which a name that ends in .parquet would say",
-    b"ARROW1": "an Arrow table, which a name that ends in .arrow would say",
-    b"\x93NUMPY": "an array of numpy, which format: tokens and a name that ends in .npy would say",
-    b"PK": "a ZIP archive, of which the files themselves can be read",
+    b"\x1f\x8b": "compressed with gzip; its name must end in .gz",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd; its name must end in .zst",
+    b"BZh": "compressed with bzip2; its name must end in .bz2",
+    b"\xfd7zXZ": "compressed with xz; its name must end in .xz",
+    b"PAR1": "a Parquet table; its name must end in .parquet",
+    b"ARROW1": "an Arrow table; its name must end in .arrow",
+    b"\x93NUMPY": "a NumPy array; format: tokens and a name that ends in .npy would work",
+    b"PK": "a ZIP archive; unpack it first",
     b"SQLite": "an SQLite database",
     b"%PDF": "a PDF document",
     b"\xff\xfe": "text in UTF-16, not UTF-8",
@@ -159,8 +159,8 @@ def read_records(
         else:
             raise UserError(
                 f"{path}: begins with {first!r}, so it is not JSON; {WOULD_WORK} (a plain text "
-                "with format: text, a table of "
-                "separated values under a name that ends in .csv or .tsv)"
+                "with format: text, a table of separated values under a name that ends in .csv or "
+                ".tsv)"
             )
 
 
@@ -192,13 +192,11 @@ def _read_values(window: _Window, report: SourceReport) -> Iterator[object]:
             if not error.is_cut_off(window.text):
                 raise UserError(
                     f"{window.path}: record {count + 1} is malformed ({error.problem}), and all "
-                    "after it would be "
-                    f"lost; {WOULD_WORK}"
+                    f"after it would be lost; {WOULD_WORK}"
                 ) from None
             report.notes.append(
                 f"the file is cut off in record {count + 1} ({error.problem}): only the records "
-                "before that "
-                "one are used"
+                "before that one are used"
             )
             report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
             return
@@ -239,9 +237,8 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
                 near = window.text[max(error.offset - 20, window.offset) : error.offset + 20]
                 raise UserError(
                     f"{window.path}: record {count + 1} is malformed ({error.problem} near "
-                    f"{near!r}), and all after it "
-                    "would be lost; mending it, or one record a line (only bad lines are dropped), "
-                    "would work"
+                    f"{near!r}), and all after it would be lost; mending it, or one record a line "
+                    "(only bad lines are dropped), would work"
                 ) from None
             report.notes.append(
                 f"the file is cut off in record {count + 1} ({error.problem}): only the records "
@@ -259,8 +256,7 @@ def _check_end(window: _Window, count: int) -> None:
     if window.peek():
         raise UserError(
             f"{window.path}: text follows the JSON list after record {count}, and all of it would "
-            "be lost; one "
-            "list, or one JSON record a line, would work"
+            "be lost; one list, or one JSON record a line, would work"
         )
 
 
@@ -313,7 +309,7 @@ def _read_value(window: _Window, advance: bool = True) -> object:
             window.text
         ):  # more of the file, which may be large, would not help
             raise malformed
-        # A value that ends where the window ends may be a number that goes on in the next chunk.
+        # A value that ends where the window ends may be a number that continues in the next chunk.
         if end == len(window.text) and window.grow(size):
             size *= 2  # so that the work for a very long record is linear in its length
             continue

@@ -2,7 +2,7 @@
 
 Python runs a signal's handler only when the running call returns to the interpreter, which takes
 half an hour in a compiler; and the system ignores SIGTERM for PID 1, as which a container starts
-its command, unless there is a handler. Training has handlers of its own while there is something to
+its command, unless there is a handler. Training has its own handlers while there is something to
 save; see `trainer.run.preemption`.
 """
 

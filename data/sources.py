@@ -34,11 +34,11 @@ from data.trees import Forest, is_row
 EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`, nor `prompt` and `completion`"
 NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
-BAD_MASK = "`loss_mask` or `labels` unlike its tokens"
+BAD_MASK = "`loss_mask` or `labels` do not match the tokens"
 _PART = 1 << 22  # tokens of an array that are in memory at a time
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
 _NO_RECORD = (NO_SHAPE, NO_TEXT, NO_TOKENS)  # reasons to drop what is no record at all
-# What the `fields` of a source of another format than sharegpt may stand for.
+# Targets of `fields` in sources of other formats than sharegpt.
 _FIELDS = {
     "text": ("text", "prompt", "completion", "id"),
     "tokens": ("tokens", "loss_mask", "labels", "id"),
@@ -59,9 +59,8 @@ FORMATS = {
     "sharegpt": Format(
         (*_JSON, *tables.SUFFIXES),
         "records with `messages`, `conversations`, `instruction` and `output`, `prompt` and "
-        "`completion`, `question` and "
-        "`answer` and others (docs/data.md), or the source's `fields`, such as {question: user, "
-        "answer: assistant}, would work",
+        "`completion`, `question` and `answer` and others (docs/data.md), or the source's "
+        "`fields`, such as {question: user, answer: assistant}, would work",
     ),
     "text": Format(
         (".txt", ".md", *_JSON, *tables.SUFFIXES),
@@ -69,8 +68,8 @@ FORMATS = {
     ),
     "tokens": Format(
         (".npy", *_JSON, ".parquet", ".arrow"),
-        "a .npy array of integers, or JSON records with a list `tokens` and perhaps a `loss_mask`, "
-        "would work",
+        "a .npy array of integers, or JSON records with a list `tokens` and perhaps a "
+        "`loss_mask`, would work",
     ),
 }
 
@@ -118,14 +117,12 @@ class Source:
             if target not in valid:
                 raise UserError(
                     f"data.sources: fields of {self.path}: {name!r} stands for {target!r}; "
-                    f"{', '.join(valid)} "
-                    "would work"
+                    f"{', '.join(valid)} would work"
                 )
         if self.add_bos is not None and self.format != "text":
             raise UserError(
                 f"data.sources: add_bos of {self.path}: is for format: text; of conversations the "
-                "template writes "
-                "BOS, and tokens are used as they are"
+                "template writes BOS, and tokens are used as they are"
             )
 
     @property
@@ -176,7 +173,7 @@ def read(
       number: number of the source in the recipe.
       advance: called with the number of bytes of each read.
       clean: the cleaning rules for conversations.
-      alternating: whether the template takes turns of user and assistant one after the other alone;
+      alternating: whether the template requires user and assistant to alternate;
         of a tokenizer's own template it is taken not to, unless given.
 
     Raises:
@@ -243,7 +240,7 @@ def _parsed_record(
     others = sorted(raw.keys() - {name})
     report.notes.append(
         f"{report.file}: the records are the list in its field `{printable(name)}`"
-        + (f"; not read beside it: {shown_fields(dict.fromkeys(others))}" if others else "")
+        + (f"; not read: {shown_fields(dict.fromkeys(others))}" if others else "")
     )
     for report.line, inner in enumerate(raw[name], 1):
         yield from _parsed_records(inner, parse, number, report, forest)
@@ -281,12 +278,12 @@ def _without_metadata(
     alone = first[0] if len(first) == 1 else None
     if isinstance(alone, dict) and not _is_record(alone, parse) and not _wrapped_list(alone, parse):
         report.notes.append(
-            f"{report.file}: not read, since it holds one object that is no record, with "
+            f"{report.file}: skipped: it holds a single object that is not a record, with "
             f"{shown_fields(alone)}"
         )
         return
     if isinstance(alone, str) and _is_card(report.file, alone):
-        report.notes.append(f"{report.file}: not read, since it is the card of a data set")
+        report.notes.append(f"{report.file}: skipped: it is the card of a data set")
         return
     yield from first[:1]
     report.line = line
@@ -468,7 +465,7 @@ def _int32(values: object, allow_bool: bool = False) -> Int32[np.ndarray, " n"] 
 
 
 def _is_int32(array: np.ndarray, allow_bool: bool = False) -> bool:
-    """Returns whether an array holds at least one number, and 32-bit integers alone."""
+    """Returns whether an array holds at least one number, and only 32-bit integers."""
     if array.ndim != 1 or not len(array) or array.dtype.kind not in ("iub" if allow_bool else "iu"):
         return False
     return (

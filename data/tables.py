@@ -115,8 +115,7 @@ def _read_csv(file: File) -> Iterator[dict]:
             if repeated := [name for name, count in Counter(names).items() if count > 1]:
                 raise UserError(
                     f"{file}: two of its columns are called {printable(repeated[0])!r}; a first "
-                    "line "
-                    "that names each column once would work"
+                    "line that names each column once would work"
                 )
             for cells in reader:
                 if cells:
@@ -131,8 +130,7 @@ def _read_csv(file: File) -> Iterator[dict]:
     except csv.Error as error:
         raise UserError(
             f"{file}: cannot be read as a table in text (line {reader.line_num}: {error}); quotes "
-            "that are closed "
-            "would work"
+            "that are closed would work"
         ) from None
 
 

@@ -25,11 +25,10 @@ FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-BPE_FILES = ("vocab.json", "merges.txt")  # from which a tokenizer.json is made where there is none
+BPE_FILES = ("vocab.json", "merges.txt")  # a tokenizer.json is made of these if it is missing
 WOULD_WORK = (
     "a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a "
-    "sentencepiece .model file, "
-    "would work"
+    "sentencepiece .model file, would work"
 )
 # The date that chat templates write, unless a recipe has another: one of its own, so that the same
 # data gives the same ids.
@@ -327,8 +326,7 @@ def _from_bpe_files(folder: Path) -> bytes:
     except Exception as error:  # transformers and tokenizers raise what they like
         raise UserError(
             f"{folder}: vocab.json and merges.txt cannot be read as a tokenizer "
-            f"({first_line(error)}); "
-            f"{WOULD_WORK}"
+            f"({first_line(error)}); {WOULD_WORK}"
         ) from None
 
 

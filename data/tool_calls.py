@@ -36,7 +36,7 @@ def _parse_call(call: object) -> dict[str, Any]:
     elif arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise ValueError("a tool call whose arguments are no JSON object")
+        raise ValueError("a tool call whose arguments are not a JSON object")
     call_id = call.get("id")
     parsed = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return _unicode(parsed | ({"id": call_id} if isinstance(call_id, str) and call_id else {}))
@@ -91,7 +91,7 @@ def _unicode(value: Any) -> Any:
     """Returns a JSON value with lone surrogates, which no tokenizer accepts, replaced.
 
     Raises:
-      ValueError: a value is none of JSON's, such as a table's bytes.
+      ValueError: a value does not exist in JSON, such as a table's bytes.
     """
     try:
         text = json.dumps(value, ensure_ascii=False)

@@ -13,7 +13,7 @@ from data.records import MAX_BYTES, would_fit
 from data.report import SourceReport
 
 _ROW = frozenset({"message_id", "parent_id", "role", "text"})
-# Fields that say where a message stands in its tree: they are read, and are none of its turn's.
+# Fields that give a message's place in its tree; they are read, and are not part of its turn.
 _PLACE = frozenset({"message_id", "parent_id", "message_tree_id", "rank", "replies"})
 
 

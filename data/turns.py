@@ -87,7 +87,7 @@ _USUAL_FIELDS = 2  # a role and a text
 
 @dataclass
 class Findings:
-    """What was found in a record beside its text, as the report counts it."""
+    """What was found in a record apart from its text, as the report counts it."""
 
     changes: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Files of a folder that somebody else may have made: read only where they lie inside it."""
+"""Files of a folder that somebody else may have made: read only if they are inside it."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def check_within(folder: str | Path, path: str | Path) -> None:
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     allowed = [root]
     if match := _SNAPSHOT.fullmatch(str(root)):
-        # Not resolved: a link in the place of `blobs` leads out too.
+        # Not resolved: a link instead of `blobs` leads out too.
         allowed.append(Path(match["repository"]) / "blobs")
     if not any(target.is_relative_to(place) for place in allowed):
         raise UserError(

@@ -70,8 +70,8 @@ class Spec(NamedTuple):
         """
         task, _, query = path.removeprefix(PREFIX).partition("?")
         form = (
-            f"{PREFIX}TASK?count=2000&seed=0, with a TASK of {', '.join(TASKS)} "
-            "(or tokens=4000000 in place of count)"
+            f"{PREFIX}TASK?count=2000&seed=0, with a TASK of {', '.join(TASKS)} (or tokens=4000000 "
+            "in place of count)"
         )
         options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         of_lines = {"like", "share"} if task == "lines" else set()
@@ -100,8 +100,7 @@ class Spec(NamedTuple):
         if spec.count < 1 or spec.tokens < 0 or spec.seed < 0 or not 0 <= spec.share <= 1:
             raise UserError(
                 f"data.sources: found {path}; a count of 1 or more, a seed of 0 or more and a "
-                "share of 0 to 1 "
-                "would work"
+                "share of 0 to 1 would work"
             )
         return spec
 
@@ -140,8 +139,7 @@ def generate(path: str, context_length: int, count: Callable[[str], int]) -> lis
     if short > context_length:
         raise UserError(
             f"{path}: its shortest exercise takes about {short} tokens; a data.context_length of "
-            f"{short} or more "
-            "would work"
+            f"{short} or more would work"
         )
     most = max(int(few + (context_length - short) / ((tokens(many) - short) / (many - few))), few)
     if spec.task == "lines":

@@ -82,7 +82,7 @@ def draw_values(
     Args:
       evaluation: to that of evaluation, else to that of training, which has no reserved number
         either.
-      reserved: for evaluation, take reserved numbers alone, whose partners may be any.
+      reserved: for evaluation, take only reserved numbers, whose partners may be any.
 
     Raises:
       ValueError: there are fewer than 10 / 9 numbers for each key, too few to be found by drawing.

@@ -164,8 +164,8 @@ def needles(
         f"{article} special magic {kind} {verb} hidden within the following text. Make sure to "
         "memorize it. I will quiz you "
         f"about the {kind} afterwards.\n{haystack.joint.join(text)}\nWhat "
-        f"{verb}{'' if single else ' all'} the special magic "
-        f"{kind} for {query} mentioned in the provided text?",
+        f"{verb}{'' if single else ' all'} the special magic {kind} for {query} mentioned in the "
+        "provided text?",
         f" The special magic {kind} for {query} mentioned in the provided text {verb}",
         expected,
         f" {', '.join(expected)}.",
@@ -200,8 +200,7 @@ def variables(
         f"text.\n\n{context}\nQuestion: Find "
         f"all variables that are assigned the value {value} in the text above.",
         f" Answer: According to the chain(s) of variable assignment in the text above, {hops + 1} "
-        "variables are assigned the "
-        f"value {value}, they are: ",
+        f"variables are assigned the value {value}, they are: ",
         expected,
         " ".join(expected),
     )
@@ -278,8 +277,7 @@ def frequent_words(
         "Read the following coded text and track the frequency of each coded word. Find the three "
         "most frequently appeared "
         f"coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots "
-        "'....'. What are the three "
-        "most frequently appeared words in the above coded text?",
+        "'....'. What are the three most frequently appeared words in the above coded text?",
         " Answer: According to the coded text above, the three most frequently appeared words are:",
         tuple(coded[1:4]),
         f" {', '.join(coded[1:4])}.",

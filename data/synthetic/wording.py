@@ -46,9 +46,9 @@ def wording_like(path: str | pathlib.Path) -> Wording:
     begins = [line[: line.rindex(str(_number_in(line, after)))] for line in record]
     if correct_line not in record or len(record) < 3 or not number:
         raise UserError(
-            f"{path}: the lines of its first case cannot be told from the rest; cases of at least "
-            "3 lines that "
-            "end like their correct_line would work"
+            f"{path}: the lines of its first case cannot be distinguished from the rest; cases of "
+            "at least "
+            "3 lines that end like their correct_line would work"
         )
     start = re.sub(r"[\w-]*$", "", _common_prefix(begins))
     end = re.sub(r"^[\w-]*", "", _common_prefix([begin[::-1] for begin in begins])[::-1])
@@ -58,8 +58,7 @@ def wording_like(path: str | pathlib.Path) -> Wording:
     if not key or key not in tail or lines[first:last] != record:
         raise UserError(
             f"{path}: the question of its first case does not name the key {key!r} after the "
-            "lines; another file, "
-            "or no --like, would work"
+            "lines; another file, or no --like, would work"
         )
     line = _escape(start) + "{key}" + _escape(end) + "{number}" + _escape(after)
     return Wording(

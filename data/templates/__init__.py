@@ -35,9 +35,8 @@ def jinja_template(template: str, tokenizer: Tokenizer) -> str:
         if not tokenizer.chat_template:
             raise UserError(
                 f"{_FIELD}: found 'tokenizer' (the default: the model's own), and this tokenizer "
-                "has no chat "
-                f"template; choose one, such as --data.template vicuna_v1.1: {', '.join(BUILT_IN)} "
-                "would work"
+                "has no chat template; choose one, such as --data.template vicuna_v1.1: "
+                f"{', '.join(BUILT_IN)} would work"
             )
         return tokenizer.chat_template
     if template not in BUILT_IN:
@@ -48,15 +47,13 @@ def jinja_template(template: str, tokenizer: Tokenizer) -> str:
     if missing:
         raise UserError(
             f"{_FIELD}: found {template!r}, which writes the control tokens {', '.join(missing)}, "
-            "which the tokenizer lacks; "
-            "data.add_control_tokens: true adds them with new embedding rows, template vicuna_v1.1 "
-            "needs none"
+            "which the tokenizer lacks; data.add_control_tokens: true adds them with new "
+            "embedding rows, template vicuna_v1.1 needs none"
         )
     if "eos_token" in BUILT_IN[template] and tokenizer.eos_token is None:
         raise UserError(
             f"{_FIELD}: found {template!r}, which writes EOS, and the tokenizer names no "
-            "eos_token; one that is "
-            "named in its tokenizer_config.json would work"
+            "eos_token; one that is named in its tokenizer_config.json would work"
         )
     return BUILT_IN[template]
 

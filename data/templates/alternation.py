@@ -1,11 +1,11 @@
-"""Which chat templates take turns of user and assistant one after the other alone."""
+"""Which chat templates require user and assistant to alternate."""
 
 from data.conversation import Message
 from data.templates import TemplateError, render
 from data.tokenizer import Tokenizer
 
-# Built-in templates whose models saw questions and answers in turn alone. Their Jinja would write
-# any order.
+# Built-in templates whose models saw only alternating questions and answers. Their Jinja would
+# write any order.
 ALTERNATING = frozenset({"vicuna_v1.1", "koala", "llama-2", "alpaca", "plain"})
 _OPENING_ANSWER = [Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")]
 

@@ -189,7 +189,7 @@ def _add_text(
     first = len(ids)
     ids += spans.ids
     for low, high in _overlapping(trained, start, end):
-        # A token without characters of its own lies where the next one begins.
+        # A token without characters is placed where the next one begins.
         begin = bisect_right(spans.offsets, low - start, key=lambda at: max(at[1], at[0] + 1))
         stop = bisect_left(spans.offsets, high - start, lo=begin, key=lambda at: at[0])
         _add_range(ranges, first + begin, first + stop)

@@ -17,7 +17,7 @@ Range = tuple[int, int]
 
 
 class _Turn(NamedTuple):
-    """Where a turn stands in the text."""
+    """Where a turn is in the text."""
 
     start: int
     end: int
@@ -84,7 +84,7 @@ def _block_is_trained(
 
 
 def _turns(rendered: Rendered) -> dict[int, _Turn]:
-    """Returns where turns stand in the text, by number; turns without text are absent."""
+    """Returns where turns are in the text, by number; turns without text are absent."""
     places: list[
         tuple[int, int, int, str]
     ] = []  # (start, end, turn, field) of the text of turns, in order

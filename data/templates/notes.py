@@ -85,6 +85,5 @@ def _check_calls(
     if names - found:
         raise TemplateError(
             "the chat template does not write a turn's `tool_calls`; one that does, such as the "
-            "model's own "
-            "(template: tokenizer), would work"
+            "model's own (template: tokenizer), would work"
         )

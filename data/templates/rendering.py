@@ -29,7 +29,7 @@ class Rendered(NamedTuple):
 
 
 class Template(NamedTuple):
-    """A chat template and all that it is given beside conversations."""
+    """A chat template and all that it is given apart from conversations."""
 
     source: str
     """The template in Jinja."""

@@ -9,7 +9,7 @@ from data.errors import UserError
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# Work that a template may do for one conversation: so much anyhow, and so much for each turn or
+# Work that a template may do for one conversation: a fixed amount, plus an amount for each turn or
 # other value in it and for each character. A step is about four parts of an expression, or 100
 # characters of a text. Published models' templates take some hundred steps for a turn.
 STEPS = 200_000

@@ -29,7 +29,7 @@ class Source:
         self.needles: set[str] = set()
         """Texts of the template's own that it looked for in any place of this one."""
         self.found: list[tuple[int, int]] = []
-        """Ranges in which it found what it looked for at one place alone, such as the beginning."""
+        """Ranges in which it found what it looked for at one place only, such as the beginning."""
 
 
 Run = tuple[int, Source | None, int | None]
@@ -46,16 +46,15 @@ class Meter(threading.local):
     printed = 0
     """Number of characters."""
     generated: list[tuple[int, int]]
-    """Ranges of the text that stand in {% generation %} blocks."""
+    """Ranges of the text in {% generation %} blocks."""
 
     def spend(self, steps: int) -> None:
         """Counts steps of work; raises TemplateError where none are left."""
         self.left -= steps
         if self.left < 0:
             raise TemplateError(
-                "the chat template goes on and on: too many iterations, or texts too long (more "
-                "than "
-                f"{self.limit:,} steps of work)"
+                "the chat template does not end: too many iterations, or texts too long (more "
+                f"than {self.limit:,} steps of work)"
             )
 
 
@@ -86,7 +85,7 @@ def concat(pieces: Iterable[str]) -> "Tracked":
 
 
 def _continues(before: Run, run: Run) -> bool:
-    """Returns whether a run of the same text goes on where the one before it ends."""
+    """Returns whether a run of the same text continues the one before it."""
     if run[1] is None or (before[2] is None and run[2] is None):
         return True
     return before[2] is not None and before[2] + before[0] == run[2]
@@ -139,14 +138,14 @@ class Tracked(str):
         return self._cuts([(start, max(start, end))])[0]
 
     def look_for(self, needle: str) -> None:
-        """Notes that the template looks for a text of its own in this one."""
+        """Notes that the template looks for one of its texts in this one."""
         if needle and not any(source for _, source, _ in _runs_of(needle)):
             for _, source, _ in self.runs:
                 if source is not None:
                     source.needles.add(str.__str__(needle))
 
     def _find_at(self, start: int, end: int, needle: str) -> None:
-        """Notes that the template found a text of its own at one place."""
+        """Notes that the template found one of its texts at one place."""
         if any(source for _, source, _ in _runs_of(needle)):
             return
         at = 0
@@ -373,7 +372,7 @@ class Tracked(str):
         """Returns `change` of this text, which gives a letter for a letter.
 
         Raises:
-          TemplateError: the result has another length, so that its letters cannot be told apart.
+          TemplateError: the result has another length, so that its letters cannot be matched.
         """
         meter.spend(len(self) // 100)
         text = change(str.__str__(self))
@@ -451,12 +450,11 @@ def percent(text: Tracked, values: Any) -> Tracked:
                 value = next(values)
             except StopIteration:
                 raise TypeError("not enough arguments for format string") from None
-            pieces.append(text_of(value) if match[1] == "s" else "%d" % value)  # noqa: UP031 - of numbers alone
+            pieces.append(text_of(value) if match[1] == "s" else "%d" % value)  # noqa: UP031 - only of numbers
         else:
             raise TemplateError(
                 "the chat template formats a text by % with a width or a kind other than %s and "
-                "%d, "
-                "which is not allowed"
+                "%d, which is not allowed"
             )
     if next(values, values) is not values:
         raise TypeError("not all arguments converted during string formatting")
@@ -517,7 +515,7 @@ def _represent(value: Any, parts: list[str]) -> None:
 
 
 def _like_repr(part: str, whole: str) -> str:
-    """Returns the letters of a part as they stand in the representation of a whole text."""
+    """Returns the letters of a part as they are in the representation of a whole text."""
     other = (
         "'" if whole[0] == '"' else '"'
     )  # makes repr choose the same quotes; stands first, and is never escaped

@@ -45,7 +45,7 @@ def download_archive(
 ) -> int | None:
     """Downloads episodes into {root}/{domain}/{algorithm}/buffer, unless they are there.
 
-    Interrupted at any moment, it goes on where it was: the download with the bytes that have
+    Interrupted at any moment, it resumes where it was: the download with the bytes that have
     arrived, unpacking from its beginning. The folder appears whole; the archive is removed then.
 
     Args:
@@ -85,7 +85,7 @@ def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int
       about: is written to `folder`/downloaded.json, with the number of episodes.
 
     Raises:
-      UserError: the archive is damaged, is none of episodes, has a path that leads out of it, or
+      UserError: the archive is damaged, has no episodes, has a path that leads out of it, or
         the disk is too small.
     """
     # A level deeper than the buffers that `episode_files` looks for, so that no half folder is
@@ -111,7 +111,7 @@ def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int
         except (
             NotImplementedError
         ) as error:  # a compression method or a version that zipfile does not know
-            raise UserError(f"{archive}: cannot be unpacked ({error})") from None
+            raise UserError(f"{archive}: cannot be decompressed ({error})") from None
         (inner / RECORD).write_text(
             json.dumps(about | {"episodes": len(members)}, indent=2) + "\n", encoding="utf-8"
         )
@@ -144,8 +144,7 @@ def _episodes(archive: Path, opened: zipfile.ZipFile) -> dict[str, zipfile.ZipIn
         ):
             raise UserError(
                 f"{archive}: has {member.filename!r} in it, a link or a path that leads out of the "
-                "folder; nothing "
-                "was unpacked"
+                "folder; nothing was unpacked"
             )
         if member.is_dir() or path.parent.name != "buffer" or path.suffix != ".npz":
             continue
@@ -164,8 +163,7 @@ def _check_room(archive: Path, folder: Path, needed: int) -> None:
     if needed > free:
         raise UserError(
             f"{archive}: its episodes need {needed:,} bytes, and the disk of {folder} has {free:,} "
-            "left; with more "
-            "room there the same command goes on"
+            "left; with more room there, the same command resumes"
         )
 
 
@@ -183,6 +181,6 @@ def _unpack_member(
     ) as error:  # RuntimeError: an encrypted member
         raise UserError(
             f"{archive}: {member.filename} in it is damaged "
-            f"({str(error) or type(error).__name__}); remove the "
-            "archive, and the same command downloads it again"
+            f"({str(error) or type(error).__name__}); remove the archive, and the same command "
+            "downloads it again"
         ) from None

@@ -73,8 +73,7 @@ class PreparedTrajectories:
         text = (
             f"{len(self)} episodes of {self.lengths.min()} to {self.lengths.max()} steps; returns: "
             f"least {quartiles[0]:.1f}, quartiles {quartiles[1]:.1f} {quartiles[2]:.1f} "
-            f"{quartiles[3]:.1f}, "
-            f"best {quartiles[4]:.1f}, mean {self.returns.mean():.1f}"
+            f"{quartiles[3]:.1f}, best {quartiles[4]:.1f}, mean {self.returns.mean():.1f}"
         )
         if self.dropped:
             text += f"\n{len(self.dropped)} files left out:\n" + "\n".join(
@@ -116,8 +115,7 @@ def prepare_trajectories(
     if stored is None and key:
         raise UserError(
             f"{shared}: not found on this machine, but another process has prepared it; a "
-            "data.prepared that all "
-            "processes share would work"
+            "data.prepared that all processes share would work"
         )
     if stored is None:
         _build(files, task, folder, progress)
@@ -146,7 +144,7 @@ def _read(folder: Path) -> PreparedTrajectories:
             return PreparedTrajectories(folder, index["returns"], index["lengths"], tuple(dropped))
     except (PermissionError, UserError):
         raise
-    except Exception as error:  # zipfile, zlib, numpy and json raise a dozen kinds of their own
+    except Exception as error:  # zipfile, zlib, numpy and json raise a dozen different types
         raise UserError(
             f"{folder}: {INDEX} is damaged ({str(error) or type(error).__name__})"
         ) from error
@@ -176,7 +174,7 @@ def read_with_rewards(file: Path, task: Task) -> Episode:
     are the task's, or else computed anew from the stored states.
 
     Raises:
-      UserError: as of `read_episode`.
+      UserError: see `read_episode`.
     """
     episode = read_episode(file, task)
     if _recorded_task(file) == task.name:

@@ -53,8 +53,8 @@ class TrajectoryConfig:
             )
         if self.path and not self.task:
             raise ValueError(
-                "trajectories.task: missing; give the task whose rewards are learned from, such as "
-                "walker_walk"
+                "trajectories.task: missing; give the task whose rewards are learned from, such "
+                "as walker_walk"
             )
 
     @property

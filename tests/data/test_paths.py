@@ -229,11 +229,11 @@ def test_only_what_a_command_wrote_is_overwritten(tmp_path):
         assert paths.output_file(file, b"made by us") == file
     file.write_text("model: {}")
     with pytest.raises(
-        UserError, match=r"config\.yaml: exists, and is nothing that this command wrote"
+        UserError, match=r"config\.yaml: exists, but was not written by this command"
     ):
         paths.output_file(file, b"made by us")
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(UserError, match=r"results\.json: exists, and is nothing"):
+    with pytest.raises(UserError, match=r"results\.json: exists, but was not written"):
         paths.results_folder(tmp_path)
 
 

@@ -225,7 +225,7 @@ def test_replies_other_than_the_best_ranked_are_counted():
         ({}, "it has no fields"),
         ({f"f{number}": 1 for number in range(30)}, "f11, ...$"),
         ({"a\x1b[2J": 1}, "the fields a\ufffd\\[2J"),
-        ({"messages": "hello"}, "turns that are no list: `messages`"),
+        ({"messages": "hello"}, "turns that are not a list: `messages`"),
         ({"question": "a", "answer": 3}, "`question` and `answer`"),
     ],
 )

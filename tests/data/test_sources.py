@@ -63,7 +63,7 @@ def test_dirty_dump_is_counted_record_by_record(repository):
             "unknown role: narrator": 1,
             "a turn without role or text": 1,
             "system turn in the middle": 1,
-            "no conversation in a shape that is read: it has the fields id, text": 1,
+            "no known shape of a conversation: it has the fields id, text": 1,
             "not a record": 1,
             "cut off or malformed JSON": 1,
             "the only answer is a service's error message": 1,
@@ -274,10 +274,10 @@ def test_packed_and_parquet_files_are_the_same_records(tmp_path, end):
             end == ".parquet"
         )
     path.write_bytes(path.read_bytes()[:-300])
-    with pytest.raises(UserError, match=r"cannot be (unpacked|read as Parquet)"):
+    with pytest.raises(UserError, match=r"cannot be (decompressed|read as Parquet)"):
         _read(path)
     path.write_bytes(b"neither")
-    with pytest.raises(UserError, match=r"cannot be (unpacked|read as Parquet)"):
+    with pytest.raises(UserError, match=r"cannot be (decompressed|read as Parquet)"):
         _read(path)
 
 
@@ -318,7 +318,7 @@ def test_texts_and_tokens_of_files_and_folders(tmp_path):
     ]
     assert (
         sum(report.dropped.values()) == 6
-        and report.dropped["`loss_mask` or `labels` unlike its tokens"] == 1
+        and report.dropped["`loss_mask` or `labels` do not match the tokens"] == 1
     )
     for array, documents in ((np.arange(6, dtype=np.uint16), 1), (np.arange(6).reshape(2, 3), 2)):
         np.save(tmp_path / "tokens.npy", array)
@@ -400,7 +400,7 @@ def test_labels_and_masks_that_are_not_32_bit_integers_are_dropped(tmp_path):
     path.write_text(json.dumps([{"tokens": [5, 6], **mask} for mask in masks]))
     items, report = _read(path, format="tokens")
     assert [item.record for item in items] == [4] and report.dropped == {
-        "`loss_mask` or `labels` unlike its tokens": 3
+        "`loss_mask` or `labels` do not match the tokens": 3
     }
 
 
@@ -656,12 +656,12 @@ def test_files_of_other_kinds_hold_the_same_records(tmp_path, kind):
     assert [[turn.content for turn in record.messages] for record in kept] == [
         [f"{n}?", f"{n}."] for n in range(5)
     ]
-    assert report.records == 5 and (
-        "not read beside it: the fields version" in report.summary()
-    ) == (kind in ("data.json", "line.json"))
+    assert report.records == 5 and ("not read: the fields version" in report.summary()) == (
+        kind in ("data.json", "line.json")
+    )
     if kind.endswith((".zst", ".bz2", ".xz")):
         path.write_bytes(path.read_bytes()[:-20])
-        with pytest.raises(UserError, match="cannot be unpacked"):
+        with pytest.raises(UserError, match="cannot be decompressed"):
             _read(path)
 
 
@@ -676,7 +676,8 @@ def test_what_a_folder_says_about_its_data_is_passed_over_by_what_it_holds(tmp_p
     assert len(kept) == report.records == 3
     assert (
         sum(
-            "not read, since it holds one object that is no record" in note for note in report.notes
+            "skipped: it holds a single object that is not a record" in note
+            for note in report.notes
         )
         == 2
     )
@@ -708,7 +709,7 @@ def test_a_broken_table_in_text_is_one_line(tmp_path, content, words):
 def test_a_packed_file_under_another_name_is_named(tmp_path):
     (tmp_path / "a.json").write_bytes(gzip.compress(b"[]"))
     with pytest.raises(
-        UserError, match=r"a\.json: is packed by gzip, which a name that ends in \.gz would say"
+        UserError, match=r"a\.json: is compressed with gzip; its name must end in \.gz"
     ):
         _read(tmp_path / "a.json")
 

@@ -302,11 +302,11 @@ def test_templates_that_write_no_calls_refuse_them_and_leave_tools_out():
         ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "no JSON object",
+            "not a JSON object",
         ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]},
-            "no JSON object",
+            "not a JSON object",
         ),
         ({"role": "user", "tool_calls": [{"function": {"name": "f"}}]}, "not the assistant's"),
     ],

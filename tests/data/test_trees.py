@@ -64,9 +64,9 @@ def test_rows_that_are_in_no_tree_are_dropped_with_their_line(tmp_path):
     assert [[message.content for message in record.messages] for record in records] == BEST
     assert [record.line for record in records] == [4, 7]
     assert {(drop.line, drop.reason.split(", ")[1]) for drop in dropped} == {
-        (9, "and a reply to none that is there"),
-        (10, "and a reply to none that is there"),
-        (11, "and a reply to none that is there"),
+        (9, "replying to a message that is missing"),
+        (10, "replying to a message that is missing"),
+        (11, "replying to a message that is missing"),
         (12, "with the id of another"),
         (13, "without a usable id"),
     }

@@ -78,7 +78,7 @@ def test_flags_and_masks_are_counted():
     assert cleaned.changes == {
         "turns left out of the loss by `loss`",
         "`weight` between 0 and 1, or above: counted as 1",
-        "a flag puts a turn of another role than the assistant's into the loss, where none is",
+        "a flag puts a turn that is not the assistant's into the loss: ignored",
     }
     assert cleaned.unread == {"turn field `train`"}
     for mask in ([0, 0, 0, 1], [False, True]):
@@ -86,7 +86,7 @@ def test_flags_and_masks_are_counted():
         assert [turn.train for turn in masked.messages if turn.role == "assistant"] == [False, True]
         assert masked.changes == {"turns left out of the loss by `loss_mask`"} and not masked.unread
     for mask in ([1], "1101", [1, 1, 1, None], 3):
-        with pytest.raises(Drop, match="`loss_mask` unlike its turns"):
+        with pytest.raises(Drop, match="`loss_mask` does not match the turns"):
             clean(USER, ANSWER, USER, ANSWER, loss_mask=mask)
 
 
@@ -115,7 +115,7 @@ def test_roles_of_real_dumps(name, role):
 def test_an_unknown_role_and_part_are_named():
     with pytest.raises(Drop, match=r"^unknown role: narrator$"):
         clean(USER, {"role": "narrator", "content": "x"})
-    with pytest.raises(Drop, match="a part of a content that is no text: image_url"):
+    with pytest.raises(Drop, match="a content part that is not text: image_url"):
         clean({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, ANSWER)
 
 

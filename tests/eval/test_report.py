@@ -437,8 +437,7 @@ def test_only_a_report_is_overwritten(runs, capsys):
     before = config.read_text()
     assert report.main([str(runs / "after"), "--output", str(config)]) == 2
     assert (
-        f"error: {config}: exists, and is nothing that this command wrote"
-        in capsys.readouterr().err
+        f"error: {config}: exists, but was not written by this command" in capsys.readouterr().err
     )
     assert config.read_text() == before
     for _ in range(2):

@@ -138,5 +138,5 @@ def test_what_cannot_be_followed_is_refused():
         with pytest.raises(TemplateError, match="a width or an attribute"):
             Tracked(form).format(text)
     meter.left = 1_000
-    with pytest.raises(TemplateError, match="goes on and on"):
+    with pytest.raises(TemplateError, match="does not end"):
         text * 10_000_000
