@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 with contextlib.ExitStack() as stack:
                     source = open_adapter(str(checkpoint), arguments.base)
-                    stored = source.stored(stack)
+                    stored = source.base.stored(stack)
                     base_weights = dequantized(stored, config) if arguments.dequantize else stored
                     write_hf(
                         merged(base_weights, params, config),

@@ -55,10 +55,11 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.huggingface.read import StoredCodes
         from trainer.huggingface.write import write_hf
         from trainer.model_source import open_model
+        from trainer.source_kinds import HuggingFaceSource, StoredSource
 
         out = new_folder(arguments.hf_dir)  # before comparing all checksums, which takes long
         source = open_model(arguments.model)
-        if source.adapter is not None or source.folder is None:
+        if not isinstance(source, StoredSource):
             raise UserError(
                 f"{arguments.model}: an adapter, whose codes would not hold the sum; python -m scripts.export_hf "
                 "--merge makes a whole model of it, which can be quantized"
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             if any(isinstance(parameter, StoredCodes) for parameter in stored.values()):
                 raise UserError(f"{arguments.model}: is in NF4 already")
             assets = source.folder / "assets"
-            if source.kind == "huggingface":
+            if isinstance(source, HuggingFaceSource):
                 assets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 copy_assets(source.folder, assets)
             write_hf(stored, source.config, assets, out, nf4=True)

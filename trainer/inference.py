@@ -13,10 +13,12 @@ from model.language_model import LanguageModel
 from model.sharding import STORAGE_AXES
 
 from . import entry
+from .adapted_source import AdaptedSource
 from .build import build_language_model
 from .config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
 from .mesh import make_mesh, simulate
-from .model_source import ModelSource, open_adapter, open_model
+from .model_source import open_adapter, open_model
+from .source_kinds import ModelSource
 
 ComputeDtype = Literal["bfloat16", "float32"]
 
@@ -90,7 +92,7 @@ def adapter_of(source: ModelSource, path: str, quantize: Quantization | None) ->
     Raises:
       UserError: `quantize`, without an adapter.
     """
-    if source.adapter is not None:
+    if isinstance(source, AdaptedSource):
         return dataclasses.replace(
             source.adapter.config, quantize=quantize or source.adapter.config.quantize
         )

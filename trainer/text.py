@@ -30,15 +30,17 @@ from model.attention.layout import permutation
 from model.language_model import LanguageModel
 from model.loss import LossSums
 
+from .adapted_source import AdaptedSource, CheckpointAdapter
 from .build import build_language_model
 from .config import load as configuration
 from .config.schema import ModelConfig, RunConfig, SourceConfig
 from .huggingface import peft
 from .mesh import batch_sharding, local_order, local_part, place_batch
-from .model_source import ModelSource, chat_templates, choose_model, for_templates
+from .model_source import chat_templates, choose_model, for_templates
 from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
 from .run.cluster import first_then_others
 from .run.directory import RunDirectory
+from .source_kinds import ModelSource
 
 
 def text_batch(
@@ -122,7 +124,7 @@ def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str
     """
     trained = source.config.trained_length
     if (
-        source.kind == "scratch"
+        not source.is_pretrained
         or "rope_theta" in model.overrides
         or trained is None
         or longest <= trained
@@ -196,7 +198,7 @@ class TextObjective(Objective):
         data = self.config.data
         chosen = choose_model(self.config.model, self.config.adapter.path)
         source, self.tokenizer = for_templates(chosen, data)
-        if source.adapter is not None:
+        if isinstance(source, AdaptedSource):
             _check_vocabulary(source, chosen.config.vocab_size)
             _check_same(self.config.adapter, source)
             if self.config.adapter.dropout is None:
@@ -339,11 +341,10 @@ class TextObjective(Objective):
             )
 
 
-def _check_vocabulary(source: ModelSource, rows: int) -> None:
+def _check_vocabulary(source: AdaptedSource, rows: int) -> None:
     """Raises UserError if the templates add rows to the `rows` of an adapter's checkpoint, whose trained or drawn ones would
     not be those of a larger vocabulary."""
-    assert source.adapter is not None
-    if source.adapter.is_checkpoint and source.config.vocab_size > rows:
+    if isinstance(source.adapter, CheckpointAdapter) and source.config.vocab_size > rows:
         raise UserError(
             f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens that the run of "
             f"{source.adapter.folder} did not have; python -m scripts.export_hf --merge makes a whole model of it, "
@@ -351,9 +352,8 @@ def _check_vocabulary(source: ModelSource, rows: int) -> None:
         )
 
 
-def _check_same(section: AdapterConfig, source: ModelSource) -> None:
+def _check_same(section: AdapterConfig, source: AdaptedSource) -> None:
     """Raises UserError unless the recipe's section describes the adapter that training goes on from."""
-    assert source.adapter is not None
     for name in ("rank", "alpha", "projections", "use_rslora", "use_dora", "train"):
         needed, found = getattr(source.adapter.config, name), getattr(section, name)
         if needed != found:

@@ -309,5 +309,5 @@ def test_stages_train_the_same_adapters_one_after_the_other(command, hf_model):
     for name, x in restore_model(first.folder / "checkpoints/2").items():
         assert np.array_equal(x, begun[name]), name
     ended = open_model(str(second.folder))
-    assert ended.folder == hf_model and ended.config.rope.theta == 5e4
+    assert ended.base.folder == hf_model and ended.config.rope.theta == 5e4
     assert train.main(arguments) == 0  # finds both finished

@@ -13,6 +13,7 @@ from eval.runner import Prompt, prompt_ids, stop_ids
 from model.config import TransformerConfig
 from trainer.config.schema import DataConfig, ModelConfig, SourceConfig
 from trainer.model_source import choose_model, for_templates, open_model
+from trainer.source_kinds import CheckpointSource
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_what_ends_an_answer_by_the_generation_config_alone_is_kept(base):
     source = open_model(str(base))
     assert source.config.eos_token_id == (2, 1025)
     shutil.copytree(base, base / "assets")
-    dataclasses.replace(source, kind="checkpoint", folder=base).write_assets(
+    CheckpointSource(source.config, base, base, source.config).write_assets(
         base / "out", source.tokenizer(), "x", ""
     )
     written = json.loads((base / "out/generation_config.json").read_text())
@@ -154,9 +155,9 @@ def test_the_tokenizer_takes_texts_as_long_as_the_model_was_trained_at(
     settings = json.loads((base / "tokenizer_config.json").read_text())
     (base / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": said}))
     shutil.copytree(base, base / "assets")
-    source = dataclasses.replace(open_model(str(base)), kind="checkpoint", folder=base)
+    source = open_model(str(base))
     config = dataclasses.replace(source.config, max_position_embeddings=trained)
-    dataclasses.replace(source, config=config).write_assets(
+    CheckpointSource(config, base, base, config).write_assets(
         base / "out", source.tokenizer(), "x", ""
     )
     exported = json.loads((base / "out/tokenizer_config.json").read_text())

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from data.tokenizer import TEMPLATE_DATE
+from data.tokenizer import TEMPLATE_DATE, Tokenizer
 from data.within import file_within
 from model.adapter import Quantization
 from model.attention import Mask
@@ -135,6 +135,45 @@ def write_config(config: TransformerConfig, assets: str | Path) -> None:
             f"{path.name} of the source: left out, since they do not hold for this model: {', '.join(left_out)}",
             stacklevel=2,
         )
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_assets(
+    assets: Path,
+    config: TransformerConfig,
+    tokenizer: Tokenizer,
+    chat_template: str | None,
+    resolved: str,
+) -> None:
+    """Writes a trained model's configuration, tokenizer and recipe over the files of its source, of
+    which `assets` has copies; see `ModelSource.write_assets`."""
+    write_config(config, assets)
+    generation = assets / "generation_config.json"
+    eos = config.to_hf()["eos_token_id"]
+    if generation.exists() and _ids(_read_json(generation).get("eos_token_id")) != _ids(eos):
+        _set_fields(generation, eos_token_id=eos)
+    tokenizer.save(assets, chat_template)
+    settings = assets / "tokenizer_config.json"
+    length = config.max_position_embeddings
+    # Tokenizers cut texts at this length, or warn.
+    shortest = _read_json(settings).get("model_max_length") if settings.exists() else None
+    if isinstance(shortest, int | float) and shortest < length:
+        _set_fields(settings, model_max_length=length)
+    (assets / "run.yaml").write_text(resolved, encoding="utf-8")
+
+
+def _ids(value: Any) -> set[Any]:
+    """The ids in a field that holds one, several, or null for none."""
+    return set(value if isinstance(value, list | tuple) else () if value is None else (value,))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _set_fields(path: Path, **fields: object) -> None:
+    """Sets fields of a JSON file and leaves its others as they are."""
+    content = {**_read_json(path), **fields}
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -148,7 +148,7 @@ def test_an_adapter_is_downloaded_by_its_name(hub, hf_model):
         "adapter_model.bin": b"pickle",
     }
     source = choose_model(ModelConfig(path=str(hf_model)), "me/tiny")
-    assert source.adapter.config.rank == 4 and source.folder == hf_model
+    assert source.adapter.config.rank == 4 and source.base.folder == hf_model
     assert (source.adapter.folder / "adapter_model.safetensors").read_bytes() == b"weights"
     assert "adapter_model.bin" not in hub.sent
 

@@ -1,0 +1,144 @@
+"""Adapters, and models that are read with one."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import hashlib
+from pathlib import Path
+
+from data.tokenizer import Tokenizer
+from model.adapter import AdapterConfig
+from model.attention import Mask
+from model.config import TransformerConfig
+from model.language_model import LanguageModel
+
+from .checkpoint.manifest import fingerprint
+from .checkpoint.store import read_data, restore_model
+from .huggingface import peft
+from .huggingface.assets import trained_mask
+from .source_kinds import ModelSource, Params, StoredSource
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptedSource(ModelSource):
+    """A whole model with an adapter.
+
+    Attributes:
+      base: the model without the adapter.
+      adapter: the adapter, for this base.
+    """
+
+    base: StoredSource
+    adapter: AdapterSource
+
+    @property
+    def mask(self) -> Mask:
+        mask = self.adapter.mask
+        return self.base.mask if mask is None else mask
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.base.fingerprint}+{self.adapter.fingerprint}"
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    def read(self, model: LanguageModel, seed: int = 0) -> Params:
+        return {**self.base.read_base(model, seed), **self.adapter.read(model)}
+
+    def tokenizer(self) -> Tokenizer:
+        return dataclasses.replace(self.base, tokenizer_path=self.tokenizer_path).tokenizer()
+
+    def copy_assets(self, assets: Path) -> None:
+        self.base.copy_assets(assets)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterSource(abc.ABC):
+    """An adapter that can be read onto any mesh.
+
+    Attributes:
+      config: its rank, targets and scale.
+      folder: the folder of its files.
+    """
+
+    config: AdapterConfig
+    folder: Path
+
+    @property
+    def mask(self) -> Mask | None:
+        """The attention mask that this project trained it with; None if that is unknown."""
+        return None
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """A hash of its contents."""
+
+    @abc.abstractmethod
+    def read(self, model: LanguageModel) -> Params:
+        """Reads the trained parameters in float32 onto the mesh, each device its own part."""
+
+    @abc.abstractmethod
+    def adapt(self, base: StoredSource, path: str) -> AdaptedSource:
+        """Returns the base with this adapter.
+
+        Args:
+          path: the adapter's name in messages.
+
+        Raises:
+          ValueError: it belongs to another base.
+        """
+
+
+class PeftAdapter(AdapterSource):
+    """An adapter in PEFT's format."""
+
+    @property
+    def fingerprint(self) -> str:
+        # With its configuration: another lora_alpha makes another model of the same weights.
+        content = b"\0".join(
+            (self.folder / name).read_bytes() for name in (peft.CONFIG, peft.WEIGHTS)
+        )
+        return hashlib.sha256(content).hexdigest()[:32]
+
+    def read(self, model: LanguageModel) -> Params:
+        return peft.read_adapter(self.folder, model)
+
+    def adapt(self, base: StoredSource, path: str) -> AdaptedSource:
+        if base.config.tie_word_embeddings:
+            peft.check_tied(self.folder, self.config)
+        return AdaptedSource(base.config, base.tokenizer_path, base, self)
+
+
+class CheckpointAdapter(AdapterSource):
+    """A checkpoint of adapters. Its vocabulary is the one that it was trained with."""
+
+    @property
+    def mask(self) -> Mask:
+        return trained_mask(self.folder / "assets")
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.folder)
+
+    def read(self, model: LanguageModel) -> Params:
+        trained = {
+            name: parameter.shape
+            for name, parameter in model.parameters.items()
+            if not parameter.frozen
+        }
+        shardings = {name: model.shardings[name] for name in trained}
+        return restore_model(self.folder, shardings, dtype="float32", shapes=trained)
+
+    def adapt(self, base: StoredSource, path: str) -> AdaptedSource:
+        trained_on = (read_data(self.folder) or {}).get("model", "").partition("+")[0]
+        if trained_on not in ("", base.fingerprint):
+            raise ValueError(
+                f"{path}: an adapter of another base (its fingerprint is {trained_on}, that of "
+                f"{base.folder} {base.fingerprint}); give the model that it was trained on"
+            )
+        assets = self.folder / "assets"  # with the trained length, and tokens that the run added
+        return AdaptedSource(TransformerConfig.from_hf(assets), assets, base, self)
