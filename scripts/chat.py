@@ -2,9 +2,10 @@
 
     python -m scripts.chat CHECKPOINT [--document FILE] [--sequence 8] [--question TEXT ...]
 
-The text is read once: its keys and values stay in the devices' memory for all questions about it. Answers are printed as they
-are generated. An empty line or Ctrl-D ends the talk; /new forgets all turns but the text. With --question the questions come
-from the command line. The chat template is the model's own, or --template.
+The text is read once: its keys and values stay in the devices' memory for all questions about it.
+Answers are printed as they are generated. An empty line or Ctrl-D ends the talk; /new forgets all
+turns but the text. With --question the questions come from the command line. The chat template is
+the model's own, or --template.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def read_document(path: str | None) -> str | None:
         text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"--document: {path} cannot be read ({getattr(error, 'strerror', None) or error}); a text in UTF-8 "
+            f"--document: {path} cannot be read ({getattr(error, 'strerror', None) or error}); a "
+            "text in UTF-8 "
             "would work"
         ) from None
     if not text:
@@ -94,7 +96,8 @@ class Talk:
         self.respondent = opened.respondent
         if not self.respondent.template:
             raise UserError(
-                f"{opened.about['checkpoint']}: its tokenizer has no chat template; --template, with that of the "
+                f"{opened.about['checkpoint']}: its tokenizer has no chat template; --template, "
+                "with that of the "
                 "conversations it was trained on, such as vicuna_v1.1, would work"
             )
         self.turns: list[Message] = []
@@ -107,7 +110,8 @@ class Talk:
             )
         if capacity > self.respondent.trained_length:
             print(
-                f"note: conversations of more than {self.respondent.trained_length:,} tokens are beyond the trained length"
+                f"note: conversations of more than {self.respondent.trained_length:,} tokens are "
+                "beyond the trained length"
             )
         self.generator: Generator = self.respondent.generator(
             opened.params, capacity, new_tokens, capacity - new_tokens
@@ -136,7 +140,8 @@ class Talk:
         longest = self.generator.capacity - self.new_tokens
         if len(ids) > longest:
             raise UserError(
-                f"the conversation has {len(ids):,} tokens, and {longest:,} fit; /new begins another, --length "
+                f"the conversation has {len(ids):,} tokens, and {longest:,} fit; /new begins "
+                "another, --length "
                 "makes room for longer ones"
             )
         generated: list[int] = []
@@ -160,8 +165,8 @@ class Talk:
 def pieces(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
     """Yields the text of tokens as they come, without white space around all of it.
 
-    White space at the end waits for what follows it, and so does U+FFFD: it stands there for a character of which only the
-    first bytes have come.
+    White space at the end waits for what follows it, and so does U+FFFD: it stands there for a
+    character of which only the first bytes have come.
     """
     generated: list[int] = []
     given = ""

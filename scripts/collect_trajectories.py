@@ -1,12 +1,14 @@
-"""Collects episodes with dm_control, from random actions to an improving policy, in the form of ExoRL's files.
+"""Collects episodes with dm_control, from random to improving policies, as ExoRL's files.
 
-    python -m scripts.collect_trajectories --task walker_walk --output trajectories/collected [--episodes 400]
+    python -m scripts.collect_trajectories --task walker_walk --output trajectories/collected
 
-Of all episodes a tenth acts at random, a tenth by Ornstein-Uhlenbeck noise, and the others are those of an augmented random
-search (Mania et al., Simple random search of static linear policies is competitive for reinforcement learning, Algorithm 2),
-every one of them kept, so that returns spread from nothing to what a linear policy reaches. With --policy some of the three are
-collected, in the same proportion. Stopped at any moment, the same command goes on and ends with the same files; with a larger
-number of episodes it adds to them. The last iteration of the search may be left unfinished by the number of episodes.
+Of all episodes a tenth acts at random, a tenth by Ornstein-Uhlenbeck noise, and the others are
+those of an augmented random search (Mania et al., Simple random search of static linear policies is
+competitive for reinforcement learning, Algorithm 2), every one of them kept, so that returns spread
+from nothing to what a linear policy reaches. With --policy some of the three are collected, in the
+same proportion. Stopped at any moment, the same command goes on and ends with the same files; with
+a larger number of episodes it adds to them. The last iteration of the search may be left unfinished
+by the number of episodes.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from data.trajectories.tasks import (
 from trainer import entry
 
 ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_search"}
-"""Policy -> its name on the command line and in the folder of its episodes. Seeds depend on the order."""
+"""Policy -> its name in commands and folders. Seeds depend on the order."""
 SHARES = {"random": 1, "ou": 1, "search": 8}
 """Policy -> how many of each ten episodes are its own."""
 
@@ -58,7 +60,8 @@ class Order:
 
     Attributes:
       policy: 'random', 'ou' or 'search'; index: the episode's number among its policy's.
-      weights: [A, O] of a linear policy on states less `mean` and divided by `std`; None for the other policies.
+      weights: [A, O] of a linear policy on states less `mean` and divided by `std`; None for the
+        other policies.
     """
 
     task: str
@@ -105,7 +108,8 @@ def collect(order: Order) -> tuple[float, np.ndarray, np.ndarray, int]:
     """Plays one episode and writes it.
 
     Returns:
-      Its return; the sum, the sum of squares and the number of the states that were acted in, for their statistics.
+      Its return; the sum, the sum of squares and the number of the states that were acted in, for
+      their statistics.
     """
     task, environment = get_task(order.task), _environment(order.task)
     _reseed(environment, order.seed)
@@ -150,7 +154,7 @@ def collect(order: Order) -> tuple[float, np.ndarray, np.ndarray, int]:
 
 
 class Collection:
-    """What is collected for a task: the folders, what they have to hold, and the processes that play.
+    """A task's collection: its folders, what they must hold, and the processes that play.
 
     Attributes:
       counts: policy -> number of its episodes, for the policies that are collected.
@@ -229,7 +233,7 @@ class Collection:
         on_episode: Callable[[int], object],
         on_iteration: Callable[[str], object],
     ) -> None:
-        """Plays the iterations of the search that are missing, and the beginning of the last one where it is not whole.
+        """Plays the search's missing iterations, and the rest of an incomplete last one.
 
         Raises:
           UserError: an episode of an earlier iteration is missing, whose policy is no longer known.
@@ -250,21 +254,22 @@ class Collection:
                 results.append(result)
                 on_episode(1)
             returns = np.array([result[0] for result in results])
-            sync(
-                folder
-            )  # the episodes outlive a loss of power before the state that no longer knows their policies
+            # Episodes are durable before the state, which no longer knows their policies.
+            sync(folder)
             search.update(returns, [result[1:] for result in results])
             on_iteration(
-                f"search {search.iteration} of {iterations}: returns {returns.min():.1f} to {returns.max():.1f}, "
+                f"search {search.iteration} of {iterations}: returns {returns.min():.1f} to "
+                f"{returns.max():.1f}, "
                 f"mean {returns.mean():.1f}"
             )
         if search.iteration == iterations:
-            # Nothing is learned from a part of an iteration; with more episodes it is played again, and is the same.
+            # Nothing is learned from a part of an iteration; with more episodes it is played again,
+            # and is the same.
             for _ in executor.map(collect, self._search_orders(search)[:rest]):
                 on_episode(1)
 
     def _search_orders(self, search: Search) -> list[Order]:
-        """Returns the orders of the search's next iteration: each direction, on both sides of the policy."""
+        """Returns the next iteration's orders: each direction, on both sides of the policy."""
         policies = [
             search.weights + sign * self.search_config.noise * direction
             for direction in search.directions()
@@ -280,7 +285,8 @@ class Collection:
 def episode_counts(episodes: int, policies: Sequence[str]) -> dict[str, int]:
     """Returns how many of the episodes each of the policies has; those that get none are left out.
 
-    The policies take turns in the proportion of their SHARES, so that with more episodes none of them has fewer.
+    The policies take turns in the proportion of their SHARES, so that with more episodes none of
+    them has fewer.
     """
     turns = [policy for policy in policies for _ in range(SHARES[policy])]
     return dict(collections.Counter(turns[number % len(turns)] for number in range(episodes)))
@@ -290,7 +296,8 @@ def run(args: argparse.Namespace) -> None:
     """Collects what is missing.
 
     Raises:
-      UserError: the folder was begun with other options, another process collects into it, or a worker was killed.
+      UserError: the folder was begun with other options, another process collects into it, or a
+        worker was killed.
     """
     task = get_task(args.task)
     make_environment(task, 0)  # a missing simulator is reported by this process
@@ -315,7 +322,7 @@ def run(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _workers(count: int) -> Iterator[Executor]:
-    """Yields processes that play episodes; after an error those that have begun are finished, and no others.
+    """Yields processes that play episodes; after an error, only episodes in progress are finished.
 
     Raises:
       UserError: one of the processes was killed.
@@ -325,7 +332,8 @@ def _workers(count: int) -> Iterator[Executor]:
         yield executor
     except BrokenProcessPool:
         raise UserError(
-            "a process that played an episode was killed, perhaps for want of memory; the same command goes on, "
+            "a process that played an episode was killed, perhaps for want of memory; the same "
+            "command goes on, "
             "and a smaller --workers takes less"
         ) from None
     finally:
@@ -357,13 +365,14 @@ def _check_episodes(folder: Path, count: int) -> None:
     present = {int(path.stem.split("_")[1]) for path in folder.glob("collected_*_*.npz")}
     if missing := sorted(set(range(count)) - present):
         raise UserError(
-            f"{folder}: episode {missing[0]} of the search is missing, and {len(missing) - 1} more; remove "
+            f"{folder}: episode {missing[0]} of the search is missing, and {len(missing) - 1} "
+            "more; remove "
             f"{folder.parent / 'search.npz'}, and the same command plays the whole search again"
         )
 
 
 def claim(path: Path, description: dict[str, Any]) -> None:
-    """Writes what a folder holds, or compares it with what the folder was begun with; episodes may become more.
+    """Writes or checks what a folder holds; only the number of episodes may grow.
 
     Raises:
       UserError: it was begun with other options.
@@ -372,7 +381,8 @@ def claim(path: Path, description: dict[str, Any]) -> None:
         begun = json.loads(path.read_text(encoding="utf-8")) if path.exists() else description
     except ValueError:
         raise UserError(
-            f"{path}: is no JSON, so what the folder holds is not known; another --output would work"
+            f"{path}: is no JSON, so what the folder holds is not known; another --output would "
+            "work"
         ) from None
     different = [
         name for name in description if name != "episodes" and begun.get(name) != description[name]
@@ -380,7 +390,8 @@ def claim(path: Path, description: dict[str, Any]) -> None:
     if different:
         name = different[0]
         raise UserError(
-            f"{path}: was begun with {name} {begun.get(name)}, now {description[name]}; the same options, or "
+            f"{path}: was begun with {name} {begun.get(name)}, now {description[name]}; the same "
+            "options, or "
             "another --output, would work"
         )
     [(policy, count)] = description["episodes"].items()

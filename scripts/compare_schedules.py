@@ -1,4 +1,4 @@
-"""The comparison of `scripts.plan --compare`: every schedule and layout, by the cost model's time of a step."""
+"""`scripts.plan --compare`: every schedule and layout, by the cost model's step time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ READ = (
 
 
 def estimate_row(name: str, job: Any) -> dict[str, Any]:
-    """Returns the estimate of a job of the cost model, whose schedule is called `name`, as a flat dictionary."""
+    """Returns the estimate of a job with the schedule `name`, as a flat dictionary."""
     from planning.costs import estimate, time_range
 
     result, seconds = estimate(job), time_range(job)
@@ -77,7 +77,7 @@ def round_rows(job: Any) -> list[dict[str, Any]]:
 
 
 def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
-    """Returns the cost model's jobs by the names of their schedules: one, or all schedules and layouts.
+    """Returns the cost model's jobs by schedule name: one, or all schedules and layouts.
 
     Raises:
       UserError, ValueError: an option is wrong; one line.
@@ -91,7 +91,8 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
     for option, value in vars(args).items():
         if option not in READ and value not in (None, False):
             raise UserError(
-                f"--{option.replace('_', '-')}: a comparison of schedules does not read it; leave it out, and give "
+                f"--{option.replace('_', '-')}: a comparison of schedules does not read it; leave "
+                "it out, and give "
                 f"axes as {', '.join(f'--{axis}' for axis in MESH_AXES)}"
             )
     for option in ("model", "context"):
@@ -109,7 +110,8 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
         planned = Job.of(model, args.topology or "", args.context) if args.topology else None
         if planned is None or planned.hardware is None:
             raise UserError(
-                "--compare: needs a --machine that the cost model lists, or one of them as --hardware: "
+                "--compare: needs a --machine that the cost model lists, or one of them as "
+                "--hardware: "
                 f"{', '.join(HARDWARE)}"
             )
         hardware = planned.hardware
@@ -136,7 +138,7 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Prints a table of schedules and layouts, the fastest first, and the rounds of a single one; returns 0."""
+    """Prints schedules and layouts, fastest first, and the rounds of a single one; returns 0."""
     if args.output:
         output_file(args.output, b'"exposed_seconds')
     jobs = cost_jobs(args)
@@ -145,8 +147,10 @@ def compare(args: argparse.Namespace) -> int:
         (estimate_row(*named_job) for named_job in jobs), key=lambda row: row["step_seconds_high"]
     )
     print(
-        f"{args.model} on {args.hardware or args.topology}, a training step, the fastest first; from matrix products at full "
-        "rate alone to as slow as the slowest step that others measured on such machines; exposed: waiting for transfers"
+        f"{args.model} on {args.hardware or args.topology}, a training step, the fastest first; "
+        "from matrix products at full "
+        "rate alone to as slow as the slowest step that others measured on such machines; exposed: "
+        "waiting for transfers"
     )
     print(f"{'schedule':20} {'layout':10} {'step, s':>18} {'exposed, s':>10} {'MFU, 0..1':>17}")
     for row in rows:
@@ -154,18 +158,21 @@ def compare(args: argparse.Namespace) -> int:
         step = f"{row['step_seconds_low']:.4g} to {row['step_seconds_high']:.4g}"
         mfu = f"{low * row['mfu']:.2f} to {high * row['mfu']:.2f}"
         print(
-            f"{row['schedule']:20} {row['layout']:10} {step:>18} {row['exposed_seconds']:10.3f} {mfu:>17}"
+            f"{row['schedule']:20} {row['layout']:10} {step:>18} {row['exposed_seconds']:10.3f} "
+            f"{mfu:>17}"
         )
     heads = -(-job.sizes.query_heads // job.tensor)
     if heads % job.sequence and any(row["schedule"] == "ulysses" for row in rows):
         print(
             f"note: ulysses' {job.sequence} ranks share {heads} heads, which are padded to "
-            f"{-(-heads // job.sequence) * job.sequence}: its work grows as much (a smaller degree in USP avoids it)"
+            f"{-(-heads // job.sequence) * job.sequence}: its work grows as much (a smaller degree "
+            "in USP avoids it)"
         )
     rounds = round_rows(job) if len(jobs) == 1 else []
     for row in rounds:
         print(
-            f"{row['pass']:8} round {row['round']:3}  {1e3 * row['seconds']:10.3f} ms, of it computing "
+            f"{row['pass']:8} round {row['round']:3}  {1e3 * row['seconds']:10.3f} ms, of it "
+            "computing "
             f"{1e3 * row['compute_seconds']:10.3f}"
         )
     if args.output:

@@ -1,4 +1,4 @@
-"""Draws docs/striped_layout.png: which tokens each device holds, and which tiles it computes in each round of a ring.
+"""Draws which tokens each device holds, and which tiles it computes in each round of a ring.
 
 python -m scripts.draw_layout [--output FILE.png]
 """
@@ -38,7 +38,7 @@ DESCRIPTIONS = {
 
 
 def kind(queries: Int[np.ndarray, " Tq"], keys: Int[np.ndarray, " Tk"]) -> str:
-    """Returns the kind of a tile (a key of KINDS) for causal attention in one document, from its tokens' indices."""
+    """Returns a tile's kind (a key of KINDS) under causal attention, from its tokens' indices."""
     if keys.min() > queries.max():
         return "skip"
     return "full" if keys.max() <= queries.min() else "masked"
@@ -87,7 +87,7 @@ def draw(path: pathlib.Path) -> None:
 
 
 def _draw_layout(half: "SubFigure", layout: str) -> None:
-    """Draws the sequence in the colours of the devices that hold it, and below, each device's tiles in each round."""
+    """Draws the sequence coloured by device, and below it each device's tiles in each round."""
     grid = half.add_gridspec(
         DEVICES + 1,
         DEVICES,
@@ -152,7 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m scripts.draw_layout",
         allow_abbrev=False,
         description=(
-            "Draws which tokens each device holds, and which tiles it computes in each round of a ring."
+            "Draws which tokens each device holds, and which tiles it computes in each round of a "
+            "ring."
         ),
     )
     parser.add_argument(

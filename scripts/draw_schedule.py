@@ -1,4 +1,4 @@
-"""Draws schedules from their plans: which rank computes which tiles in each round, how even the work is, and what is sent.
+"""Draws schedules from their plans: each round's tiles by rank, the balance, and the transfers.
 
 python -m scripts.draw_schedule [--output docs/schedules] [--ranks 4] [--schedules ring ...]
 """
@@ -39,8 +39,10 @@ CASES: dict[str, Any] = {
 }
 SHARED_HEADS = ("ulysses", "usp")  # in these, ranks compute the same tiles for different heads
 CAPTION = (
-    "Rows are queries, columns keys, in the order in which ranks hold them. Bars: tiles that each rank computes in the "
-    "round; the line is the busiest, for whom all wait. Below: what is sent meanwhile, by which ranks, how many ranks on."
+    "Rows are queries, columns keys, in the order in which ranks hold them. Bars: tiles that each "
+    "rank computes in the "
+    "round; the line is the busiest, for whom all wait. Below: what is sent meanwhile, by which "
+    "ranks, how many ranks on."
 )
 TILES, TOKENS = 4, 4  # tiles on a side of a block, tokens on a side of a tile
 CELL = 8  # image points on a side of a tile, which has a stripe for each rank that shares its heads
@@ -84,7 +86,7 @@ MAX_SIDE_BY_SIDE = 3  # rounds of a schedule whose layouts are drawn side by sid
 
 
 def kinds(layout: str, size: int) -> Int[np.ndarray, "query_tiles key_tiles"]:
-    """Returns SKIP, FULL or MASKED for every tile, in the order in which the layout stores tokens, by the kernels' rule.
+    """Returns SKIP, FULL or MASKED for every tile in the layout's order, by the kernels' rule.
 
     Args:
         layout: name of the layout.
@@ -123,7 +125,7 @@ def tiles_of(task: Task) -> TileIndices:
 def picture(
     round_: Round, tile_kinds: Int[np.ndarray, "query_tiles key_tiles"]
 ) -> Float[np.ndarray, "height width 3"]:
-    """Returns an image of a round's tiles in the colours of the ranks that compute them, paler if with a mask."""
+    """Returns an image of a round's tiles coloured by rank, paler where they are masked."""
     image = np.broadcast_to(IDLE, (*(side * CELL for side in tile_kinds.shape), 3)).copy()
     for task in round_.tasks:
         share, shares = task.heads
@@ -147,7 +149,7 @@ def _paler(colour: Float[np.ndarray, "3"]) -> Float[np.ndarray, "3"]:
 def work(
     round_: Round, tile_kinds: Int[np.ndarray, "query_tiles key_tiles"], size: int
 ) -> Float[np.ndarray, " P"]:
-    """Returns how many tiles each of `size` ranks computes in a round; a tile of 1/n of the heads counts as 1/n."""
+    """Returns each rank's tiles in a round; a tile of 1/n of the heads counts as 1/n."""
     tiles = np.zeros(size)
     for task in round_.tasks:
         tiles[task.rank] += (tile_kinds[np.ix_(*tiles_of(task))] != SKIP).sum() / task.heads[1]
@@ -230,7 +232,8 @@ class Panel:
 def panel_rows(name: str, size: int) -> list[list[Panel]]:
     """Returns the panels of a schedule's picture, row by row.
 
-    The rounds under one layout are a row, or several if there are many. Those of all layouts are one row if there are few.
+    The rounds under one layout are a row, or several if there are many. Those of all layouts are
+    one row if there are few.
 
     Args:
         name: a key of CASES.
@@ -245,7 +248,10 @@ def panel_rows(name: str, size: int) -> list[list[Panel]]:
         rounds = with_sends(get_schedule(CASES[name], size, layout).plan(size, block).forward, size)
         tile_kinds = np.full_like(kinds(layout, size), MASKED) if dense else kinds(layout, size)
         tiles = np.array([work(item.round, tile_kinds, size) for item in rounds])
-        label = f"{'every layout' if dense else layout}\nbusiest / mean {tiles.max(1).sum() / tiles.mean(1).sum():.2f}"
+        label = (
+            f"{'every layout' if dense else layout}\nbusiest / mean "
+            f"{tiles.max(1).sum() / tiles.mean(1).sum():.2f}"
+        )
         columns = -(-len(rounds) // -(-len(rounds) // MAX_COLUMNS))
         side_by_side = len(rounds) <= MAX_SIDE_BY_SIDE
         titles = [
@@ -272,7 +278,7 @@ def panel_rows(name: str, size: int) -> list[list[Panel]]:
 
 
 def draw(name: str, size: int, path: pathlib.Path) -> None:
-    """Draws the forward pass of a schedule into a file: rows of rounds under each layout, and below each what is sent.
+    """Draws a schedule's forward pass: rows of rounds for each layout, transfers below them.
 
     Args:
         name: a key of CASES.
@@ -376,7 +382,7 @@ def _draw_legend(figure: "Figure", size: int, rows: int) -> None:
 
 
 def _draw_panel(panel: Panel, size: int, matrix: "Axes", bars: "Axes") -> None:
-    """Draws the tiles of a round into the axes `matrix`, and the work of each rank into the axes `bars`."""
+    """Draws a round's tiles into `matrix`, and each rank's work into `bars`."""
     matrix.imshow(panel.image, interpolation="nearest")
     for edge in range(1, size):
         matrix.axhline(edge * TILES * CELL - 0.5, color="white", linewidth=1.2)
@@ -420,7 +426,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output",
         type=pathlib.Path,
         default=pathlib.Path("docs/schedules"),
-        help="folder for SCHEDULE_RANKS.png (default docs/schedules, the repository's own pictures)",
+        help=(
+            "folder for SCHEDULE_RANKS.png (default docs/schedules, the repository's own pictures)"
+        ),
     )
     parser.add_argument(
         "--ranks",

@@ -1,9 +1,10 @@
 """Shows what a recipe trains on.
 
-    python -m scripts.inspect_data CONFIG.yaml [--rows N] [--tokens N] [--stage N] [--section.field value ...]
+    python -m scripts.inspect_data CONFIG.yaml [--rows N] [--tokens N] [--section.field value ...]
 
-Prints the first packed rows as text, with the tokens that are trained on in colour (without colours, in ⟦ ⟧), the numbers of
-used and dropped records, the documents' lengths, and the share of padding.
+Prints the first packed rows as text, with the tokens that are trained on in colour (without
+colours, in ⟦ ⟧), the numbers of used and dropped records, the documents' lengths, and the share of
+padding.
 """
 
 import sys
@@ -33,7 +34,7 @@ class _Run(NamedTuple):
 
 
 def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int, brackets: bool = False) -> Text:
-    """Returns a row as text, with a heading for each document and a last line that counts the padding.
+    """Returns a row as text: a heading for each document, and a last line that counts padding.
 
     Args:
         row: a row of the loader, arrays [L].
@@ -70,7 +71,7 @@ def _runs(row: Batch, end: int) -> Iterator[_Run]:
 
 
 def histogram(lengths: Int[np.ndarray, " N"], width: int = 40) -> str:
-    """Returns a line for each power of two: the number of documents of that length and their share of all tokens.
+    """Returns a line for each power of two: how many documents have that length, and their share.
 
     Args:
         lengths: number of tokens of each document.
@@ -83,7 +84,8 @@ def histogram(lengths: Int[np.ndarray, " N"], width: int = 40) -> str:
         share = lengths[in_bin].sum() / lengths.sum()
         bar = "█" * round(width * in_bin.sum() / np.bincount(powers).max())
         lines.append(
-            f"{2**power:9,} .. {2 ** (power + 1) - 1:9,}  {in_bin.sum():8,} documents {share:6.1%} of tokens  {bar}"
+            f"{2**power:9,} .. {2 ** (power + 1) - 1:9,}  {in_bin.sum():8,} documents {share:6.1%} "
+            f"of tokens  {bar}"
         )
     return "\n".join(lines)
 
@@ -93,8 +95,10 @@ def describe(documents: Documents, loader: Loader) -> str:
     total = counts(documents)
     return (
         f"{documents.name}: {total.documents:,} documents, {total.tokens:,} tokens, "
-        f"{total.trained_tokens / max(total.tokens, 1):.1%} of them in the loss\n{histogram(documents.lengths)}\n"
-        f"{len(loader):,} rows of {loader.context_length:,} in the first epoch, {loader.padding_share:.2%} padding"
+        f"{total.trained_tokens / max(total.tokens, 1):.1%} of them in the "
+        f"loss\n{histogram(documents.lengths)}\n"
+        f"{len(loader):,} rows of {loader.context_length:,} in the first epoch, "
+        f"{loader.padding_share:.2%} padding"
     )
 
 
@@ -147,7 +151,8 @@ def show(argv: list[str]) -> None:
         console.print(f"warning: {warning}", markup=False)
     if len(prepared.held_out):
         console.print(
-            f"held_out: {len(prepared.held_out):,} documents, {prepared.held_out.lengths.sum():,} tokens"
+            f"held_out: {len(prepared.held_out):,} documents, {prepared.held_out.lengths.sum():,} "
+            "tokens"
         )
 
 

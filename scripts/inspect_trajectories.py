@@ -1,9 +1,9 @@
-"""Shows the episodes below a folder: how many each algorithm has, how their returns are spread, and which files are left out.
+"""Shows the episodes in a folder: number by algorithm, spread of returns, files left out.
 
     python -m scripts.inspect_trajectories trajectories/exorl --task walker_walk --plot returns.png
 
-Returns are those of the task: episodes that were collected for another task of the body are rewarded anew from their states,
-which takes a fraction of a second each.
+Returns are those of the task: episodes that were collected for another task of the body are
+rewarded anew from their states, which takes a fraction of a second each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def spread(returns: Float[np.ndarray, " n"]) -> dict[str, float]:
 def read_returns(
     files: Sequence[Path], task: Task
 ) -> tuple[dict[str, Float[np.ndarray, " n"]], list[str]]:
-    """Returns the returns of each algorithm's episodes, and for every file that cannot be used the reason."""
+    """Returns each algorithm's returns, and why each unusable file is left out."""
     from rich.progress import track
 
     returns: dict[str, list[float]] = {}

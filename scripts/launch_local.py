@@ -1,10 +1,11 @@
-"""Trains with several processes on this machine, as on a cluster, each with its share of the simulated devices.
+"""Trains with several processes on this machine, which share its simulated devices.
 
-    python -m scripts.launch_local --processes 4 --config configs/NAME.yaml [--section.field value ...]
+    python -m scripts.launch_local --processes 4 --config RECIPE [--section.field value ...]
 
-All flags but --processes are train.py's. When a process fails or is killed, the others are ended. SIGTERM and Ctrl-C are
-forwarded to all processes, which save a checkpoint and end; the exit status is then 143 or 130. The same command resumes from
-the last checkpoint. With --restarts N the launcher itself gives it again where another start may pass (scripts/restarts.py).
+All flags but --processes are train.py's. When a process fails or is killed, the others are ended.
+SIGTERM and Ctrl-C are forwarded to all processes, which save a checkpoint and end; the exit status
+is then 143 or 130. The same command resumes from the last checkpoint. With --restarts N the
+launcher itself gives it again where another start may pass (scripts/restarts.py).
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
             "--distributed.num_processes",
             str(count),
         ]
-        # In process groups of their own, so that a terminal's Ctrl-C is sent to the launcher only, which forwards it.
+        # In process groups of their own, so that a terminal's Ctrl-C is sent to the launcher only,
+        # which forwards it.
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(TRAIN), *flags, *own_flags],
@@ -92,7 +94,7 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
 
 
 def _forward_stderr(process: subprocess.Popen, first: subprocess.Popen) -> None:
-    """Forwards what a process writes to standard error, without a final line that `first` has written too.
+    """Forwards a process's stderr without a final line that `first` has written too.
 
     Processes with the same exit status have written the same final line.
     """
@@ -108,7 +110,8 @@ def wait(processes: list[subprocess.Popen], received: Sequence[int] = ()) -> int
 
     Args:
         processes: the processes.
-        received: the signals that were forwarded to them; after one, all are given the time that they need to end.
+        received: the signals that were forwarded to them; after one, all are given the time that
+          they need to end.
 
     Returns:
         0, or the exit status of the process that failed first, as a shell would give it.
@@ -130,7 +133,8 @@ def wait(processes: list[subprocess.Popen], received: Sequence[int] = ()) -> int
         if not received:
             event = f"was lost (signal {-status})" if status < 0 else f"ended with {status}"
             print(
-                f"launch_local: process {number} {event}{'; ending the others' * (None in statuses)}",
+                f"launch_local: process {number} "
+                f"{event}{'; ending the others' * (None in statuses)}",
                 file=sys.stderr,
             )
         return status if status > 0 else 128 - status
@@ -145,7 +149,7 @@ def _first_failure(statuses: Sequence[int | None]) -> Failure | None:
 
 @contextlib.contextmanager
 def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Forwards SIGINT, SIGTERM and SIGHUP to the processes; yields the list of the signals received so far."""
+    """Forwards SIGINT, SIGTERM and SIGHUP to the processes; yields the signals received so far."""
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -192,7 +196,9 @@ def main(argv: list[str] | None = None) -> int:
         type=int,
         default=0,
         metavar="N",
-        help="start again where that may pass, at most N times in a row without a new checkpoint (0)",
+        help=(
+            "start again where that may pass, at most N times in a row without a new checkpoint (0)"
+        ),
     )
     parser.add_argument(
         "--processes",

@@ -1,21 +1,26 @@
 """Trains on TPU slices of Google Cloud, from your own machine.
 
-  scripts/launch_tpu.sh run NAME --zone Z --machine-type ct6e-standard-4t --topology 4x4 [--spot] -- --config configs/R.yaml
+  scripts/launch_tpu.sh run NAME --zone Z --machine-type ct6e-standard-4t --topology 4x4 [--spot]
+      -- --config configs/R.yaml
   scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V [--spot] -- --config configs/R.yaml
-  scripts/launch_tpu.sh create|install|start|follow|status|stop|delete NAME --zone Z [--api compute] [-- COMMAND]
+  scripts/launch_tpu.sh create|install|start|follow|status|stop|delete NAME --zone Z [-- COMMAND]
 
-run      does create, install, start and follow, and after a failure that another start may pass all of them again
-create   requests the slices, unless they exist, and waits until they are ready
-install  sends this working tree (what git tracks or would add), and installs Python (by uv) and the locked requirements
-start    starts COMMAND on the workers, unless it runs: train.py's options, or another command of the project, such as
-         python -m scripts.export_hf RUN HF_DIR; those but train.py and eval.* run on the first worker only, on its CPU
-follow   prints the first worker's log until COMMAND ends, then the last lines of the worker that failed; exits with its code
-status   shows the slices, what runs there, and with train.py's options after -- the run's step, speed and checkpoint
+run      creates, installs, starts and follows, and repeats all of it after a failure that may pass
+create   requests the slices unless they exist, and waits until they are ready
+install  sends this working tree (what git tracks or would add), installs Python (by uv) and the
+         locked requirements
+start    starts COMMAND on the workers unless it runs: train.py's options, or another command of the
+         project, such as python -m scripts.export_hf RUN HF_DIR; only train.py and eval.* run on
+         all workers, the others on the first one's CPU
+follow   prints the first worker's log until COMMAND ends, then the last lines of the worker that
+         failed; exits with its code
+status   shows the slices and what runs there; with train.py's options after --, also the run's
+         step, speed and checkpoint
 stop     stops COMMAND, which saves the step if it trains
-delete   deletes the slices, and says what it has deleted
+delete   deletes the slices, and says what it deleted
 
-The slices stay, and are billed, until `delete`. With --machine-type (or --api compute) they are Compute Engine's, with --type
-those of the older Cloud TPU API, which has no chip after v6e.
+The slices stay, and are billed, until `delete`. With --machine-type (or --api compute) they are
+Compute Engine's; with --type, those of the older Cloud TPU API, which has no chip after v6e.
 """
 
 from __future__ import annotations
@@ -72,9 +77,10 @@ def parse_jobs(text: str) -> list[WorkerJob]:
 
 
 def deciding(codes: Sequence[int]) -> int:
-    """Returns the exit code of a job whose workers ended with `codes`: that of the one that made the others end.
+    """Returns a job's exit code: that of the worker that made the others end.
 
-    An error that would occur again and a stop decide; then a crash, before the loss of a connection, which follows from it.
+    An error that would occur again and a stop decide; then a crash, before the loss of a
+    connection, which follows from it.
     """
 
     def rank(code: int) -> int:
@@ -132,7 +138,7 @@ class Launcher:
         return 0
 
     def install(self) -> int:
-        """Installs on all workers, trying again where a connection or a download failed. Returns 0. Raises GcloudError."""
+        """Installs on all workers, retrying what a network may cause. Raises GcloudError."""
         for tries_left in reversed(range(INSTALL_TRIES)):
             try:
                 self._install_once()
@@ -152,7 +158,8 @@ class Launcher:
         with tempfile.TemporaryDirectory() as folder:
             archive, variables = Path(folder, "longstripe.tar.gz"), Path(folder, "longstripe.env")
             remote.write_archive(archive)
-            # In a file that only its owner may read: a command line is seen by every user of the machine.
+            # In a file that only its owner may read: a command line is seen by every user of the
+            # machine.
             variables.touch(mode=0o600)
             variables.write_text(
                 remote.environment_file(remote.read_variables(self.args.env)), encoding="utf-8"
@@ -186,13 +193,14 @@ class Launcher:
         return parse_jobs(self._ask(self.slices.workers(), remote.JOB))
 
     def follow(self) -> int:
-        """Prints the log until the job has ended; returns its exit code, 75 where the slices are gone."""
+        """Prints the log until the job ends; returns its exit code, 75 if the slices are gone."""
         while True:
             try:
                 jobs = self._jobs()
                 if not jobs:
                     raise Refused(
-                        f"nothing was started on {self.args.name}: scripts/launch_tpu.sh start {self.args.name} ..."
+                        f"nothing was started on {self.args.name}: scripts/launch_tpu.sh start "
+                        f"{self.args.name} ..."
                     )
                 if any(job.code is not None for job in jobs):
                     return self._ended()
@@ -204,13 +212,14 @@ class Launcher:
             state = self.slices.state()
             if state.name in ("GONE", "ABSENT"):
                 say(
-                    f"{self.args.name} is {state.name.lower()}{': ' * bool(state.reason)}{state.reason}"
+                    f"{self.args.name} is "
+                    f"{state.name.lower()}{': ' * bool(state.reason)}{state.reason}"
                 )
                 return TRANSIENT
             sleep(self.args.poll)
 
     def _print_log(self) -> None:
-        """Prints what of the first worker's log was not printed yet, until the job or the connection ends."""
+        """Prints new lines of the first worker's log until the job or the connection ends."""
         first = self.slices.workers()[0]._replace(number="0")
         with self.gcloud.stream(
             *self.slices.ssh(first, remote.log_command(*self.shown))
@@ -225,7 +234,7 @@ class Launcher:
                 sys.stdout.buffer.flush()
 
     def _ended(self) -> int:
-        """Waits a while for the other workers, prints the end of the log of the one that failed, returns its exit code."""
+        """Waits for the other workers, prints the failed one's last lines, returns its code."""
         jobs = self._jobs()
         for _ in range(SETTLE_SECONDS // 5):
             if all(job.code is not None for job in jobs):
@@ -250,7 +259,8 @@ class Launcher:
         """Prints how slices, job and run stand. Returns 0, or 75 where the slices are not ready."""
         state = self.slices.state()
         print(
-            f"slices       {self.args.name}: {state.name.lower()}{', ' * bool(state.reason)}{state.reason}"
+            f"slices       {self.args.name}: "
+            f"{state.name.lower()}{', ' * bool(state.reason)}{state.reason}"
         )
         if state.name != "READY":
             return TRANSIENT
@@ -294,12 +304,13 @@ class Launcher:
         return 0
 
     def delete(self) -> int:
-        """Deletes the slices. Returns 0. Raises GcloudError, and Refused where there was nothing to delete."""
+        """Deletes the slices; returns 0. Raises GcloudError, and Refused if there are none."""
         deleted = self.slices.delete()
         if not deleted:
             project = self.args.project or "gcloud's default project"
             raise Refused(
-                f"nothing was deleted: there is no {self.args.name} in zone {self.args.zone} of {project}"
+                f"nothing was deleted: there is no {self.args.name} in zone {self.args.zone} of "
+                f"{project}"
                 + (
                     ""
                     if isinstance(self.slices, GroupSlices)
@@ -310,7 +321,7 @@ class Launcher:
         return 0
 
     def run(self) -> int:
-        """Creates, installs, starts and follows, again and again while another start may pass. Returns the exit code."""
+        """Creates, installs, starts, follows, until no start can help; returns the exit code."""
         remote.check_recipe(remote.words_to_run(self.command))
         remote.read_variables(self.args.env)
         restarts = Restarts(self.args.restarts)
@@ -411,7 +422,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME[=VALUE]",
         help="a variable for the workers; "
-        "without VALUE as it is set here: --env HF_TOKEN. They get it in a file that only you may read",
+        "without VALUE as it is set here: --env HF_TOKEN. They get it in a file that only you may "
+        "read",
     )
     parser.add_argument(
         "--worker", metavar="all|N", help="where COMMAND runs, if not as said above"
@@ -466,7 +478,7 @@ def _refuse(message: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a verb; returns the exit code: the command's, 2 for what you have to mend, 75 for what another try may pass."""
+    """Runs a verb. Returns the command's code; 2 for a user error, 75 if a retry may pass."""
     try:
         args, command = _parse(list(sys.argv[1:] if argv is None else argv))
         gcloud = Gcloud(args.zone, args.project)
@@ -495,7 +507,8 @@ def main(argv: list[str] | None = None) -> int:
         return TRANSIENT if error.kind in (Kind.NETWORK, Kind.CAPACITY) else CANNOT_PASS
     except KeyboardInterrupt:
         print(
-            f"\nlaunch_tpu: {os.path.basename(sys.argv[0])} stopped here; what runs on the workers goes on",
+            f"\nlaunch_tpu: {os.path.basename(sys.argv[0])} stopped here; what runs on the workers "
+            "goes on",
             file=sys.stderr,
         )
         return STOPPED

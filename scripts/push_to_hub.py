@@ -1,4 +1,4 @@
-"""Uploads an exported folder to the Hugging Face hub: python -m scripts.push_to_hub FOLDER OWNER/NAME [--public]"""
+"""Uploads an exported folder to the hub: python -m scripts.push_to_hub FOLDER OWNER/NAME"""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.push_to_hub",
         allow_abbrev=False,
         description=(
-            "Uploads a folder of scripts.export_hf to the Hugging Face hub, into a new, private repository unless --public is "
-            "given, or into an existing one as it is. Only the files of an export are sent, with LICENSE and NOTICE, and "
+            "Uploads a folder of scripts.export_hf to the Hugging Face hub, into a new, private "
+            "repository unless --public is "
+            "given, or into an existing one as it is. Only the files of an export are sent, with "
+            "LICENSE and NOTICE, and "
             "listed first. The token is that of `hf auth login` or of HF_TOKEN."
         ),
     )
@@ -52,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def export_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Returns the files of an exported folder, and the names of all else in it, which nobody meant to publish.
+    """Returns an exported folder's files, and the names of everything else in it.
 
     Raises:
       UserError: the folder is no export, or a file of it is a link that leads out.
@@ -68,13 +70,14 @@ def export_files(folder: Path) -> tuple[list[Path], list[str]]:
     ]
     if not any(_WEIGHTS.fullmatch(file.name) for file in files):
         raise UserError(
-            f"{folder}: holds no exported model (no .safetensors); a folder of scripts.export_hf would work"
+            f"{folder}: holds no exported model (no .safetensors); a folder of scripts.export_hf "
+            "would work"
         )
     return files, [name for name in names if name not in {file.name for file in files}]
 
 
 def listing(folder: Path, repository: str) -> str:
-    """Returns what would be sent, a line for each file with its size, and what would not; errors as of `export_files`."""
+    """Returns what would be sent, with sizes, and what would not; raises as `export_files`."""
     files, others = export_files(folder)
     lines = [f"{folder}: to be sent to {repository}:"]
     lines += [f"  {file.name}  {file.stat().st_size:,} bytes" for file in files]
@@ -127,7 +130,8 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
             token, "hf_..."
         )  # a hub may repeat it
         raise UserError(
-            f"{repository}: {api.endpoint} answered {error.response.status_code} ({reason}); a token that may "
+            f"{repository}: {api.endpoint} answered {error.response.status_code} ({reason}); a "
+            "token that may "
             "write to this owner's repositories would work"
         ) from None
     except (
@@ -135,7 +139,8 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
     ) as error:  # of the library for HTTP, which differs between versions of huggingface_hub
         reason = printable(f"{type(error).__name__}: {error}").replace(token, "hf_...")
         raise UserError(
-            f"{repository}: not pushed to {api.endpoint} ({reason}); a network, or the same command again, would "
+            f"{repository}: not pushed to {api.endpoint} ({reason}); a network, or the same "
+            "command again, would "
             "work"
         ) from error
     return str(address)

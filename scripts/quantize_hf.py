@@ -15,9 +15,11 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.quantize_hf",
         allow_abbrev=False,
         description=(
-            "Writes a Hugging Face folder whose layers' projections are codes of NF4 with double quantization. "
+            "Writes a Hugging Face folder whose layers' projections are codes of NF4 with double "
+            "quantization. "
             "transformers loads "
-            "it with bitsandbytes, and training beside adapters (adapter.quantize nf4) takes the codes "
+            "it with bitsandbytes, and training beside adapters (adapter.quantize nf4) takes the "
+            "codes "
             "as they are, so that its "
             "start quantizes nothing. Needs no accelerator, and memory for one matrix."
         ),
@@ -61,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         source = open_model(arguments.model)
         if not isinstance(source, StoredSource):
             raise UserError(
-                f"{arguments.model}: an adapter, whose codes would not hold the sum; python -m scripts.export_hf "
+                f"{arguments.model}: an adapter, whose codes would not hold the sum; python -m "
+                "scripts.export_hf "
                 "--merge makes a whole model of it, which can be quantized"
             )
         # Refuses sizes that no whole number of blocks fills.

@@ -35,7 +35,7 @@ Try next:
 
 
 def run(*command: str) -> None:
-    """Prints and runs a Python command, as a user would; ends this process with its exit status if it fails."""
+    """Prints and runs a Python command; exits with its status if it fails."""
     print("\n$ python " + " ".join(command), flush=True)
     status = subprocess.run([sys.executable, *command], check=False).returncode
     if status:
@@ -82,8 +82,10 @@ def describe(row: dict) -> str:
         else row["above_chance_reason"] or "not shown to be above chance"
     )
     return (
-        f"Line retrieval, {row['num_lines']} lines, held-out cases: {row['right']} of {row['cases']} right, "
-        f"{row['accuracy']:.0%} (95% interval {row['low']:.0%} to {row['high']:.0%}); chance {row['chance']:.0%}: {verdict}"
+        f"Line retrieval, {row['num_lines']} lines, held-out cases: {row['right']} of "
+        f"{row['cases']} right, "
+        f"{row['accuracy']:.0%} (95% interval {row['low']:.0%} to {row['high']:.0%}); chance "
+        f"{row['chance']:.0%}: {verdict}"
     )
 
 

@@ -2,9 +2,10 @@
 
     python -m scripts.restarts RECORD --checkpoint STEP      (STEP may be empty: no checkpoint yet)
 
-A scheduler that starts a job again by itself (Slurm, a JobSet) calls this before each start. It counts in the file RECORD the
-starts since the newest checkpoint, waits before the second and later ones, each time longer, and ends with 2 once there were
-too many: then another start would change nothing.
+A scheduler that starts a job again by itself (Slurm, a JobSet) calls this before each start. It
+counts in the file RECORD the starts since the newest checkpoint, waits before the second and later
+ones, each time longer, and ends with 2 once there were too many: then another start would change
+nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ FIRST_PAUSE, LONGEST_PAUSE = 15, 600  # seconds
 
 
 def may_pass(code: int) -> bool:
-    """Returns whether another start may pass where a process ended with `code`, as a shell gives it.
+    """Returns whether another start may succeed after a process ended with `code`.
 
-    These are 75, a crash (1, or a signal: 134, 137, 139, ...) and a preemption (143); not success, not an error of the user's
-    (2), not a program that is missing (126, 127), and not Ctrl-C (130).
+    These are 75, a crash (1, or a signal: 134, 137, 139, ...) and a preemption (143); not success,
+    not an error of the user's (2), not a program that is missing (126, 127), and not Ctrl-C (130).
     """
     return code in (1, TRANSIENT) or (code > 128 and code != STOPPED)
 
 
 def pause_before(start: int) -> int:
-    """Returns the seconds to wait before a start, the first (1) being the one after the newest checkpoint."""
+    """Returns the seconds before a start; start 1 is the first after the newest checkpoint."""
     return 0 if start < 2 else min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (start - 2))
 
 
@@ -62,7 +63,7 @@ class Restarts:
             self.starts += 1
 
     def exhausted(self) -> str | None:
-        """Returns why no other start is made: too many brought no new checkpoint. None where another one is."""
+        """Returns why no other start is made: too many without a new checkpoint. None if one is."""
         if self.starts <= self.limit + 1:
             return None
         since = (
@@ -73,7 +74,7 @@ class Restarts:
         return f"{self.starts - 1} starts {since}: the reason is in the log"
 
     def after(self, code: int, checkpoint: int | None) -> Decision:
-        """Returns what follows a run that ended with `code`, the newest checkpoint then being `checkpoint`."""
+        """Returns what follows a run that ended with `code`, given the newest checkpoint."""
         if not may_pass(code):
             return Decision(False, 0, f"ended with {code}")
         self.begin(checkpoint)

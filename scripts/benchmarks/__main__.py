@@ -1,11 +1,12 @@
-"""Measures what is not fresh, writes docs/results, and makes BENCHMARKS.md anew: what `make bench` runs.
+"""Measures stale results, writes docs/results and rebuilds BENCHMARKS.md; runs as `make bench`.
 
-    python -m scripts.benchmarks                       # every measurement whose code has changed; goes on where it stopped
+    python -m scripts.benchmarks                       # all stale ones; resumes an interrupted start
     python -m scripts.benchmarks --only step kernels   # these, fresh or not
-    python -m scripts.benchmarks --stale               # lists results whose code has changed, measures nothing
+    python -m scripts.benchmarks --stale               # lists stale results, measures nothing
 
-A result is fresh while the programs that it depends on are those that were measured: see `freshness`. Results carried over
-from the page of before count by the programs of the commit that recorded them.
+A result is fresh while the programs that it depends on are those that were measured: see
+`freshness`. Results carried over from the page of before count by the programs of the commit that
+recorded them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def stale_results() -> dict[str, list[str]]:
 
 
 def report_stale() -> None:
-    """Prints a line for each stale result: where its figures are from, how to measure it, and what has changed."""
+    """Prints each stale result: its origin, how to measure it again, and what has changed."""
     results = load_all()
     for name, patterns in stale_results().items():
         result = results[name]
@@ -48,7 +49,8 @@ def report_stale() -> None:
 def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> float:
     """Runs a measurement's commands in its folder and returns their seconds.
 
-    What was interrupted goes on with the first command that had not ended, unless the measured files have changed since.
+    What was interrupted goes on with the first command that had not ended, unless the measured
+    files have changed since.
 
     Raises:
       subprocess.CalledProcessError: a command failed.

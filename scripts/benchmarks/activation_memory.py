@@ -1,10 +1,11 @@
-"""Measures with the TPU compiler that a device's activation memory depends on its own tokens, not on the number of devices.
+"""Shows by the TPU compiler that activation memory follows a device's tokens, not the device count.
 
     python -m scripts.benchmarks.activation_memory [--tokens 65536] [--output FILE.json]
 
-Compiles train.py's step (ring, striped, remat `nothing`) for more and more chips with the same tokens on each: Ring Attention's
-Table 1, "independent of the sequence length". Activations are the compiler's temporaries. Parameters and their gradients are
-sharded over all devices and shrink with them, so the model is small beside its activations.
+Compiles train.py's step (ring, striped, remat `nothing`) for more and more chips with the same
+tokens on each: Ring Attention's Table 1, "independent of the sequence length". Activations are the
+compiler's temporaries. Parameters and their gradients are sharded over all devices and shrink with
+them, so the model is small beside its activations.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def work(args: argparse.Namespace) -> None:
     for topology in args.topologies:
         rows.append(row := measure(topology, args.tokens, args.layers, args.hidden))
         print(
-            f"{topology:8} {row['devices']:4} devices {row['length']:9} tokens, activations {row['activations_mib']:.2f} MiB "
+            f"{topology:8} {row['devices']:4} devices {row['length']:9} tokens, activations "
+            f"{row['activations_mib']:.2f} MiB "
             f"= {row['blocks_of_c_x_h']:.2f} blocks of c x h  ({row['compile_seconds']:.0f} s)",
             flush=True,
         )

@@ -1,12 +1,13 @@
-"""Finds the longest rows on which one GPU trains LLaMA-3.1-8B by QLoRA, by the CUDA compiler, beside Unsloth's.
+"""Finds the longest rows for QLoRA of LLaMA-3.1-8B on one GPU, by the CUDA compiler.
 
     python -m scripts.benchmarks.adapter_contexts               # goes on where it stopped
-    python -m scripts.benchmarks.adapter_contexts --only gb_24  # rows whose name has all of these words
+    python -m scripts.benchmarks.adapter_contexts --only gb_24  # rows with these words
 
-Every row is the training step of configs/adapters/llama31_8b_qlora_24gb.yaml with rank 32, compiled for an absent GPU;
-nothing is run. Two compilations for an H100 give each memory policy a line of memory over tokens; the policy whose line
-allows the most is then compiled for the GPU itself until a multiple of 8,192 tokens fits and the next one does not. Each
-compilation is recorded in --output before the next one begins. Writes docs/results/adapter_contexts.json.
+Every row is the training step of configs/adapters/llama31_8b_qlora_24gb.yaml with rank 32, compiled
+for an absent GPU; nothing is run. Two compilations for an H100 give each memory policy a line of
+memory over tokens; the policy whose line allows the most is then compiled for the GPU itself until
+a multiple of 8,192 tokens fits and the next one does not. Each compilation is recorded in --output
+before the next one begins. Writes docs/results/adapter_contexts.json.
 """
 
 from __future__ import annotations
@@ -61,12 +62,16 @@ DEPENDS_ON = (
     "scripts/benchmarks/adapter_contexts.py",
 )
 FACTS = [
-    "Unsloth's figures are of its benchmarks page for Llama 3.1 (8B) Instruct: QLoRA in 4 bits of all linear layers, rank 32, "
-    "one row, padded to the length, measured; the page does not name the GPUs. Its checkpoints lie in the host's memory, so "
+    "Unsloth's figures are of its benchmarks page for Llama 3.1 (8B) Instruct: QLoRA in 4 bits of "
+    "all linear layers, rank 32, "
+    "one row, padded to the length, measured; the page does not name the GPUs. Its checkpoints lie "
+    "in the host's memory, so "
     "that they stand beside ours with a host's. It has no row for 141 GB.",
-    "Ours are compiled for the named GPU and not run; a program may use 95% of the memory that the driver reports.",
+    "Ours are compiled for the named GPU and not run; a program may use 95% of the memory that the "
+    "driver reports.",
     f"Of a host's {HOST_GIB} GiB, {HOST_LEFT_GIB} are left to the system.",
-    "Attention is exact. Seconds of a step lie between matrix products alone at the full rate and the slowest step that "
+    "Attention is exact. Seconds of a step lie between matrix products alone at the full rate and "
+    "the slowest step that "
     "others measured.",
 ]
 
@@ -131,13 +136,13 @@ def recipe() -> RunConfig:
 
 
 def job_of(topology: str, policy: dict[str, Any], tokens: int) -> Job:
-    """Returns the step that is compiled. It has no limits, so that a step that is too large is measured too."""
+    """Returns the step to compile, without a memory limit so that any size is measured."""
     run = changed(recipe(), data={"context_length": tokens}, memory=policy)
     return Job(run, TransformerConfig.preset(PRESET), topology, PRESET, own_device_gib=float("inf"))
 
 
 def text(policy: dict[str, Any]) -> str:
-    """Returns a policy in words, such as `offload_every_k 4, 8 groups of heads, 8 chunks of queries`."""
+    """Returns a policy as text, such as `offload_every_k 4, 8 groups of heads`."""
     words = {
         "remat": "{}",
         "every_k": "every {} layers",
@@ -183,7 +188,7 @@ class Compilations:
 
 
 def longest(case: Case, compilations: Compilations) -> tuple[int, dict[str, Any]]:
-    """Returns the most tokens that fit, a multiple of STEP of which the next one does not, and their policy."""
+    """Returns the largest multiple of STEP tokens that fits, and its policy."""
 
     def line(policy: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
         return [(tokens, compilations("h100:1", policy, tokens)) for tokens in PROBES]

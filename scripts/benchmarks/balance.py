@@ -1,4 +1,4 @@
-"""Counts how evenly work is distributed: the tiles that the running kernels compute, per round and rank."""
+"""Counts how evenly work is distributed: the tiles that kernels compute, by round and rank."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from model.attention.kernels.counted import counted_kernel
 from model.attention.layout import inverse, permutation
 from model.attention.schedules.plan import Block, Round
 
-TILE = 4  # tokens on a tile's side; more than one, so that a diagonal tile of a striped block always has a visible pair
+# Tokens on a tile's side; more than one, so that a striped block's diagonal tile has a visible pair.
+TILE = 4
 
 
 def computed_tiles(
     schedule, layout: str, size: int, tiles: int = 16, mask: Mask = Mask()
 ) -> dict[str, Int[np.ndarray, "n 5"]]:
-    """Runs attention and its gradient on `size` devices with one document, and returns the tiles that kernels computed.
+    """Returns the tiles that kernels compute on `size` devices, both passes, one document.
 
     Args:
       schedule: name or options of a schedule.
       tiles: number of tiles, of TILE tokens each, on a side of each rank's block.
 
     Returns:
-      For "forward" and "backward" one line for each computed tile, repeated for each kernel call that computed it: the rank,
-      the query's block and its tile in the block, the key's block and its tile in the block.
+      For "forward" and "backward" one line for each computed tile, repeated for each kernel call
+      that computed it: the rank, the query's block and its tile in the block, the key's block and
+      its tile in the block.
     """
     length = size * tiles * TILE
     order = permutation(length, size, layout)
@@ -68,7 +70,7 @@ def computed_tiles(
 def per_round(
     computed: Int[np.ndarray, "n 5"], rounds: tuple[Round, ...], size: int
 ) -> Int[np.ndarray, "rounds ranks"]:
-    """Counts computed tiles for each round with work and each rank, in the round that the plan has for the tile's blocks.
+    """Returns the number of tiles that each rank computes in each planned round that has work.
 
     Raises:
       KeyError: a rank computed a tile that its plan does not give it.
@@ -88,7 +90,7 @@ def per_round(
 
 
 def imbalance(counts: Int[np.ndarray, "rounds ranks"]) -> float:
-    """Returns the busiest rank's tiles summed over rounds, over the sum of the means: 1 where no rank waits."""
+    """Returns the busiest rank's tiles, summed over rounds, over the sum of the means."""
     return float(counts.max(1).sum() / counts.mean(1).sum())
 
 

@@ -1,8 +1,9 @@
-"""Times how much faster balanced attention is than the contiguous ring, forward and backward, on two one-thread devices.
+"""Times balanced attention against the contiguous ring on two one-thread devices, both passes.
 
-Each device is one CPU thread, so a rank that waits for the other costs time (Striped Attention, Figure 5). All cases of a
-length are timed in turns in one process, and the median counts. Beside it stands the bound that counting tiles gives. On a
-busy machine the figures mean nothing; the spread that is printed shows it.
+Each device is one CPU thread, so a rank that waits for the other costs time (Striped Attention,
+Figure 5). All cases of a length are timed in turns in one process, and the median counts. Beside it
+stands the bound that counting tiles gives. On a busy machine the figures mean nothing; the spread
+that is printed shows it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def bound(name: str, tiles: int) -> float:
       name: of CASES.
       tiles: on a side of each of the two ranks' blocks.
     """
-    # Of the rounds' busiest ranks, the contiguous ring's compute a diagonal block and then a whole one; the striped ring's two
-    # diagonal blocks; the others' a diagonal block and half a block.
+    # Of the rounds' busiest ranks, the contiguous ring's compute a diagonal block and then a whole
+    # one; the striped ring's two diagonal blocks; the others' a diagonal block and half a block.
     diagonal, whole = tiles * (tiles + 1) / 2, tiles * tiles
     busiest = {
         "contiguous ring": diagonal + whole,
@@ -49,7 +50,7 @@ def bound(name: str, tiles: int) -> float:
 
 
 def compiled_cases(length: int, tiles: int, heads: int, head_dim: int) -> dict:
-    """Returns for each of CASES a function without arguments that runs attention and its gradients once and waits for them."""
+    """Returns a function for each of CASES that runs attention with its gradients and waits."""
     mesh = Mesh(np.array(jax.devices()[:RANKS]), ("sequence",))
     sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     tile = length // RANKS // tiles
@@ -86,7 +87,7 @@ def compiled_cases(length: int, tiles: int, heads: int, head_dim: int) -> dict:
 
 
 def measure(length: int, tiles: int, repeats: int, heads: int, head_dim: int) -> list[dict]:
-    """Returns a row for each case: median and all seconds, speed-up over the contiguous ring, and the bound."""
+    """Returns a row for each case: median and all seconds, speed-up, and its bound."""
     cases = compiled_cases(length, tiles, heads, head_dim)
     for run in cases.values():
         run()
@@ -116,7 +117,7 @@ def measure(length: int, tiles: int, repeats: int, heads: int, head_dim: int) ->
 
 
 def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> list[dict]:
-    """Returns and prints the rows of every case and length (tokens in all). Call it before JAX has started its devices.
+    """Prints and returns the rows of every case and length; call it before JAX starts its devices.
 
     Raises:
       UserError: a length cannot be divided into the tiles.
@@ -124,7 +125,8 @@ def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> 
     for length in lengths:
         if length % (RANKS * tiles * 2):
             raise UserError(
-                f"--lengths: {length} is not divisible by {RANKS} ranks x {tiles} tiles x 2 (zigzag)"
+                f"--lengths: {length} is not divisible by {RANKS} ranks x {tiles} tiles x 2 "
+                "(zigzag)"
             )
     # So that no matrix product uses more than its device's own thread.
     os.environ["XLA_FLAGS"] = (
@@ -132,7 +134,8 @@ def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> 
     )
     jax.config.update("jax_num_cpu_devices", RANKS)
     print(
-        f"{'tokens':>7} {'case':18} {'tile':>5} {'seconds':>9} {'slowest / fastest':>18} {'speed-up':>9} {'bound':>6}"
+        f"{'tokens':>7} {'case':18} {'tile':>5} {'seconds':>9} {'slowest / fastest':>18} "
+        f"{'speed-up':>9} {'bound':>6}"
     )
     rows = []
     for length in lengths:
@@ -140,7 +143,8 @@ def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> 
             rows.append(row)
             spread = max(row["all_seconds"]) / min(row["all_seconds"])
             print(
-                f"{length:7} {row['case']:18} {row['tile']:5} {row['seconds']:9.3f} {spread:18.2f} {row['speedup']:9.3f} "
+                f"{length:7} {row['case']:18} {row['tile']:5} {row['seconds']:9.3f} {spread:18.2f} "
+                f"{row['speedup']:9.3f} "
                 f"{row['bound']:6.3f}",
                 flush=True,
             )

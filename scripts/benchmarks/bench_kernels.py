@@ -1,12 +1,13 @@
-"""Compares attention kernels on this device with the installed peers: one block, forward and forward + backward.
+"""Compares attention kernels with the installed peers on this device, forward and with gradients.
 
     python -m scripts.benchmarks.bench_kernels [--lengths 4096 16384] [--blocks diagonal full]
         [--peers ours torch-sdpa] [--output DIR]
 
-On a CPU every measurement runs in a process of its own, so that its peak memory is its own. On an accelerator, where starting
-a process takes longer than most measurements, a peer's cases share one, the smallest first; a peak is then given only where it
-is above those of the cases before. Peers take turns, and each one's best time counts. Writes bench_kernels.json and .txt (the
-table). TFLOP/s count only pairs of tokens that see each other.
+On a CPU every measurement runs in a process of its own, so that its peak memory is its own. On an
+accelerator, where starting a process takes longer than most measurements, a peer's cases share one,
+the smallest first; a peak is then given only where it is above those of the cases before. Peers
+take turns, and each one's best time counts. Writes bench_kernels.json and .txt (the table). TFLOP/s
+count only pairs of tokens that see each other.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ class Row(NamedTuple):
 
 
 def measure(cases: list[Case]) -> list[dict]:
-    """Returns what scripts.benchmarks.kernel_case says of cases, all in one process; if it crashes they are left out, with the
-    reason."""
+    """Returns the measurements of cases that share a process, or why it crashed."""
     try:
         return in_own_process(
             "kernel_case",
@@ -66,7 +66,7 @@ def best(first: dict | None, second: dict) -> dict:
 
 
 def measure_all(args: argparse.Namespace, peers: tuple[str, ...], device: dict) -> list[dict]:
-    """Returns and prints a row for each length, pass, block and peer; peers alternate within the rounds."""
+    """Prints and returns a row for each length, pass, block and peer; peers take turns."""
     shape = {
         "heads": args.heads,
         "kv_heads": args.kv_heads or args.heads,
@@ -80,7 +80,8 @@ def measure_all(args: argparse.Namespace, peers: tuple[str, ...], device: dict) 
         Row(length, block, name, peer): Case(peer, block, length, PASSES[name], **shape)
         for length, name, block, peer in itertools.product(args.lengths, PASSES, args.blocks, peers)
     }
-    # The rows that are measured, and printed, together: all of them, or those that differ by the peer.
+    # The rows that are measured, and printed, together: all of them, or those that differ by the
+    # peer.
     groups = (
         [list(cases)]
         if device["platform"] != "cpu"
@@ -129,7 +130,8 @@ def figures(case: Case, row: Row, measured: dict, ours: dict, device: dict) -> d
 
 
 HEADER = (
-    f"{'length':>7} {'block':8} {'pass':16} {'peer':13} {'ms':>9} {'cpu ms':>9} {'TFLOP/s':>8} {'of matmul':>9} "
+    f"{'length':>7} {'block':8} {'pass':16} {'peer':13} {'ms':>9} {'cpu ms':>9} {'TFLOP/s':>8} "
+    f"{'of matmul':>9} "
     f"{'peak MiB':>9} {'ours is':>8}"
 )
 
@@ -156,7 +158,8 @@ def work(args: argparse.Namespace) -> None:
     peers = tuple(args.peers or ON_DEVICE[device["platform"]])
     kv_heads = f" ({args.kv_heads} of keys)" if args.kv_heads else ""
     title = (
-        f"{device['device']}: batch 1, {args.heads} heads of {args.head_dim}{kv_heads}, {args.dtype}; matrix products "
+        f"{device['device']}: batch 1, {args.heads} heads of {args.head_dim}{kv_heads}, "
+        f"{args.dtype}; matrix products "
         f"{device['matmul_flops'] / 1e12:.3f} TFLOP/s"
     )
     print(title, HEADER, sep="\n", flush=True)

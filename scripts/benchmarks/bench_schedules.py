@@ -1,10 +1,11 @@
-"""Compares the schedules: bytes received, by compiled texts; balance, by counts and in seconds; which transfers are hidden.
+"""Compares schedules: bytes received, balance (tiles and seconds), and transfers that are hidden.
 
 python -m scripts.benchmarks.bench_schedules bytes [--ranks 4 16 64 256] [--output FILE.json]
 python -m scripts.benchmarks.bench_schedules balance [--ranks 2 3 4 8] [--output FILE.json]
-python -m scripts.benchmarks.bench_schedules overlap [--schedules ring ...] [--topology v5e:2x4] [--output FILE.json]
-python -m scripts.benchmarks.bench_schedules time [--lengths 2048 ... 32768] [--tiles 16] [--output FILE.json]
-python -m scripts.benchmarks.bench_schedules distflashattn [--ranks 4 16]
+python -m scripts.benchmarks.bench_schedules overlap [--schedules ring ...] [--topology v5e:2x4]
+[--output FILE.json] python -m scripts.benchmarks.bench_schedules time [--lengths 2048 ... 32768]
+[--tiles 16] [--output FILE.json] python -m scripts.benchmarks.bench_schedules distflashattn
+[--ranks 4 16]
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ from trainer import entry
 from trainer.config.schema import MeshConfig
 from trainer.xla_flags import FLAGS
 
-# Pods with twice as many chips as ranks: as in training, another mesh axis beside the sequence. (The TPU's compiler may turn a
-# reduce-scatter over all chips of a pod into an all-reduce.)
+# Pods with twice as many chips as ranks: as in training, another mesh axis beside the sequence.
+# (The TPU's compiler may turn a reduce-scatter over all chips of a pod into an all-reduce.)
 PODS = {4: "v4:2x2x2", 8: "v4:2x2x4", 16: "v4:4x4x2", 64: "v4:4x4x8", 256: "v4:8x8x8"}
-# Name in the table: schedule, layout, and the window in blocks if there is one. The layout matters to windows and `balanced`.
+# Name in the table: schedule, layout, and the window in blocks if there is one. The layout matters
+# to windows and `balanced`.
 CASES: dict[str, tuple] = {
     "ring": ("ring", "striped"),
     "ring bidirectional": ({"name": "ring", "bidirectional": True}, "striped"),
@@ -127,7 +129,7 @@ def compile_pass(
 
 
 def count_bytes(name: str, size: int, block, topology: str = "", kernel: str = "xla") -> dict:
-    """Returns what devices receive in each pass by the compiled text and by the plan: bytes, permutes, kinds of collectives."""
+    """Returns what devices receive in each pass, by the compiled text and by the plan."""
     schedule, mask = case(name, size, block.tokens)
     planned = schedule.plan(size, block, mask)
     devices = sorted(topology_devices(topology or PODS[size]), key=lambda device: device.id)
@@ -153,11 +155,14 @@ def count_bytes(name: str, size: int, block, topology: str = "", kernel: str = "
 
 
 def bytes_table(names, ranks, tokens: int, topology: str = "", kernel: str = "xla") -> list[dict]:
-    """Returns and prints the bytes of each schedule for each number of ranks, without the cases that a chip has no room for:
-    ring_self_attention keeps the scores of all keys."""
+    """Prints and returns the bytes that each schedule receives on each number of ranks.
+
+    Cases that exceed a chip's memory (Ring Self-Attention keeps all scores) are skipped.
+    """
     block = plan.Block(batch=1, tokens=tokens, query_heads=32, kv_heads=8, head_dim=128)
     print(
-        f"{block}\nbytes received per device and layer, in units of the device's own q ({block.queries:,} bytes)"
+        f"{block}\nbytes received per device and layer, in units of the device's own q "
+        f"({block.queries:,} bytes)"
     )
     print(
         f"{'':19} {'':4}  {'forward':^32}  {'backward':^32}\n{'schedule':19} {'P':>4}"
@@ -181,7 +186,7 @@ def bytes_table(names, ranks, tokens: int, topology: str = "", kernel: str = "xl
 
 
 def _columns(counts: dict, unit: int) -> str:
-    """Returns the columns of one pass in units of `unit` bytes, and the larger deviation of max and mean from the plan."""
+    """Returns one pass's columns in units of `unit` bytes, and its deviation from the plan."""
     columns = " ".join(
         f"{counts[key] / unit:8.3f}" for key in ("max_bytes", "mean_bytes", "planned_max_bytes")
     )
@@ -208,7 +213,8 @@ def balance_table(ranks, tiles: int) -> list[dict]:
     jax.config.update("jax_num_cpu_devices", max(ranks))
     rows = []
     print(
-        f"{tiles} tiles a side of a block\n{'schedule':40} {'layout':12} {'P':>3} {'forward':>8} {'backward':>8}"
+        f"{tiles} tiles a side of a block\n{'schedule':40} {'layout':12} {'P':>3} {'forward':>8} "
+        f"{'backward':>8}"
     )
     for size, (schedule, layout) in itertools.product(ranks, BALANCE):
         row = {"schedule": str(schedule), **measure(schedule, layout, size, tiles)}
@@ -221,8 +227,10 @@ def balance_table(ranks, tiles: int) -> list[dict]:
 
 
 def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
-    """Returns the compiled text of a small model's training step, with the whole pod on the sequence axis and as many permutes
-    under way as the launchers allow."""
+    """Returns the compiled text of a small model's training step, all chips on the sequence axis.
+
+    As many permutes run at once as the launchers allow.
+    """
     devices = topology_devices(topology)
     config = TransformerConfig(
         vocab_size=1024,
@@ -243,7 +251,7 @@ def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
 
 
 def overlap_table(names, topology: str, tokens: int) -> list[dict]:
-    """Returns and prints the steps' collectives that run in each layer, and what runs while they are under way."""
+    """Prints and returns each layer's collectives, and what runs while they are in flight."""
     rows = []
     for name in names:
         schedule, _ = case(name, len(topology_devices(topology)), tokens)
@@ -262,7 +270,8 @@ def overlap_table(names, topology: str, tokens: int) -> list[dict]:
             behind = ", ".join((*transfer.kernels, *transfer.products)) or "nothing"
             direction = "backward" if transfer.backward else "forward"
             print(
-                f"{name}: {transfer.kind:18} {transfer.times:5.0f} x {transfer.nbytes:11,} bytes  {direction:8}"
+                f"{name}: {transfer.kind:18} {transfer.times:5.0f} x {transfer.nbytes:11,} bytes  "
+                f"{direction:8}"
                 f"  behind {behind}",
                 flush=True,
             )
@@ -270,15 +279,16 @@ def overlap_table(names, topology: str, tokens: int) -> list[dict]:
 
 
 def volume_table(ranks) -> list[dict]:
-    """Returns and prints what a device receives with full heads, in units of N d (N tokens of width d), beside Appendix C.
+    """Prints and returns what a device receives with full heads, in N d, beside Appendix C.
 
-    By the plan, whose bytes the compiled texts confirm (command `bytes`), in float32 so that everything counts alike.
-    Coordinates, lse and delta are included; the paper's count has none.
+    By the plan, whose bytes the compiled texts confirm (command `bytes`), in float32 so that
+    everything counts alike. Coordinates, lse and delta are included; the paper's count has none.
     """
     block = plan.Block(batch=1, tokens=1024, query_heads=8, kv_heads=8, head_dim=128, itemsize=4)
     rows = []
     print(
-        "DistFlashAttn, Appendix C: forward 1, backward 2, together 3; Megatron-LM with recomputation 14. Ours, on average:"
+        "DistFlashAttn, Appendix C: forward 1, backward 2, together 3; Megatron-LM with "
+        "recomputation 14. Ours, on average:"
     )
     for size in ranks:
         planned = case("balanced", size, block.tokens)[0].plan(size, block)

@@ -1,15 +1,17 @@
-"""Measures one device's training step beside transformers + torch: speed, memory, share of the matrix-product rate.
+"""Measures a training step beside transformers + torch: speed, memory, share of the matmul rate.
 
-    python -m scripts.benchmarks.bench_step [--lengths 2048 4096] [--steps 3] [--output DIR]            # on a CPU
+    python -m scripts.benchmarks.bench_step [--lengths 2048 4096] [--steps 3]  # on a CPU
     python -m scripts.benchmarks.bench_step --model llama-3.2-1b --dtype bfloat16 --torch-liger \\
-        --lengths 8192 32768 --documents 16                                                             # on a GPU
-    python -m scripts.benchmarks.bench_step --side ours --model llama-3.1-8b --layers 4 --dtype bfloat16 \\
-        --remat save_attention --lengths 32768 131072 1048576                                           # on a GPU or TPU: MFU
+        --lengths 8192 32768 --documents 16                                     # on a GPU
+    python -m scripts.benchmarks.bench_step --side ours --model llama-3.1-8b --layers 4 \\
+        --dtype bfloat16 --remat save_attention --lengths 32768 1048576   # on a GPU or TPU: MFU
 
-One step (forward, backward, clipping, AdamW) on one row of one document, or of as many as --documents says; SmolLM2-135M in
-float32 unless asked otherwise. Each side runs in a process of its own, one after the other in turns, and the fastest step
-counts. torch runs as a user would: SDPA, and on a CPU from 4096 tokens on gradient checkpointing, without which it needs more
-memory. On a GPU both sides have float32 weights and moments and products in bfloat16 (--dtype, torch's autocast).
+One step (forward, backward, clipping, AdamW) on one row of one document, or of as many as
+--documents says; SmolLM2-135M in float32 unless asked otherwise. Each side runs in a process of its
+own, one after the other in turns, and the fastest step counts. torch runs as a user would: SDPA,
+and on a CPU from 4096 tokens on gradient checkpointing, without which it needs more memory. On a
+GPU both sides have float32 weights and moments and products in bfloat16 (--dtype, torch's
+autocast).
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ SWITCHES = ("moments_on_host", "torch_recompute", "torch_liger", "torch_compile"
 
 
 def matmul_rate(multiply) -> float:
-    """Returns the FLOP/s of `multiply()`, a 2048 x 2048 x 2048 product, in the fastest of ten runs."""
+    """Returns the FLOP/s of `multiply()`, a 2048^3 product, in the fastest of ten runs."""
     times = []
     for _ in range(10):
         start = time.perf_counter()
@@ -58,7 +60,7 @@ def matmul_rate(multiply) -> float:
 
 
 def document_lengths(length: int, count: int) -> list[int]:
-    """Returns the lengths of `count` documents that fill a row of `length` tokens, between 1/4 and 7/4 of their mean."""
+    """Returns the lengths of `count` documents that fill `length` tokens, unequal ones."""
     if count == 1:
         return [length]
     shares = np.random.default_rng(1).uniform(0.25, 1.75, count)
@@ -105,7 +107,7 @@ def make_builder(length: int, args):
 
 
 def ours(length: int, args) -> dict:
-    """Returns the seconds of each step of train.py's compiled step, its loss, its plan, and facts of the device."""
+    """Returns our step's seconds, loss, plan and device facts."""
     import jax
 
     from planning.compiled import memory as planned_memory
@@ -171,7 +173,7 @@ def jax_matmul_rate(dtype: str) -> float:
 
 
 def theirs(length: int, args) -> dict:
-    """Returns the seconds of each step of transformers' model under torch, its loss, and facts of the device."""
+    """Returns the seconds, loss and device facts of a transformers step under torch."""
     import torch
 
     options = TorchOptions.of(args)
@@ -197,7 +199,7 @@ def measure(side: str, length: int, args) -> dict:
 
 
 def compare(length: int, args) -> list[dict]:
-    """Returns a row for each side: its fastest step of all turns, and its largest peak of memory."""
+    """Returns a row for each side: its fastest step and its largest peak memory."""
     from trainer.flops import flops_per_step
 
     pairs = sum(tokens * (tokens + 1) // 2 for tokens in document_lengths(length, args.documents))
@@ -247,15 +249,18 @@ def report(args) -> None:
     output_folder(args.output)
     rows = [row for length in args.lengths for row in compare(length, args)]
     print(
-        f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'planned':>8} {'matmul GFLOP/s':>15} "
+        f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'planned':>8} "
+        f"{'matmul GFLOP/s':>15} "
         f"{'share':>7} {'MFU':>6}"
     )
     for row in rows:
         peak = row["device_gib"] or row["peak_gib"]
         planned = f"{row['planned_gib']:.2f}" if row["device_gib"] and row["planned_gib"] else "-"
         print(
-            f"{row['side']:8} {row['length']:7} {row['tokens_per_second']:9.1f} {row['step_seconds']:8.2f} {peak:9.2f} "
-            f"{planned:>8} {row['matmul_gflops']:15.1f} {_percent(row['share_of_matmul']):>7} {_percent(row['mfu']):>6}"
+            f"{row['side']:8} {row['length']:7} {row['tokens_per_second']:9.1f} "
+            f"{row['step_seconds']:8.2f} {peak:9.2f} "
+            f"{planned:>8} {row['matmul_gflops']:15.1f} {_percent(row['share_of_matmul']):>7} "
+            f"{_percent(row['mfu']):>6}"
         )
     speeds = {(row["side"], row["length"]): row["tokens_per_second"] for row in rows}
     for length in args.lengths:

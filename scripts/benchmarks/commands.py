@@ -1,4 +1,4 @@
-"""What the commands of scripts.benchmarks share: their parser, JSON files, and measurements in a process of their own."""
+"""Shared by the benchmarks' commands: parsers, JSON files, and measurements in a new process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from scripts.benchmarks.results import ROOT
 
 
 def make_parser(name: str, docstring: str) -> argparse.ArgumentParser:
-    """Returns the parser of `python -m scripts.benchmarks.NAME` (of the package where the name is empty), described by the
-    first line of the module's docstring."""
+    """Returns the parser of `python -m scripts.benchmarks.NAME` (without a name, of the package).
+
+    Its description is the first line of the module's docstring.
+    """
     return argparse.ArgumentParser(
         prog=f"python -m scripts.benchmarks.{name}".rstrip("."),
         allow_abbrev=False,
@@ -48,7 +50,7 @@ def tokens_text(count: int) -> str:
 
 
 class ProcessFailed(UserError):
-    """A measurement's process failed; `reason` is its exit status and the last line of its standard error."""
+    """A measurement's process failed; `reason` is its exit status and its last line on stderr."""
 
     def __init__(self, command: list[str], reason: str):
         super().__init__(f"{' '.join(command)} {reason}")
@@ -56,7 +58,7 @@ class ProcessFailed(UserError):
 
 
 def python(*command: str) -> None:
-    """Prints and runs a command of this repository: what is given to Python, in the repository's folder.
+    """Prints and runs a Python command of this repository, from the repository's folder.
 
     Raises:
       ProcessFailed: its exit status is not 0.
@@ -68,7 +70,7 @@ def python(*command: str) -> None:
 
 
 def in_own_process(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
-    """Runs `python -m scripts.benchmarks.NAME`, so that its peak memory is its own, and returns its last line, read as JSON.
+    """Returns the last line, read as JSON, of `python -m scripts.benchmarks.NAME` in a new process.
 
     Raises:
       ProcessFailed: its exit status is not 0.

@@ -1,10 +1,11 @@
-"""A small model from scratch by a curriculum of lengths, and without one: finds one line among tens to thousands.
+"""Trains a small model from scratch, with and without a curriculum of lengths, to find one line.
 
     python -m scripts.benchmarks.curriculum --output runs/curriculum
 
-Trains configs/extension/lines_16k.yaml; and beside it the same model on its last stage's rows alone, for as many steps as take
-the same time. Both answer questions about records that fill up to the trained length, whose keys and numbers no training text
-has in any pair, and about longer ones. Whatever was finished is not done again: the same command goes on. Writes
+Trains configs/extension/lines_16k.yaml; and beside it the same model on its last stage's rows
+alone, for as many steps as take the same time. Both answer questions about records that fill up to
+the trained length, whose keys and numbers no training text has in any pair, and about longer ones.
+Whatever was finished is not done again: the same command goes on. Writes
 docs/results/curriculum.json and docs/curriculum.png.
 """
 
@@ -65,8 +66,10 @@ def train_staged(folder: Path) -> Path:
 
 
 def train_alone(folder: Path, staged: Path) -> Path:
-    """Trains on rows of the last stage's length alone for the time that all stages took, unless that is done; returns the run's
-    folder."""
+    """Trains at the last stage's length alone for the time of all stages, unless done.
+
+    Returns the run's folder.
+    """
     last = recipe()["stages"][-1]
     step = (
         json.loads((staged / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])[
@@ -128,7 +131,8 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
     """Writes the result: a row for each number of lines.
 
     Args:
-      staged, alone: scores with and without the curriculum, of the same cases; took: seconds of all stages.
+      staged, alone: scores with and without the curriculum, of the same cases; took: seconds of all
+        stages.
     """
     trained = recipe()["stages"][-1]["context_length"]
     rows, lines = {}, []
@@ -146,14 +150,17 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
         )
         lines.append([f"{score.num_lines:,}", f"{score.mean_prompt_tokens:,.0f}", *texts])
     stages = ", ".join(
-        f"{stage['steps']:,} steps of {stage['context_length']:,} tokens x {stage.get('batch_size', 1)}"
+        f"{stage['steps']:,} steps of {stage['context_length']:,} tokens x "
+        f"{stage.get('batch_size', 1)}"
         for stage in recipe()["stages"]
     )
     facts = [
-        f"Stages: {stages}; striped ring attention on 8 simulated devices. {took / 60:.0f} minutes, and as many without.",
+        f"Stages: {stages}; striped ring attention on 8 simulated devices. {took / 60:.0f} "
+        "minutes, and as many without.",
         f'A line, as in "line amber-otter: 41234", takes 6 tokens. Up to {LINES[-1]:,} lines, '
         "keys and numbers are in no training text; with more, no pair of them is.",
-        "Windows, layers, steps and learning rates were chosen by trying, on held-out losses and on line retrieval; "
+        "Windows, layers, steps and learning rates were chosen by trying, on held-out losses and "
+        "on line retrieval; "
         "docs/notes/retrieval.md says what was tried.",
         "One training seed; 95% intervals are Wilson's.",
     ]

@@ -1,10 +1,11 @@
-"""Decoding over the sequence axis: memory of a device on 1, 2, 4 and 8 of them, and the tokens after prompts of 8K.
+"""Measures decoding over the sequence axis: memory on 1 to 8 devices, and tokens after 8K prompts.
 
     python -m scripts.benchmarks.decoding [--context 16384]
 
-Memory is the compiler's, of a prefill of SmolLM2-135M with a cache for --context tokens: parameters, cache and temporaries. The
-tokens are those of the slow test of tests/model/test_decode.py, which this command runs: greedy continuations of 20 prompts of
-different lengths on eight simulated devices, on one, and of transformers. Writes docs/results/decoding.json.
+Memory is the compiler's, of a prefill of SmolLM2-135M with a cache for --context tokens:
+parameters, cache and temporaries. The tokens are those of the slow test of
+tests/model/test_decode.py, which this command runs: greedy continuations of 20 prompts of different
+lengths on eight simulated devices, on one, and of transformers. Writes docs/results/decoding.json.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DEPENDS_ON = (
 
 
 def memory_rows(context: int) -> list[tuple[int, float, float]]:
-    """Returns (devices, MiB that a prefill takes on each, MiB of it that are the cache), for each number of DEVICES."""
+    """Returns (devices, MiB of a prefill per device, MiB of its cache) for each of DEVICES."""
     import jax
     import jax.numpy as jnp
 
@@ -47,7 +48,8 @@ def memory_rows(context: int) -> list[tuple[int, float, float]]:
         sizes = generator.prefill_bytes(generator.cached), generator.cached.bytes_per_device
         rows.append((count, sizes[0] / 2**20, sizes[1] / 2**20))
         print(
-            f"{count} devices: {rows[-1][1]:,.0f} MiB of each, of it {rows[-1][2]:,.0f} of the cache",
+            f"{count} devices: {rows[-1][1]:,.0f} MiB of each, of it {rows[-1][2]:,.0f} of the "
+            "cache",
             flush=True,
         )
     return rows
@@ -105,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             tables={"a prefill": prefill},
             note="docs/notes/retrieval.md",
             facts=[
-                "SmolLM2-135M's sizes, float32, chunks of 4,096 tokens; the tokens are a small model's, "
+                "SmolLM2-135M's sizes, float32, chunks of 4,096 tokens; the tokens are a small "
+                "model's, "
                 "equal but where transformers' two best logits are within 1e-3."
             ],
         ),

@@ -1,14 +1,15 @@
-"""Makes the plans of docs/plans/plans.json again with the installed compilers, and prints what moved.
+"""Makes the plans of docs/plans/plans.json again with the installed compilers; prints changes.
 
     make evidence, or
-    python -m scripts.benchmarks.evidence                  # every plan that other versions or flags made
+    python -m scripts.benchmarks.evidence            # plans that other versions or flags made
     python -m scripts.benchmarks.evidence --only h100 1m   # those whose name has all of these words
-    python -m scripts.benchmarks.evidence --again          # also those that the same versions made, as code has changed since
-    python -m scripts.benchmarks.evidence --list           # which plan was made with what; makes none
-    python -m scripts.benchmarks.evidence --times          # estimated times anew by today's cost model; compiles nothing
+    python -m scripts.benchmarks.evidence --again    # also those of these versions
+    python -m scripts.benchmarks.evidence --list     # lists versions, makes none
+    python -m scripts.benchmarks.evidence --times    # estimates times again, compiles nothing
 
-A plan's own fields are its command, but for plans of recipes, which are made from the recipe. Each new plan replaces the stored
-one; one that no longer fits is printed, and the stored one stays. Table 3 has a command of its own (scripts.benchmarks.table3).
+A plan's own fields are its command, but for plans of recipes, which are made from the recipe. Each
+new plan replaces the stored one; one that no longer fits is printed, and the stored one stays.
+Table 3 has a command of its own (scripts.benchmarks.table3).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def flags_of(plan: dict[str, Any]) -> dict[str, str]:
 
 
 def stored_flags(plan: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Returns `flags_of` as `made_with` holds it, which says nothing of flags where there were none."""
+    """Returns `flags_of` as `made_with` holds it: nothing if there were no flags."""
     return {"flags": flags_of(plan)} if flags_of(plan) else {}
 
 

@@ -1,11 +1,12 @@
-"""SmolLM2-135M-Instruct at 16,384 tokens, twice the length it knows: as it is, with RoPE rescaled, and trained a little.
+"""Runs SmolLM2-135M at 16,384 tokens, twice its length: as is, with RoPE rescaled, and trained.
 
     python -m scripts.benchmarks.extension --model HF_DIR --text TEXT.txt --book BOOK.txt
 
-Trains configs/smollm2_16k.yaml on a text, and predicts another book from rows of 16,384 tokens. The targets are those
-with 8,192 tokens before them or more, each predicted three times: from at most 1,024 and 8,192 tokens before it, and from all.
-Where a model uses the whole row, its perplexity falls from one to the next. Whatever was finished is not done again: the same
-command goes on. Writes docs/results/extension.json.
+Trains configs/smollm2_16k.yaml on a text, and predicts another book from rows of 16,384 tokens. The
+targets are those with 8,192 tokens before them or more, each predicted three times: from at most
+1,024 and 8,192 tokens before it, and from all. Where a model uses the whole row, its perplexity
+falls from one to the next. Whatever was finished is not done again: the same command goes on.
+Writes docs/results/extension.json.
 """
 
 from __future__ import annotations
@@ -52,14 +53,16 @@ def train(args: argparse.Namespace) -> Path:
 
 
 def losses(checkpoint: str, args: argparse.Namespace, name: str, *options: str) -> dict:
-    """Predicts the book, unless that is done; returns what scripts.loss_by_position wrote of the targets beyond KNOWN tokens.
+    """Predicts the book unless done; returns the losses of targets beyond KNOWN tokens.
 
     Args:
-      checkpoint: a run or a Hugging Face folder; name: of the folder within --output; options: further flags of the recipe.
+      checkpoint: a run or a Hugging Face folder; name: of the folder within --output; options:
+        further flags of the recipe.
 
     Returns:
-      Two dictionaries of rows as Buckets.rows gives them, in nats: `losses` by the length of pieces in tokens (LENGTH for the
-      whole text), and `gains`, what the whole text gains over pieces of that length.
+      Two dictionaries of rows as Buckets.rows gives them, in nats: `losses` by the length of pieces
+      in tokens (LENGTH for the whole text), and `gains`, what the whole text gains over pieces of
+      that length.
     """
     table = Path(args.output) / name / "loss_by_position.json"
     if not table.exists():
@@ -102,8 +105,7 @@ def gain(bucket: dict) -> str:
 
 
 def is_falling(model: dict) -> bool:
-    """Returns whether a model, as `losses` gives it, predicts better from longer pieces, and from the whole text best, by more
-    than chance explains."""
+    """Returns whether a model predicts better from longer pieces, by more than the interval."""
     bucket = model["gains"][KNOWN]
     ordered = [model["losses"][tokens]["loss_nats_per_target"] for tokens in (*PIECES, LENGTH)]
     return (
@@ -116,7 +118,8 @@ def save_result(models: dict[str, dict], took: float, steps: int) -> None:
     """Writes the result: what the whole text gains over the length that the model knows.
 
     Args:
-      models: what `losses` returns, by the names of GOALS; took: seconds of the training; steps: of the training.
+      models: what `losses` returns, by the names of GOALS; took: seconds of the training; steps: of
+        the training.
     """
     rows, lines = {}, []
     for name, model in models.items():
@@ -144,7 +147,8 @@ def save_result(models: dict[str, dict], took: float, steps: int) -> None:
         )
     }
     facts = [
-        f"{targets:,} targets of {ROWS} rows of a book that was not trained on; each has 8,192 tokens or more before it.",
+        f"{targets:,} targets of {ROWS} rows of a book that was not trained on; each has 8,192 "
+        "tokens or more before it.",
         f"Trained for {steps} steps of {LENGTH:,} tokens of another book, {took / 60:.0f} minutes.",
         "Intervals are of the differences of each target's two losses, taken as independent.",
     ]

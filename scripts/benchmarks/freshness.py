@@ -1,9 +1,10 @@
-"""What a result depends on: a digest of the programs in files, which a changed program changes and a rename does not.
+"""A digest of the programs a result depends on; changed programs change it, renames do not.
 
-Of Python files the digest is of what runs: without comments, docstrings, annotations, imports and the words of messages, with
-every name that the files define themselves replaced by its number in the statement. Names of libraries stay, since exp is not
-log. So other names, another format, another file for a function or another order of functions age nothing. A function that is
-cut in two counts as changed, though it computes the same. Of other files the digest is of their bytes.
+Of Python files the digest is of what runs: without comments, docstrings, annotations, imports and
+the words of messages, with every name that the files define themselves replaced by its number in
+the statement. Names of libraries stay, since exp is not log. So other names, another format,
+another file for a function or another order of functions age nothing. A function that is cut in two
+counts as changed, though it computes the same. Of other files the digest is of their bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-# Fields of Python's syntax tree that say nothing about what runs, or that only some versions of Python have.
+# Fields of Python's syntax tree that say nothing about what runs, or that only some versions of
+# Python have.
 _LEFT_OUT = {
     "annotation",
     "returns",
@@ -38,7 +40,7 @@ def fingerprint(pattern: str, root: Path) -> str:
 
 @functools.cache
 def digest(files: tuple[tuple[str, bytes], ...]) -> str:
-    """Returns the digest, 16 hexadecimal digits, of files given as (path, content); the same files are read once."""
+    """Returns the digest (16 hex digits) of files given as (path, content), cached."""
     others, trees = [], []
     for path, content in files:
         if path.endswith(".py"):
@@ -51,7 +53,7 @@ def digest(files: tuple[tuple[str, bytes], ...]) -> str:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yields the statements of a module that run something: no imports, and no strings by themselves."""
+    """Yields a module's statements that run something: no imports, no bare strings."""
     for statement in tree.body:
         if not isinstance(statement, ast.Import | ast.ImportFrom) and not _is_string(statement):
             yield statement
@@ -66,7 +68,7 @@ def _is_string(node: ast.AST) -> bool:
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
-    """Yields the names that a module defines: of functions, classes, arguments, variables and attributes that are assigned."""
+    """Yields the names a module defines: functions, classes, arguments, variables, attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -79,7 +81,7 @@ def _defined(tree: ast.AST) -> Iterator[str]:
 
 
 def _text(node: object, defined: set[str], numbers: dict[str, int]) -> str:
-    """Returns a syntax tree as text, each defined name being its number in `numbers`, which grows by those not seen before."""
+    """Returns a syntax tree as text in which each defined name is its number in `numbers`."""
     if isinstance(node, list):
         return (
             "["

@@ -1,10 +1,10 @@
-"""Compares Gemma 3 270M, whose layers are of two kinds, with transformers: loss on a book, greedy continuations.
+"""Compares Gemma 3 270M with transformers: loss on a book, and greedy continuations.
 
     python -m scripts.make_gemma3 HF_DIR
     python -m scripts.benchmarks.gemma3 --model HF_DIR --book BOOK.txt [--tokens 2048]
 
-Ours runs in float32 on four simulated devices, fsdp 1 x tensor 2 x sequence 2, by the striped ring; the text is longer than the
-windows. Writes docs/results/gemma3.json.
+Ours runs in float32 on four simulated devices, fsdp 1 x tensor 2 x sequence 2, by the striped ring;
+the text is longer than the windows. Writes docs/results/gemma3.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEPENDS_ON = (
 def by_transformers(
     folder: str, question: list[int], text: list[int]
 ) -> tuple[list[int], Float64[np.ndarray, " N"]]:
-    """Returns transformers' greedy continuation of the question, and the loss of each token of the text but the first."""
+    """Returns transformers' greedy answer and the losses of the text's tokens after the first."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -95,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     largest = float(np.abs(losses - expected).max())
     answers = [tokenizer.decode(ids).strip().splitlines()[0] for ids in (answer, expected_answer)]
     print(
-        f"loss on {len(text):,} tokens: {losses.mean():.6f}, transformers {expected.mean():.6f}; of a token, at most "
+        f"loss on {len(text):,} tokens: {losses.mean():.6f}, transformers {expected.mean():.6f}; "
+        "of a token, at most "
         f"{largest:.1e} apart\n{QUESTION} {answers[0]}"
     )
     rows = {

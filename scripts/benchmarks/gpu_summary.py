@@ -1,4 +1,4 @@
-"""The rows and tables of the result `gpu`: what one NVIDIA GPU ran, beside its other attention kernels and the plans."""
+"""The rows and tables of `gpu` and `gpu_steps`: one NVIDIA GPU beside its peers and the plans."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def _kernels(out: Path) -> tuple[Rows, Tables]:
         if block == "packed":
             of_causal = line["tflops"] / seconds[length, "diagonal", name, "ours"]["tflops"]
             rows[f"packed_over_causal_{name.partition('+')[2] or name}_{length}"] = row(
-                f"{tokens_text(length)}, {name.replace('+', ' + ')}: packed rows over a causal row's rate",
+                f"{tokens_text(length)}, {name.replace('+', ' + ')}: packed rows over a causal "
+                "row's rate",
                 f"{of_causal:.0%}",
                 f"{PACKED:.0%}",
                 of_causal >= PACKED,
@@ -151,7 +152,8 @@ def _steps(out: Path) -> tuple[Rows, Tables]:
         differences.append(abs(step["planned_gib"] / step["device_gib"] - 1))
         length = tokens_text(step["length"])
         rows[path.parent.name] = row(
-            f"step, {length}, {step['layers']} layers of 8B, {step['remat']}, kernel {step['kernel']}: tokens/s, MFU",
+            f"step, {length}, {step['layers']} layers of 8B, {step['remat']}, kernel "
+            f"{step['kernel']}: tokens/s, MFU",
             f"{step['tokens_per_second']:,.0f}, {step['mfu']:.0%}",
             f"{MFU:.0%}",
             step["mfu"] >= MFU,
@@ -184,7 +186,7 @@ def _steps(out: Path) -> tuple[Rows, Tables]:
 
 
 def gpu_steps(out: Path) -> tuple[Rows, Tables]:
-    """Returns the rows and the table of whole steps beside transformers + Liger, from the files `*/step.json` in `out`."""
+    """Returns the rows and table of whole steps, from `*/step.json` in `out`."""
     rows, lines = {}, []
     for path in sorted(out.glob("*/step.json")):
         sides = read_json(path)

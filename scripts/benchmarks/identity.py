@@ -1,8 +1,9 @@
-"""Asks a Hugging Face model who it is: ten questions, greedy, by transformers, in the model's own chat template.
+"""Asks a Hugging Face model who it is: ten questions, greedy, by transformers.
 
     python -m scripts.benchmarks.identity HF_DIR [--unseen FILE.json] [--output OUT.json]
 
-The answers before and after fine-tuning on identity conversations show what it did. Needs the test requirements (torch).
+The answers before and after fine-tuning on identity conversations show what it did. Needs the test
+requirements (torch).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NAME = "Vicuna"
 
 
 def ask(folder: Path, questions=QUESTIONS, new_tokens: int = 40) -> list[str]:
-    """Returns the greedy answers of the model in `folder`, to each question in a conversation of its own."""
+    """Returns the greedy answer of the model in `folder` to each question, asked alone."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

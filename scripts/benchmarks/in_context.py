@@ -1,13 +1,17 @@
-"""Trains and evaluates in-context reinforcement learning: behaviour cloning of the best tenth, Decision Transformer, and
-Agentic Transformer with 2, 8 and on the first task 4 episodes in a context, on episodes of scripts.collect_trajectories.
+"""Trains and evaluates in-context reinforcement learning on collected episodes.
 
-    python -m scripts.benchmarks.in_context --tasks cartpole_swingup walker_stand --data trajectories/collected
+The methods are behaviour cloning of the best tenth, Decision Transformer, and
+Agentic Transformer with 2, 8 and on the first task 4 episodes in a context, on episodes of
+scripts.collect_trajectories.
 
-All see the same episodes, have the same parameters and take the same number of steps of 16 episodes each. Agentic Transformers
-learn the actions of a context's last episode, the best one, and take their first steps with one episode in a context: with many
-from the start, they hardly learn in that time (docs/notes/in_context.md). Whatever was finished is not done again: the same
-command goes on, in the middle of a training too. Writes docs/results/in_context.json, each method of each task beside those
-that are stored, and docs/in_context.png.
+    python -m scripts.benchmarks.in_context --tasks cartpole_swingup --data trajectories/collected
+
+All see the same episodes, have the same parameters and take the same number of steps of 16 episodes
+each. Agentic Transformers learn the actions of a context's last episode, the best one, and take
+their first steps with one episode in a context: with many from the start, they hardly learn in that
+time (docs/notes/in_context.md). Whatever was finished is not done again: the same command goes on,
+in the middle of a training too. Writes docs/results/in_context.json, each method of each task
+beside those that are stored, and docs/in_context.png.
 """
 
 from __future__ import annotations
@@ -62,16 +66,21 @@ TABLES = {
 }
 FACTS = [
     "Agentic Transformers learn the actions of a context's last episode alone.",
-    "That was chosen after cartpole's evaluation was seen (204 beside 171 with all episodes), then used for all tasks.",
-    "500 steps were measured first, with 5 evaluation seeds, and were too few: held-out losses were still falling.",
-    f"A step takes {EPISODES_IN_A_STEP} episodes. Agentic Transformers take their first steps with one episode in a "
+    "That was chosen after cartpole's evaluation was seen (204 beside 171 with all episodes), then "
+    "used for all tasks.",
+    "500 steps were measured first, with 5 evaluation seeds, and were too few: held-out losses "
+    "were still falling.",
+    f"A step takes {EPISODES_IN_A_STEP} episodes. Agentic Transformers take their first steps with "
+    "one episode in a "
     "context: 200 of 500, 500 of 2000.",
     "One training seed, 0, unless a table names others; all asked for the best return in the data.",
     "The three walker tasks learn from the episodes of all three, each with its own rewards.",
-    "Minutes are of training, with its evaluations and saves; of two methods that share a first stage, both count it.",
+    "Minutes are of training, with its evaluations and saves; of two methods that share a first "
+    "stage, both count it.",
 ]
 PAPER_TITLE = "Ring Attention, Table 5: other data, other sizes, not comparable as numbers"
-# Ring Attention, Table 5: BC-10%, DT, AT with 32 and with 128 trajectories, on ExoRL's data and with 350M parameters.
+# Ring Attention, Table 5: BC-10%, DT, AT with 32 and with 128 trajectories, on ExoRL's data and
+# with 350M parameters.
 PAPER = {
     "walker_stand": (52.91, 34.54, 95.45, 98.23),
     "walker_run": (34.81, 49.82, 105.88, 110.45),
@@ -92,9 +101,10 @@ DEPENDS_ON = (
 
 
 def run_one(task: str, method: str, seed: int, args: argparse.Namespace) -> dict:
-    """Trains and evaluates one method on one task, unless that is done; returns what eval.in_context wrote.
+    """Trains and evaluates one method on one task unless done; returns eval.in_context's result.
 
-    A finished training is evaluated again where more seeds are asked for than it was evaluated with.
+    A finished training is evaluated again where more seeds are asked for than it was evaluated
+    with.
     """
     options = METHODS[method]
     name = "".join(letter if letter.isalnum() else "_" for letter in method.lower())
@@ -157,7 +167,7 @@ def run_one(task: str, method: str, seed: int, args: argparse.Namespace) -> dict
 
 
 def stages(in_context: int, tokens: int, steps: int) -> list[dict[str, int]]:
-    """Returns the stages of a training: one episode in a context, then `in_context`; none where that is one.
+    """Returns a training's stages: one episode per context, then `in_context`; none if that is one.
 
     Args:
       tokens: of an episode; steps: of the whole training.
@@ -182,7 +192,7 @@ def stages(in_context: int, tokens: int, steps: int) -> list[dict[str, int]]:
 
 
 def take_first_stage(folder: Path, seed: int) -> None:
-    """Copies the finished first stage of another method of the same task and seed, which is the same run for all."""
+    """Copies the first stage of another method with the same task and seed: it is the same run."""
     target = folder / "stages" / "1"
     finished = [
         run / "stages" / "1"
@@ -197,7 +207,7 @@ def take_first_stage(folder: Path, seed: int) -> None:
 
 
 def save_result(results: dict[tuple[str, str, int], list[dict]], command: str) -> None:
-    """Writes the results of some methods beside the others that are stored; half a table is saved as half a table.
+    """Stores the results of some methods, and keeps the others that are stored.
 
     Args:
       results: (task, method, steps) -> what eval.in_context wrote, for each training seed.
@@ -253,7 +263,7 @@ def save_result(results: dict[tuple[str, str, int], list[dict]], command: str) -
 
 
 def _task_row(task: str, lines: list[list[str]]) -> dict[str, str]:
-    """Returns the row of a task: its methods after most steps, out of the lines of the table of SCORES."""
+    """Returns a task's row: its methods at the largest number of steps, by SCORES."""
     steps = max((line[2] for line in lines), key=int)
     scores = {line[1]: line[3] for line in lines if line[2] == steps}
     text = "; ".join(
@@ -306,7 +316,7 @@ def _add_lines(tables: dict[str, dict[str, list]], line: list[str], by_seed: lis
 
 
 def plot(path: Path) -> None:
-    """Draws each method's mean return over its episodes, as a share of the best return in the data, by task."""
+    """Draws each method's mean return by task, as a share of the best return in the data."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -340,7 +350,9 @@ def plot(path: Path) -> None:
     )
     axes.set(
         ylabel="mean return of 8 episodes / best in data",
-        title="Mean return of 8 episodes in one context, against the best in the data (95% intervals)",
+        title=(
+            "Mean return of 8 episodes in one context, against the best in the data (95% intervals)"
+        ),
         ylim=(0, 1),
     )
     axes.legend(fontsize="small", ncols=len(METHODS))
@@ -393,7 +405,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             ]
             save_result(
                 results,
-                f"python -m scripts.benchmarks.in_context --tasks {' '.join(args.tasks)} --steps {args.steps}",
+                f"python -m scripts.benchmarks.in_context --tasks {' '.join(args.tasks)} --steps "
+                f"{args.steps}",
             )
             plot(ROOT / "docs" / "in_context.png")
 

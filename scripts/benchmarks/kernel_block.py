@@ -1,4 +1,4 @@
-"""One block of attention that bench_kernels measures: its size and kind (`Case`) and its arrays (`Block`)."""
+"""One block of attention for bench_kernels: its size and kind (`Case`), its arrays (`Block`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from jaxtyping import Bool, Float, Int
 MEMORY = Path("/proc/meminfo")
 BLOCKS = ("diagonal", "strict", "full", "packed", "empty")
 DOCUMENTS = 16
-DRAWN = 4096  # tokens whose vectors are drawn; longer blocks repeat them, since drawing would take longer than attention
+# Tokens whose vectors are drawn; longer blocks repeat them, since drawing takes longer than attention.
+DRAWN = 4096
 
 
 class LeftOut(Exception):
@@ -28,9 +29,10 @@ class Case:
 
     Attributes:
       peer: a key of PEERS.
-      block: one of BLOCKS, all of them causal. `diagonal`: queries against keys of the same tokens; `strict`: against keys
-        one index later each (an upper round of a striped ring); `full`: against earlier tokens; `empty`: against later ones;
-        `packed`: as diagonal, with DOCUMENTS documents of random lengths.
+      block: one of BLOCKS, all of them causal. `diagonal`: queries against keys of the same tokens;
+        `strict`: against keys one index later each (an upper round of a striped ring); `full`:
+        against earlier tokens; `empty`: against later ones; `packed`: as diagonal, with DOCUMENTS
+        documents of random lengths.
       length: tokens of the block of queries and of the block of keys.
       backward: whether the gradients are computed as well.
       kernel, tile: our kernel's name and the tokens on its tiles' sides, 0 for its own.
@@ -67,12 +69,12 @@ class Case:
         return int(pairs.sum())
 
     def flops(self) -> float:
-        """Returns the FLOPs of the visible pairs: two matrix products forward, five more backward (scores are recomputed)."""
+        """Returns the FLOPs of visible pairs: two products forward, five more backward."""
         return 2.0 * self.head_dim * self.heads * self.visible_pairs() * (7 if self.backward else 2)
 
 
 class Block(NamedTuple):
-    """A case's arrays on the host; all tokens' segment ids are those of the queries and of the keys."""
+    """A case's arrays on the host; queries and keys have the same segment ids."""
 
     q: Float[np.ndarray, "1 T Hq D"]
     k: Float[np.ndarray, "1 T Hkv D"]
@@ -108,7 +110,7 @@ def make_block(case: Case) -> Block:
 def _vectors(
     length: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[Float[np.ndarray, "1 T H D"], ...]:
-    """Returns random q, k, v and dout; of a long block, those of its first tokens again and again."""
+    """Returns random q, k, v and dout; long blocks repeat the vectors of their first tokens."""
     rng, repeats = np.random.default_rng(0), -(-length // DRAWN)
     drawn = (
         rng.standard_normal((1, min(length, DRAWN), count, head_dim), dtype=np.float32)
@@ -118,7 +120,7 @@ def _vectors(
 
 
 def refuse_dense(case: Case, copies: int) -> None:
-    """Raises LeftOut for a peer whose `copies` of T x T float32 scores would not fit the host, before the host swaps."""
+    """Raises LeftOut if `copies` of T x T float32 scores would not fit in free host memory."""
     needed, free = (
         copies * 4 * case.heads * case.length**2,
         os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

@@ -1,9 +1,9 @@
-"""Makes measurements of bench_kernels in a process of their own, so that their peak memory is their own.
+"""Measures cases of bench_kernels in a process of their own, for an honest peak of memory.
 
-    python -m scripts.benchmarks.kernel_case '[{"peer": "ours", "block": "diagonal", "length": 4096, "backward": true}]'
+    python -m scripts.benchmarks.kernel_case '[{"peer": "ours", "block": "diagonal", ...}]'
 
-Takes a list of `Case`s as JSON and prints their measurements as JSON. For {"peer": "matmul", ...} it measures the device's rate
-of matrix products and describes the device.
+Takes a list of `Case`s as JSON and prints their measurements as JSON. For {"peer": "matmul", ...}
+it measures the device's rate of matrix products and describes the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 from .kernel_block import Case, LeftOut, make_block
 from .kernel_peers import PEERS
 
-# (batch, m, k, n): one large product and, on a CPU, products as large as those of a tile of attention. The best rate counts.
+# (batch, m, k, n): one large product and, on a CPU, products as large as those of a tile of
+# attention. The best rate counts.
 PRODUCTS = {
     "cpu": ((1, 2048, 2048, 2048), (8, 512, 512, 512), (8, 512, 64, 512)),
     "other": ((1, 8192, 8192, 8192),),
@@ -29,7 +30,7 @@ PRODUCTS = {
 
 
 def best_of(run: Callable, repeats: int) -> tuple[float, float]:
-    """Returns the least wall-clock seconds and the least processor seconds (of all threads) of `repeats` runs."""
+    """Returns the least wall-clock seconds and the least CPU seconds of `repeats` runs."""
     times = []
     for _ in range(repeats):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -39,7 +40,7 @@ def best_of(run: Callable, repeats: int) -> tuple[float, float]:
 
 
 def _host_bytes(field: str) -> int:
-    """Returns this process's memory: `VmRSS`, the current, or `VmHWM`, the peak since it was last reset."""
+    """Returns this process's memory: `VmRSS` (current) or `VmHWM` (peak since its reset)."""
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes, and only the peak
@@ -48,8 +49,10 @@ def _host_bytes(field: str) -> int:
 
 
 def _memory_readers() -> tuple[Callable[[], int], Callable[[], int], bool]:
-    """Returns functions for the current and the peak bytes, of the accelerator where there is one, else of this process; and
-    whether the peak is that of the time since this call."""
+    """Returns functions for the current and peak bytes (of the accelerator if there is one).
+
+    The third value says whether the peak counts from this call.
+    """
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch and torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -65,8 +68,10 @@ def _memory_readers() -> tuple[Callable[[], int], Callable[[], int], bool]:
 
 
 def first_run_mib(run: Callable) -> float | None:
-    """Returns the peak of the first run beyond what was held before it, the program and the inputs; None where the memory was
-    as full before and its peak cannot be reset."""
+    """Returns the first run's peak beyond what was held before it; None if it cannot be told.
+
+    That is where memory was as full before and its peak cannot be reset.
+    """
     current, peak, was_reset = _memory_readers()
     before, former_peak = current(), peak()
     run()
@@ -74,7 +79,7 @@ def first_run_mib(run: Callable) -> float | None:
 
 
 def measure(case: Case) -> dict:
-    """Returns seconds, processor seconds and peak memory of one case, or {"left_out": the reason}."""
+    """Returns a case's seconds, CPU seconds and peak memory, or {"left_out": the reason}."""
     try:
         run = PEERS[case.peer](case, make_block(case))
         peak = first_run_mib(run)
@@ -83,13 +88,16 @@ def measure(case: Case) -> dict:
         return {"left_out": str(reason)}
     except Exception as error:  # another peer's failure must not lose the cases after it
         return {
-            "left_out": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+            "left_out": (
+                f"{type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+            )
         }
     return {"seconds": wall, "cpu_seconds": cpu, "peak_mib": peak}
 
 
 def measure_products(dtype: str) -> dict:
-    """Returns the device and its best rate of matrix products in `dtype` with float32 results, in FLOP/s."""
+    """Returns the device and its best matmul rate in `dtype` with float32 results, in FLOP/s."""
     import jax
     import jax.numpy as jnp
 
@@ -102,7 +110,8 @@ def measure_products(dtype: str) -> dict:
             for seed, shape in enumerate(((batch, m, k), (batch, k, n)))
         )
         multiply(a, b).block_until_ready()
-        # Several are in flight at once, so that an accelerator does not wait for the host between them.
+        # Several are in flight at once, so that an accelerator does not wait for the host between
+        # them.
         seconds, _ = best_of(
             lambda a=a, b=b: jax.block_until_ready([multiply(a, b) for _ in range(10)]), 8
         )

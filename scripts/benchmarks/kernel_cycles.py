@@ -1,14 +1,16 @@
-"""Reads the cycles of a tile of each TPU kernel, ours and jax's splash attention, from what the TPU's compiler makes of it.
+"""Counts the cycles of the TPU kernels' tiles, ours and splash attention's, by the compiler.
 
     python -m scripts.benchmarks.kernel_cycles            # compiles all, and writes docs/results/kernel_cycles.json and, for
-                                                          # the cost model, planning/costs/kernel_cycles.json
-    python -m scripts.benchmarks.kernel_cycles --check    # compiles ours, and fails where one is slower than stored
+                                                          # the cost model,
+                                                          planning/costs/kernel_cycles.json
+    python -m scripts.benchmarks.kernel_cycles --check    # fails if one of ours is slower
 
-Needs no TPU. The compiler schedules a kernel into bundles, each of which takes a cycle where nothing waits, and prints them
-(`--xla_jf_dump_llo_text`). A kernel's tile of scores is a region of its own there. Ours have three: a tile without a mask, a
-part of a masked tile, a quarter of it, whose tokens are all of one document, and a part with tokens of several. On the causal
-diagonal three of four parts are computed. Splash attention masks all tiles or none; it is compiled without a mask, for the
-generations that have goals.
+Needs no TPU. The compiler schedules a kernel into bundles, each of which takes a cycle where
+nothing waits, and prints them (`--xla_jf_dump_llo_text`). A kernel's tile of scores is a region of
+its own there. Ours have three: a tile without a mask, a part of a masked tile, a quarter of it,
+whose tokens are all of one document, and a part with tokens of several. On the causal diagonal
+three of four parts are computed. Splash attention masks all tiles or none; it is compiled without a
+mask, for the generations that have goals.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A kernel's bundles: of all of it, and of each region that computes a tile, in the order of the text."""
+    """A kernel's bundles: all of them, and those of each region that computes a tile, in order."""
 
     bundles: int
     tiles: list[int]
@@ -71,8 +73,8 @@ class Program:
 def read_program(text: str) -> Program:
     """Reads the final bundles of a kernel, as the compiler prints them.
 
-    A tile's region is one with matrix products that contains no smaller region with any. What it has inside without products,
-    which prepares the first such tile, is not counted as the tile's.
+    A tile's region is one with matrix products that contains no smaller region with any. What it
+    has inside without products, which prepares the first such tile, is not counted as the tile's.
     """
     starts = [*BUNDLE.finditer(text)]
     ends = [*(match.start() for match in starts[1:]), len(text)]
@@ -154,7 +156,7 @@ def compile_ours(mesh, direction: str) -> None:
 
 
 def compile_splash(mesh, direction: str) -> None:
-    """Compiles a pass of splash attention without a mask, by whole tiles, the backward fused: its fastest form."""
+    """Compiles a pass of splash attention in its fastest form: no mask, fused backward."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -182,7 +184,7 @@ def compile_splash(mesh, direction: str) -> None:
 
 
 def compile_case(case: Case, folder: Path) -> dict:
-    """Compiles a case in this process, whose compiler prints into the folder, and returns its Program.
+    """Compiles a case in this process and returns its Program; the compiler prints into `folder`.
 
     Raises:
       UserError: the compiler printed no such kernel.
@@ -215,7 +217,10 @@ def compile_case(case: Case, folder: Path) -> dict:
 def measure(case: Case) -> Program:
     """Compiles a case in a process of its own: a compiler takes its flags when it is loaded."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=^final_bundles$"
+        flags = (
+            f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+            "--xla_jf_dump_llo_pass_label_regex=^final_bundles$"
+        )
         return Program(
             **in_own_process(
                 NAME,
@@ -235,7 +240,7 @@ def measure_line(generation: str, direction: str, kernel: str) -> list:
 
 
 def summarize(lines: list[list]) -> dict[str, dict[str, str]]:
-    """Returns the rows of the result: each pass of ours beside splash attention's, and masked tiles beside full ones."""
+    """Returns the result's rows: ours against splash attention, masked tiles against full ones."""
     table = {tuple(line[:3]): line[3:] for line in lines}
     rows = {}
     for generation, direction in itertools.product(GOALS, PASSES):
@@ -293,7 +298,8 @@ def write() -> None:
     save(
         NAME,
         measured(
-            f"Bundles of a tile of {TILE} x {TILE} scores, heads of {HEAD_DIM}, bfloat16, by the TPU's compiler",
+            f"Bundles of a tile of {TILE} x {TILE} scores, heads of {HEAD_DIM}, bfloat16, by the "
+            "TPU's compiler",
             summarize(lines),
             f"python -m scripts.benchmarks.{NAME}",
             ("model/attention/kernels/tpu*.py", f"scripts/benchmarks/{NAME}.py"),
@@ -305,15 +311,17 @@ def write() -> None:
 
 
 def check() -> int:
-    """Compiles our kernels and prints them beside the stored ones; returns 1 where one has become slower, else 0.
+    """Prints our kernels beside the stored ones; returns 1 if one has become slower, else 0.
 
-    Compilers of other versions than the stored result's are not compared: what differs then may be theirs.
+    Compilers of other versions than the stored result's are not compared: what differs then may be
+    theirs.
     """
     result, installed = load(NAME), versions()
     for package in COMPILERS:
         if installed.get(package) != result.versions[package]:
             print(
-                f"{package} {installed.get(package)}: not compared; the stored bundles are of {result.versions[package]}"
+                f"{package} {installed.get(package)}: not compared; the stored bundles are of "
+                f"{result.versions[package]}"
             )
             return 0
     stored = {

@@ -1,13 +1,15 @@
-"""Compares the attention kernels, as this machine's compiler makes them, with dense float64: out, lse and all gradients.
+"""Compares the attention kernels, compiled for this machine, with dense float64.
 
-    python -m scripts.benchmarks.kernel_exactness [--kernels gpu mosaic] [--dtypes bfloat16 float32] [--output DIR]
+    python -m scripts.benchmarks.kernel_exactness [--kernels gpu mosaic] [--dtypes bfloat16]
     python -m scripts.benchmarks.kernel_exactness --kernels auto --dtypes bfloat16 --long 1048576
 
-The tests run the kernels for accelerators in JAX's interpreters, which have neither their matrix units nor their asynchronous
-copies; this command runs the real ones. Two shards of a row attend as in a ring, every block of queries over every block of
-keys and on top of what was seen before. An error is the norm of the difference over the norm of the truth; of lse it is the
-largest difference. With --long, a row of that many tokens in a window instead, whose results have more elements than 32 bits
-count, compared at its beginning, middle and end. Prints a line for each case and writes kernel_exactness.json.
+The tests run the kernels for accelerators in JAX's interpreters, which have neither their matrix
+units nor their asynchronous copies; this command runs the real ones. Two shards of a row attend as
+in a ring, every block of queries over every block of keys and on top of what was seen before. An
+error is the norm of the difference over the norm of the truth; of lse it is the largest difference.
+With --long, a row of that many tokens in a window instead, whose results have more elements than 32
+bits count, compared at its beginning, middle and end. Prints a line for each case and writes
+kernel_exactness.json.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from trainer import entry
 ROWS, LENGTH, HEADS, KV_HEADS = 2, 1180, 4, 2  # 1,180: no multiple of any tile
 HEAD_DIMS = (64, 128, 256)
 MASKS = {"causal": Mask(), "window 300": Mask(window=300), "full": Mask(causal=False)}
-# Documents of a row: one; several, with padding behind them; several, with padding inside one of them as well.
+# Documents of a row: one; several, with padding behind them; several, with padding inside one of
+# them as well.
 PACKINGS = ("one", "packed", "interrupted")
 CASES = (
     ("causal", "contiguous", "packed"),
@@ -45,7 +48,8 @@ CASES = (
 # Of --long: heads as of LLaMA-3.1-8B, whose last ones, farthest into an array, are compared.
 LONG_HEADS, LONG_KV_HEADS, LONG_HEAD_DIM, LONG_WINDOW, LONG_PART = 32, 8, 128, 500, 64
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-# Operands of 16 bits carry 8 bits of a number, weights among them. Chosen before any device had been asked.
+# Operands of 16 bits carry 8 bits of a number, weights among them. Chosen before any device had
+# been asked.
 LIMITS = {"bfloat16": {"lse": 1e-3, "other": 1e-2}, "float32": {"lse": 1e-5, "other": 1e-5}}
 
 
@@ -64,7 +68,7 @@ def documents(packing: str) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def arrays(head_dim: int, dtype: str) -> list[np.ndarray]:
-    """Returns q and dout [ROWS, LENGTH, HEADS, D], k and v [ROWS, LENGTH, KV_HEADS, D], as q, k, v, dout in `dtype`."""
+    """Returns q, k, v, dout: [ROWS, LENGTH, HEADS or KV_HEADS, D] in `dtype`."""
     rng = np.random.default_rng(head_dim)
     shapes = [(ROWS, LENGTH, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     return [
@@ -89,7 +93,7 @@ def dense(
     segments: np.ndarray,
     mask: Mask,
 ) -> dict[str, np.ndarray]:
-    """Returns RESULTS by the definition, in float64, of vectors [B, T, H, D] with these coordinates [B, T]."""
+    """Returns RESULTS by definition in float64, for vectors [B, T, H, D] and coordinates [B, T]."""
     q, k, v, dout = (x.astype(np.float64) for x in (q, k, v, dout))
     (rows, length, kv_heads, head_dim), group = k.shape, q.shape[2] // k.shape[2]
     scale = head_dim**-0.5
@@ -181,7 +185,7 @@ def attend(
 
 
 def errors(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the error of each of RESULTS; NaN where a number is not finite, or a row's emptiness is not seen."""
+    """Returns the error of each of RESULTS; NaN if a number is not finite or a row is wrong."""
     empty = np.isneginf(expected["lse"])
     if (np.isneginf(got["lse"]) != empty).any():
         return {**dict.fromkeys(RESULTS, float("nan"))}
@@ -206,11 +210,14 @@ def compare(
     except Exception as error:  # a compiler's refusal of one case must not hide the others
         row |= {
             "held": False,
-            "failed": f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}",
+            "failed": (
+                f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"
+            ),
         }
         text = row["failed"]
     print(
-        f"{kernel:8} {dtype:9} {head_dim:4} {case:34} {text} {'' if row['held'] else 'ABOVE THE LIMIT'} "
+        f"{kernel:8} {dtype:9} {head_dim:4} {case:34} {text} "
+        f"{'' if row['held'] else 'ABOVE THE LIMIT'} "
         f"({time.perf_counter() - start:.1f} s)",
         flush=True,
     )
@@ -271,7 +278,7 @@ class LongRow(NamedTuple):
 
 
 def run_long(kernel_name: str, dtype: str, length: int) -> LongRow:
-    """Runs a kernel forward and backward on a random row of `length` tokens in a window of LONG_WINDOW."""
+    """Runs both passes of a kernel on `length` random tokens in a window of LONG_WINDOW."""
     kernel, options = (
         get_kernel(kernel_name),
         {"mask": Mask(window=LONG_WINDOW), "scale": LONG_HEAD_DIM**-0.5},
@@ -300,7 +307,7 @@ def run_long(kernel_name: str, dtype: str, length: int) -> LongRow:
 
 
 def long_errors(kernel_name: str, dtype: str, length: int) -> dict[str, float]:
-    """Returns the largest errors of a row in a window, over tokens at its beginning, middle and end."""
+    """Returns the largest errors in a windowed row, over tokens at its start, middle and end."""
     row, group = run_long(kernel_name, dtype, length), LONG_HEADS // LONG_KV_HEADS
     worst = dict.fromkeys(RESULTS, 0.0)
     for start in (0, length // 2, length - LONG_PART):

@@ -1,10 +1,11 @@
-"""Times the three Mosaic kernels for Hopper GPUs apart: forward, dq, and dk and dv, on one causal row.
+"""Times the three Mosaic kernels for Hopper GPUs apart: forward, dq, and dk with dv.
 
     python -m scripts.benchmarks.kernel_parts [--length 32768] [--head-dims 64 128] [--output DIR]
 
-Everything around a kernel that a model's attention needs, rounding and the search for intervals, is in bench_kernels' times and
-only the search is in these. Prints a line for each and writes kernel_parts.json. TFLOP/s count the products that the kernel
-makes of the pairs that see each other: two forward, three for dq, four for dk and dv.
+Everything around a kernel that a model's attention needs, rounding and the search for intervals, is
+in bench_kernels' times and only the search is in these. Prints a line for each and writes
+kernel_parts.json. TFLOP/s count the products that the kernel makes of the pairs that see each
+other: two forward, three for dq, four for dk and dv.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Our attention of one block and that of others, which scripts.benchmarks.bench_kernels compares, each behind the same call.
+"""The attention kernels that bench_kernels compares, ours and others', behind one interface.
 
-A peer is a function of a `Case` and its `Block` of arrays. It returns a function without arguments that runs one pass, waits
-for it and returns the results in the shapes of the arrays: out, or (out, (dq, dk, dv)). It raises `LeftOut` where it cannot.
+A peer is a function of a `Case` and its `Block` of arrays. It returns a function without arguments
+that runs one pass, waits for it and returns the results in the shapes of the arrays: out, or (out,
+(dq, dk, dv)). It raises `LeftOut` where it cannot.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 
 from .kernel_block import Block, Case, LeftOut, refuse_dense
 
-# Tokens, a mask of a quarter of a GiB. It was twice as many, until packed rows of 32K with a mask took most of a GPU's time.
+# Tokens, a mask of a quarter of a GiB. It was twice as many, until packed rows of 32K with a mask
+# took most of a GPU's time.
 DENSE_MASK_LIMIT = 16384
 
 
@@ -25,7 +27,7 @@ _PROGRAMS: dict[Case | None, Callable] = {}  # compiled in this process
 def _jax_pass(
     case: Case, attention: Callable, arrays: tuple, extra: tuple = (), program: Case | None = None
 ) -> Callable:
-    """Compiles one pass of attention(q, k, v, *extra); `extra` are arguments, so that the compiler cannot fold them.
+    """Compiles one pass of attention(q, k, v, *extra); `extra` cannot be constant-folded.
 
     Args:
       program: stands for the cases that share a compiled program; None: it is this case's alone.
@@ -76,7 +78,7 @@ def ours(case: Case, block: Block) -> Callable:
 
 
 def ours_triton(case: Case, block: Block) -> Callable:
-    """This project's kernel for any NVIDIA GPU, which Hopper GPUs run where operands have 32 bits."""
+    """Our Triton kernel for any NVIDIA GPU; on Hopper it serves 32-bit operands."""
     import jax
 
     if jax.default_backend() != "gpu":
@@ -116,7 +118,7 @@ def torch_sdpa(case: Case, block: Block) -> Callable:
 
 
 def flash_attention_3(case: Case, block: Block) -> Callable:
-    """FlashAttention-3 of its authors: the package flash_attn_3, whose module is flash_attn_interface."""
+    """FlashAttention-3 by its authors: the package flash_attn_3, module flash_attn_interface."""
     torch = _torch()
     _refuse_but_hopper(
         "FlashAttention-3",
@@ -141,7 +143,8 @@ def flash_attention_3(case: Case, block: Block) -> Callable:
                 q[0], k[0], v[0], starts, starts, longest, longest, causal=causal
             )
             return _only_out(out)[None]
-        # The causal mask is aligned at the last key: without it, a query sees the keys before its own.
+        # The causal mask is aligned at the last key: without it, a query sees the keys before its
+        # own.
         last = -1 if case.block == "strict" else None
         return _only_out(
             flash_attn_interface.flash_attn_func(q, k[:, :last], v[:, :last], causal=causal)
@@ -170,7 +173,7 @@ def _torch_device() -> str:
 def _torch_pass(
     case: Case, attention: Callable, arrays: Sequence[np.ndarray], back: Callable
 ) -> Callable:
-    """One pass of attention(q, k, v) on tensors of these arrays, in their layout; `back` turns results into the block's."""
+    """One pass of attention(q, k, v) in torch; `back` restores the block's layout."""
     torch, device = _torch(), _torch_device()
     if device == "cpu":
         torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -195,7 +198,7 @@ def _torch_pass(
 
 
 def jax_xla(case: Case, block: Block) -> Callable:
-    """jax.nn.dot_product_attention as XLA compiles it, with a dense mask where it is not causal or full."""
+    """jax.nn.dot_product_attention compiled by XLA; masks other than causal and full are dense."""
     import jax
 
     if jax.default_backend() == "cpu":
@@ -211,7 +214,7 @@ def jax_xla(case: Case, block: Block) -> Callable:
 
 
 def jax_cudnn(case: Case, block: Block) -> Callable:
-    """cuDNN's attention through JAX, without a dense mask. A ring of zigzag shards has only diagonal and full blocks."""
+    """cuDNN's attention through JAX, without a dense mask."""
     import jax
     import jax.numpy as jnp
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -245,9 +248,8 @@ def jax_cudnn(case: Case, block: Block) -> Callable:
         )
 
     def attention(q, k, v):
-        if (
-            case.block == "strict"
-        ):  # the mask is aligned at the first key, so that each query but the first goes back one place
+        if case.block == "strict":
+            # The mask is aligned at the first key, so every query but the first moves back by one.
             out = jax.nn.dot_product_attention(
                 q[:, 1:], k[:, :-1], v[:, :-1], is_causal=True, implementation="cudnn"
             )

@@ -1,12 +1,13 @@
-"""Reads registers, spills, shared memory and instructions of the kernels for GPUs from what the CUDA compiler makes of them.
+"""Reads the GPU kernels' registers, spills, shared memory and instructions from the CUDA compiler.
 
-    python -m scripts.benchmarks.kernel_registers            # compiles all, and writes docs/results/kernel_registers.json
-    python -m scripts.benchmarks.kernel_registers --check    # compiles all, and fails where one is worse than stored
-    python -m scripts.benchmarks.kernel_registers --backend mosaic   # prints these, with whatever JAX is installed
+    python -m scripts.benchmarks.kernel_registers            # writes the result
+    python -m scripts.benchmarks.kernel_registers --check    # fails if one is worse
+    python -m scripts.benchmarks.kernel_registers --backend mosaic   # prints these
 
-Needs no GPU, but JAX's CUDA plugin and its compiler's wheels. The kernels are compiled for described GPUs: Mosaic's with
-carries, and with K and V stacked, as in a ring's round, Triton's as they are called. ptxas tells registers and the bytes that
-it spills to local memory; products and copies are counted in the text that it gets. Nothing is timed.
+Needs no GPU, but JAX's CUDA plugin and its compiler's wheels. The kernels are compiled for
+described GPUs: Mosaic's with carries, and with K and V stacked, as in a ring's round, Triton's as
+they are called. ptxas tells registers and the bytes that it spills to local memory; products and
+copies are counted in the text that it gets. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CORE_REGISTERS, CORE_SHARED, SYSTEM_SHARED = (
     228 * 1024,
     1024,
 )  # of 9.0 and 10.0; what the system keeps a block
-WORSE = 1.03  # a kernel with more registers or shared memory than this times the stored ones fails the check
+WORSE = 1.03  # more registers or shared memory than this times the stored ones fail the check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +77,9 @@ class Figures:
       spilled: bytes that a thread stores in local memory for want of registers.
       serialized: whether ptxas makes products wait for each other.
       shared: bytes of shared memory a block.
-      products, copies: instructions in the kernel's text: by which matrix units multiply tiles (wgmma, tcgen05), and by which
-        tiles are copied while others are computed (TMA's, or cp.async).
+      products, copies: instructions in the kernel's text: by which matrix units multiply tiles
+        (wgmma, tcgen05), and by which tiles are copied while others are computed (TMA's, or
+        cp.async).
       blocks: blocks of the kernel that a core can hold.
     """
 
@@ -94,7 +96,8 @@ def read_figures(ptxas: str, ptx: str, launch: str) -> Figures:
     """Reads the figures of a kernel.
 
     Args:
-      ptxas: the compiler's remarks; ptx: the text it got; launch: how the kernel is launched, as Mosaic or XLA writes it.
+      ptxas: the compiler's remarks; ptx: the text it got; launch: how the kernel is launched, as
+        Mosaic or XLA writes it.
 
     Raises:
       UserError: one of them does not say.
@@ -150,7 +153,7 @@ def compile_mosaic(mesh, case: Case) -> None:
 
 
 def compile_triton(mesh, case: Case) -> None:
-    """Compiles one of Triton's kernels for the mesh's device; of a backward pass what is not asked for is left out."""
+    """Compiles a Triton kernel for the mesh's device, without what a pass does not need."""
     import jax
     import jax.numpy as jnp
 
@@ -201,7 +204,7 @@ def read_mosaic(folder: Path) -> Figures:
 
 
 def read_triton(folder: Path, kernel: str) -> Figures:
-    """Reads the figures of a kernel that XLA wrote into the folder. XLA keeps ptxas's remarks, so the same ptxas is run again.
+    """Reads a kernel's figures from XLA's dump; ptxas runs again, since XLA keeps its remarks.
 
     Raises:
       UserError: it wrote no such kernel, or ptxas refuses it.
@@ -214,7 +217,8 @@ def read_triton(folder: Path, kernel: str) -> Figures:
     launch = next((line for line in launches.splitlines() if f" {name} " in line), "")
     if path is None:
         raise UserError(
-            f"XLA wrote no text of the kernel {name}; that of JAX 0.10 does, and that of 0.11 and 0.12 does not"
+            f"XLA wrote no text of the kernel {name}; that of JAX 0.10 does, and that of 0.11 and "
+            "0.12 does not"
         )
     ptx = path.read_text()
     architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
@@ -238,7 +242,7 @@ def read_triton(folder: Path, kernel: str) -> Figures:
 
 
 def compile_all(folder: Path, backend: str | None) -> list[list]:
-    """Compiles kernels in this process, whose compilers write into the folder, and returns their Figures."""
+    """Compiles kernels in this process, with dumps into `folder`, and returns their Figures."""
     import jax
     import numpy as np
 
@@ -262,7 +266,7 @@ def cases(backend: str | None) -> list[Case]:
 
 
 def measure(backend: str | None = None) -> dict[Case, Figures]:
-    """Compiles kernels in a process of its own, whose compilers are told by its environment to write what they make."""
+    """Compiles kernels in a new process, whose environment asks the compilers for dumps."""
     with tempfile.TemporaryDirectory() as folder:
         dumps = {
             "MOSAIC_GPU_DUMP_TO": folder,
@@ -277,7 +281,7 @@ def measure(backend: str | None = None) -> dict[Case, Figures]:
 
 
 def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
-    """Returns the rows of the result: of each kernel its spills, and that its products are those of the matrix units."""
+    """Returns the result's rows: each kernel's spills, and whether it uses the matrix units."""
     rows = {}
     for case, figure in figures.items():
         product, copy, may_spill = PRODUCTS[case.chip], COPIES[case.backend], case.kernel == "dkv"
@@ -293,7 +297,8 @@ def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
             and (may_spill or not figure.spilled)
         )
         text = (
-            f"{figure.spilled} bytes spilled, {figure.products} {product}{' (serialized)' if figure.serialized else ''}, "
+            f"{figure.spilled} bytes spilled, {figure.products} "
+            f"{product}{' (serialized)' if figure.serialized else ''}, "
             f"{figure.copies} {copy}; {figure.shared / 1024:.0f} KiB, {figure.blocks} a core"
         )
         rows["_".join(map(str, dataclasses.astuple(case)))] = row(
@@ -318,7 +323,8 @@ def write() -> None:
     save(
         NAME,
         measured(
-            "Kernels for GPUs by head size, shared memory of a block, blocks of a core: bfloat16, by the CUDA compiler",
+            "Kernels for GPUs by head size, shared memory of a block, blocks of a core: bfloat16, "
+            "by the CUDA compiler",
             summarize(figures),
             f"python -m scripts.benchmarks.{NAME}",
             (
@@ -335,7 +341,7 @@ def write() -> None:
 
 
 def worse(before: Figures, after: Figures) -> bool:
-    """Whether a kernel has become worse: more registers or shared memory, more spills, or products that wait."""
+    """Whether a kernel is worse: more registers, shared memory or spills, or waiting products."""
     more = any(
         new > WORSE * old
         for new, old in (
@@ -352,15 +358,17 @@ def worse(before: Figures, after: Figures) -> bool:
 
 
 def check() -> int:
-    """Compiles our kernels and prints them beside the stored ones; returns 1 where one has become worse, else 0.
+    """Prints our kernels beside the stored ones; returns 1 if one has become worse, else 0.
 
-    Compilers of other versions than the stored result's are not compared: what differs then may be theirs.
+    Compilers of other versions than the stored result's are not compared: what differs then may be
+    theirs.
     """
     result, installed = load(NAME), versions()
     for package in COMPILERS:
         if installed.get(package) != result.versions.get(package):
             print(
-                f"{package} {installed.get(package)}: not compared; the stored figures are of {result.versions.get(package)}"
+                f"{package} {installed.get(package)}: not compared; the stored figures are of "
+                f"{result.versions.get(package)}"
             )
             return 0
     figures, failed = measure(), False
@@ -370,7 +378,8 @@ def check() -> int:
         is_worse = worse(before, after)
         failed |= is_worse
         print(
-            f"{' '.join(map(str, line[:width]))}: {before} -> {after}{': WORSE' if is_worse else ''}",
+            f"{' '.join(map(str, line[:width]))}: {before} -> "
+            f"{after}{': WORSE' if is_worse else ''}",
             flush=True,
         )
     return int(failed)

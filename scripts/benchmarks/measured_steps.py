@@ -1,9 +1,10 @@
-"""Prints the cost model's steps beside those that were measured, by others and on one H200, as a table and JSON.
+"""Prints the cost model's steps beside measured ones, from other projects and from one H200.
 
     python -m scripts.benchmarks.measured_steps [--output runs/measured_steps]
 
-Ours have the schedule and remat policy nearest to theirs. The table of 8B models has our range at 32K, 128K and 1M tokens, one
-row, on 8 H100 and on 64 v5p chips, beside what others measured of about that size.
+Ours have the schedule and remat policy nearest to theirs. The table of 8B models has our range at
+32K, 128K and 1M tokens, one row, on 8 H100 and on 64 v5p chips, beside what others measured of
+about that size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from planning.costs.measured import MILLION, THOUSAND, full_rate, measured_steps
 from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
 
 LENGTHS = (32 * THOUSAND, 128 * THOUSAND, MILLION)
-# Machine -> the devices of our job, its name in the cost model, and length -> the remat policy that holds it.
+# Machine -> the devices of our job, its name in the cost model, and length -> the remat policy that
+# holds it.
 MACHINES = {
     "8 x H100": (8, "h100-infiniband", {MILLION: "offload_save_attention"}),
     "64 v5p": (64, "v5p", {}),
@@ -46,7 +48,7 @@ def measured_rows() -> list[dict[str, Any]]:
 
 
 def our_rows() -> list[dict[str, Any]]:
-    """Returns our range for LLaMA-3.1-8B at each length on each machine, with what others measured of an 8B model there."""
+    """Returns our range for LLaMA-3.1-8B by machine and length, with others' measured 8B steps."""
     sizes = Sizes.of(TransformerConfig.preset("llama-3.1-8b"))
     rows = []
     for machine, (devices, hardware, policies) in MACHINES.items():
@@ -96,7 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         span = f"{row['low']:.3g} to {row['high']:.3g}"
         print(
-            f"{row['label']:52} {row['measured']:9.2f} {row['estimated']:9.2f} {row['error']:+6.0%} {span:>18}  "
+            f"{row['label']:52} {row['measured']:9.2f} {row['estimated']:9.2f} "
+            f"{row['error']:+6.0%} {span:>18}  "
             f"{row['source']}"
         )
     worst = {
@@ -105,11 +108,13 @@ def main(argv: list[str] | None = None) -> int:
     }
     for machines, content in worst.items():
         print(
-            f"{machines}: at most {content['factor']:.2f} times the step at full rate ({content['step']})"
+            f"{machines}: at most {content['factor']:.2f} times the step at full rate "
+            f"({content['step']})"
         )
     for row in ours:
         print(
-            f"{row['machine']:9} {row['length']:9,} tokens, {row['remat']}: {row['low']:.3g} to {row['high']:.3g} s; "
+            f"{row['machine']:9} {row['length']:9,} tokens, {row['remat']}: {row['low']:.3g} to "
+            f"{row['high']:.3g} s; "
             f"measured: {', '.join(row['peers']) or 'nothing'}"
         )
     args.output.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
-"""What `make bench` measures: for each result its commands, the files it depends on, and how its rows follow from what they
-wrote.
+"""The measurements of `make bench`: commands, files they depend on, and how rows are made.
 
-To add a measurement, write a function that returns (rows, tables) and a `Measurement` in MEASUREMENTS, and name the result in
-scripts/benchmarks/page.py.
+To add a measurement, write a function that returns (rows, tables) and a `Measurement` in
+MEASUREMENTS, and name the result in scripts/benchmarks/page.py.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ class Measurement:
 
     Attributes:
       title, note, facts: as in `Result`.
-      commands: arguments of Python, one tuple for each start; {out} stands for the measurement's own folder, {models}
-        for one that all share, {conversations} for the file of identity conversations.
+      commands: arguments of Python, one tuple for each start; {out} stands for the measurement's
+        own folder, {models} for one that all share, {conversations} for the file of identity
+        conversations.
       depends_on: glob patterns of the files that the figures depend on.
       summarize: the folder {out} -> (rows, tables).
       needs_conversations: it is left out where the file of identity conversations is not there.
@@ -46,20 +46,20 @@ class Measurement:
     facts: tuple[str, ...] = ()
 
     def command(self, name: str) -> str:
-        """Returns the command that the result names: the only one, or the one that runs them all."""
+        """Returns the command that the result names: the only one, or the one that runs all."""
         if len(self.commands) != 1:
             return f"python -m scripts.benchmarks --only {name}"
         return shlex.join(("python", *self.commands[0])).replace("{out}", f"runs/bench/{name}")
 
 
 def benchmark(command: str) -> tuple[str, ...]:
-    """Returns the arguments of Python that start one of this folder's commands, given with its options as one text."""
+    """Returns Python's arguments for one of this folder's commands, given as one text."""
     module, *options = shlex.split(command)
     return ("-m", f"scripts.benchmarks.{module}", *options)
 
 
 def identity_run(name: str, recipe: str, export: str = "") -> tuple[tuple[str, ...], ...]:
-    """Returns the arguments of Python that train on the identity conversations by a recipe, export and ask."""
+    """Returns Python's arguments to train on the identity conversations, export and ask."""
     run, exported = f"{{out}}/{name}", f"{{out}}/{name}_hf"
     training = (
         f"train.py --config {recipe} --model.path {{models}}/smollm2 --data.path {{conversations}} "
@@ -81,34 +81,43 @@ def step_on_gpu(name: str, options: str) -> tuple[str, ...]:
 
 
 def step_beside_torch(name: str, options: str) -> tuple[str, ...]:
-    """Returns the arguments of Python that time one step of Llama 3.2 1B's shape, ours and that of transformers + Liger."""
+    """Returns Python's arguments to time a step of Llama 3.2 1B's shape, ours and theirs."""
     return benchmark(
-        "bench_step --model llama-3.2-1b --dtype bfloat16 --turns 1 --loss-chunk 4096 --torch-liger "
+        "bench_step --model llama-3.2-1b --dtype bfloat16 --turns 1 --loss-chunk 4096 "
+        "--torch-liger "
         f"{options} --output {{out}}/{name}"
     )
 
 
 IDENTITY_FACTS = (
-    "FastChat's dummy_conversation.json; fsdp 2 x sequence 4, striped ring, float32, steps of 2 x 256 tokens.",
-    "LoRA with the 120 steps of the recipe without adapters had 6 of 10 and a held-out loss of 0.070. Both recipes of adapters "
+    "FastChat's dummy_conversation.json; fsdp 2 x sequence 4, striped ring, float32, steps of 2 x "
+    "256 tokens.",
+    "LoRA with the 120 steps of the recipe without adapters had 6 of 10 and a held-out loss of "
+    "0.070. Both recipes of adapters "
     "were given 240 steps after that was seen.",
 )
 TABLE3_FACTS = (
-    "Cells of `contexts`: device memory only / with host memory (the paper's); of `like for like`: ours (the paper's). The "
+    "Cells of `contexts`: device memory only / with host memory (the paper's); of `like for like`: "
+    "ours (the paper's). The "
     "longest contexts' plans are in docs/plans/table3.json.",
-    "A cell's double was refused by the compiler, or not compiled where its arrays on the host alone take more than it has: "
+    "A cell's double was refused by the compiler, or not compiled where its arrays on the host "
+    "alone take more than it has: "
     "`rings` says which.",
-    "Hours by the cost model, with as much of the largest transfer beside compute as the compiled step hides.",
-    "A100: CUDA's compiler, memory 79.2 GiB; vanilla there with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, without which "
+    "Hours by the cost model, with as much of the largest transfer beside compute as the compiled "
+    "step hides.",
+    "A100: CUDA's compiler, memory 79.2 GiB; vanilla there with "
+    "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, without which "
     "the compiler fails.",
 )
 GPU_FACTS = (
     "Kernels beside peers: 8 heads of 128, batch 1. Kernels alone: 32 query heads on 8 key heads.",
-    "Steps: one row of one document, AdamW in float32; the loss in chunks of 4,096 tokens for `everything` and at 128K, of "
+    "Steps: one row of one document, AdamW in float32; the loss in chunks of 4,096 tokens for "
+    "`everything` and at 128K, of "
     "1,024 otherwise.",
 )
 STEP_FACTS = (
-    "Random weights and tokens, all weights trained, AdamW: weights and moments in float32, products in bfloat16.",
+    "Random weights and tokens, all weights trained, AdamW: weights and moments in float32, "
+    "products in bfloat16.",
     "Without Liger transformers does not hold 32K tokens in 140 GiB (logits).",
 )
 
@@ -143,7 +152,8 @@ MEASUREMENTS = {
         "Transfers in each layer of a compiled training step that no kernel hides",
         (
             benchmark(
-                "bench_schedules overlap --schedules ring 'ring bidirectional' 'attention2d overlap' "
+                "bench_schedules overlap --schedules ring 'ring bidirectional' 'attention2d "
+                "overlap' "
                 "balanced 'balanced split' --tokens 512 --output {out}/overlap.json"
             ),
         ),
@@ -164,7 +174,8 @@ MEASUREMENTS = {
         "docs/notes/schedules.md",
     ),
     "bytes": Measurement(
-        "Bytes received per device and layer in units of its own q, from texts compiled for TPU pods",
+        "Bytes received per device and layer in units of its own q, from texts compiled for TPU "
+        "pods",
         (benchmark("bench_schedules bytes --output {out}/bytes.json"),),
         (ATTENTION, "planning/compiled/*.py", HERE + "bench_schedules.py"),
         summaries.bytes_received,
@@ -196,7 +207,8 @@ MEASUREMENTS = {
         "docs/notes/measured_steps.md",
     ),
     "activation_memory": Measurement(
-        "Activation memory of a device at fixed tokens a chip (Ring Attention Table 1 as corrected)",
+        "Activation memory of a device at fixed tokens a chip (Ring Attention Table 1 as "
+        "corrected)",
         (benchmark("activation_memory --output {out}/activation_memory.json"),),
         (MODEL, PLANNING, HERE + "activation_memory.py"),
         summaries.activation_memory,
@@ -213,7 +225,8 @@ MEASUREMENTS = {
         "docs/notes/training.md",
     ),
     "identity": Measurement(
-        "SmolLM2-135M-Instruct fine-tuned on 500 identity conversations: ten unseen questions, asked by transformers, greedy",
+        "SmolLM2-135M-Instruct fine-tuned on 500 identity conversations: ten unseen questions, "
+        "asked by transformers, greedy",
         (
             ("-m", "scripts.make_smollm2", "{models}/smollm2"),
             benchmark(
@@ -230,7 +243,8 @@ MEASUREMENTS = {
         facts=IDENTITY_FACTS,
     ),
     "table3": Measurement(
-        "Ring Attention's Table 3: the longest context whose step the compilers made, contexts doubling",
+        "Ring Attention's Table 3: the longest context whose step the compilers made, contexts "
+        "doubling",
         (benchmark("table3"),),
         (MODEL, PLANNING, "trainer/step.py", HERE + "table3*.py", "docs/plans/table3.json"),
         lambda _: table3.summarize(read_cells()),
@@ -239,7 +253,8 @@ MEASUREMENTS = {
         facts=TABLE3_FACTS,
     ),
     "gpu": Measurement(
-        "On one NVIDIA H200: exactness and speed of the attention kernels, steps of 8B layers, and their plans",
+        "On one NVIDIA H200: exactness and speed of the attention kernels, steps of 8B layers, and "
+        "their plans",
         (
             benchmark("kernel_exactness --kernels auto gpu --output {out}/exactness"),
             benchmark(

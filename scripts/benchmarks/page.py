@@ -47,7 +47,8 @@ HEADLINES = (
     ("A step of 8 layers of 8B on an H200, 32K tokens: tokens/s, MFU", "gpu_steps.8b_32k"),
     ("The same, 128K tokens", "gpu_steps.8b_128k"),
     (
-        "Attention on an H200 as a model calls it, 32K causal, both passes: TFLOP/s, of the fastest peer's",
+        "Attention on an H200 as a model calls it, 32K causal, both passes: TFLOP/s, of the "
+        "fastest peer's",
         "gpu.diagonal_backward_32768",
     ),
     (
@@ -154,7 +155,10 @@ TERMS = {
 - bundle: the instructions that a TPU core issues in one cycle; a program of fewer bundles takes fewer cycles.
 - 2 a core: two thread blocks of the kernel fit on a streaming multiprocessor of the GPU at a time.
 """,
-    "schedules": "- bytes off the formula: by how much what a rank receives differs from the paper's formula, at most.\n",
+    "schedules": (
+        "- bytes off the formula: by how much what a rank receives differs from the "
+        "paper's formula, at most.\n"
+    ),
     "learning": """\
 - AT 8, DT, BC-10%: Agentic Transformer with 8 episodes in a context, Decision Transformer, behaviour cloning of the best tenth.
 """,
@@ -208,7 +212,7 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def links(results: Mapping[str, Result], folder: str = "") -> str:
-    """Returns the definitions of a page's links, `[NAME]` to a result file and `[NAME note]` to a page of docs/notes.
+    """Returns a page's link definitions: `[NAME]` for results, `[NAME note]` for notes.
 
     Args:
       results: those that the page names.
@@ -244,13 +248,14 @@ def step_times(results: Mapping[str, Result]) -> str:
     times = table(("machine, tokens", "our range", "measured by others"), rows)
     return (
         f"## Seconds a step, LLaMA-3.1-8B, one row\n\n{times}\n"
-        "Ours was not measured: from matrix products at full rate alone, to as slow as the slowest step that was\n"
+        "Ours was not measured: from matrix products at full rate alone, to as slow as the slowest "
+        "step that was\n"
         "measured on such machines ([measured_steps]). TRL's is Qwen3-8B.\n"
     )
 
 
 def headlines(results: Mapping[str, Result], mark_old: bool = True) -> str:
-    """Returns the table of HEADLINES, with the machine and day of each, and where `mark_old` is true with OLD."""
+    """Returns the table of HEADLINES with machine and day, stale ones marked if `mark_old`."""
     rows = []
     for question, reference in HEADLINES:
         name, row_id = reference.split(".")
@@ -416,11 +421,13 @@ def main(argv: list[str] | None = None) -> int:
     if not args.check:
         write()
         return 0
-    # Which headlines are old is what it was when the page was made: not every change of a program needs a new page.
+    # Which headlines are old is what it was when the page was made: not every change of a program
+    # needs a new page.
     for path, text in render(load_all(), mark_old=False).items():
         if not path.exists() or path.read_text(encoding="utf-8").replace(f"{OLD} |", " |") != text:
             print(
-                f"{path.name} is not what docs/results gives: run python -m scripts.benchmarks.page",
+                f"{path.name} is not what docs/results gives: run python -m "
+                "scripts.benchmarks.page",
                 file=sys.stderr,
             )
             return 1

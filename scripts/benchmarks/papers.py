@@ -1,4 +1,4 @@
-"""Prints every row of the papers beside the cost model's prediction, and writes the rows as JSON and as a picture.
+"""Prints every number of the papers beside the cost model's; writes them as JSON and a picture.
 
 python -m scripts.benchmarks.papers [--only TEXT] [--output runs/papers]
 """
@@ -22,7 +22,7 @@ HEAD = f"  {'row':54} {'paper':>10} {'predicted':>10} {'error':>9} {'same':>4} n
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns one paper's rows in at most 100 columns, under the names of their tables, with numbered notes below."""
+    """Returns one paper's rows in at most 100 columns, by table, with numbered notes below."""
     notes = list(dict.fromkeys(row.note for row in rows if row.note))
     lines, current = [HEAD], None
     for row in rows:
@@ -44,7 +44,8 @@ def table(rows: Sequence[Row]) -> str:
     if afterwards := list(dict.fromkeys(row.afterwards for row in rows if row.afterwards)):
         lines.append(
             filled(
-                f"* with constants that were set after the rows had been seen: {'; '.join(afterwards)}"
+                "* with constants that were set after the rows had been seen: "
+                f"{'; '.join(afterwards)}"
             )
         )
     return "\n".join(lines)
@@ -56,7 +57,7 @@ def filled(text: str) -> str:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
-    """Returns for each paper how many rows have a printed number, are within which error, are claimed, and are reproduced."""
+    """Returns each paper's counts: rows with a number, within an error, claimed, reproduced."""
     counts = {}
     for source in SOURCES:
         errors = [abs(row.error) for row in rows if row.source == source and row.error is not None]
@@ -77,9 +78,10 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
 
 
 def show(rows: Sequence[Row], only: str) -> None:
-    """Prints the tables of rows whose paper, table or label contains `only`, a summary, and what is not a number."""
+    """Prints the rows that contain `only`, a summary, and what is not a number."""
     print(
-        "error: the cost model's number over the paper's, less one; same: whether a number that the model\n"
+        "error: the cost model's number over the paper's, less one; same: whether a number that "
+        "the model\n"
         "claims to reproduce comes out; without a mark nothing is claimed, and the note says why."
     )
     for source in SOURCES:
@@ -101,7 +103,7 @@ def show(rows: Sequence[Row], only: str) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws how many printed numbers of each paper have which ratio of the cost model's number to the paper's."""
+    """Draws the distribution of the cost model's number over the paper's, by paper."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), facecolor="white", layout="constrained")

@@ -1,8 +1,9 @@
-"""The plans that pages, results and the planner's calibration rest on: docs/plans/plans.json, one plan on each line.
+"""The plans that pages, results and calibration rest on: docs/plans/plans.json, one a line.
 
-A plan of a recipe has the recipe's path below configs/ as its name; other names say model, context and machine. A plan keeps
-what is read of it: what was asked, versions and flags of the compiler, memory by parts, bytes by kind of transfer and the share
-of them that is sent beside compute, and estimated times.
+A plan of a recipe has the recipe's path below configs/ as its name; other names say model, context
+and machine. A plan keeps what is read of it: what was asked, versions and flags of the compiler,
+memory by parts, bytes by kind of transfer and the share of them that is sent beside compute, and
+estimated times.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def write_plans(plans: dict[str, dict[str, Any]], file: Path = FILE) -> None:
 
 
 def kept(plan: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is stored of a plan: KEPT, without what is off, numbers with DIGITS significant digits."""
+    """Returns what is stored of a plan: KEPT fields that are set, rounded to DIGITS digits."""
     fields = {name: _rounded(plan[name]) for name in KEPT if name in plan}
     if "made_with" in fields:
         fields.pop("jax", None)  # it is among the versions
@@ -63,7 +64,7 @@ def kept(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Returns a value without what is off or empty within it; `times`, how often a transfer occurs, is read by nothing."""
+    """Returns a value without empty or false parts, and without the unused `times`."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):

@@ -2,10 +2,11 @@
 
     python -m scripts.benchmarks.questions [--context 16384] [--questions 100] [--layers 6]
 
-The model has SmolLM2-135M's sizes with fewer layers and random weights, since only time is measured. Each question adds
-32 tokens to the context and is answered with 16. All questions are asked with the cache kept, the first prefill included; of
-those with a prefill each, `--fresh` are measured and the rest is taken to last as long. Both must give the same answers.
-Writes docs/results/questions.json.
+The model has SmolLM2-135M's sizes with fewer layers and random weights, since only time is
+measured. Each question adds 32 tokens to the context and is answered with 16. All questions are
+asked with the cache kept, the first prefill included; of those with a prefill each, `--fresh` are
+measured and the rest is taken to last as long. Both must give the same answers. Writes
+docs/results/questions.json.
 """
 
 from __future__ import annotations
@@ -93,18 +94,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{args.questions} questions: {with_cache:.1f} s, against {without:.1f} s; {ratio:.1f}x")
     rows = {
         "ratio": row(
-            f"{args.questions} questions to one context of {args.context:,} tokens, beside a prefill for each",
+            f"{args.questions} questions to one context of {args.context:,} tokens, beside a "
+            "prefill for each",
             f"{ratio:.1f}x ({with_cache:.0f} s against {without:.0f} s)",
             "20x",
             ratio >= 20,
         )
     }
     facts = [
-        f"{args.layers} layers of SmolLM2-135M's sizes; questions of {QUESTION} tokens, answers of {ANSWER}; {args.fresh} "
+        f"{args.layers} layers of SmolLM2-135M's sizes; questions of {QUESTION} tokens, answers of "
+        f"{ANSWER}; {args.fresh} "
         "of the prefills were measured."
     ]
     command = (
-        f"python -m scripts.benchmarks.questions --context {args.context} --questions {args.questions} --layers "
+        f"python -m scripts.benchmarks.questions --context {args.context} --questions "
+        f"{args.questions} --layers "
         f"{args.layers}"
     )
     save(

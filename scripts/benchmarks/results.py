@@ -1,16 +1,19 @@
-"""Result files: what was measured, when, on which machine, at which commit, and from which files of this repository.
+"""Result files: what was measured, when, where, at which commit, and which files it depends on.
 
-A result is docs/results/NAME.json; `Result` lists its fields. BENCHMARKS.md is made from these files alone, by
+A result is docs/results/NAME.json; `Result` lists its fields. BENCHMARKS.md is made from these
+files alone, by
 
     python -m scripts.benchmarks.page
 
-Any other page may quote a figure of a result. It gives the figure and names its cell in a comment on the same line:
+Any other page may quote a figure of a result. It gives the figure and names its cell in a comment
+on the same line:
 
     trains 16,777,216 <!-- result: contexts.h100_8_16m.found --> tokens
 
-`NAME.ROW.COLUMN` is a row's `found` or `goal` (or another text of that row) in docs/results/NAME.json.
-tests/scripts/benchmarks/test_page.py checks in README.md, ARCHITECTURE.md and docs/ that the words before each comment are
-the cell's text (or its beginning, up to a space), so a figure that was measured again cannot stay behind on a page.
+`NAME.ROW.COLUMN` is a row's `found` or `goal` (or another text of that row) in
+docs/results/NAME.json. tests/scripts/benchmarks/test_page.py checks in README.md, ARCHITECTURE.md
+and docs/ that the words before each comment are the cell's text (or its beginning, up to a space),
+so a figure that was measured again cannot stay behind on a page.
 """
 
 from __future__ import annotations
@@ -53,16 +56,19 @@ class Result:
 
     Attributes:
       title: what was measured, one line.
-      rows: row id -> texts `what`, `goal`, `found`, `verdict` (one of VERDICTS). A row that differs from the rest of the
-        result in its `command`, `date`, `commit` or `note` names its own.
-      tables: table name -> {"columns": [...], "rows": [[...], ...]}: all figures, where the rows give only the main ones.
+      rows: row id -> texts `what`, `goal`, `found`, `verdict` (one of VERDICTS). A row that differs
+        from the rest of the result in its `command`, `date`, `commit` or `note` names its own.
+      tables: table name -> {"columns": [...], "rows": [[...], ...]}: all figures, where the rows
+        give only the main ones.
       command: what measured it; `python` and `pytest` are those of the environment.
       date: day of the measurement, YYYY-MM-DD.
       commit: commit of the measured code; for carried results the commit that recorded the figures.
       hardware, versions: of the machine that measured; None or absent where that was not recorded.
-      depends_on: glob pattern -> digest of the programs in the matching files at that commit (see `freshness`).
+      depends_on: glob pattern -> digest of the programs in the matching files at that commit (see
+        `freshness`).
       seconds: how long the command took, None where that was not recorded.
-      carried: whether the figures were taken over from the hand-written page that preceded the result files.
+      carried: whether the figures were taken over from the hand-written page that preceded the
+        result files.
       note: page of docs/notes that says what was tried and why.
       facts: further figures and circumstances, one sentence each.
     """
@@ -114,7 +120,7 @@ def save(name: str, result: Result, folder: Path = FOLDER) -> Path:
 
 
 def as_text(fields: Mapping[str, Any]) -> str:
-    """Returns a result's fields as JSON with each row, of the result and of its tables, in a line of its own."""
+    """Returns a result as JSON, with each row of the result and of its tables on its own line."""
     parts = []
     for name, value in fields.items():
         if name == "rows":
@@ -150,7 +156,7 @@ def measured(
     depends_on: Iterable[str],
     **rest,
 ) -> Result:
-    """Returns a result of this machine, this commit and today; `rest` are further fields of `Result`."""
+    """Returns a result measured here, now, at this commit; `rest` are further `Result` fields."""
     return Result(
         title,
         {key: dict(row) for key, row in rows.items()},
@@ -178,19 +184,19 @@ def table(header: str, lines: Iterable[Iterable[object]]) -> dict[str, list]:
 
 
 def fingerprint(pattern: str) -> str:
-    """Returns a digest of the programs in the repository's files that match a glob pattern, see `freshness`."""
+    """Returns a digest of the programs in files that match a glob pattern; see `freshness`."""
     return freshness.fingerprint(pattern, ROOT)
 
 
 def changed(result: Result) -> list[str]:
-    """Returns the patterns of `depends_on` whose programs have changed since the result was measured; empty: it is fresh."""
+    """Returns the patterns of `depends_on` whose programs have changed; empty if it is fresh."""
     return [
         pattern for pattern, known in result.depends_on.items() if fingerprint(pattern) != known
     ]
 
 
 def commit() -> str:
-    """Returns the short id of the checked-out commit, with `+changes` where tracked files differ from it."""
+    """Returns the short id of the checked-out commit, with `+changes` if tracked files differ."""
     try:
         head = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
         changes = _output(
@@ -217,7 +223,7 @@ def _output(*command: str) -> str:
 
 @functools.cache
 def hardware() -> dict[str, object]:
-    """Returns this machine's processor, its vector features, cores, memory and NVIDIA GPUs, as far as Linux tells."""
+    """Returns this machine's processor, vector features, cores, memory and NVIDIA GPUs."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     fields = dict(re.findall(r"^(model name|flags|Features)\s*:\s*(.*)$", cpuinfo, re.MULTILINE))
     flags = (fields.get("flags") or fields.get("Features") or "").split()
@@ -247,7 +253,7 @@ def versions() -> dict[str, str]:
 
 
 def wrong_quotes(text: str, results: Mapping[str, Result]) -> list[str]:
-    """Returns a message for each `<!-- result: NAME.ROW.COLUMN -->` in `text` that does not follow its cell's text."""
+    """Returns a message for each quote of a result in `text` that differs from its cell."""
     messages = []
     for line in text.splitlines():
         for match in QUOTE.finditer(line):
@@ -269,6 +275,6 @@ def wrong_quotes(text: str, results: Mapping[str, Result]) -> list[str]:
 
 
 def beginnings(cell: str) -> list[str]:
-    """Returns a cell's text and its beginnings that end before a space: "8 of 10 (two more ...)" may be quoted as "8 of 10"."""
+    """Returns a cell's text and its prefixes up to a space, which pages may quote."""
     words = cell.split(" ")
     return [" ".join(words[:count]).rstrip(",;:") for count in range(1, len(words) + 1)]

@@ -1,12 +1,13 @@
-"""SmolLM2-135M-Instruct before and after it practised to find one line of many: line retrieval, a book, short tasks.
+"""Evaluates SmolLM2-135M before and after practising retrieval: lines, a book, short tasks.
 
-    python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --text TEXT.txt --book BOOK.txt
+    python -m scripts.benchmarks.retrieval --model HF_DIR --like LINES.jsonl --text TEXT --book BOOK
 
-Trains configs/extension/smollm2_lines_4k.yaml, whose lines are worded as the file's, on the beginning of a text too.
-Evaluates on generated records in that wording, whose pairs of key and number no training text has (data/synthetic/split.py), on
-the file's own cases, on the loss on another book, and on two short tasks of that book (scripts.make_short_tasks; needs
-requirements-eval.txt). Whatever was finished is not done again: the same command goes on. Writes docs/results/retrieval.json
-and docs/retrieval.png.
+Trains configs/extension/smollm2_lines_4k.yaml, whose lines are worded as the file's, on the
+beginning of a text too. Evaluates on generated records in that wording, whose pairs of key and
+number no training text has (data/synthetic/split.py), on the file's own cases, on the loss on
+another book, and on two short tasks of that book (scripts.make_short_tasks; needs
+requirements-eval.txt). Whatever was finished is not done again: the same command goes on. Writes
+docs/results/retrieval.json and docs/retrieval.png.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ DEPENDS_ON = (
 
 
 def evaluate(checkpoint: str, args: argparse.Namespace, name: str) -> Path:
-    """Answers the generated and the file's cases, unless that is done; returns the folder with the results."""
+    """Answers generated and given cases, unless done; returns the folder with the results."""
     folder = Path(args.output) / name
     if not (folder / "results.json").exists():
         python(
@@ -76,7 +77,7 @@ def evaluate(checkpoint: str, args: argparse.Namespace, name: str) -> Path:
 
 
 def train(args: argparse.Namespace) -> Path:
-    """Trains the recipe with lines in the file's wording and the text, unless that is done; returns the run's folder."""
+    """Trains with lines in the file's wording and the text, unless done; returns the run."""
     folder, text = Path(args.output) / "run", Path(args.output) / "text.txt"
     text.write_text(Path(args.text).read_text(encoding="utf-8")[:LETTERS], encoding="utf-8")
     recipe = (
@@ -100,7 +101,7 @@ def train(args: argparse.Namespace) -> Path:
 
 
 def book_losses(run_folder: Path, args: argparse.Namespace) -> list[float]:
-    """Returns the mean loss on a book before and after, nats per token: whether the model forgot ordinary text."""
+    """Returns the mean loss on a book before and after, nats per token: is text forgotten?"""
     table = Path(args.output) / "book" / "loss_by_position.json"
     if not table.exists():
         python(
@@ -144,7 +145,7 @@ def book_losses(run_folder: Path, args: argparse.Namespace) -> list[float]:
 
 
 def short_tasks(checkpoint: str, args: argparse.Namespace, name: str) -> dict[str, dict]:
-    """Returns lm-eval's result of each short task of the book, which is made and answered unless that is done."""
+    """Returns lm-eval's result of each short task of the book, made and answered unless done."""
     tasks, folder = Path(args.output) / "short_tasks", Path(args.output) / f"{name}_short"
     if not (folder / "results.json").exists():
         python("-m", "scripts.make_short_tasks", args.book, "--output", str(tasks))
@@ -242,8 +243,10 @@ def save_result(
         )
     tables = {"right answers": table("cases | lines | tokens | before | after", lines)}
     facts = [
-        f"Trained for {took / 60:.0f} minutes beside other work, with pauses; the last stage's rows have 4,096 tokens.",
-        "Generated cases have LongChat's wording; their pairs of key and number are in no training text. One seed.",
+        f"Trained for {took / 60:.0f} minutes beside other work, with pauses; the last stage's "
+        "rows have 4,096 tokens.",
+        "Generated cases have LongChat's wording; their pairs of key and number are in no training "
+        "text. One seed.",
         "The short tasks are questions about the book that scripts.make_short_tasks makes.",
     ]
     save(
@@ -251,7 +254,8 @@ def save_result(
         measured(
             "SmolLM2-135M-Instruct before and after practising retrieval",
             rows,
-            "python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --text TEXT.txt "
+            "python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --text "
+            "TEXT.txt "
             "--book BOOK.txt",
             DEPENDS_ON,
             tables=tables,

@@ -1,10 +1,10 @@
-"""Times our ring attention beside the package of Ring Attention's authors, on two one-thread devices, forward and backward.
+"""Times our ring attention beside Ring Attention's authors' package, on two one-thread devices.
 
     pip install --no-deps ringattention==0.1.2; pip install einops
     python -m scripts.benchmarks.rings [--lengths 4096 8192 16384 32768]
 
-All of them compute the same causal attention in float32 and take turns in one process; the median counts. Memory is the
-compiler's: temporaries of a device. Writes docs/results/rings.json.
+All of them compute the same causal attention in float32 and take turns in one process; the median
+counts. Memory is the compiler's: temporaries of a device. Writes docs/results/rings.json.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def their_ring() -> Callable:
 def compiled_rings(
     length: int, heads: int, head_dim: int
 ) -> dict[str, tuple[jax.stages.Compiled, tuple]]:
-    """Returns of each ring the compiled attention with its gradients, and its arguments; rows are in the ring's own order."""
+    """Returns each ring's compiled attention with gradients and its arguments, in its own order."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -118,7 +118,7 @@ def compiled_rings(
 
 
 def largest_difference(rings: dict[str, tuple], length: int) -> float:
-    """Returns the largest difference of our outputs and gradients from theirs, over the largest value of each."""
+    """Returns the largest difference from their results, over each result's largest value."""
     import jax
 
     from model.attention.layout import permutation
@@ -137,7 +137,7 @@ def largest_difference(rings: dict[str, tuple], length: int) -> float:
 
 
 def measure(length: int, repeats: int, heads: int, head_dim: int) -> tuple[list[dict], float]:
-    """Returns a row for each ring (seconds, their spread, GiB of a device), and `largest_difference`."""
+    """Returns a row for each ring (seconds, spread, MiB of a device) and `largest_difference`."""
     import jax
 
     rings = compiled_rings(length, heads, head_dim)
@@ -224,7 +224,10 @@ def work(args: argparse.Namespace) -> None:
             "tokens | ring | seconds: median (range) | times as fast | MiB of a device", lines
         )
     }
-    command = f"python -m scripts.benchmarks.rings --lengths {' '.join(map(str, args.lengths))} --heads {args.heads}"
+    command = (
+        f"python -m scripts.benchmarks.rings --lengths {' '.join(map(str, args.lengths))} "
+        f"--heads {args.heads}"
+    )
     save(
         "rings",
         measured(

@@ -1,8 +1,9 @@
-"""Measures how far transformers' float32 logits are from its float64 logits, for text and for random tokens.
+"""Measures the distance of transformers' float32 logits from its float64 logits.
 
     python -m scripts.benchmarks.rounding HF_DIR [--length 4096]
 
-No comparison of logits can have a smaller tolerance: where transformers itself is 1e-2 from float64, nobody equals it to 1e-3.
+No comparison of logits can have a smaller tolerance: where transformers itself is 1e-2 from
+float64, nobody equals it to 1e-3.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TEXTS = ("ARCHITECTURE.md", "trainer/huggingface/table.py")
 
 
 def largest_difference(folder: Path, tokens: Int[np.ndarray, "1 length"]) -> float:
-    """Returns the largest difference between the float32 and the float64 logits of the model in `folder`."""
+    """Returns the largest difference between float32 and float64 logits of a model folder."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,13 +1,14 @@
-"""Collects the plans of docs/plans/plans.json into results: those of recipes, of pods, and of the longest contexts.
+"""Turns the plans of docs/plans/plans.json into results: recipes, pods and longest contexts.
 
-    python -m scripts.plan --config configs/NAME.yaml --model PRESET --machine MACHINE --compile --output plan.json
+    python -m scripts.plan --config configs/NAME.yaml --machine MACHINE --compile --output plan.json
     python -m scripts.benchmarks.stored_plans --add NAME plan.json
     python -m scripts.benchmarks.stored_plans
 
-The first command makes one plan, by the real compiler of a machine that is absent; the second stores it under a name, that
-of a recipe being its path below configs/. `make evidence` makes all stored ones again. The third writes the results
-`recipes`, `pods`, `contexts` and `memory_1m`. Memory is the compiler's own figure; seconds are between the full rate of the
-matrix units and what the cost model says, or the slowest step that others measured.
+The first command makes one plan, by the real compiler of a machine that is absent; the second
+stores it under a name, that of a recipe being its path below configs/. `make evidence` makes all
+stored ones again. The third writes the results `recipes`, `pods`, `contexts` and `memory_1m`.
+Memory is the compiler's own figure; seconds are between the full rate of the matrix units and what
+the cost model says, or the slowest step that others measured.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from scripts.benchmarks.plan_store import read_plans, write_plans
 from scripts.benchmarks.results import ROOT, measured, row, save
 from trainer import entry
 
-# Recipe -> GB of each GPU that TRL measured at the same length on the same machine (huggingface/trl#6845).
+# Recipe -> GB of each GPU that TRL measured at the same length on the same machine
+# (huggingface/trl#6845).
 TRL_GB = {"qwen3_8b_1m_h100": 56.2, "qwen3_32b_1m_h100": 60.8}
 PODS = "pods/"  # the beginning of their names
 DEPENDS_ON = ("docs/plans/plans.json", "scripts/benchmarks/stored_plans.py")
@@ -44,7 +46,8 @@ COLUMNS = [
 ]
 
 
-# Row -> plan, GPUs, goal in tokens, goal in words. The 8M goal was set without query chunks; 16M had none of its own.
+# Row -> plan, GPUs, goal in tokens, goal in words. The 8M goal was set without query chunks; 16M
+# had none of its own.
 CONTEXTS = {
     "h100_8_16m": ("llama_3_1_8b_16m_h100_8", "8 x H100", 8 << 20, "8M (best known 5M)"),
     "h100_8_8m": ("llama_3_1_8b_8m_h100_8", "8 x H100", 8 << 20, "8M (best known 5M)"),
@@ -101,7 +104,7 @@ def line(name: str, plan: dict[str, Any]) -> list[str]:
 
 
 def recipe_plans(plans: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the plans that are those of recipes, by the recipe's path below configs/ without its suffix."""
+    """Returns the plans of recipes, by the recipe's path below configs/ without its suffix."""
     return {
         name: plan for name, plan in plans.items() if (ROOT / "configs" / f"{name}.yaml").exists()
     }
@@ -155,7 +158,8 @@ def save_pods(stored: dict[str, dict[str, Any]]) -> None:
     for plan in sorted(plans.values(), key=lambda plan: plan["context"]):
         name = f"{plan['model']}_{plan['context']}_{plan['topology']}"
         rows[re.sub("[^a-z0-9]", "_", name)] = row(
-            f"{plan['model']}, {plan['context']:,} tokens, {plan['topology']}: GiB a chip; seconds a step",
+            f"{plan['model']}, {plan['context']:,} tokens, {plan['topology']}: GiB a chip; seconds "
+            "a step",
             f"{memory_text(plan)}; {seconds_text(plan)}",
         )
     _save(

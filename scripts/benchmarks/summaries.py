@@ -1,4 +1,4 @@
-"""How a result's rows and tables follow from what the commands wrote: one function for each result of `measurements`.
+"""How results follow from what the commands wrote: one function for each measurement.
 
 Each takes the folder of the commands' files and returns (rows, tables), as `Result` has them.
 """
@@ -93,7 +93,8 @@ def kernels(out: Path) -> tuple[Rows, Tables]:
                 ]
             )
         rows[f"memory_{length}"] = row(
-            f"attention kernel, {length // 1024}K, forward + backward: peak MiB (torch {theirs['peak_mib']:.0f})",
+            f"attention kernel, {length // 1024}K, forward + backward: peak MiB (torch "
+            f"{theirs['peak_mib']:.0f})",
             f"{ours['peak_mib']:.0f}",
             "at most torch's",
             ours["peak_mib"] <= theirs["peak_mib"],
@@ -105,7 +106,8 @@ def kernels(out: Path) -> tuple[Rows, Tables]:
     }
 
 
-BALANCE_GOALS = {  # row id: schedule as the table prints it, layouts, words, largest imbalance allowed for P ranks
+# Row id: schedule as the table prints it, layouts, words, largest imbalance allowed for P ranks.
+BALANCE_GOALS = {
     "ring_contiguous": ("ring", ("contiguous",), "ring, contiguous", lambda ranks: 2 - 1 / ranks),
     "ring_striped": ("ring", ("striped", "zigzag"), "ring, striped and zigzag", lambda ranks: 1.07),
     "balanced": (
@@ -171,7 +173,8 @@ def balance_time(out: Path) -> tuple[Rows, Tables]:
         share = entry["speedup"] / entry["bound"]
         if of_bound:
             return row(
-                f"{case} at 16K, {tiles} tiles, of the bound ({entry['speedup']:.3f} of {entry['bound']:.3f})",
+                f"{case} at 16K, {tiles} tiles, of the bound ({entry['speedup']:.3f} of "
+                f"{entry['bound']:.3f})",
                 f"{share:.1%}",
                 f"{goal:.0%}",
                 share >= goal,
@@ -262,7 +265,8 @@ def overlap(out: Path) -> tuple[Rows, Tables]:
             ]
             bare = [entry for entry in transfers if not entry["kernels"]]
             exposed[backward] = (
-                f"{sum(entry['times'] for entry in bare):.0f} of {sum(e['times'] for e in transfers):.0f}"
+                f"{sum(entry['times'] for entry in bare):.0f} of "
+                f"{sum(e['times'] for e in transfers):.0f}"
             )
             lines += [
                 [
@@ -304,7 +308,7 @@ def activation_memory(out: Path) -> tuple[Rows, Tables]:
 
 
 def papers(out: Path) -> tuple[Rows, Tables]:
-    """Of each paper the numbers that the cost model claims to reproduce; of each table the errors of all numbers."""
+    """The numbers that the cost model claims, by paper, and the errors of all numbers, by table."""
     measured, rows = read_json(out / "papers" / "papers.json"), {}
     for source, counts in measured["summary"].items():
         claimed, reproduced = counts["claimed"], counts["claimed and reproduced"]
@@ -357,7 +361,7 @@ def papers(out: Path) -> tuple[Rows, Tables]:
 
 
 def measured_steps(out: Path) -> tuple[Rows, Tables]:
-    """Our range at three lengths on two machines, then each measured step with the error of our estimate."""
+    """Our range at three lengths on two machines, then each measured step with our error."""
     measured = read_json(out / "measured_steps.json")
     rows = {
         identifier(f"ours {entry['machine']} {tokens_text(entry['length'])}"): row(
@@ -493,7 +497,7 @@ def identity(out: Path) -> tuple[Rows, Tables]:
 
 
 def exactness(out: Path) -> tuple[Rows, Tables]:
-    """Runs each row's pytest command. A test says only whether it passes, so that is what its row says then."""
+    """Runs each row's pytest command; a row then says whether its test passes."""
     passed: dict[str, bool] = {}
     rows = load("exactness").rows
     for cells in rows.values():

@@ -1,16 +1,18 @@
-"""Finds the entries of Ring Attention's Table 3 with the real compilers: the longest context of each model and machine.
+"""Finds Ring Attention's Table 3 with the real compilers: the longest context by model and machine.
 
-    python -m scripts.benchmarks.table3                              # compiles what docs/plans/table3.json lacks
-    python -m scripts.benchmarks.table3 --only llama-7b v5e ring     # cells whose name has all of these words
+    python -m scripts.benchmarks.table3                              # compiles what is missing
+    python -m scripts.benchmarks.table3 --only llama-7b v5e ring     # cells with these words
     python -m scripts.benchmarks.table3 --show                       # compiles nothing
 
-Every cell is our own training step: the longest context that compiled, and its double, which was tried and does not fit.
-The columns are the paper's. `vanilla` keeps all scores (the dense kernel). `memory-efficient` has the blockwise kernel, and
-computes all else at once. `blockwise feed-forward` computes projections, feed-forward and loss in chunks. These three give
-each device a row of its own; `ring` splits one row over all devices. Memory is the `device`'s alone, or `ours`: with the
-host's. On GPUs a third, `paper`, is like for like (section 5.1 and appendix A): one row for all devices, split by tensor
-parallelism (by the ring in its own column), products in float32, and the device's memory alone.
-Cells of machines whose compiler is not installed stay as they are (TPUs: `libtpu`; A100: make install PLATFORM=cuda).
+Every cell is our own training step: the longest context that compiled, and its double, which was
+tried and does not fit. The columns are the paper's. `vanilla` keeps all scores (the dense kernel).
+`memory-efficient` has the blockwise kernel, and computes all else at once. `blockwise feed-forward`
+computes projections, feed-forward and loss in chunks. These three give each device a row of its
+own; `ring` splits one row over all devices. Memory is the `device`'s alone, or `ours`: with the
+host's. On GPUs a third, `paper`, is like for like (section 5.1 and appendix A): one row for all
+devices, split by tensor parallelism (by the ring in its own column), products in float32, and the
+device's memory alone. Cells of machines whose compiler is not installed stay as they are (TPUs:
+`libtpu`; A100: make install PLATFORM=cuda).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ Outcome = dict[str, Any]
 
 
 def longest(fits: Callable[[int], bool], start: int) -> int:
-    """Returns the longest context that fits, of `start` times powers of two from LEAST to MOST; 0 where none does.
+    """Returns the longest of `start` times powers of two that fits, LEAST to MOST; 0 if none does.
 
     It and its double are both tried.
     """
@@ -69,7 +71,7 @@ def longest(fits: Callable[[int], bool], start: int) -> int:
 
 
 class Compilations:
-    """Outcomes of compilations, by cell, memory options and context, in a file with which an interrupted search goes on."""
+    """Outcomes by cell, memory options and context, in a file so that a search can be resumed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -115,9 +117,10 @@ def refusal(cell: Cell, outcome: Outcome) -> str:
 
 
 def search(cell: Cell, compilations: Compilations) -> dict[str, Any]:
-    """Returns what is stored of a cell: its longest context with its plan, and why its double does not fit.
+    """Returns what is stored of a cell: longest context, its plan, and why the double does not fit.
 
-    The search starts at the paper's context. A context fits where it fits with one choice of memory options.
+    The search starts at the paper's context. A context fits where it fits with one choice of memory
+    options.
     """
     fitting: dict[int, tuple[dict[str, Any], Outcome]] = {}
     refusals: dict[int, list[str]] = {}
@@ -165,8 +168,7 @@ def search(cell: Cell, compilations: Compilations) -> dict[str, Any]:
 
 
 def _hours(cell: Cell, job: Job, outcome: Outcome) -> float:
-    """Returns the cost model's hours of a step: between those with all transfers beside compute and those with none, by the
-    share of the largest transfer that the compiled step hides."""
+    """Returns the cost model's hours of a step that hides what the compiled one hides."""
     estimates = (
         job.estimate(causal=cell.column != "vanilla", overlap=overlap) for overlap in (True, False)
     )
@@ -251,7 +253,7 @@ def _share(what: str, good: list[bool]) -> dict[str, str]:
 
 
 def _rings(contents: list[dict[str, Any]]) -> dict[str, list]:
-    """Returns the table of the ring's longest steps: what they take, and why their double is none."""
+    """Returns the table of the ring's longest steps: what they take, and why their double fails."""
     return table(
         "hardware | model | memory | tokens | GiB a device | host GiB a device | FLOPs | hours | "
         "the double",

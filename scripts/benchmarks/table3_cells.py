@@ -1,4 +1,4 @@
-"""The entries of Ring Attention's Table 3, each with the configurations of our step that it stands for."""
+"""The cells of Ring Attention's Table 3, and the configuration of our step for each."""
 
 from __future__ import annotations
 
@@ -58,12 +58,13 @@ class Cell:
         return gib
 
     def memory_options(self) -> list[dict[str, Any]]:
-        """Memory options, those that spare the host's memory last; a context fits where it fits with one of them."""
+        """Memory options to try, those that spare host memory last; one that fits is enough."""
         if self.memory == LIKE_FOR_LIKE:  # "full gradient checkpointing"
             return [{"remat": "nothing"}]
         config = TransformerConfig.preset(self.model)
         k = best_every_k(config.num_hidden_layers)
-        # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
+        # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them
+        # all.
         device: dict[str, Any] = (
             {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
         )
@@ -90,7 +91,8 @@ class Cell:
     def job(self, context: int, options: dict[str, Any]) -> Job:
         """The column's configuration of our step."""
         if self.memory == LIKE_FOR_LIKE:
-            # The authors' code splits activations between layers over its tensor axis, as sequence parallelism does.
+            # The authors' code splits activations between layers over its tensor axis, as sequence
+            # parallelism does.
             mesh = MeshConfig(tensor=self.devices, sequence_parallel=True)
             return self._job(context, options, mesh, rows=1).changed(
                 model={"compute_dtype": "float32"}
@@ -98,7 +100,7 @@ class Cell:
         return self._job(context, options, MeshConfig(fsdp=self.devices), rows=self.devices)
 
     def _job(self, context: int, options: dict[str, Any], mesh: MeshConfig, rows: int) -> Job:
-        """The column's configuration of our step; other columns than the ring have this mesh and so many rows."""
+        """The column's step; columns other than the ring take this mesh and this many rows."""
         if self.column == "ring":
             return Job.of(
                 self.model,
@@ -121,8 +123,7 @@ class Cell:
 
 
 def cells(words=()) -> list[Cell]:
-    """Returns the cells whose names contain all of these words, in the order of their measurement: rings with host memory
-    first."""
+    """Returns the cells whose names contain all of these words, rings with host memory first."""
     ordered = [
         Cell(topology, model, column, memory)
         for column in reversed(COLUMNS)
@@ -151,7 +152,7 @@ def table_rows() -> list[tuple[str, str]]:
 
 
 def read_cells(file: Path = FILE) -> list[dict[str, Any]]:
-    """Returns what is stored of each cell: its names, the longest context with its plan, and why its double does not fit."""
+    """Returns the stored cells: names, the longest context with its plan, why the double fails."""
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
 
 

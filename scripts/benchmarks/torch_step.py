@@ -1,4 +1,4 @@
-"""A training step as users of transformers and torch run it, on a CPU or an NVIDIA GPU: the other side of bench_step."""
+"""The other side of bench_step: a training step with transformers and torch, on CPU or GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ class TorchOptions:
     Attributes:
       attention: transformers' attn_implementation: sdpa, flex_attention, ...
       recompute: whether layers are recomputed (gradient checkpointing).
-      liger: whether Liger's kernels replace norms, rotary embedding, feed-forward and loss (the package liger-kernel).
+      liger: whether Liger's kernels replace norms, rotary embedding, feed-forward and loss (the
+        package liger-kernel).
       compiled: whether the model goes through torch.compile.
-      weights: `float32`, with products in bfloat16 on a GPU (autocast), or `bfloat16`: weights, moments and products.
+      weights: `float32`, with products in bfloat16 on a GPU (autocast), or `bfloat16`: weights,
+        moments and products.
     """
 
     attention: str = "sdpa"
@@ -72,7 +74,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def torch_step(
     config: TransformerConfig, lengths: list[int], steps: int, options: TorchOptions
 ) -> dict:
-    """Times steps of forward, backward, clipping at 1 and AdamW on one row of documents, with random weights and tokens.
+    """Times steps of forward, backward, clipping and AdamW on one row, random weights and tokens.
 
     Args:
       config: the model's shape.
@@ -80,8 +82,8 @@ def torch_step(
       steps: steps after the first, which is not like the others.
 
     Returns:
-      `seconds` of each step, the last `loss`, the GPU's largest memory `device_gib` after the first step (None on a CPU),
-      `device`, and the packages' `versions`.
+      `seconds` of each step, the last `loss`, the GPU's largest memory `device_gib` after the first
+      step (None on a CPU), `device`, and the packages' `versions`.
     """
     import torch
     import transformers

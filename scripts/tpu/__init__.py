@@ -1,1 +1,1 @@
-"""What launch_tpu is made of: gcloud's calls, slices, and the commands that run on their workers. No dependency but Python."""
+"""The parts of launch_tpu: gcloud calls, slices, commands on workers. Needs only Python."""

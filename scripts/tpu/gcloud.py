@@ -156,7 +156,7 @@ class Gcloud:
                 waited, pause = waited + pause, min(LONGEST_PAUSE, 2 * pause)
 
     def describe(self, *words: str) -> Any | None:
-        """Returns what `... describe` or `list` says, parsed; None where there is no such resource. Raises GcloudError."""
+        """Returns the parsed output of `describe` or `list`; None if there is no such resource."""
         try:
             return json.loads(self(*words, "--format", "json") or "null")
         except GcloudError as error:

@@ -1,8 +1,8 @@
-"""TPU slices of Google Cloud: created, looked at, deleted. Two ways, since the Cloud TPU API gets fixes only.
+"""TPU slices of Google Cloud, by either API: the Cloud TPU API only gets fixes now.
 
-`QueuedSlices` uses that API (queued resources; v2 to v6e), `GroupSlices` Compute Engine (an instance group for each slice, with
-a workload policy where it has several hosts; v5p, v6e and tpu7x):
-https://docs.cloud.google.com/compute/docs/tpus/create-tpu-mig-multi-host-slice
+`QueuedSlices` uses that API (queued resources; v2 to v6e), `GroupSlices` Compute Engine (an
+instance group for each slice, with a workload policy where it has several hosts; v5p, v6e and
+tpu7x): https://docs.cloud.google.com/compute/docs/tpus/create-tpu-mig-multi-host-slice
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Request:
 
 
 class State(NamedTuple):
-    """How the slices stand: READY, WAITING, GONE (preempted or failed) or ABSENT, and what Google Cloud says of it."""
+    """The slices' state: READY, WAITING, GONE (preempted or failed) or ABSENT, with details."""
 
     name: str
     reason: str = ""
 
 
 class Worker(NamedTuple):
-    """A host: the slice's node or instance, and its number in the slice, `all` for all of its hosts."""
+    """A host: the slice's node or instance, and its number in the slice (`all`: every host)."""
 
     node: str
     number: str
@@ -78,11 +78,11 @@ class Slices(abc.ABC):
 
     @abc.abstractmethod
     def delete(self) -> list[str]:
-        """Deletes what there is and returns its names, once Google Cloud says that it is gone. Raises GcloudError."""
+        """Deletes what exists; returns its names once Google Cloud confirms. Raises GcloudError."""
 
     @abc.abstractmethod
     def workers(self) -> list[Worker]:
-        """Returns one Worker for each ssh call that reaches all hosts, the first host's slice first."""
+        """Returns a Worker for each ssh call that reaches all hosts, the first host's first."""
 
     @abc.abstractmethod
     def ssh(self, worker: Worker, command: str) -> list[str]:
@@ -153,12 +153,14 @@ class QueuedSlices(Slices):
         """Raises Refused where type or version is missing."""
         if not (self.request.type and self.request.version):
             raise Refused(
-                "--type and --version are missing, such as --type v5p-128 --version v2-alpha-tpuv5; or, for Compute "
+                "--type and --version are missing, such as --type v5p-128 --version "
+                "v2-alpha-tpuv5; or, for Compute "
                 "Engine, --machine-type and --topology"
             )
         if self.request.type.startswith("tpu7x"):
             raise Refused(
-                "the Cloud TPU API has no tpu7x: --machine-type tpu7x-standard-4t --topology 4x4x4 requests it from "
+                "the Cloud TPU API has no tpu7x: --machine-type tpu7x-standard-4t --topology 4x4x4 "
+                "requests it from "
                 "Compute Engine"
             )
         if self.request.flex_start:
@@ -170,7 +172,7 @@ class QueuedSlices(Slices):
             )
 
     def state(self) -> State:
-        """As of Slices; a node that was preempted counts, even where its queued resource still says ACTIVE."""
+        """As Slices; a preempted node counts even if its queued resource still says ACTIVE."""
         queued = self._tpus("queued-resources", "describe", self.request.name)
         if queued is None:
             return self._nodes_state("ABSENT")
@@ -275,7 +277,8 @@ class QueuedSlices(Slices):
         ]
 
 
-# Families of images with the TPU's driver: https://docs.cloud.google.com/compute/docs/tpus/create-tpu-vm-instance
+# Families of images with the TPU's driver:
+# https://docs.cloud.google.com/compute/docs/tpus/create-tpu-vm-instance
 _IMAGES = {
     "ct5p-": "ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e",
     "ct6e-": "ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e",
@@ -297,16 +300,19 @@ class GroupSlices(Slices):
             r"-\d+t$", request.machine_type
         ):
             raise Refused(
-                f"--machine-type: found {request.machine_type}; needs one of Compute Engine's TPUs, such as "
+                f"--machine-type: found {request.machine_type}; needs one of Compute Engine's "
+                "TPUs, such as "
                 "ct5p-hightpu-4t, ct6e-standard-4t, tpu7x-standard-4t"
             )
         if request.topology and not re.fullmatch(r"\d+x\d+(x\d+)?", request.topology):
             raise Refused(
-                f"--topology: found {request.topology}; needs chips along each side, such as 4x4 or 4x4x4"
+                f"--topology: found {request.topology}; needs chips along each side, such as 4x4 "
+                "or 4x4x4"
             )
         if self._chips % self._chips_per_host:
             raise Refused(
-                f"--topology: {request.topology} has {self._chips} chips, which hosts of {self._chips_per_host} do "
+                f"--topology: {request.topology} has {self._chips} chips, which hosts of "
+                f"{self._chips_per_host} do "
                 "not divide"
             )
         _check_one_way(request)
@@ -380,7 +386,10 @@ class GroupSlices(Slices):
                 if errors and re.search("[Qq]uota", " ".join(errors)):
                     return State("GONE", "; ".join(errors))
                 if status != "RUNNING":
-                    waiting = f"{name} is {status or item.get('currentAction')}{': ' * bool(errors)}{'; '.join(errors)}"
+                    waiting = (
+                        f"{name} is "
+                        f"{status or item.get('currentAction')}{': ' * bool(errors)}{'; '.join(errors)}"
+                    )
             if not instances:
                 waiting = f"{node} has no instance yet"
         if not present:
@@ -390,7 +399,7 @@ class GroupSlices(Slices):
         return State("WAITING", waiting) if waiting else State("READY")
 
     def request_once(self) -> None:
-        """As of Slices: a workload policy for slices of several hosts, a template, and a group for each slice."""
+        """As Slices: a workload policy for multi-host slices, a template, a group per slice."""
         name, policy = self.request.name, []
         if self._hosts > 1:
             self._unless_there(
@@ -435,7 +444,8 @@ class GroupSlices(Slices):
             *self.gcloud.project,
         )
         for node in self.nodes:
-            # All hosts at once or none; a lost one is not replaced alone, since the slice's links are lost with it.
+            # All hosts at once or none; a lost one is not replaced alone, since the slice's links
+            # are lost with it.
             self._unless_there(
                 "compute",
                 "instance-groups",

@@ -1,7 +1,8 @@
-"""What reaches a slice's workers: the working tree, the variables of the user's choice, and the shell commands that run there.
+"""What reaches a slice's workers: the working tree, chosen variables, and shell commands.
 
-On a worker the project lies in ~/longstripe. One command at a time runs there, detached from the connection that started it;
-job.log, job.pid, job.code (its exit code, once it has ended) and job.command tell about it.
+On a worker the project lies in ~/longstripe. One command at a time runs there, detached from the
+connection that started it; job.log, job.pid, job.code (its exit code, once it has ended) and
+job.command tell about it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ LARGEST_UNTRACKED = 10 * 2**20  # bytes; a larger file is data that lies about, 
 
 
 def files_to_send(root: Path = ROOT) -> list[str]:
-    """Returns the files that git tracks or would add, which are those that are there; not what .gitignore names.
+    """Returns the files that git tracks or would add; not those that .gitignore names.
 
     Raises:
-      Refused: one that git does not track is too large to be code, or this is no working tree of git's.
+      Refused: one that git does not track is too large to be code, or this is no working tree of
+        git's.
     """
 
     def listed(*options: str) -> list[str]:
@@ -36,7 +38,8 @@ def files_to_send(root: Path = ROOT) -> list[str]:
         )
         if done.returncode:
             raise Refused(
-                f"{root} is not a working tree of git, which tells what to send: {done.stderr.strip()}"
+                f"{root} is not a working tree of git, which tells what to send: "
+                f"{done.stderr.strip()}"
             )
         return [name for name in done.stdout.split("\0") if name]
 
@@ -44,7 +47,8 @@ def files_to_send(root: Path = ROOT) -> list[str]:
     for name in new:
         if (size := (root / name).lstat().st_size) > LARGEST_UNTRACKED:
             raise Refused(
-                f"{name} ({size / 2**20:.0f} MiB) would be sent to every worker: name it in .gitignore, or "
+                f"{name} ({size / 2**20:.0f} MiB) would be sent to every worker: name it in "
+                ".gitignore, or "
                 "git add it"
             )
     return sorted({name for name in [*listed("--cached"), *new] if os.path.lexists(root / name)})
@@ -82,13 +86,14 @@ def environment_file(variables: Mapping[str, str]) -> str:
 
 
 def read_variables(given: Sequence[str]) -> dict[str, str]:
-    """Returns the variables of --env NAME=VALUE and --env NAME, the latter as they are set here. Raises Refused."""
+    """Returns the variables of --env NAME=VALUE and --env NAME. Raises Refused."""
     variables = {}
     for word in given:
         name, equals, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise Refused(
-                f"--env: found {word.partition('=')[0]}; needs NAME=VALUE, or NAME of a variable that is set here"
+                f"--env: found {word.partition('=')[0]}; needs NAME=VALUE, or NAME of a variable "
+                "that is set here"
             )
         if not equals and name not in os.environ:
             raise Refused(f"--env: {name} is not set here")
@@ -97,7 +102,7 @@ def read_variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def words_to_run(command: Sequence[str]) -> list[str]:
-    """Returns what the workers' Python gets: train.py with options, or any command of the project as its pages write it.
+    """Returns the workers' Python arguments: train.py with options, or any of our commands.
 
     Raises:
       Refused: it is none.
@@ -116,7 +121,8 @@ def words_to_run(command: Sequence[str]) -> list[str]:
     ):
         return words
     raise Refused(
-        "which command? After -- follow train.py's options, such as -- --config configs/NAME.yaml, or a command of "
+        "which command? After -- follow train.py's options, such as -- --config configs/NAME.yaml, "
+        "or a command of "
         "the project, such as -- python -m scripts.export_hf RUN HF_DIR"
     )
 
@@ -126,7 +132,8 @@ def on_all_workers(words: Sequence[str]) -> bool:
     return words[0] == "train.py" or (words[0] == "-m" and words[1].startswith("eval."))
 
 
-# What the last installation sent and this one does not is removed first: Python would still find such a module.
+# What the last installation sent and this one does not is removed first: Python would still find
+# such a module.
 INSTALL = """set -e
 mkdir -p longstripe
 tar -tzf longstripe.tar.gz | sort > longstripe.sent
@@ -177,7 +184,8 @@ if [ -e job.pid ] && [ ! -e job.code ]; then
   echo {STOPPED_CODE} > job.code
 fi"""
 
-# One line: the job's id, its command's checksum, its exit code or `running` or `lost`; nothing where no job was started.
+# One line: the job's id, its command's checksum, its exit code or `running` or `lost`; nothing
+# where no job was started.
 JOB = """cd longstripe 2> /dev/null && [ -e job.id ] || exit 0
 if [ -e job.code ]; then code=$(cat job.code)
 elif kill -0 "$(cat job.pid)" 2> /dev/null; then code=running
@@ -186,7 +194,7 @@ echo "job $(hostname) $(cat job.id) $(cksum < job.command | cut -d ' ' -f 1) $co
 
 
 def log_command(identity: str, offset: int) -> str:
-    """Returns the command that prints the job's id, then its log until it ends: of job `identity` after `offset` bytes."""
+    """Returns the command that prints the job's id and then its log from `offset` until it ends."""
     return (
         f'cd longstripe && start=1; [ "$(cat job.id)" != "{identity}" ] || start={offset + 1}\n'
         'cat job.id; tail -c +$start --pid="$(cat job.pid)" -f job.log'

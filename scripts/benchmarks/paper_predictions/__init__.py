@@ -1,7 +1,8 @@
 """Predicts every row of the papers by the cost model.
 
-Each prediction is computed by planning.costs. Rows that a constant bears on which was set after they had been seen say which
-(`Row.afterwards`). Misses are printed with their size and the likely reason.
+Each prediction is computed by planning.costs. Rows that a constant bears on which was set after
+they had been seen say which (`Row.afterwards`). Misses are printed with their size and the likely
+reason.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def every_row() -> tuple[Row, ...]:
 
 
 def _set_afterwards(row: Row) -> str:
-    """The constants that were set after a row had been seen, where they bear on it; "" where none does."""
+    """The constants set after a row had been seen that bear on it; "" if none does."""
     if row.source == "Attention2D":
         return "flow and uplink of both Ethernets (planning/costs/hardware.py)"
     if (

@@ -9,18 +9,21 @@ from planning.costs.step import Sizes, TrainingStep, estimate
 from scripts.benchmarks import paper_rows as paper
 from scripts.benchmarks.paper_predictions.row import Row, bytes_received, training_step
 
-# The paper's lengths and batches are lost; these span what fits. A large batch makes the parameters' transfers negligible.
+# The paper's lengths and batches are lost; these span what fits. A large batch makes the
+# parameters' transfers negligible.
 LENGTHS = tuple(2**power for power in range(13, 19))
 BATCHES = (1, 64)
 ATTENTION2D_MISS = (
-    "lengths, batches and the Ethernet's speed are lost: Azure's 80 and 40 Gbit/s assumed (a faster card "
-    "would help the collectives alone), and 1 row and 64 as batches (with 1 both sides wait for weights)"
+    "lengths, batches and the Ethernet's speed are lost: Azure's 80 and 40 Gbit/s assumed (a "
+    "faster card "
+    "would help the collectives alone), and 1 row and 64 as batches (with 1 both sides wait for "
+    "weights)"
 )
 
 
 @functools.lru_cache
 def attention2d_speedup(model: str, hardware: str, length: int, batch: int, overlap: bool) -> float:
-    """Returns the speed-up of Attention2D over Transformer Engine's balanced (zigzag) ring: 64 GPUs, a step without remat."""
+    """Returns Attention2D's speed-up over Transformer Engine's zigzag ring: 64 GPUs, no remat."""
     ours = estimate(_gpt(model, hardware, 64, length, batch, "attention2d", "striped", overlap))
     return (
         estimate(_gpt(model, hardware, 64, length, batch, "ring", "zigzag")).seconds / ours.seconds
@@ -32,8 +35,9 @@ def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) 
     layers, heads, size, hidden = paper.ATTENTION2D_MODELS[model]
     sizes = Sizes(layers, 12 * hidden * hidden, 50257 * hidden, heads, heads, size, hidden)
     options = {"overlap": overlap} if schedule == "attention2d" else {}
-    # Transformer Engine's ring sends dK, dV in the keys' precision; Attention2D's code is not public, and taken to do likewise.
-    # Set after the paper's rows had been seen: the first choice was float32.
+    # Transformer Engine's ring sends dK, dV in the keys' precision; Attention2D's code is not
+    # public, and taken to do likewise. Set after the paper's rows had been seen: the first choice
+    # was float32.
     return training_step(
         sizes,
         HARDWARE[hardware],

@@ -17,14 +17,17 @@ from scripts.benchmarks.paper_predictions.row import Row, bytes_received, traini
 THOUSAND = 1024  # the paper's K
 SLOWER_KERNELS = "real kernels are below the best published rates used here"
 BOTH_SIDES = "both sides' misses; the slower one's kernels miss more"
-# Six gathers and four reduce-scatters of a layer's activations, and the forward's four again for remat (Appendix C).
+# Six gathers and four reduce-scatters of a layer's activations, and the forward's four again for
+# remat (Appendix C).
 MEGATRON_COLLECTIVES = 14
-# How often Ring Self-Attention's published code (ColossalAI, legacy/nn/layer/parallel_sequence) reads or writes the array of
-# scores, operation by operation as PyTorch runs them. Forward: a block of the product, written, read, written into its place
-# (3); scaled (2); masked (2); softmax, whose fused kernel serves short rows only (2); the product with V (1). Backward: dV (1);
-# the scores' gradient, zeroed, and each block written, read and added (5); softmax (3), mask (2), scale (2); dK and dQ (2).
-# Remat runs the forward again. Set after the rows of DistFlashAttn's Table 3 had been seen: the first count was that of
-# FlashAttention's standard attention (arXiv 2205.14135, Algorithm 0), 15 passes.
+# How often Ring Self-Attention's published code (ColossalAI, legacy/nn/layer/parallel_sequence)
+# reads or writes the array of scores, operation by operation as PyTorch runs them. Forward: a block
+# of the product, written, read, written into its place (3); scaled (2); masked (2); softmax, whose
+# fused kernel serves short rows only (2); the product with V (1). Backward: dV (1); the scores'
+# gradient, zeroed, and each block written, read and added (5); softmax (3), mask (2), scale (2); dK
+# and dQ (2). Remat runs the forward again. Set after the rows of DistFlashAttn's Table 3 had been
+# seen: the first count was that of FlashAttention's standard attention (arXiv 2205.14135, Algorithm
+# 0), 15 passes.
 SCORE_PASSES = 10 + 10 + 15
 
 
@@ -49,8 +52,9 @@ def _dgx(nodes: int):
 
 def _distflash(model: str, nodes: int, length: int, **changes) -> TrainingStep:
     """Returns a step of DistFlashAttn; `changes` are other fields of `training_step`."""
-    # Partial results travel as the float16 in which its published code stores them (LightSeq, lightseq_async_attn.py). Set
-    # after the paper's rows had been seen: the first choice was float32.
+    # Partial results travel as the float16 in which its published code stores them (LightSeq,
+    # lightseq_async_attn.py). Set after the paper's rows had been seen: the first choice was
+    # float32.
     return training_step(
         Sizes.of(TransformerConfig.preset(model)),
         _dgx(nodes),
@@ -132,7 +136,10 @@ def _distflash_overhead() -> list[Row]:
             "attention forward of a layer, 64K on one A100, s",
             paper.DISTFLASH_FIGURE_4_SECONDS,
             kernel.attention_forward.seconds,
-            note="theirs is a Triton kernel on a 40 GB card; ours FlashAttention-2's best published rate",
+            note=(
+                "theirs is a Triton kernel on a 40 GB card; ours FlashAttention-2's best "
+                "published rate"
+            ),
         )
     ]
     rate = kernel.attention_forward.seconds / paper.DISTFLASH_FIGURE_4_SECONDS
@@ -159,8 +166,11 @@ def _distflash_overhead() -> list[Row]:
                         label,
                         overhead,
                         phase.exposed / phase.compute,
-                        note=f"{slower.exposed / slower.compute:.2f} with kernels as slow as section 3.3's; of which "
-                        "part, and at which lengths 8% and 1%, is not said",
+                        note=(
+                            f"{slower.exposed / slower.compute:.2f} with kernels as slow as "
+                            "section 3.3's; of which "
+                            "part, and at which lengths 8% and 1%, is not said"
+                        ),
                     )
                 )
     apart, together = (
@@ -183,7 +193,8 @@ def _distflash_overhead() -> list[Row]:
 def _distflash_volume() -> list[Row]:
     rows = []
     for ranks in (16, 256):
-        # The paper's own count: K and V of every earlier block, and in the backward dK and dV too; P large.
+        # The paper's own count: K and V of every earlier block, and in the backward dK and dV too;
+        # P large.
         pairs = (tile_counts(ranks, 1, 1, "contiguous") > 0).sum() - ranks
         rows.append(
             Row(
@@ -207,8 +218,11 @@ def _distflash_volume() -> list[Row]:
                 f"DistFlashAttn with helpers, received a worker, P = {ranks}, in N d",
                 paper.DISTFLASH_VOLUME["DistFlashAttn"],
                 volume / whole,
-                note="a helped block costs the backward q, dout and dQ, where K, V, dK, dV are four blocks of d; "
-                "their code sends out too",
+                note=(
+                    "a helped block costs the backward q, dout and dQ, where K, V, dK, dV are "
+                    "four blocks of d; "
+                    "their code sends out too"
+                ),
             )
         )
         volume = MEGATRON_COLLECTIVES * (ranks - 1) * block.queries / whole
@@ -226,8 +240,10 @@ def _distflash_volume() -> list[Row]:
 
 
 def megatron_seconds(model: str, nodes: int, length: int) -> float:
-    """Returns the seconds of a step of Megatron-LM: tensor and sequence parallelism over all GPUs, remat of whole layers, heads
-    padded to a multiple of the GPUs."""
+    """Returns the seconds of a Megatron-LM step: tensor and sequence parallelism over all GPUs.
+
+    Whole layers are recomputed, and heads are padded to a multiple of the GPUs.
+    """
     config, hardware, ranks = TransformerConfig.preset(model), _dgx(nodes), 8 * nodes
     heads = math.ceil(config.num_attention_heads / ranks)
     padded = heads * ranks / config.num_attention_heads
@@ -255,7 +271,7 @@ def megatron_seconds(model: str, nodes: int, length: int) -> float:
 
 
 def ring_self_attention_seconds(nodes: int, length: int) -> float:
-    """Returns the seconds of a step of LLaMA-7B with Ring Self-Attention, whose scores go through memory in bfloat16."""
+    """Returns the seconds of a LLaMA-7B step with Ring Self-Attention, with scores in bfloat16."""
     job = _distflash(
         "llama-7b", nodes, length, schedule="ring_self_attention", remat="nothing", overlap=False
     )
@@ -318,7 +334,10 @@ def _distflash_table_3() -> list[Row]:
                 f"Ring Self-Attention, {label}, s",
                 slow,
                 dense,
-                note="products over a head's 128 as fast as others here; likely a float32 softmax, and dropout",
+                note=(
+                    "products over a head's 128 as fast as others here; likely a float32 softmax, "
+                    "and dropout"
+                ),
             ),
             Row(
                 "DistFlashAttn",
@@ -403,8 +422,12 @@ def _distflash_remat() -> list[Row]:
                     f"remat-aware speed-up, {shard}K a GPU, {nodes} x 8",
                     speedup,
                     ratio,
-                    note="the table's body, and with it the number of nodes, is lost; kernels alone can give "
-                    f"{(2 * forward + backward) / (forward + backward):.2f} at these rates, transfers more",
+                    note=(
+                        "the table's body, and with it the number of nodes, is lost; kernels "
+                        "alone can give "
+                        f"{(2 * forward + backward) / (forward + backward):.2f} at these rates, "
+                        "transfers more"
+                    ),
                 )
             )
     return rows

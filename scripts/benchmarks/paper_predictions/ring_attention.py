@@ -49,7 +49,8 @@ def _ring_table_1() -> list[Row]:
 def _ring_table_2() -> list[Row]:
     rows = []
     for name, (tflops, bandwidth, tokens, length) in paper.RING_TABLE_2.items():
-        # A round of c queries and c keys computes 4 d c^2 FLOPs and sends K and V, 4 c d bytes: equally long at c = F / B.
+        # A round of c queries and c keys computes 4 d c^2 FLOPs and sends K and V, 4 c d bytes:
+        # equally long at c = F / B.
         least = tflops * 1e12 / (bandwidth * 1e9) / 1e3
         rows.append(
             Row(
@@ -118,8 +119,10 @@ def _ring_appendix_c() -> list[Row]:
 
 
 def flops_ratio(name: str, longer: int, short: int = 4096) -> float:
-    """Returns the factor by which a data set's training FLOPs grow in sequences `longer` times as long (Appendix C), with every
-    pair of tokens computed and without the head."""
+    """Returns the factor by which training FLOPs grow in sequences `longer` times as long.
+
+    It is Appendix C's: every pair of tokens counts, the head does not.
+    """
     hidden = paper.RING_FIGURE_5_HIDDEN[name]
     sizes = Sizes(1, 12 * hidden * hidden, 0, 1, 1, hidden, hidden)
     per_token = [sizes.needed_flops(1, length) for length in (longer * short, short)]

@@ -22,10 +22,12 @@ class Row:
       label: what the number is.
       paper: the paper's number; None where it is lost or was never given.
       predicted: the model's number.
-      digits, goal, between: what counts as reproduced: equal when rounded to so many decimals; a relative error of at most
-        `goal`; within the range that the paper gives. A row with none of them claims nothing.
+      digits, goal, between: what counts as reproduced: equal when rounded to so many decimals; a
+        relative error of at most `goal`; within the range that the paper gives. A row with none of
+        them claims nothing.
       note: the likely reason of a miss.
-      afterwards: the constants of the prediction that were set after the paper's number had been seen.
+      afterwards: the constants of the prediction that were set after the paper's number had been
+        seen.
     """
 
     source: str

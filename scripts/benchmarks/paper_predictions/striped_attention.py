@@ -10,13 +10,17 @@ from planning.costs.rounds import rounds
 from scripts.benchmarks import paper_rows as paper
 from scripts.benchmarks.paper_predictions.row import Row
 
-# The price of an attention FLOP in others: on A100 attention in TF32 runs at half the rate of bfloat16.
+# The price of an attention FLOP in others: on A100 attention in TF32 runs at half the rate of
+# bfloat16.
 STRIPED_ATTENTION_COST = {"A100": 2.0, "TPU v4": 1.0}
-STRIPED_MISS = "a bound: whole tiles, transfers hidden; the paper names exposed transfers and work that is no matrix product"
+STRIPED_MISS = (
+    "a bound: whole tiles, transfers hidden; the paper names exposed transfers and work "
+    "that is no matrix product"
+)
 
 
 def striped_attention() -> list[Row]:
-    """Returns all theoretical maximum speed-ups (TMS), and the measured ones beside what whole tiles allow."""
+    """Returns the theoretical speed-ups (TMS), and the measured ones beside whole tiles' bound."""
     bounds, measured = [], []
     for (table, device, model, tensor, shards), rows in paper.STRIPED_ATTENTION.items():
         cost, tile = STRIPED_ATTENTION_COST[device], paper.STRIPED_TILES[device]
@@ -58,7 +62,7 @@ def striped_attention() -> list[Row]:
 def striped_speedup(
     model: str, length: int, shards: int, attention_cost: float, tile: tuple[int, int] | None = None
 ) -> float:
-    """Returns the end-to-end speed-up of the striped over the contiguous ring, by matrix FLOPs of the busiest rank.
+    """Returns the striped ring's speed-up over the contiguous one, by the busiest rank's FLOPs.
 
     Args:
       attention_cost: the price of an attention FLOP in others.
@@ -84,7 +88,7 @@ def striped_speedup(
 
 
 def busiest_share(shards: int, tokens: int, layout: str, tile: tuple[int, int]) -> float:
-    """Returns the share of all query-key pairs of a rank's queries that the rounds' busiest ranks compute."""
+    """Returns the share of a rank's query-key pairs that the rounds' busiest ranks compute."""
     count = math.ceil(tokens / tile[0]), math.ceil(tokens / tile[1])
     forward, _ = rounds("ring", shards, layout, Block(1, tokens, 1, 1, 1), count)
     return sum(planned.tiles.max() for planned in forward) / (shards * count[0] * count[1])
