@@ -1,6 +1,6 @@
 """Downloads ExoRL's public archives of episodes, and goes on where it was interrupted.
 
-    python -m scripts.download_trajectories --domain walker --algorithm proto --output trajectories/exorl
+    python -m scripts.download_trajectories --domain walker --algorithm proto --output FOLDER
 
 Writes DIR/{domain}/{algorithm}/buffer/*.npz, the form that `trajectories.path` of a recipe takes.
 An archive has several GB; it is removed once it is unpacked.

@@ -2,7 +2,7 @@
 
   scripts/launch_tpu.sh run NAME --zone Z --machine-type ct6e-standard-4t --topology 4x4 [--spot]
       -- --config configs/R.yaml
-  scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V [--spot] -- --config configs/R.yaml
+  scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V -- --config configs/R.yaml
   scripts/launch_tpu.sh create|install|start|follow|status|stop|delete NAME --zone Z [-- COMMAND]
 
 run      creates, installs, starts and follows, and repeats all of it after a failure that may pass

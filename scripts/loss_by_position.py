@@ -1,6 +1,6 @@
 """Measures loss by position in the text: do more tokens before a target improve its prediction?
 
-    python -m scripts.loss_by_position --config RECIPE.yaml --checkpoint DIR_OR_HF [...] --output DIR
+    python -m scripts.loss_by_position --config RECIPE --checkpoint DIR_OR_HF [...] --output DIR
 
 The data, their packing and the mesh are the recipe's; `model.path` is set to each checkpoint in
 turn. Targets are grouped by the number of tokens before them, in the same document and row, into

@@ -5,7 +5,7 @@
 Paperno et al. 2016). They tell, without a download, whether a model that was trained for long
 contexts still does what it did before:
 
-    python -m eval.harness --checkpoint DIR --tasks book_last_word --include-path FOLDER --output OUT
+    python -m eval.harness --checkpoint DIR --tasks book_last_word --include-path DIR --output OUT
 
 Writes a JSON file and a YAML file for each task; a book, a number and a seed always give the same
 ones.

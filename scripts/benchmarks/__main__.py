@@ -1,4 +1,4 @@
-"""Measures stale results, writes docs/results and rebuilds BENCHMARKS.md; runs as `make bench`.
+"""Measures stale results, writes docs/results and makes BENCHMARKS.md: `make bench`.
 
     python -m scripts.benchmarks                       # all stale ones; resumes an interrupted start
     python -m scripts.benchmarks --only step kernels   # these, fresh or not

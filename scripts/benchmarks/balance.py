@@ -13,7 +13,7 @@ from model.attention.kernels.counted import counted_kernel
 from model.attention.layout import inverse, permutation
 from model.attention.schedules.plan import Block, Round
 
-# Tokens on a tile's side; more than one, so that a striped block's diagonal tile has a visible pair.
+# Tokens on a tile's side: two or more, so that a striped diagonal tile has a visible pair.
 TILE = 4
 
 

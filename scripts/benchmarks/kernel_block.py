@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 MEMORY = Path("/proc/meminfo")
 BLOCKS = ("diagonal", "strict", "full", "packed", "empty")
 DOCUMENTS = 16
-# Tokens whose vectors are drawn; longer blocks repeat them, since drawing takes longer than attention.
+# Tokens whose vectors are drawn; longer blocks repeat them, as drawing is slower than attention.
 DRAWN = 4096
 
 

@@ -1,6 +1,6 @@
 """Counts the cycles of the TPU kernels' tiles, ours and splash attention's, by the compiler.
 
-    python -m scripts.benchmarks.kernel_cycles            # compiles all, and writes docs/results/kernel_cycles.json and, for
+    python -m scripts.benchmarks.kernel_cycles            # compiles all, writes the result and, for
                                                           # the cost model,
                                                           planning/costs/kernel_cycles.json
     python -m scripts.benchmarks.kernel_cycles --check    # fails if one of ours is slower

@@ -19,14 +19,15 @@ OLD = " (old)"  # beside the date of a headline whose measured program has chang
 INTRODUCTION = """\
 # Benchmarks
 
-What a user decides by: each figure beside its goal or the fastest peer's, with its machine, day and command. Goals that were
-missed are listed, all of them. The other figures are in [docs/benchmarks](docs/benchmarks), by theme; what was tried and why is
-in [docs/notes](docs/notes).
+The figures to decide by, each beside its goal or the fastest peer's, with its machine, day and
+command. All missed goals are listed. Other figures are in [docs/benchmarks](docs/benchmarks), by
+theme; what was tried and why is in [docs/notes](docs/notes).
 
-`python -m scripts.benchmarks.page` makes these pages from [docs/results](docs/results); do not edit them by hand. `make bench`
-measures again what takes minutes and whose programs have changed since; `python -m scripts.benchmarks --stale` lists all
-results whose programs have. Speeds on a GPU are those of one H200. All other memory, transfers and overlap of TPUs and GPUs
-were read from what their compilers make, on a machine with 2 CPU cores: no group of accelerators has run these steps.
+`python -m scripts.benchmarks.page` makes these pages from [docs/results](docs/results); do not edit
+them by hand. `make bench` measures stale results again if they take minutes; `python -m
+scripts.benchmarks --stale` lists all stale results. GPU speeds were measured on one H200. All other
+memory, transfers and overlap of TPUs and GPUs come from the compilers' output, on a machine with 2
+CPU cores: no group of accelerators has run these steps.
 
 - met, **missed**: whether the measured figure reaches the goal.
 - (old): when this page was made, the measured program had changed since.
@@ -35,7 +36,8 @@ were read from what their compilers make, on a machine with 2 CPU cores: no grou
 THEME = """\
 # {title}
 
-Made by `python -m scripts.benchmarks.page`; do not edit it by hand. [Headlines and goals missed](../../BENCHMARKS.md).
+Made by `python -m scripts.benchmarks.page`; do not edit it by hand.
+[Headlines and goals missed](../../BENCHMARKS.md).
 The result files hold all figures, commands, machines, versions and commits.
 """
 # What users ask first: question, and the NAME.ROW that answers it.
@@ -152,7 +154,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 }
 TERMS = {
     "compiled": """\
-- bundle: the instructions that a TPU core issues in one cycle; a program of fewer bundles takes fewer cycles.
+- bundle: the instructions that a TPU core issues in one cycle; fewer bundles take fewer cycles.
 - 2 a core: two thread blocks of the kernel fit on a streaming multiprocessor of the GPU at a time.
 """,
     "schedules": (
@@ -160,7 +162,8 @@ TERMS = {
         "paper's formula, at most.\n"
     ),
     "learning": """\
-- AT 8, DT, BC-10%: Agentic Transformer with 8 episodes in a context, Decision Transformer, behaviour cloning of the best tenth.
+- AT 8, DT, BC-10%: Agentic Transformer with 8 episodes in a context, Decision Transformer,
+  behaviour cloning of the best tenth.
 """,
 }
 # Results of which the page shows these rows only.
