@@ -56,6 +56,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="the model that the adapters belong to: its name on the hub, which the "
         "export then gives, or a folder, where it is not at the path that they name",
     )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="also compare transformers' logits with ours, which needs torch and the model twice in "
+        "memory; transformers always opens the configuration and the tokenizer",
+    )
     parser.add_argument("--no-download", action=entry.NoDownload)
     return parser
 
@@ -96,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.huggingface.card import write_card
         from trainer.huggingface.folder import hub_name
         from trainer.huggingface.merge import dequantized, merged
+        from trainer.huggingface.verify import check_config, check_tokenizer, compare_logits
         from trainer.huggingface.write import write_hf
         from trainer.model_source import open_adapter
 
@@ -111,6 +118,10 @@ def main(argv: list[str] | None = None) -> int:
         if not is_adapter and (arguments.merge or arguments.base or arguments.dequantize):
             flag = "merge" if arguments.merge else "base" if arguments.base else "dequantize"
             raise UserError(f"--{flag}: {checkpoint} holds a whole model, without adapters")
+        if arguments.verify and is_adapter and not arguments.merge:
+            raise UserError(
+                "--verify: compares whole models, found adapters alone; add --merge, or leave it out"
+            )
         base = None
         library = "peft" if is_adapter and not arguments.merge else "transformers"
 
@@ -147,6 +158,13 @@ def main(argv: list[str] | None = None) -> int:
                         out,
                         finish=finish,
                     )
+        print("opening the folder with transformers", file=sys.stderr, flush=True)
+        if library == "transformers":
+            check_config(out, config)
+        check_tokenizer(out)
+        if arguments.verify:
+            difference = compare_logits(out)
+            print(f"logits differ from transformers' by at most {difference:.1e} of the largest")
         averaged = ", averaged weights" if arguments.average else ""
         print(
             f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card, whose licence you fill in"

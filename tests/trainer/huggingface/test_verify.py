@@ -1,0 +1,61 @@
+"""An export is opened with transformers: what differs is one line and a code other than 0."""
+
+import json
+
+import pytest
+import transformers
+
+from scripts import export_hf, import_hf
+from trainer.huggingface import verify
+
+
+@pytest.fixture(scope="module")
+def checkpoint(hf_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("imported") / "checkpoint"
+    assert import_hf.main([str(hf_model), str(folder)]) == 0
+    return folder
+
+
+def export(checkpoint, out, *flags):
+    return export_hf.main([str(checkpoint), str(out), *flags])
+
+
+def test_logits_are_those_of_transformers(checkpoint, tmp_path, capsys):
+    assert export(checkpoint, tmp_path / "hf", "--verify") == 0
+    assert "logits differ from transformers' by at most" in capsys.readouterr().out
+
+
+def test_other_logits_are_refused(checkpoint, tmp_path, capsys, monkeypatch):
+    true = verify.our_logits
+    monkeypatch.setattr(verify, "our_logits", lambda folder: 1.01 * true(folder))
+    assert export(checkpoint, tmp_path / "hf", "--verify") == 2
+    assert "transformers' logits differ from ours by 1.0e-02" in capsys.readouterr().err
+
+
+def test_a_size_that_transformers_reads_otherwise_is_refused(
+    checkpoint, tmp_path, capsys, monkeypatch
+):
+    read = transformers.AutoConfig.from_pretrained
+
+    def other(*args, **options):
+        config = read(*args, **options)
+        config.num_key_value_heads += 1
+        return config
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", other)
+    assert export(checkpoint, tmp_path / "hf") == 2
+    assert "config.json: num_key_value_heads: transformers reads" in capsys.readouterr().err
+
+
+def test_other_ids_are_refused(checkpoint, tmp_path, capsys, monkeypatch):
+    assert export(checkpoint, tmp_path / "hf") == 0
+    path = tmp_path / "hf" / "tokenizer.json"
+    verify.check_tokenizer(path.parent)
+    encode = verify.Tokenizer.encode
+    monkeypatch.setattr(verify.Tokenizer, "encode", lambda *args: [*encode(*args), 0])
+    assert export(checkpoint, tmp_path / "again") == 2
+    assert "transformers' tokenizer gives the text" in capsys.readouterr().err
+    monkeypatch.undo()
+    path.write_text(json.dumps({"model": {"type": "none"}}))
+    with pytest.raises(verify.UserError, match=r"cannot open the tokenizer|cannot be read"):
+        verify.check_tokenizer(path.parent)
