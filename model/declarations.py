@@ -1,4 +1,5 @@
-"""Every parameter by name, as the Flax modules declare it, and a layer's modules bound to given weights.
+"""Every parameter by name, as the Flax modules declare it, and a layer's modules bound to given
+weights.
 
 Everything outside `model.modules` sees one flat dictionary of arrays: "embed_tokens.weight",
 "layers.self_attn.q_proj.weight", ...
@@ -128,9 +129,10 @@ def bind(config: TransformerConfig, weights: dict[str, Weight]) -> DecoderLayer:
     """Returns a decoder layer with these weights.
 
     Args:
-      weights: named as by `declare_layer`: "self_attn.q_proj.weight" becomes `layer.self_attn.q_proj.weight`. Some may be
-        missing, if their modules are not called; names that a layer lacks are ignored. Frozen matrices stay as they are, for
-        products to dequantize.
+      weights: named as by `declare_layer`: "self_attn.q_proj.weight" becomes
+        `layer.self_attn.q_proj.weight`. Some may be missing, if their modules are not called; names
+        that a layer lacks are ignored. Frozen matrices stay as they are, for products to
+        dequantize.
     """
 
     def value(name):
@@ -152,7 +154,8 @@ def module_of(layer: DecoderLayer, name: str) -> nnx.Module:
 def read_by(
     config: TransformerConfig, stages: Iterable[str], weights: dict[str, T]
 ) -> dict[str, T]:
-    """Returns those of a layer's weights, named as within the layer, that any of these stages reads."""
+    """Returns those of a layer's weights, named as within the layer, that any of these stages
+    reads."""
     declared = declare_layer(config)
     return {
         name: weight for name, weight in weights.items() if set(declared[name].stages) & set(stages)

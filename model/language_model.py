@@ -1,4 +1,5 @@
-"""`LanguageModel`: embeds tokens, runs the layers, and computes the cross-entropy of the next token."""
+"""`LanguageModel`: embeds tokens, runs the layers, and computes the cross-entropy of the next
+token."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ __all__ = ["TOKENS", "Batch", "LanguageModel"]
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel(Transformer):
-    """A LLaMA on a mesh. A batch holds `tokens`, `targets` and `loss_weights` [B, L] beside the coordinates."""
+    """A LLaMA on a mesh. A batch holds `tokens`, `targets` and `loss_weights` [B, L] beside the
+    coordinates."""
 
     @property
     def ends(self) -> EndsFactory:
@@ -56,12 +58,15 @@ class LanguageModel(Transformer):
     # Of a global batch
 
     def loss(self, params: Shards, batch: Batch, sources: int = 0) -> LossSums:
-        """Returns the sums of weighted losses and of weights; their quotient is the mean cross-entropy in nats.
+        """Returns the sums of weighted losses and of weights; their quotient is the mean
+        cross-entropy in nats.
 
-        Take gradients of the total outside: inside `shard_map` they would be wrong once a psum over `tensor` is in the loss.
+        Take gradients of the total outside: inside `shard_map` they would be wrong once a psum over
+        `tensor` is in the loss.
 
         Args:
-          sources: how many sources the batch's `source_ids` [B, L] tell apart; each then has sums of its own.
+          sources: how many sources the batch's `source_ids` [B, L] tell apart; each then has sums
+            of its own.
         """
 
         def local(params, batch):

@@ -1,4 +1,5 @@
-"""One decoder layer as plain code: norm, projections, RoPE; attention; output projection, norm, feed-forward.
+"""One decoder layer as plain code: norm, projections, RoPE; attention; output projection, norm,
+feed-forward.
 
 How it is scanned, rematerialised or cut into groups is in `model.memory`.
 """
@@ -32,8 +33,8 @@ class LayerOutput(NamedTuple):
 
     Attributes:
       hidden: the hidden states.
-      auxiliary: the layer's sums over a device's tokens; those of all layers are stacked on a leading axis. Dense layers have
-        none, {}.
+      auxiliary: the layer's sums over a device's tokens; those of all layers are stacked on a
+        leading axis. Dense layers have none, {}.
     """
 
     hidden: Hidden
@@ -42,13 +43,15 @@ class LayerOutput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShardedLayer:
-    """Runs one decoder layer on a device's tokens, inside `shard_map`. Its methods close over no traced value.
+    """Runs one decoder layer on a device's tokens, inside `shard_map`. Its methods close over no
+    traced value.
 
     Weights are whole (of this tensor rank), named as within the layer, and float32 by type.
 
     Attributes:
       config: the model's own sizes; length: tokens in a whole row, for RoPE.
-      attention: attention over all shards of the sequence, and rope: the rotary embedding, of this layer's kind.
+      attention: attention over all shards of the sequence, and rope: the rotary embedding, of this
+        layer's kind.
     """
 
     config: TransformerConfig
@@ -79,8 +82,8 @@ class ShardedLayer:
     def project_through(
         self, weights: dict, x: Hidden, labels: TokenInfo
     ) -> tuple[Hidden, tuple[Heads, Heads, Heads]]:
-        """Returns x, and queries, keys and values. Whoever takes x from here has its gradient accumulated in place (see
-        `passed_through`)."""
+        """Returns x, and queries, keys and values. Whoever takes x from here has its gradient
+        accumulated in place (see `passed_through`)."""
         return self._project_through(
             _queries_keys_values, (QUERIES, KEYS_VALUES), weights, x, labels
         )
@@ -111,7 +114,8 @@ class ShardedLayer:
         )
 
     def _projection(self, read: Callable) -> Callable:
-        """The position-wise work from a layer's input to what `read` takes of its sequence mixer."""
+        """The position-wise work from a layer's input to what `read` takes of its sequence
+        mixer."""
 
         def project(weights, x, labels):
             layer = bind(self.config, weights)
@@ -158,8 +162,9 @@ class ShardedLayer:
     def _position_wise(
         self, fn: Callable, weights: dict, arrays: Any, labels: Any, chunk: int
     ) -> tuple[Any, Any]:
-        """Returns the sums and the results of fn, run in chunks of tokens that are computed again in the backward pass; with
-        the remat policy `everything`, which keeps the results of products, all at once."""
+        """Returns the sums and the results of fn, run in chunks of tokens that are computed again
+        in the backward pass; with the remat policy `everything`, which keeps the results of
+        products, all at once."""
         if self.memory.policy.products:
             return fn(weights, arrays, labels)
         return chunked_with_sums(
@@ -167,8 +172,8 @@ class ShardedLayer:
         )
 
     def _chunk(self, chunk: int) -> int:
-        """A chunk's tokens: all, where tokens are split, since a rank's chunks would not be chunks of the tokens that all ranks
-        together have."""
+        """A chunk's tokens: all, where tokens are split, since a rank's chunks would not be chunks
+        of the tokens that all ranks together have."""
         return 0 if self.parallel.split_tokens else chunk
 
 

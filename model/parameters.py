@@ -1,4 +1,5 @@
-"""The parameters of a model on a mesh: what they are, where they are, and how fresh ones are drawn."""
+"""The parameters of a model on a mesh: what they are, where they are, and how fresh ones are
+drawn."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from .weights import WeightGatherer
 
 @dataclasses.dataclass(frozen=True)
 class ModelParameters(abc.ABC):
-    """A model's parameters on a mesh, in one flat dictionary of sharded arrays. `Transformer` computes with them.
+    """A model's parameters on a mesh, in one flat dictionary of sharded arrays. `Transformer`
+    computes with them.
 
     Attributes:
       config: the model's sizes, with its adapter.
@@ -73,7 +75,8 @@ class ModelParameters(abc.ABC):
 
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """Every parameter as it is in memory, padding included. Frozen ones lie in the dtype that they are sent in."""
+        """Every parameter as it is in memory, padding included. Frozen ones lie in the dtype that
+        they are sent in."""
         return {
             name: dataclasses.replace(parameter, dtype=jnp.dtype(self.dtype).name)
             if parameter.frozen and weight_of(name) == name
@@ -83,7 +86,8 @@ class ModelParameters(abc.ABC):
 
     @functools.cached_property
     def quantized_names(self) -> tuple[str, ...]:
-        """The names of the weights that are quantized, in arrays of their own (`model.quantized_weights`)."""
+        """The names of the weights that are quantized, in arrays of their own
+        (`model.quantized_weights`)."""
         return tuple(sorted({weight_of(name) for name in self.parameters} - set(self.parameters)))
 
     @functools.cached_property
@@ -107,7 +111,8 @@ class ModelParameters(abc.ABC):
         return WeightGatherer(self.config, self.parallel, self.parameters, self.specs, self.dtype)
 
     def quantized(self, stored: Mapping[str, Any]) -> dict[str, Shaped[Array, ...]]:
-        """Returns the codes of the weights `quantized_names` on their devices; none if there are none.
+        """Returns the codes of the weights `quantized_names` on their devices; none if there are
+        none.
 
         Args:
           stored: the stacked layers' weights by name, as of `model.quantized_weights.quantized`.
@@ -127,8 +132,8 @@ class ModelParameters(abc.ABC):
         )
 
     def init(self, seed: int) -> dict[str, Float[Array, ...]]:
-        """Returns freshly initialised, sharded parameters. They are drawn at the model's own sizes, so that the mesh changes no
-        number."""
+        """Returns freshly initialised, sharded parameters. They are drawn at the model's own sizes,
+        so that the mesh changes no number."""
         if self.config.adapter is not None and self.config.adapter.quantize != "none":
             adapter = dataclasses.replace(self.config.adapter, quantize="none")
             config = dataclasses.replace(self.config, adapter=adapter)
@@ -177,7 +182,8 @@ class ModelParameters(abc.ABC):
     def init_magnitudes(
         self, params: dict[str, Shaped[Array, ...]]
     ) -> dict[str, Float[Array, ...]]:
-        """Returns the lengths that DoRA begins with, those of the columns of W + s A B; none if the model's adapters have none.
+        """Returns the lengths that DoRA begins with, those of the columns of W + s A B; none if the
+        model's adapters have none.
 
         Args:
           params: all other parameters, on their devices.
@@ -227,8 +233,8 @@ class ModelParameters(abc.ABC):
 def draw(
     config: TransformerConfig, key: jax.Array, ends: EndsFactory
 ) -> dict[str, Float[Array, ...]]:
-    """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0, adapters as of `draw_adapters`. To
-    be jitted with output shardings."""
+    """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0,
+    adapters as of `draw_adapters`. To be jitted with output shardings."""
     ends_key, layers_key = jax.random.split(key)
 
     def init_layer(key):
@@ -244,8 +250,9 @@ def draw(
 
 
 def draw_adapters(config: TransformerConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
-    """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), B zero; DoRA's lengths follow from the
-    weights (`ModelParameters.init_magnitudes`). To be jitted with output shardings."""
+    """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), B zero; DoRA's
+    lengths follow from the weights (`ModelParameters.init_magnitudes`). To be jitted with output
+    shardings."""
     adapters = {
         LAYERS + name: parameter.shape
         for name, parameter in declare_layer(config).items()

@@ -1,7 +1,9 @@
-"""A transformer of LLaMA's layers on a mesh, without saying what its inputs and its loss are: `Transformer`.
+"""A transformer of LLaMA's layers on a mesh, without saying what its inputs and its loss are:
+`Transformer`.
 
-Everything between inputs and loss runs inside one `shard_map`: a device has its rows (data, fsdp), its tokens (sequence), and
-its heads and width (tensor). Parameters are one flat dictionary of sharded arrays, which `modules` declares.
+Everything between inputs and loss runs inside one `shard_map`: a device has its rows (data, fsdp),
+its tokens (sequence), and its heads and width (tensor). Parameters are one flat dictionary of
+sharded arrays, which `modules` declares.
 """
 
 from __future__ import annotations
@@ -35,26 +37,28 @@ TOKENS = PartitionSpec(BATCH_AXES, "sequence")
 EVERY_TOKEN = (*BATCH_AXES, "sequence")
 # A part of a larger batch holds that batch's `RouterTotals` under this name.
 ROUTER_TOTALS = "router_totals"
-# Arrays [B, L, ...] by name: `positions`, `index`, `segment_ids`, `dropout` in training with it (`model.dropout`), and what a
-# model adds (see ARCHITECTURE.md).
+# Arrays [B, L, ...] by name: `positions`, `index`, `segment_ids`, `dropout` in training with it
+# (`model.dropout`), and what a model adds (see ARCHITECTURE.md).
 Batch = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Transformer(ModelParameters):
-    """LLaMA's layers on a mesh; a model adds what is before and after them. Methods called `local_*` run inside `shard_map`,
-    on a device's shards.
+    """LLaMA's layers on a mesh; a model adds what is before and after them. Methods called
+    `local_*` run inside `shard_map`, on a device's shards.
 
     Attributes:
-      schedule, kernel, mask: see `model.attention`; the mask is the model's common window unless given. Layers that have a
-        window of their own see what both windows show.
+      schedule, kernel, mask: see `model.attention`; the mask is the model's common window unless
+        given. Layers that have a window of their own see what both windows show.
       memory: what is kept for the backward pass, and in what pieces the rest is computed.
-      sequence_parallel: Megatron's (`TensorParallel.split_tokens`): hidden states are split over `tensor` too, along the
-        length. Layers are then not computed in chunks of tokens, the loss still is.
+      sequence_parallel: Megatron's (`TensorParallel.split_tokens`): hidden states are split over
+        `tensor` too, along the length. Layers are then not computed in chunks of tokens, the loss
+        still is.
 
     Raises:
-      ValueError: a schedule that cannot serve the sequence axis; `sequence_parallel` where `tensor` does not split the heads
-        and the feed-forward width; memory options that do not fit the model or each other.
+      ValueError: a schedule that cannot serve the sequence axis; `sequence_parallel` where `tensor`
+        does not split the heads and the feed-forward width; memory options that do not fit the
+        model or each other.
     """
 
     schedule: Any = "ring"
@@ -109,7 +113,8 @@ class Transformer(ModelParameters):
         )
 
     def attention(self, window: int | None = None) -> AttentionOp:
-        """Returns attention over the shards of the sequence axis, within a layer's own window too."""
+        """Returns attention over the shards of the sequence axis, within a layer's own window
+        too."""
         kernel = self.kernel.with_softcap(self.config.attn_logit_softcapping).with_rows_in_order(
             True
         )
@@ -124,7 +129,8 @@ class Transformer(ModelParameters):
         )
 
     def layers(self, length: int) -> tuple[ShardedLayer, ...]:
-        """Returns one layer of each kind, in the period that they repeat in, for whole rows of `length` tokens."""
+        """Returns one layer of each kind, in the period that they repeat in, for whole rows of
+        `length` tokens."""
         return tuple(
             ShardedLayer(
                 self.config,
@@ -141,8 +147,8 @@ class Transformer(ModelParameters):
     # On a device
 
     def local_coords(self, batch: Batch) -> TokenCoords:
-        """Returns the coordinates of this device's tokens; for global tokens also their documents' starts, from the whole
-        row."""
+        """Returns the coordinates of this device's tokens; for global tokens also their documents'
+        starts, from the whole row."""
         coords = TokenCoords(batch["index"], batch["segment_ids"])
         if not self.mask.global_tokens:
             return coords
@@ -176,8 +182,9 @@ class Transformer(ModelParameters):
         return output._replace(hidden=self.parallel.whole(output.hidden))
 
     def auxiliary_losses(self, sums: Auxiliary, batch: Batch) -> dict[str, Float[Array, ""]]:
-        """Returns this device's summands of the losses that the layers' auxiliary sums make, by name: float32, on the scale of
-        the weighted sum of the tokens' losses, which they are added to. Dense layers give no sums, and make no losses.
+        """Returns this device's summands of the losses that the layers' auxiliary sums make, by
+        name: float32, on the scale of the weighted sum of the tokens' losses, which they are added
+        to. Dense layers give no sums, and make no losses.
 
         Args:
           sums: of all layers, stacked [N, ...], over this device's tokens.

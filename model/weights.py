@@ -25,7 +25,8 @@ class WeightGatherer:
 
     Attributes:
       config: the model's own sizes; parameters, specs: of all parameters, in memory.
-      dtype: the precision that trained weights are sent in; they are float32 by type (`sharding.gather`).
+      dtype: the precision that trained weights are sent in; they are float32 by type
+        (`sharding.gather`).
     """
 
     config: TransformerConfig
@@ -55,12 +56,14 @@ class WeightGatherer:
         }
 
     def layer(self, shards: Shards) -> dict[str, Weight]:
-        """Returns one layer's weights whole, from its shards, without the axis of the layers; both named as within the layer.
-        They are gathered once for all that the layer does in one direction."""
+        """Returns one layer's weights whole, from its shards, without the axis of the layers; both
+        named as within the layer. They are gathered once for all that the layer does in one
+        direction."""
         return self.gathered_layer(self.gather_layer(shards))
 
     def gather_layer(self, shards: Shards) -> dict[str, jax.Array]:
-        """Returns one layer's parameters whole, from its shards. What is quantized is gathered as codes."""
+        """Returns one layer's parameters whole, from its shards. What is quantized is gathered as
+        codes."""
         with jax.named_scope("gather_weights"):
             return {
                 name: self._gather(LAYERS + name, shard, self.layer_spec(name))
@@ -68,8 +71,8 @@ class WeightGatherer:
             }
 
     def gathered_layer(self, whole: dict[str, jax.Array]) -> dict[str, Weight]:
-        """Returns a layer's weights from gathered arrays: without the padding of their hidden axis, and the frozen ones marked
-        as such."""
+        """Returns a layer's weights from gathered arrays: without the padding of their hidden axis,
+        and the frozen ones marked as such."""
         quantized = tuple(
             quantized_names(whole)
         )  # in one order, so that each process compiles the same program

@@ -1,4 +1,5 @@
-"""What a checkpoint keeps of a Hugging Face folder beside its weights: tokenizer, configuration, dtypes."""
+"""What a checkpoint keeps of a Hugging Face folder beside its weights: tokenizer, configuration,
+dtypes."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ from model.rope_config import RopeConfig
 from .folder import SMALL_FILES, tensor_dtypes
 from .table import DTYPES
 
-# Files of a Hugging Face folder that belong to the model and are not weights. The list is fixed, since a training run puts
-# files of its own beside them (its configuration), which do not belong in an exported model.
+# Files of a Hugging Face folder that belong to the model and are not weights. The list is fixed,
+# since a training run puts files of its own beside them (its configuration), which do not belong in
+# an exported model.
 ASSET_FILES = tuple(name for name in SMALL_FILES if name != "adapter_config.json")
 
-# Fields of config.json about files of the source that an export does not have, or has in another form.
+# Fields of config.json about files of the source that an export does not have, or has in another
+# form.
 _OF_ITS_FILES = ("auto_map", "quantization_config")
 # Fields that a change of the rotary embedding makes void, in all spellings.
 _ROPE = frozenset(
@@ -45,7 +48,8 @@ SOURCE_DTYPE_FILE = "source_dtype.json"
 
 
 def copy_assets(folder: str | Path, assets: str | Path) -> None:
-    """Copies the files that a checkpoint keeps of a Hugging Face folder to `assets`, and records its dtypes there."""
+    """Copies the files that a checkpoint keeps of a Hugging Face folder to `assets`, and records
+    its dtypes there."""
     folder, assets = Path(folder), Path(assets)
     assets.mkdir(parents=True, exist_ok=True)
     for name in ASSET_FILES:
@@ -60,11 +64,12 @@ def copy_assets(folder: str | Path, assets: str | Path) -> None:
 def described(
     config: TransformerConfig, source: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the config.json of a model that was trained from another one, and the fields of that one's that are left out.
+    """Returns the config.json of a model that was trained from another one, and the fields of that
+    one's that are left out.
 
-    Fields that nothing here reads are kept, since other programs do; so are those that training has not changed, as they were
-    spelled. Left out are those that would be wrong: inside a RoPE that training changed, of weights in other numbers, and of
-    code that is not exported.
+    Fields that nothing here reads are kept, since other programs do; so are those that training has
+    not changed, as they were spelled. Left out are those that would be wrong: inside a RoPE that
+    training changed, of weights in other numbers, and of code that is not exported.
 
     Args:
       config: the trained model.
@@ -125,8 +130,8 @@ def _unknown_numbers(rope: Any) -> dict[str, Any]:
 
 
 def write_config(config: TransformerConfig, assets: str | Path) -> None:
-    """Writes the config.json of a trained model over that of its source in `assets`, if there is one. A warning names the
-    fields that are left out; see `described`."""
+    """Writes the config.json of a trained model over that of its source in `assets`, if there is
+    one. A warning names the fields that are left out; see `described`."""
     path = Path(assets) / "config.json"
     source = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     content, left_out = described(config, source) if source else (config.to_hf(), [])
@@ -178,7 +183,8 @@ def _set_fields(path: Path, **fields: object) -> None:
 
 
 def write_source_dtype(assets: str | Path, dtypes: Mapping[str, str] | str) -> None:
-    """Records in `assets` the dtype that an export is written in: one for all, or by Hugging Face tensor name."""
+    """Records in `assets` the dtype that an export is written in: one for all, or by Hugging Face
+    tensor name."""
     if isinstance(dtypes, str):
         dtypes = {"": dtypes}
     common = collections.Counter(dtypes.values()).most_common(1)[0][0]
@@ -192,7 +198,8 @@ def write_source_dtype(assets: str | Path, dtypes: Mapping[str, str] | str) -> N
 
 
 def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
-    """The dtype that an export from `assets` is written in, and tensor name -> dtype of the exceptions.
+    """The dtype that an export from `assets` is written in, and tensor name -> dtype of the
+    exceptions.
 
     Without a record it is the dtype in config.json, or else bfloat16.
     """
@@ -212,18 +219,21 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
 
 
 def trained_mask(assets: str | Path) -> Mask:
-    """The attention mask that the model of a checkpoint's `assets` was trained with, by its run.yaml; full without one."""
+    """The attention mask that the model of a checkpoint's `assets` was trained with, by its
+    run.yaml; full without one."""
     attention = _recipe(assets).get("attention", {})
     return Mask(window=attention.get("window"), global_tokens=attention.get("global_tokens", 0))
 
 
 def trained_quantization(assets: str | Path) -> Quantization:
-    """How the base was quantized that the adapters of a checkpoint's `assets` were trained beside, by its run.yaml."""
+    """How the base was quantized that the adapters of a checkpoint's `assets` were trained beside,
+    by its run.yaml."""
     return _recipe(assets).get("adapter", {}).get("quantize", "none")
 
 
 def trained_date(assets: str | Path) -> datetime:
-    """The date that chat templates wrote in the training of a checkpoint's `assets`, by its run.yaml."""
+    """The date that chat templates wrote in the training of a checkpoint's `assets`, by its
+    run.yaml."""
     text = _recipe(assets).get("data", {}).get("template_date")
     return datetime.fromisoformat(text) if text else TEMPLATE_DATE
 

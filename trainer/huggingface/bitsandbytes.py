@@ -1,4 +1,5 @@
-"""Matrices that bitsandbytes has stored in NF4 with double quantization, as Hugging Face folders hold them."""
+"""Matrices that bitsandbytes has stored in NF4 with double quantization, as Hugging Face folders
+hold them."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ def read_nf4(
       rows: those of one parameter, of a matrix that holds several one below the other.
 
     Raises:
-      ValueError: names the tensor that is missing or of another kind than blocks of 64 and 256 with the published levels; or
-        `rows` begin or end within 256 blocks that share a scale.
+      ValueError: names the tensor that is missing or of another kind than blocks of 64 and 256 with
+        the published levels; or `rows` begin or end within 256 blocks that share a scale.
     """
     missing = [part for part in parts(name) if part not in files]
     if missing:
@@ -100,7 +101,8 @@ def read_nf4(
 
 
 def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
-    """Returns the tensors by name that bitsandbytes loads as this matrix; their order and bytes are those of `nf4_layout`.
+    """Returns the tensors by name that bitsandbytes loads as this matrix; their order and bytes are
+    those of `nf4_layout`.
 
     Args:
       dtype: of the numbers that it dequantizes to, such as bfloat16.
@@ -130,7 +132,8 @@ def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
 def nf4_layout(name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns the dtype and shape of each tensor of `write_nf4` before the matrix is known.
 
-    float32 comes first, and all together take a multiple of 8 bytes, so that each begins at a multiple of its item's size.
+    float32 comes first, and all together take a multiple of 8 bytes, so that each begins at a
+    multiple of its item's size.
     """
     blocks = math.prod(shape) // NF4_BLOCK
     nested = nested_count(*shape)

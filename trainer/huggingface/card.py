@@ -1,4 +1,5 @@
-"""The model card (README.md) of an exported folder: what it was made from, by which recipe, and what the run measured."""
+"""The model card (README.md) of an exported folder: what it was made from, by which recipe, and
+what the run measured."""
 
 from __future__ import annotations
 
@@ -33,18 +34,21 @@ def model_card(
 ) -> str:
     """Returns the card of an export as markdown, with a YAML head that the Hugging Face hub reads.
 
-    It says nothing that the checkpoint and its run's folder do not hold; the licence is left to the user.
+    It says nothing that the checkpoint and its run's folder do not hold; the licence is left to the
+    user.
 
     Args:
       checkpoint: the exported checkpoint's folder, in its run's folder or alone.
       library: what loads the export, `transformers` or `peft`.
-      base: the path or name of the model that it was trained from; None for the one that the run's recipe names.
+      base: the path or name of the model that it was trained from; None for the one that the run's
+        recipe names.
     """
     run = _yaml(checkpoint / "assets" / "run.yaml")
     name = run.get("name") or checkpoint.name
     base = base or (run.get("model") or {}).get("path")
     data = run.get("data") or {}
-    # Names of local folders say nothing to a reader of the hub, who would take them for models there.
+    # Names of local folders say nothing to a reader of the hub, who would take them for models
+    # there.
     hub_base = hub_name(base) if base else None
     head: dict[str, Any] = {
         "library_name": library,
@@ -97,7 +101,8 @@ def _facts(
 
 
 def _data_rows(data: dict[str, Any]) -> str:
-    """Returns a table of the sources, with the counts of the data report where it is still there."""
+    """Returns a table of the sources, with the counts of the data report where it is still
+    there."""
     sources = data.get("sources") or ([{"path": data["path"]}] if data.get("path") else [])
     if not sources:
         return ""
@@ -114,7 +119,8 @@ def _data_rows(data: dict[str, Any]) -> str:
 
 
 def _report(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the newest data report whose sources are those of the recipe, by the path of a source."""
+    """Returns the newest data report whose sources are those of the recipe, by the path of a
+    source."""
     sources = [str(source.get("path")) for source in data.get("sources") or ()]
     for path in sorted(
         Path(data.get("prepared") or "prepared").glob("*/report.json"),
@@ -204,8 +210,8 @@ def _plain(value: Any) -> Any:
 
 
 def _without_folders(value: Any) -> Any:
-    """Returns a value with the last part in place of each absolute path: folders of the machine that trained are nobody's
-    business."""
+    """Returns a value with the last part in place of each absolute path: folders of the machine
+    that trained are nobody's business."""
     if isinstance(value, dict):
         return {key: _without_folders(part) for key, part in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,5 @@
-"""Hugging Face model folders: where one lies, its safetensors files, and whether they hold the model that it describes."""
+"""Hugging Face model folders: where one lies, its safetensors files, and whether they hold the
+model that it describes."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ _COMPARED_NUMBERS = 1 << 22  # of two tensors at a time
 
 
 def hub_name(path: str) -> str | None:
-    """The name org/name[@revision] on the hub that a path is, or that the folder of the local cache has; None for another."""
+    """The name org/name[@revision] on the hub that a path is, or that the folder of the local cache
+    has; None for another."""
     if cached := re.search(r"models--([^/]+)/snapshots/", f"{path}/"):
         return cached[1].replace("--", "/", 1)
     is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@.+)?", path)
@@ -60,10 +62,11 @@ def hub_name(path: str) -> str | None:
 
 
 def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
-    """The folder of a model: `path` itself, or that of `org/name` or `org/name@revision` in the local Hugging Face cache.
+    """The folder of a model: `path` itself, or that of `org/name` or `org/name@revision` in the
+    local Hugging Face cache.
 
-    What is not in the cache is downloaded, unless HF_HUB_OFFLINE is set; what is there whole is used without asking the hub.
-    Pickled weights are never downloaded.
+    What is not in the cache is downloaded, unless HF_HUB_OFFLINE is set; what is there whole is
+    used without asking the hub. Pickled weights are never downloaded.
 
     Args:
       weights: whether they are needed; the other files are small.
@@ -127,8 +130,8 @@ def _is_whole(folder: Path, weights: bool) -> bool:
 def folder_config(folder: str | Path) -> TransformerConfig:
     """Returns the sizes of the model in a Hugging Face folder.
 
-    A head in its files that differs from the embedding is the model's own, whatever tie_word_embeddings says, as in
-    transformers; a warning names it.
+    A head in its files that differs from the embedding is the model's own, whatever
+    tie_word_embeddings says, as in transformers; a warning names it.
 
     Raises:
       ValueError: as `TransformerConfig.from_hf` and `open_tensors`.
@@ -153,7 +156,8 @@ def folder_config(folder: str | Path) -> TransformerConfig:
 
 
 def are_equal(first: Any, second: Any) -> bool:
-    """Whether two tensors in files hold the same numbers; read some rows at a time, up to the first that differ."""
+    """Whether two tensors in files hold the same numbers; read some rows at a time, up to the first
+    that differ."""
     shape = first.get_shape()
     if shape != second.get_shape():
         return False
@@ -168,14 +172,16 @@ def are_equal(first: Any, second: Any) -> bool:
 def _compare_frequencies(
     folder: Path, files: Mapping[str, Any], name: str, config: TransformerConfig
 ) -> None:
-    """Warns of a table of RoPE's frequencies in the files that is not the one of config.json, which is used."""
+    """Warns of a table of RoPE's frequencies in the files that is not the one of config.json, which
+    is used."""
     stored = files[name].get_tensor(name).astype(np.float32)
     # Old exports have the table from before any rule for longer texts.
     tables = [
         inverse_frequencies(rope, config.rotary_dim)
         for rope in (config.rope, RopeConfig(theta=config.rope.theta))
     ]
-    # The tolerance is two places of bfloat16, in which such a table was rounded with the model; 6e-8 is float16's least step.
+    # The tolerance is two places of bfloat16, in which such a table was rounded with the model;
+    # 6e-8 is float16's least step.
     if not any(
         stored.shape == table.shape and np.allclose(stored, table, 2**-7, 6e-8) for table in tables
     ):
@@ -197,7 +203,8 @@ def tensor_dtypes(folder: str | Path) -> dict[str, str]:
 
 
 def weights_fingerprint(folder: str | Path) -> str:
-    """A hash of every byte of the weights in a Hugging Face folder, wherever that is; read once, see `file_digest`."""
+    """A hash of every byte of the weights in a Hugging Face folder, wherever that is; read once,
+    see `file_digest`."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.safetensors")):
         digest.update(f"{path.name}\0{file_digest(path)}\0".encode())
@@ -251,7 +258,8 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _read_index(index_file: Path) -> dict[str, Path]:
-    """Tensor name -> file, as the index of a model in several files names them; ValueError for a file outside its folder."""
+    """Tensor name -> file, as the index of a model in several files names them; ValueError for a
+    file outside its folder."""
     folder = index_file.parent
     try:
         weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
@@ -267,7 +275,8 @@ def _read_index(index_file: Path) -> dict[str, Path]:
 
 
 def _raise_no_weights(folder: Path) -> NoReturn:
-    """Raises the ValueError for a folder without safetensors, which says what the folder has instead."""
+    """Raises the ValueError for a folder without safetensors, which says what the folder has
+    instead."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     pickled = sorted([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")])
@@ -284,7 +293,8 @@ def _raise_no_weights(folder: Path) -> NoReturn:
 def check_tensors(
     folder: Path, files: Mapping[str, Any], layout: list[HFEntry], config: TransformerConfig
 ) -> None:
-    """Raises ValueError for the first tensor that is missing, unknown, or of another shape or dtype than can be read."""
+    """Raises ValueError for the first tensor that is missing, unknown, or of another shape or dtype
+    than can be read."""
     expected = set()
     for entry in layout:
         for name, shape in entry.file_tensors().items():

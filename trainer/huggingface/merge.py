@@ -17,10 +17,12 @@ from model.quantized_weights import input_axes, quantized_names
 
 
 class Dequantized:
-    """A stacked parameter's layers, quantized and dequantized again: the numbers that codes stand for, in float32."""
+    """A stacked parameter's layers, quantized and dequantized again: the numbers that codes stand
+    for, in float32."""
 
     def __init__(self, stored: Any, shape: tuple[int, ...], inputs: int, kind: str) -> None:
-        """`stored`: read when sliced, maybe padded to more than `shape`; `inputs`: its axes that a product sums over."""
+        """`stored`: read when sliced, maybe padded to more than `shape`; `inputs`: its axes that a
+        product sums over."""
         self.stored, self.shape, self.inputs, self.kind = stored, shape, inputs, kind
 
     def __getitem__(self, layer: int) -> Float[np.ndarray, ...]:
@@ -37,7 +39,8 @@ class Dequantized:
 
 
 def dequantized(base: Mapping[str, Any], config: TransformerConfig) -> dict[str, Any]:
-    """Returns the base's parameters with the numbers that codes stand for where the model with adapters has codes.
+    """Returns the base's parameters with the numbers that codes stand for where the model with
+    adapters has codes.
 
     Args:
       base: as of `merged`.
@@ -62,8 +65,10 @@ def merged(
     """Returns the parameters of the model without adapters that computes the same.
 
     Args:
-      base: the base's parameters by name: arrays, or arrays on disk that are read when sliced; padded or not.
-      trained: adapters, and modules that were trained whole and replace those of the base; of the same kinds.
+      base: the base's parameters by name: arrays, or arrays on disk that are read when sliced;
+        padded or not.
+      trained: adapters, and modules that were trained whole and replace those of the base; of the
+        same kinds.
       config: of the model with its adapters.
     """
     adapter = config.adapter
@@ -87,10 +92,12 @@ def merged(
 
 
 class _MergedParameter:
-    """W + s A B of stacked layers, with DoRA's lengths of its columns, if there are any; in float32, a layer at a time."""
+    """W + s A B of stacked layers, with DoRA's lengths of its columns, if there are any; in
+    float32, a layer at a time."""
 
     def __init__(self, factors: list[Any], shapes: list[tuple[int, ...]], scale: float) -> None:
-        """`factors`: W, A, B and DoRA's lengths, if any, maybe padded, and `shapes` without padding."""
+        """`factors`: W, A, B and DoRA's lengths, if any, maybe padded, and `shapes` without
+        padding."""
         self.factors, self.shapes, self.scale = factors, shapes, scale
         self.shape = shapes[0]
 

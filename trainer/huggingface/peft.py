@@ -1,7 +1,9 @@
 """Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors` in a folder.
 
-Where a family's files hold k projections as rows of one tensor, PEFT's adapter of that tensor has one A. Ours has an A of
-rank r for each: an adapter of rank k r, whose A is theirs, one below the other, and whose B is theirs on a diagonal of blocks.
+Where a family's files hold k projections as rows of one tensor, PEFT's adapter of that tensor has
+one A. Ours has an A of
+rank r for each: an adapter of rank k r, whose A is theirs, one below the other, and whose B is
+theirs on a diagonal of blocks.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ _READ = (
     "revision",
     "ensure_weight_tying",
 )
-# Fields that say nothing about what a saved adapter computes: versions, how it was trained or begun, and numbers that count
-# only beside another field. The last three are ms-swift's.
+# Fields that say nothing about what a saved adapter computes: versions, how it was trained or
+# begun, and numbers that count only beside another field. The last three are ms-swift's.
 _SILENT = (
     "auto_mapping",
     "peft_version",
@@ -69,11 +71,13 @@ _SILENT = (
     "lorap_emb_lr",
 )
 _EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
-# Fields that say what it computes, with the values under which that is plain LoRA. Any other field has to be empty.
+# Fields that say what it computes, with the values under which that is plain LoRA. Any other field
+# has to be empty.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "task_type": ("CAUSAL_LM", None),
-    # These begin with other A and B beside the base as it is. The others change the base, now and whenever peft loads it.
+    # These begin with other A and B beside the base as it is. The others change the base, now and
+    # whenever peft loads it.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
 _PLAIN = (
@@ -95,10 +99,12 @@ _FUSED = {
 
 
 def adapter_layout(config: TransformerConfig, shares_a: bool = False) -> list[HFEntry]:
-    """Returns every trained parameter of a model with adapters, and the tensors of PEFT that it is made of.
+    """Returns every trained parameter of a model with adapters, and the tensors of PEFT that it is
+    made of.
 
     Args:
-      shares_a: whether projections that one tensor holds have the same A, as in adapters that PEFT has made of such a tensor.
+      shares_a: whether projections that one tensor holds have the same A, as in adapters that PEFT
+        has made of such a tensor.
     """
     assert config.adapter is not None
     entries = [
@@ -177,10 +183,12 @@ def _patterns(adapter: AdapterConfig, modules: Iterable[str]) -> dict[str, dict[
 def write_config(
     adapter: AdapterConfig, family: str, base: str | None, folder: Path, tied: bool = False
 ) -> None:
-    """Writes adapter_config.json, which names `base`, a model of the family, as the one that the adapter belongs to.
+    """Writes adapter_config.json, which names `base`, a model of the family, as the one that the
+    adapter belongs to.
 
     Args:
-      tied: whether the model's head is its embedding; peft else leaves the head as it is in the base where that is trained.
+      tied: whether the model's head is its embedding; peft else leaves the head as it is in the
+        base where that is trained.
     """
     modules = _modules(adapter, family)
     name, _, revision = (base or "").partition("@") if base and hub_name(base) else (base, "", "")
@@ -296,7 +304,8 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
 
 
 def _dropout(content: Mapping[str, Any]) -> float:
-    """Returns the probability of dropout, and 0 where it is missing or null. That it is less than 1 `AdapterConfig` checks."""
+    """Returns the probability of dropout, and 0 where it is missing or null. That it is less than 1
+    `AdapterConfig` checks."""
     return as_float(
         "lora_dropout",
         0.0 if content.get("lora_dropout") is None else content["lora_dropout"],
@@ -312,7 +321,8 @@ def _switch(content: Mapping[str, Any], field: str) -> bool:
 
 
 def _check_patterns(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
-    """Raises ValueError for ranks or alphas of modules by themselves, but for those that `write_config` writes."""
+    """Raises ValueError for ranks or alphas of modules by themselves, but for those that
+    `write_config` writes."""
     own = _patterns(adapter, _FUSED)
     for field, expected in own.items():
         for module, value in (content.get(field) or {}).items():
@@ -333,7 +343,8 @@ def _names(content: Mapping[str, Any], field: str) -> list[str]:
 
 
 def _check_fields(content: Mapping[str, Any]) -> None:
-    """Raises ValueError for the first field under which the adapter would compute something else than LoRA, or may."""
+    """Raises ValueError for the first field under which the adapter would compute something else
+    than LoRA, or may."""
     for name, value in content.items():
         if name in _READ or name in _SILENT:
             continue
@@ -347,7 +358,8 @@ def _check_fields(content: Mapping[str, Any]) -> None:
 
 
 def _base(content: Mapping[str, Any]) -> str:
-    """The path or name of the base, with the revision of a name if there is one; "" where the file tells none."""
+    """The path or name of the base, with the revision of a name if there is one; "" where the file
+    tells none."""
     base, revision = content.get("base_model_name_or_path") or "", content.get("revision")
     for field, value in (("base_model_name_or_path", base), ("revision", revision)):
         if not isinstance(value, str | None):
@@ -357,9 +369,9 @@ def _base(content: Mapping[str, Any]) -> str:
 
 
 def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
-    """The projections that `target_modules` means, in the order of a layer. peft writes them as a set, and sometimes each
-    layer's by itself; whether every layer has them shows in the tensors. A text that is no name is a regular expression of
-    whole names."""
+    """The projections that `target_modules` means, in the order of a layer. peft writes them as a
+    set, and sometimes each layer's by itself; whether every layer has them shows in the tensors. A
+    text that is no name is a regular expression of whole names."""
     targets, found = _names(content, "target_modules"), content.get("target_modules")
     if targets == [ALL_LINEAR]:
         return (ALL_LINEAR,)
@@ -378,7 +390,8 @@ def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _matched(pattern: str) -> set[str]:
-    """The last parts of the names of modules that a regular expression matches whole, as peft takes it."""
+    """The last parts of the names of modules that a regular expression matches whole, as peft takes
+    it."""
     ends = {
         name: "self_attn"
         if name in ATTENTION or set(_FUSED.get(name, ())) & set(ATTENTION)
@@ -416,7 +429,8 @@ def check_tied(folder: Path, adapter: AdapterConfig) -> None:
     """Checks an adapter of a base whose head is its embedding.
 
     Raises:
-      ValueError: the adapter unties them: peft then trains and loads one of both, and leaves the other as it is in the base.
+      ValueError: the adapter unties them: peft then trains and loads one of both, and leaves the
+        other as it is in the base.
     """
     path = folder / CONFIG
     ensured = json.loads(path.read_text(encoding="utf-8")).get("ensure_weight_tying") is True
@@ -433,7 +447,8 @@ def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Arra
     """Reads an adapter's parameters in float32 onto the mesh of `model`, each device its own part.
 
     Raises:
-      ValueError: names the tensor that is missing, unknown, or of another shape than the model's, as of another base or rank.
+      ValueError: names the tensor that is missing, unknown, or of another shape than the model's,
+        as of another base or rank.
     """
     path = Path(folder).expanduser() / WEIGHTS
     file_within(path.parent, WEIGHTS)

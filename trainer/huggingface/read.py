@@ -28,17 +28,19 @@ def read_hf(
 ) -> dict[str, jax.Array]:
     """Reads the weights in `folder` as our flat dictionary, parameter name -> array.
 
-    Each device's part is read by itself from the memory-mapped files, so that at most one part is held beside the arrays.
+    Each device's part is read by itself from the memory-mapped files, so that at most one part is
+    held beside the arrays.
 
     Args:
       config: the model's own sizes.
       shardings: by name, of the parameters that are read; or one for all parameters.
       dtype: of the arrays: by name, or one for all.
-      in_memory: the sizes of the arrays, if they are padded (see model.padding); the padding is zero.
+      in_memory: the sizes of the arrays, if they are padded (see model.padding); the padding is
+        zero.
 
     Raises:
-      ValueError: names the tensor that is missing, unknown, of another shape, or of a dtype other than bfloat16, float16 and
-        float32, or that holds NaN; or the folder has no safetensors.
+      ValueError: names the tensor that is missing, unknown, of another shape, or of a dtype other
+        than bfloat16, float16 and float32, or that holds NaN; or the folder has no safetensors.
     """
     with ExitStack() as stack:
         files = open_tensors(Path(folder), stack)
@@ -60,13 +62,15 @@ def read_hf(
                 params[entry.name] = jax.make_array_from_callback(padded.shape, sharding, read)
             except HoldsNaN as error:
                 raise ValueError(f"{folder}: {error}") from None
-            # Transfers may lag behind; waiting keeps one array's parts on the host, not those of all.
+            # Transfers may lag behind; waiting keeps one array's parts on the host, not those of
+            # all.
             params[entry.name].block_until_ready()
         return params
 
 
 class StoredParameter:
-    """A parameter in the files of a Hugging Face folder, of which a layer is read when it is sliced."""
+    """A parameter in the files of a Hugging Face folder, of which a layer is read when it is
+    sliced."""
 
     def __init__(self, files: Mapping[str, Any], entry: HFEntry) -> None:
         self.files, self.entry, self.shape = files, entry, entry.shape
@@ -104,7 +108,8 @@ class StoredCodes(StoredParameter):
 def stored_hf(
     folder: str | Path, config: TransformerConfig, stack: ExitStack
 ) -> dict[str, StoredParameter]:
-    """Returns the parameters in `folder` without reading them; the files are closed with `stack`. Errors as in `read_hf`."""
+    """Returns the parameters in `folder` without reading them; the files are closed with `stack`.
+    Errors as in `read_hf`."""
     files = open_tensors(Path(folder), stack)
     layout = layout_of(files, config)
     check_tensors(Path(folder), files, layout, config)

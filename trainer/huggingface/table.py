@@ -1,4 +1,5 @@
-"""The one table of our parameters and the Hugging Face tensors that they are made of, for reading and writing."""
+"""The one table of our parameters and the Hugging Face tensors that they are made of, for reading
+and writing."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from model.families import FAMILIES, Family
 from model.padding import fits
 from model.sharding import Parameter
 
-# safetensors' name -> numpy's of the dtypes that are read. Each is exact in float32, so import and export change no bit.
+# safetensors' name -> numpy's of the dtypes that are read. Each is exact in float32, so import and
+# export change no bit.
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -52,7 +54,8 @@ def check_numbers(name: str, tensor: np.ndarray) -> None:
 class HFEntry:
     """One of our parameters, and the Hugging Face tensors that it is made of.
 
-    A tensor becomes ours by a transpose, if `transpose`, and a reshape to `layer_shape`; `to_hf` undoes both.
+    A tensor becomes ours by a transpose, if `transpose`, and a reshape to `layer_shape`; `to_hf`
+    undoes both.
 
     Attributes:
       name: of our parameter.
@@ -61,8 +64,8 @@ class HFEntry:
       hf_shape: of one tensor, or of the rows of it that are this parameter's.
       layers: the number of layers; None for a parameter without layer axis.
       transpose: the tensor is stored output-first, ours input-first.
-      first_row, file_rows: of a tensor that holds several parameters one below the other: the first row of this one, and the
-        number of all rows; None for a tensor that holds no other.
+      first_row, file_rows: of a tensor that holds several parameters one below the other: the first
+        row of this one, and the number of all rows; None for a tensor that holds no other.
       first_column, file_columns: the same of a matrix that holds them on a diagonal of blocks.
     """
 
@@ -101,7 +104,8 @@ class HFEntry:
         return self.file_shape
 
     def hf_names(self) -> list[str]:
-        """The names of the Hugging Face tensors, one for each layer if the parameter stacks the layers."""
+        """The names of the Hugging Face tensors, one for each layer if the parameter stacks the
+        layers."""
         return (
             [self.hf_name]
             if self.layers is None
@@ -124,7 +128,8 @@ class HFEntry:
         )
 
     def from_hf(self, tensor: np.ndarray) -> np.ndarray:
-        """A Hugging Face tensor, or the rows of it that are this parameter's, as one layer of our parameter."""
+        """A Hugging Face tensor, or the rows of it that are this parameter's, as one layer of our
+        parameter."""
         return (tensor.T if self.transpose else tensor).reshape(self.layer_shape)
 
     def read(
@@ -134,7 +139,8 @@ class HFEntry:
         index: tuple[slice, ...],
         within: tuple[int, ...] = (),
     ) -> np.ndarray:
-        """Reads the part `index` of one layer of our parameter; of the file only the rows and columns that hold it.
+        """Reads the part `index` of one layer of our parameter; of the file only the rows and
+        columns that hold it.
 
         Args:
           files: the opened safetensors file of each tensor.
@@ -150,7 +156,8 @@ class HFEntry:
             for axis_slice, size in zip(index, self.layer_shape, strict=True)
         ]
         stored_shape = self.hf_shape[::-1] if self.transpose else self.hf_shape
-        # Each axis of the (transposed) tensor merges consecutive axes of ours: [E, (Hq, D)], [(Hq, D), E], ...
+        # Each axis of the (transposed) tensor merges consecutive axes of ours: [E, (Hq, D)], [(Hq,
+        # D), E], ...
         axis = 0
         file_index: list[slice] = []
         shape: list[int] = []
@@ -161,7 +168,8 @@ class HFEntry:
             while total < size or (axis == first and axis < len(bounds)):
                 total *= self.layer_shape[axis]
                 axis += 1
-            # The first of the merged axes is cut in the file, further ones (D within a head) after reading.
+            # The first of the merged axes is cut in the file, further ones (D within a head) after
+            # reading.
             (start, stop), inner_sizes = bounds[first], self.layer_shape[first + 1 : axis]
             inner = math.prod(inner_sizes)
             file_index.append(slice(start * inner, stop * inner))
@@ -249,12 +257,12 @@ _STACKED = {
 
 
 def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]:
-    """Every parameter of `config`'s model with its Hugging Face tensors: the one table for reading and writing, which follows
-    from what the modules declare.
+    """Every parameter of `config`'s model with its Hugging Face tensors: the one table for reading
+    and writing, which follows from what the modules declare.
 
     Args:
-      stacked: the experts of a layer are in one tensor, as transformers 5 holds them in memory; else
-        as they are published.
+      stacked: the experts of a layer are in one tensor, as transformers 5 holds them in memory;
+        else as they are published.
     """
     family = FAMILIES[config.family]
     entries = [
@@ -299,7 +307,8 @@ def _file_name(name: str, parameter: Parameter, family: Family) -> str:
 
 
 def _entry(name: str, parameter: Parameter) -> HFEntry:
-    """The entry of a parameter. Hugging Face merges a product's inputs into one axis, and its outputs into the axis before."""
+    """The entry of a parameter. Hugging Face merges a product's inputs into one axis, and its
+    outputs into the axis before."""
     layers = parameter.shape[0] if name.startswith(LAYERS) else None
     shape = parameter.shape if layers is None else parameter.shape[1:]
     if parameter.inputs is None:
@@ -318,7 +327,8 @@ def _entry(name: str, parameter: Parameter) -> HFEntry:
 
 
 def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) -> list[HFEntry]:
-    """The table in which the weights of these projections are rows of one tensor, in the order of the table."""
+    """The table in which the weights of these projections are rows of one tensor, in the order of
+    the table."""
     names = [f"layers.{projection}.weight" for projection in projections]
     file_rows = sum(entry.hf_shape[0] for entry in entries if entry.name in names)
     fused, first_row = [], 0
@@ -338,7 +348,8 @@ def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) ->
 
 
 def check_params(shapes: Mapping[str, tuple[int, ...]], config: TransformerConfig) -> None:
-    """Raises ValueError, naming the parameter, unless `shapes` (by name) are those of `config`'s model, padded or not."""
+    """Raises ValueError, naming the parameter, unless `shapes` (by name) are those of `config`'s
+    model, padded or not."""
     layout = {entry.name: entry.shape for entry in hf_layout(config)}
     for name, shape in layout.items():
         if name not in shapes:

@@ -124,7 +124,8 @@ def compare_logits(folder: Path) -> float:
 
 
 def our_logits(folder: Path) -> np.ndarray:
-    """Returns our float32 logits [1, LOGIT_TOKENS, V] of the model in a folder for sample tokens."""
+    """Returns our float32 logits [1, LOGIT_TOKENS, V] of the model in a folder for sample
+    tokens."""
     from trainer.build import build_language_model
     from trainer.config.schema import MeshConfig, ModelConfig, RunConfig
     from trainer.mesh import make_mesh

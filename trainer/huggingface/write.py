@@ -1,4 +1,5 @@
-"""Writes Hugging Face model folders with one tensor at a time on the host, however large the model is."""
+"""Writes Hugging Face model folders with one tensor at a time on the host, however large the model
+is."""
 
 from __future__ import annotations
 
@@ -37,22 +38,26 @@ def write_hf(
     finish: Callable[[Path], None] | None = None,
     nf4: bool = False,
 ) -> None:
-    """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
+    """Writes a Hugging Face folder that transformers loads: weights, config, generation config,
+    tokenizer, template.
 
-    Tensors are written without padding, in the source dtype that `assets` records. `out` appears whole or not at all. A warning
-    names a window and global tokens, which a LLaMA's config cannot express.
+    Tensors are written without padding, in the source dtype that `assets` records. `out` appears
+    whole or not at all. A warning names a window and global tokens, which a LLaMA's config cannot
+    express.
 
     Args:
-      params: our flat dictionary of jax or numpy arrays, or arrays that are read from disk when sliced, of any float dtype.
-      assets: a checkpoint's folder of plain files, as `ModelSource.write_assets` or `copy_assets` makes it; its run.yaml, where
-        there is one, says which mask the model was trained with.
+      params: our flat dictionary of jax or numpy arrays, or arrays that are read from disk when
+        sliced, of any float dtype.
+      assets: a checkpoint's folder of plain files, as `ModelSource.write_assets` or `copy_assets`
+        makes it; its run.yaml, where there is one, says which mask the model was trained with.
       max_shard_bytes: weights above this size are split into several files with an index.
       finish: called with the folder before it becomes `out`, to add files.
       nf4: write the layers' projections as codes of bitsandbytes' NF4 with double quantization.
 
     Raises:
       UserError: `out` is not empty, or cannot be written.
-      ValueError: `params` are not those of `config`'s model, or hold NaN; names the parameter or tensor.
+      ValueError: `params` are not those of `config`'s model, or hold NaN; names the parameter or
+        tensor.
     """
     assets, out = Path(assets), new_folder(out)
     layout = hf_layout(config)
@@ -109,8 +114,8 @@ def _write_weights(
     nf4: bool,
 ) -> None:
     """Writes the weights, in several files with an index if they are larger than `limit` bytes."""
-    # Planned first, from shapes alone, because a file's name has the number of files in it. The order is that of the layers,
-    # as in transformers, so that a file holds whole layers.
+    # Planned first, from shapes alone, because a file's name has the number of files in it. The
+    # order is that of the layers, as in transformers, so that a file holds whole layers.
     plan: list[list[_Planned]] = [[]]
     total = used = 0
     for name, entries, layer, expert in _in_layer_order(layout):
@@ -172,7 +177,8 @@ class _Planned:
         return np.dtype(self.dtype_name).itemsize
 
     def read(self, params: _HostLayers) -> Iterator[np.ndarray]:
-        """Yields what the tensors consist of, in their order: of one that is made of several parameters, each by itself."""
+        """Yields what the tensors consist of, in their order: of one that is made of several
+        parameters, each by itself."""
         for value in self._parts(params):
             with np.errstate(over="ignore"):  # named below
                 written = np.ascontiguousarray(value, np.dtype(self.dtype_name))
@@ -185,7 +191,8 @@ class _Planned:
             yield written
 
     def _parts(self, params: _HostLayers) -> Iterator[np.ndarray]:
-        """Yields the parts of the tensor, in their order: of experts in one tensor, those of each."""
+        """Yields the parts of the tensor, in their order: of experts in one tensor, those of
+        each."""
         if not isinstance(self.entries[0], ExpertsEntry):
             for entry in self.entries:
                 yield entry.to_hf(params.layer(entry, self.layer))
@@ -222,11 +229,13 @@ def _is_projection(entry: HFEntry) -> bool:
 
 
 def _write_safetensors(path: Path, part: list[_Planned], params: _HostLayers) -> None:
-    """Writes one file, tensor after tensor; the safetensors library's own writer needs all of them in memory at once.
+    """Writes one file, tensor after tensor; the safetensors library's own writer needs all of them
+    in memory at once.
 
-    The format (https://huggingface.co/docs/safetensors): the header's length in 8 bytes, the header as JSON, the tensors'
-    bytes without gaps, row-major, little-endian. As in the library, wide dtypes come first and the header is padded to a
-    multiple of 8 bytes, so that every tensor is aligned; codes take a multiple of 8 bytes with what stands beside them.
+    The format (https://huggingface.co/docs/safetensors): the header's length in 8 bytes, the header
+    as JSON, the tensors' bytes without gaps, row-major, little-endian. As in the library, wide
+    dtypes come first and the header is padded to a multiple of 8 bytes, so that every tensor is
+    aligned; codes take a multiple of 8 bytes with what stands beside them.
     """
     # Stable: else in the order of the layers.
     part = sorted(part, key=lambda tensor: -tensor.alignment)
@@ -248,7 +257,8 @@ def _write_safetensors(path: Path, part: list[_Planned], params: _HostLayers) ->
 def _in_layer_order(
     layout: list[HFEntry],
 ) -> Iterator[tuple[str, list[HFEntry], int, int | None]]:
-    """Hugging Face name, entries, layer and expert of every tensor: the embedding, layer after layer, then the rest."""
+    """Hugging Face name, entries, layer and expert of every tensor: the embedding, layer after
+    layer, then the rest."""
     layers = next(entry.layers for entry in layout if entry.layers is not None)
     stacked: dict[str, list[HFEntry]] = {}
     for entry in layout:
@@ -294,7 +304,8 @@ def _take_layer(value: jax.Array, layer: jax.Array) -> jax.Array:
 
 
 def _one_layer(value: Any, entry: HFEntry, layer: int) -> np.ndarray:
-    """One layer of a parameter on the host, without padding. Of a sharded array only that layer is gathered."""
+    """One layer of a parameter on the host, without padding. Of a sharded array only that layer is
+    gathered."""
     if entry.layers is not None:
         value = (
             _take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer]
