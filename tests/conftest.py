@@ -42,7 +42,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-pytest_plugins = ["tests.skips", "tests.share"]
+pytest_plugins = ["tests.skips", "tests.share", "tests.errors"]
 
 
 PEAKS = pytest.StashKey[list[float]]()

@@ -1,4 +1,4 @@
-"""How results follow from what the commands wrote: one function for each measurement.
+"""How a result's rows and tables follow from what the commands wrote: one function for each result of `measurements`.
 
 Each takes the folder of the commands' files and returns (rows, tables), as `Result` has them.
 """
@@ -93,8 +93,7 @@ def kernels(out: Path) -> tuple[Rows, Tables]:
                 ]
             )
         rows[f"memory_{length}"] = row(
-            f"attention kernel, {length // 1024}K, forward + backward: peak MiB (torch "
-            f"{theirs['peak_mib']:.0f})",
+            f"attention kernel, {length // 1024}K, forward + backward: peak MiB (torch {theirs['peak_mib']:.0f})",
             f"{ours['peak_mib']:.0f}",
             "at most torch's",
             ours["peak_mib"] <= theirs["peak_mib"],
@@ -106,8 +105,7 @@ def kernels(out: Path) -> tuple[Rows, Tables]:
     }
 
 
-# Row id: schedule as the table prints it, layouts, words, largest imbalance allowed for P ranks.
-BALANCE_GOALS = {
+BALANCE_GOALS = {  # row id: schedule as the table prints it, layouts, words, largest imbalance allowed for P ranks
     "ring_contiguous": ("ring", ("contiguous",), "ring, contiguous", lambda ranks: 2 - 1 / ranks),
     "ring_striped": ("ring", ("striped", "zigzag"), "ring, striped and zigzag", lambda ranks: 1.07),
     "balanced": (
@@ -173,8 +171,7 @@ def balance_time(out: Path) -> tuple[Rows, Tables]:
         share = entry["speedup"] / entry["bound"]
         if of_bound:
             return row(
-                f"{case} at 16K, {tiles} tiles, of the bound ({entry['speedup']:.3f} of "
-                f"{entry['bound']:.3f})",
+                f"{case} at 16K, {tiles} tiles, of the bound ({entry['speedup']:.3f} of {entry['bound']:.3f})",
                 f"{share:.1%}",
                 f"{goal:.0%}",
                 share >= goal,
@@ -265,8 +262,7 @@ def overlap(out: Path) -> tuple[Rows, Tables]:
             ]
             bare = [entry for entry in transfers if not entry["kernels"]]
             exposed[backward] = (
-                f"{sum(entry['times'] for entry in bare):.0f} of "
-                f"{sum(e['times'] for e in transfers):.0f}"
+                f"{sum(entry['times'] for entry in bare):.0f} of {sum(e['times'] for e in transfers):.0f}"
             )
             lines += [
                 [
@@ -308,7 +304,7 @@ def activation_memory(out: Path) -> tuple[Rows, Tables]:
 
 
 def papers(out: Path) -> tuple[Rows, Tables]:
-    """The numbers that the cost model claims, by paper, and the errors of all numbers, by table."""
+    """Of each paper the numbers that the cost model claims to reproduce; of each table the errors of all numbers."""
     measured, rows = read_json(out / "papers" / "papers.json"), {}
     for source, counts in measured["summary"].items():
         claimed, reproduced = counts["claimed"], counts["claimed and reproduced"]
@@ -361,7 +357,7 @@ def papers(out: Path) -> tuple[Rows, Tables]:
 
 
 def measured_steps(out: Path) -> tuple[Rows, Tables]:
-    """Our range at three lengths on two machines, then each measured step with our error."""
+    """Our range at three lengths on two machines, then each measured step with the error of our estimate."""
     measured = read_json(out / "measured_steps.json")
     rows = {
         identifier(f"ours {entry['machine']} {tokens_text(entry['length'])}"): row(
@@ -497,20 +493,44 @@ def identity(out: Path) -> tuple[Rows, Tables]:
 
 
 def exactness(out: Path) -> tuple[Rows, Tables]:
-    """Runs each row's pytest command; a row then says whether its test passes."""
-    passed: dict[str, bool] = {}
+    """Runs each row's pytest command, which writes the largest errors that it saw (tests/errors.py).
+
+    Of tests that compare errors of several kinds the row's `error` names its own. Tests that compare bytes or ids have no
+    errors; then the row says how many passed.
+    """
+    seen: dict[str, dict] = {}
     rows = load("exactness").rows
     for cells in rows.values():
         command = cells["command"]
-        if command not in passed:
-            print(f"\n$ {command}", flush=True)
-            passed[command] = not subprocess.run(
-                [sys.executable, "-m", *shlex.split(command)], check=False
-            ).returncode
-        cells.update(
-            found="holds" if passed[command] else "fails",
-            commit=commit(),
-            verdict=("held" if passed[command] else "short") if cells["goal"] else "no goal",
-        )
+        if command not in seen:
+            seen[command] = _errors_of(command, out / f"{len(seen)}.json")
+        cells.update(commit=commit(), **_found(cells, seen[command]))
         cells.pop("date", None)
     return rows, {}
+
+
+def _errors_of(command: str, file: Path) -> dict:
+    """Returns what a pytest command wrote of its errors, and whether all its tests passed."""
+    print(f"\n$ {command}", flush=True)
+    arguments = [sys.executable, "-m", *shlex.split(command), "--errors", str(file)]
+    status = subprocess.run(arguments, check=False).returncode
+    written = read_json(file) if file.exists() else {"passed": 0, "errors": {}}
+    return {**written, "status": status}
+
+
+def _found(cells: dict[str, str], seen: dict) -> dict[str, str]:
+    """Returns the figure and the verdict of a row, from what its command wrote."""
+    kinds = [cells["error"]] if "error" in cells else list(seen["errors"])
+    errors = [seen["errors"][kind] for kind in kinds]
+    failed = bool(seen["status"]) or not seen["passed"]
+    if failed:
+        found = "fails"
+    elif errors:
+        largest, cases = max(x["largest"] for x in errors), sum(x["cases"] for x in errors)
+        digits, _, exponent = f"{largest:.1e}".partition("e")
+        found = f"{digits}e{int(exponent)}" if largest else "0"
+        found += f", {cases:,} comparisons"
+    else:
+        found = f"holds, {seen['passed']:,} tests"
+    verdict = ("short" if failed else "held") if cells["goal"] else "no goal"
+    return {"found": found, "verdict": verdict}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from model.declarations import declare
+from tests.errors import within
 from tests.model.attention.jaxprs import operations
 
 from .build import ALL_AT_ONCE, llama, mean_loss, packed_batch, permuted, tiny
@@ -44,7 +45,7 @@ def test_padded_heads_change_no_number(query, key, shape):
             (float(loss), jax.tree.map(np.array, gradient), jax.tree.map(np.array, params))
         )
     (loss, gradient, params), (got, got_gradient, got_params) = results
-    assert abs(got - loss) <= 1e-5 * abs(loss)
+    within(abs(got / loss - 1), 1e-5, "loss")
     padded = {name for name, shape in own.items() if got_params[name].shape != shape}
     assert padded == {
         f"layers.self_attn.{part}"
@@ -61,10 +62,8 @@ def test_padded_heads_change_no_number(query, key, shape):
     for name, size in own.items():
         part = tuple(map(slice, size))
         np.testing.assert_array_equal(got_params[name][part], params[name])
-        assert (
-            np.abs(got_gradient[name][part] - gradient[name]).max()
-            <= 1e-5 * np.abs(gradient[name]).max()
-        ), name
+        difference = np.abs(got_gradient[name][part] - gradient[name]).max()
+        within(difference / np.abs(gradient[name]).max(), 1e-5, "gradients", name)
         if name in padded:
             assert "tensor" in jax.tree.leaves(tuple(model.specs[name])), (
                 "each rank has its own heads"

@@ -16,6 +16,7 @@ from model.dropout import TokenInfo
 from model.modules import Tokens
 from model.rope import FLOAT32_LENGTH, angles, apply_rope, attention_scaling, inverse_frequencies
 from model.rope_config import RopeConfig
+from tests.errors import within
 
 from .build import llama, tiny
 
@@ -292,7 +293,8 @@ def test_far_positions_are_exact_by_every_rule(rule):
     )
     exact = positions.astype(np.float64)[..., None] * frequencies.astype(np.float64)
     computed = np.asarray(jax.jit(lambda p: angles(p, frequencies, LONGEST))(positions), np.float64)
-    assert np.abs((computed - exact + np.pi) % (2 * np.pi) - np.pi).max() <= ANGLE_ERROR
+    error = np.abs((computed - exact + np.pi) % (2 * np.pi) - np.pi).max()
+    within(error, ANGLE_ERROR, "angles in radians", rule)
     x = rng.standard_normal((*positions.shape, 1, config.head_dim)).astype(np.float32)
     turn = np.exp(1j * exact)[:, :, None] * scaling * (x[..., :64] + 1j * x[..., 64:])
     got = jax.jit(lambda x, p: apply_rope(x, p, frequencies, scaling, LONGEST))(x, positions)

@@ -45,7 +45,7 @@ TESTS = {
     "data/packing.py": ("tests/data/test_packing.py", "tests/data/test_loader.py"),
     "data/encode.py": ("tests/data/test_encode.py", "tests/data/test_templates.py"),
     "data/templates/encoder.py": ("tests/data/test_templates.py",),
-    "eval/scoring.py": ("tests/eval/test_scoring.py",),
+    "eval/scoring.py": ("tests/eval/test_scoring.py", "tests/eval/test_compare.py"),
     "planning/costs/step.py": (
         "tests/planning/costs/test_costs.py",
         "tests/planning/costs/test_measured.py",

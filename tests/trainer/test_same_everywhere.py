@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from planning.compiled.transfers import collectives
+from tests.errors import within
 from tests.model.build import MESHES, llama, mean_loss, packed_batch, permuted, tiny
 from trainer.config.schema import OptimizerConfig, TrainConfig
 from trainer.mesh import place_batch
@@ -76,9 +77,8 @@ def curve(mesh, layout, schedule, accumulation, remat, heads=HEADS):
 def assert_same_training(choice, heads=HEADS):
     got, expected = curve(*choice, heads), curve(*PLAIN, heads)
     error = np.abs(got / expected - 1).max(1)
-    assert error[0] <= 1e-5 and error[-1] <= 1e-4, (
-        f"{choice}: step 1 off by {error[0]:.1e}, step 20 by {error[-1]:.1e}"
-    )
+    within(error[0], 1e-5, "step 1", choice)
+    within(error[-1], 1e-4, "step 20", choice)
 
 
 @pytest.mark.parametrize("choice", COVERING, ids=", ".join(["%s"] * 5).__mod__)

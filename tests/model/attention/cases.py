@@ -15,6 +15,7 @@ from model.attention import (
     document_starts,
     get_kernel,
 )
+from tests.errors import within
 
 from .dense import dense_attention
 
@@ -143,7 +144,7 @@ def check(got, expected, order):
         else:
             # Documents of one token have no gradient at all: there the inputs' own magnitude, 1, is the measure.
             error = np.abs(x - y).max() / max(np.abs(y).max(), 1.0)
-        assert error <= TOLERANCE, f"{name}: error {error:.2e}"
+        within(error, TOLERANCE, "attention", name)
 
 
 def empty(batch: int, length: int, heads: int, head_dim: int) -> AttentionPartial:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -254,32 +255,43 @@ def test_rows_follow_from_what_the_commands_wrote(name, tmp_path):
     )
 
 
-def test_a_test_that_fails_is_a_row_that_fell_short(monkeypatch):
-    outcomes = iter([0, 1])
-    monkeypatch.setattr(
-        summaries,
-        "load",
-        lambda name: results.Result(
-            "t",
-            {
-                "a": row("a", "1e-6", "1e-5", held=True, command="pytest a", date="2026-01-01"),
-                "b": row("b", "1e-6", "1e-5", held=True, command="pytest b"),
-                "c": row("c", "1e-6", "1e-5", held=True, command="pytest a"),
-            },
-            "",
-            "",
-            "",
-            {},
-            {},
-            {},
-        ),
-    )
-    monkeypatch.setattr(
-        subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], next(outcomes))
-    )
+def test_what_tests_compared_is_a_rows_figure(monkeypatch, tmp_path):
+    """Each command runs once; the largest error of a row's kind, or the tests; one that fails falls short."""
+    error = {"largest": 2.51e-7, "limit": 1e-5, "cases": 1200}
+    wrote = {
+        "a": {"passed": 3, "errors": {"loss": error, "gradients": {**error, "largest": 4e-6}}},
+        "b": {"passed": 1, "errors": {"loss": error}},
+        "c": {"passed": 4, "errors": {}},
+        "d": {"passed": 0, "errors": {}},
+    }
+    started = []
+
+    def run(command, check):
+        name = command[-3]
+        started.append(name)
+        Path(command[-1]).write_text(json.dumps(wrote[name]), encoding="utf-8")
+        return subprocess.CompletedProcess(command, int(name == "b"))
+
+    def of(name, goal="1e-5", **more):
+        return row(name, "1e-6", goal, held=True, command=f"pytest {name}", **more)
+
+    rows = {
+        "all": of("a", date="2026-01-01"),
+        "loss": of("a", error="loss"),
+        "failed": of("b"),
+        "equal": of("c", "same bytes"),
+        "none": of("d"),
+    }
+    stored = results.Result("t", rows, "", "", "", {}, {}, {})
+    monkeypatch.setattr(summaries, "load", lambda name: stored)
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(summaries, "commit", lambda: "abc")
-    rows, _ = measurements.MEASUREMENTS["exactness"].summarize(None)
-    assert [cells["verdict"] for cells in rows.values()] == ["held", "short", "held"]
-    assert (
-        rows["a"]["found"] == "holds" and rows["b"]["found"] == "fails" and "date" not in rows["a"]
-    )
+    found, _ = measurements.MEASUREMENTS["exactness"].summarize(tmp_path)
+    assert {name: (cells["found"], cells["verdict"]) for name, cells in found.items()} == {
+        "all": ("4.0e-6, 2,400 comparisons", "held"),
+        "loss": ("2.5e-7, 1,200 comparisons", "held"),
+        "failed": ("fails", "short"),
+        "equal": ("holds, 4 tests", "held"),
+        "none": ("fails", "short"),
+    }
+    assert started == ["a", "b", "c", "d"] and "date" not in found["all"]
