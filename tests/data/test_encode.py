@@ -1,4 +1,4 @@
-"""Encoding in several processes."""
+"""Encoding: a text by hand, and several processes."""
 
 import os
 import subprocess
@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from data.conversation import Text
+from data.encode import Encoder
+from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 
 # Ctrl-C to all processes, as from a terminal, while the first one imports its modules.
@@ -73,3 +76,18 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
     while alive := [child for child in children if Path(f"/proc/{child}").exists()]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.1)
+
+
+def test_a_texts_tokens_and_which_are_trained_on(repository):
+    """One BOS, the text, EOS; after a prompt of 5 characters only what goes beyond it, and EOS."""
+    tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
+    spans = tokenizer.encode_spans("Hello there, you")
+    ids = [tokenizer.bos_id, *spans.ids, tokenizer.eos_id]
+    encoder = Encoder(("plain",), tokenizer, 64, add_bos=(True,))
+    for prompt, mask in (
+        (0, [1] * len(ids)),
+        (5, [0, *(int(end > 5) for _, end in spans.offsets), 1]),
+    ):
+        (document,) = encoder.encode(Text("a", "Hello there, you", prompt=prompt)).documents
+        assert document.tokens.tolist() == ids and document.loss_mask.tolist() == mask
+    assert any(end == 5 for _, end in spans.offsets), "a token ends with the prompt"

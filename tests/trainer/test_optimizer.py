@@ -222,3 +222,16 @@ def test_what_is_not_elementwise_cannot_be_streamed_from_the_host(name):
         match=f"optimizer.name: found '{name}', needs adamw or lion with memory.moments_on_host",
     ):
         check(config)
+
+
+def test_weights_decay_and_norms_and_biases_do_not():
+    """With no gradient, a step of rate 1 and decay 0.1 takes a tenth of each matrix."""
+    config = OptimizerConfig(
+        learning_rate=1.0, weight_decay=0.1, schedule="constant", warmup_steps=0
+    )
+    optimizer = make_optimizer(config, 10)
+    names = ("a.weight", "layers.input_layernorm.weight", "layers.q_proj.bias")
+    params = {name: jnp.full((2, 2), 3.0) for name in names}
+    zeros = {name: jnp.zeros((2, 2)) for name in names}
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    assert [round(float(updates[name][0, 0]), 6) for name in names] == [-0.3, 0, 0]

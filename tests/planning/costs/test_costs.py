@@ -464,3 +464,9 @@ def test_far_hops_run_beside_no_kernel_where_the_compilers_say_so(schedule, near
     )
     far, near_by = (estimate(job).seconds for job in (job, elsewhere))
     assert far == near_by if near else far > 1.05 * near_by
+
+
+def test_the_parameters_are_the_layers_the_embedding_and_the_head():
+    sizes = Sizes(3, 100, 7, query_heads=1, kv_heads=1, head_dim=1, hidden=1)
+    assert sizes.parameters == 3 * 100 + 7 + 7
+    assert dataclasses.replace(sizes, stored=200).parameters == 3 * 200 + 7 + 7
