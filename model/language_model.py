@@ -1,5 +1,4 @@
-"""`LanguageModel`: embeds tokens, runs the layers, and computes the cross-entropy of the next
-token."""
+"""`LanguageModel`: embedding, layers, and the cross-entropy of the next token."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ __all__ = ["TOKENS", "Batch", "LanguageModel"]
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel(Transformer):
-    """A LLaMA on a mesh. A batch holds `tokens`, `targets` and `loss_weights` [B, L] beside the
-    coordinates."""
+    """A language model on a mesh. A batch holds `tokens`, `targets` and `loss_weights` [B, L]
+    beside the coordinates."""
 
     @property
     def ends(self) -> EndsFactory:

@@ -60,7 +60,7 @@ class ModelParameters(abc.ABC):
 
     @functools.cached_property
     def sharding(self) -> Sharding:
-        """Where parameters lie."""
+        """How parameters are split over the mesh."""
         return Sharding(self.mesh, self.config, self.storage_axes)
 
     @property
@@ -75,8 +75,8 @@ class ModelParameters(abc.ABC):
 
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """Every parameter as it is in memory, padding included. Frozen ones lie in the dtype that
-        they are sent in."""
+        """Every parameter as it is in memory, padding included. Frozen ones are stored in
+        the compute dtype, in which they are sent."""
         return {
             name: dataclasses.replace(parameter, dtype=jnp.dtype(self.dtype).name)
             if parameter.frozen and weight_of(name) == name
@@ -182,8 +182,7 @@ class ModelParameters(abc.ABC):
     def init_magnitudes(
         self, params: dict[str, Shaped[Array, ...]]
     ) -> dict[str, Float[Array, ...]]:
-        """Returns the lengths that DoRA begins with, those of the columns of W + s A B; none if the
-        model's adapters have none.
+        """Returns DoRA's initial magnitudes, the norms of the columns of W + s A B; {} without DoRA.
 
         Args:
           params: all other parameters, on their devices.
@@ -234,7 +233,7 @@ def draw(
     config: TransformerConfig, key: jax.Array, ends: EndsFactory
 ) -> dict[str, Float[Array, ...]]:
     """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0,
-    adapters as of `draw_adapters`. To be jitted with output shardings."""
+    adapters from `draw_adapters`. To be jitted with output shardings."""
     ends_key, layers_key = jax.random.split(key)
 
     def init_layer(key):

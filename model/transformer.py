@@ -1,9 +1,8 @@
-"""A transformer of LLaMA's layers on a mesh, without saying what its inputs and its loss are:
-`Transformer`.
+"""`Transformer`: the decoder layers on a mesh, whatever the inputs and the loss.
 
-Everything between inputs and loss runs inside one `shard_map`: a device has its rows (data, fsdp),
-its tokens (sequence), and its heads and width (tensor). Parameters are one flat dictionary of
-sharded arrays, which `modules` declares.
+Everything between inputs and loss runs inside one `shard_map`: a device holds some rows (data,
+fsdp), tokens (sequence), and heads and width (tensor). Parameters are one flat dictionary of
+sharded arrays, which `model.modules` declares.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Batch = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Transformer(ModelParameters):
-    """LLaMA's layers on a mesh; a model adds what is before and after them. Methods called
+    """The decoder layers on a mesh; a model adds what comes before and after them. Methods called
     `local_*` run inside `shard_map`, on a device's shards.
 
     Attributes:

@@ -1,9 +1,8 @@
 """Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors` in a folder.
 
 Where a family's files hold k projections as rows of one tensor, PEFT's adapter of that tensor has
-one A. Ours has an A of
-rank r for each: an adapter of rank k r, whose A is theirs, one below the other, and whose B is
-theirs on a diagonal of blocks.
+one A. Ours has an A of rank r for each: it becomes an adapter of rank k r, whose A stacks ours and
+whose B is block-diagonal.
 """
 
 from __future__ import annotations
