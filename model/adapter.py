@@ -1,4 +1,5 @@
-"""Low-rank adapters as a recipe describes them (LoRA, Hu et al., arXiv 2106.09685), in PEFT's words; imports no JAX."""
+"""Low-rank adapters as a recipe describes them (LoRA, Hu et al., arXiv 2106.09685), in PEFT's
+words; imports no JAX."""
 
 from __future__ import annotations
 
@@ -24,30 +25,35 @@ NF4_BLOCK = 64
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """Low-rank adapters beside frozen weights: a projection W x becomes W x + s B (A x), of which A and B are trained."""
+    """Low-rank adapters beside frozen weights: a projection W x becomes W x + s B (A x), of which A
+    and B are trained."""
 
     rank: int = 0
     """Rank of the adapters, r; 0 trains the model's own weights, without adapters."""
     alpha: float = 16.0
     """The adapters' products are multiplied by s = alpha / rank."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear for all."""
+    """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj;
+    all-linear for all."""
     use_rslora: bool = False
     """Rank-stabilised: s = alpha / sqrt(rank)."""
     use_dora: bool = False
-    """DoRA: an output's column of W + s B A keeps its direction, and its length is trained by itself."""
+    """DoRA: an output's column of W + s B A keeps its direction, and its length is trained by
+    itself."""
     train: tuple[str, ...] = ()
-    """Modules that are trained whole beside the adapters, by the ends of their names, such as [embed_tokens, norm]: PEFT's
-    modules_to_save. norm means every norm."""
+    """Modules that are trained whole beside the adapters, by the ends of their names, such as
+    [embed_tokens, norm]: PEFT's modules_to_save. norm means every norm."""
     quantize: Quantization = "none"
-    """Store and gather the layers' frozen matrices quantized, and dequantize them where they are multiplied (QLoRA): nf4, 4.13
-    bits per weight, or int8; none keeps the compute dtype. Matrices are quantized as they are read."""
+    """Store and gather the layers' frozen matrices quantized, and dequantize them where they are
+    multiplied (QLoRA): nf4, 4.13 bits per weight, or int8; none keeps the compute dtype. Matrices
+    are quantized as they are read."""
     dropout: float | None = None
-    """Probability that an adapter, in training, reads 0 in place of a number of its input; the others are divided by
-    1 - dropout. None: the dropout of the adapter at `path`, or 0 if there is none."""
+    """Probability that an adapter, in training, reads 0 in place of a number of its input; the
+    others are divided by 1 - dropout. None: the dropout of the adapter at `path`, or 0 if there is
+    none."""
     path: str | None = None
-    """Adapter to continue training, a PEFT folder or a run or checkpoint with adapters; its rank, alpha and targets must equal
-    this section's."""
+    """Adapter to continue training, a PEFT folder or a run or checkpoint with adapters; its rank,
+    alpha and targets must equal this section's."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -96,7 +102,8 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """s, by which the adapters' products are multiplied (rsLoRA: Kalajdzievski, arXiv 2312.03732)."""
+        """s, by which the adapters' products are multiplied (rsLoRA: Kalajdzievski, arXiv
+        2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
@@ -111,8 +118,8 @@ class AdapterConfig:
 
     @property
     def number_bytes(self) -> float:
-        """Bytes of a frozen matrix's number as it is stored and gathered: half a byte and a byte for each block of NF4;
-        otherwise of int8 without its scales, or bfloat16."""
+        """Bytes of a frozen matrix's number as it is stored and gathered: half a byte and a byte
+        for each block of NF4; otherwise of int8 without its scales, or bfloat16."""
         return {"nf4": 1 / 2 + 1 / NF4_BLOCK, "int8": 1.0, "none": 2.0}[self.quantize]
 
     @property
@@ -121,7 +128,8 @@ class AdapterConfig:
         return NF4_BLOCK if self.quantize == "nf4" else 1
 
     def trains(self, name: str) -> bool:
-        """Whether the parameter of this name is trained: a part of an adapter, or of a module that `train` names."""
+        """Whether the parameter of this name is trained: a part of an adapter, or of a module that
+        `train` names."""
         module, _, part = name.rpartition(".")
         return part in ADAPTER_PARTS or module.endswith(self.train)
 
@@ -162,7 +170,8 @@ class AdapterConfig:
                 )
 
     def check_blocks(self, sizes: Mapping[str, int]) -> None:
-        """Raises ValueError unless blocks of a quantized matrix fill each of `sizes`, the axes that they lie along."""
+        """Raises ValueError unless blocks of a quantized matrix fill each of `sizes`, the axes that
+        they lie along."""
         for name, size in sizes.items():
             if size % self.block:
                 raise ValueError(
@@ -171,8 +180,8 @@ class AdapterConfig:
                 )
 
     def check_targets(self, family: str, fused: Iterable[Sequence[str]]) -> None:
-        """Raises ValueError for targets that are some, not all, of projections that models of the family store as rows of one
-        tensor, for which a file in PEFT's format has one adapter.
+        """Raises ValueError for targets that are some, not all, of projections that models of the
+        family store as rows of one tensor, for which a file in PEFT's format has one adapter.
 
         Args:
           fused: the projections of each such tensor.
@@ -186,7 +195,8 @@ class AdapterConfig:
                 )
 
     def check_train(self, names: list[str]) -> None:
-        """Raises ValueError if an entry of `train` is the end of none of the modules that hold the parameters `names`."""
+        """Raises ValueError if an entry of `train` is the end of none of the modules that hold the
+        parameters `names`."""
         modules = sorted(
             {name.rpartition(".")[0].rpartition(".")[2] for name in names} - set(PROJECTIONS)
         )

@@ -12,13 +12,15 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 
 def require_int(name: str, value: Any, at_least: int) -> None:
-    """Raises ValueError, naming the field, unless the value is a whole number of at least `at_least`."""
+    """Raises ValueError, naming the field, unless the value is a whole number of at least
+    `at_least`."""
     if not is_int(value) or value < at_least:
         raise ValueError(f"{name}: {value!r} is not a whole number of at least {at_least}")
 
 
 def require_number(name: str, value: Any, above: float, or_equal: bool = False) -> None:
-    """Raises ValueError, naming the field, unless the value is a finite number above (`or_equal`: or at) `above`."""
+    """Raises ValueError, naming the field, unless the value is a finite number above (`or_equal`:
+    or at) `above`."""
     good = (
         isinstance(value, (int, float))
         and not isinstance(value, bool)

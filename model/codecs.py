@@ -1,11 +1,14 @@
-"""Weights in fewer bits, as bitsandbytes stores them: NF4 with double quantization, and int8 with one scale a row. In numpy.
+"""Weights in fewer bits, as bitsandbytes stores them: NF4 with double quantization, and int8 with
+one scale a row. In numpy.
 
-A matrix is [outputs, inputs], as Hugging Face stores it. NF4 (Dettmers et al., QLoRA, arXiv 2305.14314, section 3) divides
-blocks of 64 numbers of a row by their largest absolute value, and stores each as the nearest of 16 levels. Double quantization
-stores these largest values as 8-bit codes too, relative to their mean, in blocks of 256 with a float32 scale each: 4.127 bits a
-weight. The levels, the order of operations and the rounding are those of bitsandbytes 0.50.2 on a CPU, bit for bit. Its CUDA
-kernels take the nearest of the 256 levels exactly where the CPU's take it from a table of 65,536 entries, so that its own codes
-may differ by one between machines; what a code means does not.
+A matrix is [outputs, inputs], as Hugging Face stores it. NF4 (Dettmers et al., QLoRA, arXiv
+2305.14314, section 3) divides blocks of 64 numbers of a row by their largest absolute value, and
+stores each as the nearest of 16 levels. Double quantization stores these largest values as 8-bit
+codes too, relative to their mean, in blocks of 256 with a float32 scale each: 4.127 bits a weight.
+The levels, the order of operations and the rounding are those of bitsandbytes 0.50.2 on a CPU, bit
+for bit. Its CUDA kernels take the nearest of the 256 levels exactly where the CPU's take it from a
+table of 65,536 entries, so that its own codes may differ by one between machines; what a code means
+does not.
 """
 
 from __future__ import annotations
@@ -76,13 +79,16 @@ class Int8Rows(NamedTuple):
 
 @functools.cache
 def dynamic_levels() -> Float[np.ndarray, " 256"]:
-    """Returns the 256 levels of the second quantization, ascending (Dettmers, 8-Bit Approximations, arXiv 1511.04561).
+    """Returns the 256 levels of the second quantization, ascending (Dettmers, 8-Bit Approximations,
+    arXiv 1511.04561).
 
-    Of seven decades below 1 the i-th from below has 2^i levels of each sign, evenly spaced; 0 and 1 are levels too.
+    Of seven decades below 1 the i-th from below has 2^i levels of each sign, evenly spaced; 0 and 1
+    are levels too.
     """
     levels = [0.0, 1.0]
     for i in range(7):
-        # torch.linspace: from both ends to the middle, with products that are rounded together with their sums.
+        # torch.linspace: from both ends to the middle, with products that are rounded together with
+        # their sums.
         counts = np.arange(2**i + 1)
         start, end = np.float32(0.1), np.float32(1)
         step = np.float64((end - start) / np.float32(2**i))
@@ -109,8 +115,9 @@ def quantize_nf4(weight: Shaped[np.ndarray, "O I"], offset: float | None = None)
 
     Args:
       weight: any float dtype; I is a multiple of 64.
-      offset: the mean of the blocks' largest absolute values, where another program has computed it. Ours is rounded once, from
-        float64; torch's depends in the last bit on the order in which its threads add.
+      offset: the mean of the blocks' largest absolute values, where another program has computed
+        it. Ours is rounded once, from float64; torch's depends in the last bit on the order in
+        which its threads add.
     """
     outputs, inputs = weight.shape
     assert inputs % NF4_BLOCK == 0, weight.shape
@@ -167,7 +174,8 @@ def dequantize_nf4(weight: Nf4) -> Float[np.ndarray, "O I"]:
 
 
 def quantize_int8(weight: Shaped[np.ndarray, "O I"]) -> Int8Rows:
-    """Returns the matrix in int8, each row divided by its largest absolute value; of any float dtype."""
+    """Returns the matrix in int8, each row divided by its largest absolute value; of any float
+    dtype."""
     codes = np.empty(weight.shape, np.int8)
     absmax = np.empty(weight.shape[0], np.float32)
 

@@ -1,9 +1,11 @@
-"""Dropout of adapters' inputs, whose mask is a hash of numbers that name an element: the same on every mesh, in every layout,
-with every memory option, and after a resume. Nothing is drawn and no mask is kept; the backward pass computes it again.
+"""Dropout of adapters' inputs, whose mask is a hash of numbers that name an element: the same on
+every mesh, in every layout, with every memory option, and after a resume. Nothing is drawn and no
+mask is kept; the backward pass computes it again.
 
-Each element has a 32-bit number, from the seed, the step, the row, the token's index in the row, the layer, the projection and
-the feature; it is kept where that number is at least the rate times 2^32. Each is folded in by adding its
-product with an odd constant and applying MurmurHash3's finaliser (Appleby), a bijection on 32 bits.
+Each element has a 32-bit number, from the seed, the step, the row, the token's index in the row,
+the layer, the projection and the feature; it is kept where that number is at least the rate times
+2^32. Each is folded in by adding its product with an odd constant and applying MurmurHash3's
+finaliser (Appleby), a bijection on 32 bits.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ class TokenInfo(NamedTuple):
     """What a layer reads of its tokens beside their hidden states and what attention's mask needs.
 
     Attributes:
-      positions: RoPE's. dropout: each token's number, from which the masks follow, as of `token_keys`; None outside of training
-        and without dropout.
+      positions: RoPE's. dropout: each token's number, from which the masks follow, as of
+        `token_keys`; None outside of training and without dropout.
       real: whether a token is none of the padding; None where no layer asks.
     """
 
@@ -45,7 +47,8 @@ class TokenInfo(NamedTuple):
 
 
 def _mix(key: jax.Array, number: Any) -> jax.Array:
-    """Returns new keys, uint32, from keys and a number each; for one number no two keys give the same."""
+    """Returns new keys, uint32, from keys and a number each; for one number no two keys give the
+    same."""
     x = key + jnp.asarray(number).astype(jnp.uint32) * jnp.uint32(_WEYL)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)

@@ -1,4 +1,5 @@
-"""Weights that are not trained: `FrozenWeight`. They have no gradient, and are stored and sent in fewer bits than float32."""
+"""Weights that are not trained: `FrozenWeight`. They have no gradient, and are stored and sent in
+fewer bits than float32."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from jaxtyping import Array, Float, Int
 
 
 class FrozenWeight(abc.ABC):
-    """A whole weight (of this tensor rank) without gradient. Products dequantize it where it is multiplied."""
+    """A whole weight (of this tensor rank) without gradient. Products dequantize it where it is
+    multiplied."""
 
     @abc.abstractmethod
     def dequantize(self, dtype: Any) -> Float[Array, ...]:
@@ -58,8 +60,8 @@ def rows(table: Weight, ids: Int[Array, "B T"]) -> Float[Array, "B T E"]:
 
 
 def split(weights: Mapping[str, Any]) -> tuple[dict[str, jax.Array], dict[str, FrozenWeight]]:
-    """Returns the trained and the frozen ones of some weights. Functions with a hand-written gradient return none for the
-    latter."""
+    """Returns the trained and the frozen ones of some weights. Functions with a hand-written
+    gradient return none for the latter."""
     trained = {
         name: weight for name, weight in weights.items() if not isinstance(weight, FrozenWeight)
     }

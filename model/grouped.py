@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from .frozen import FrozenWeight, Weight
 
-# The least and the most rows of a block in the loop; between them an eighth of a group of average size.
+# The least and the most rows of a block in the loop; between them an eighth of a group of average
+# size.
 BLOCK_ROWS = (16, 512)
 
 
@@ -120,7 +121,8 @@ def block_rows(rows: int, groups: int) -> int:
 
 
 def _over_blocks(sizes: Int[Array, " G"], block: int, step: Callable, carry: Any) -> Any:
-    """Runs `step(carry, group, first row, rows of the group from there on)` for each block, in the order of the rows."""
+    """Runs `step(carry, group, first row, rows of the group from there on)` for each block, in the
+    order of the rows."""
     starts = jnp.cumsum(sizes) - sizes
     counts = -(-sizes // block)
     ends = jnp.cumsum(counts)

@@ -1,4 +1,5 @@
-"""The model's products of activations with weights: operands in the compute dtype, gradients of weights summed in float32."""
+"""The model's products of activations with weights: operands in the compute dtype, gradients of
+weights summed in float32."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ def letters(equation: str) -> list[str]:
 
 
 def product(equation: str, x: Float[Array, ...], w: Weight, dtype: Any = None) -> Float[Array, ...]:
-    """Returns the einsum of activations with a weight that is frozen, or float32 by type; then its gradient is a float32 sum.
+    """Returns the einsum of activations with a weight that is frozen, or float32 by type; then its
+    gradient is a float32 sum.
 
-    Operands have x's dtype, in the backward pass too. The result too, unless `dtype` is given; sums are always float32.
+    Operands have x's dtype, in the backward pass too. The result too, unless `dtype` is given; sums
+    are always float32.
     """
     if isinstance(w, FrozenWeight):
         return _frozen_product(equation, x, w, dtype)
@@ -33,7 +36,8 @@ def _trained_product(equation, x, w, dtype):
 
 
 def _product_forward(equation, x, w, dtype):
-    # The einsum itself: remat policies that keep the results of products do not look into a call of `_trained_product`.
+    # The einsum itself: remat policies that keep the results of products do not look into a call of
+    # `_trained_product`.
     return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=dtype), (x, w)
 
 
@@ -55,7 +59,8 @@ def _frozen_product(equation, x, w, dtype):
 
 
 def _frozen_forward(equation, x, w, dtype):
-    # Kept is the weight as it is stored, which the backward pass dequantizes once more; of x only the dtype is needed.
+    # Kept is the weight as it is stored, which the backward pass dequantizes once more; of x only
+    # the dtype is needed.
     return jnp.einsum(equation, x, w.dequantize(x.dtype), preferred_element_type=dtype), (
         w,
         jnp.zeros(0, x.dtype),

@@ -1,10 +1,13 @@
-"""Frozen weights that are quantized: how they are declared, made, assembled from gathered parts, and dequantized.
+"""Frozen weights that are quantized: how they are declared, made, assembled from gathered parts,
+and dequantized.
 
-A weight [E, H, D] of a layer becomes arrays of the same axes, named after it: in NF4 `.codes` [E/2, H, D] and `.absmax`
-[E/64, H, D], both uint8, and `.nested` [1 + S], float32; in int8 `.codes` [E, H, D] and `.absmax` [1, H, D]. Blocks lie along
-the last of a product's inputs. Shards of codes hold whole blocks: an axis of blocks is split only where a mesh axis divides
-their number (`Parameter.granularity`), otherwise another axis is. The few scales of the second quantization, whose groups of
-256 blocks would straddle shards, lie whole on each device: 4 bytes for 16,384 weights.
+A weight [E, H, D] of a layer becomes arrays of the same axes, named after it: in NF4 `.codes` [E/2,
+H, D] and `.absmax` [E/64, H, D], both uint8, and `.nested` [1 + S], float32; in int8 `.codes` [E,
+H, D] and `.absmax` [1, H, D]. Blocks lie along the last of a product's inputs. Shards of codes hold
+whole blocks: an axis of blocks is split only where a mesh axis divides their number
+(`Parameter.granularity`), otherwise another axis is. The few scales of the second quantization,
+whose groups of 256 blocks would straddle shards, lie whole on each device: 4 bytes for 16,384
+weights.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ QUANTIZED_PARTS = {"nf4": ("codes", "absmax", "nested"), "int8": ("codes", "absm
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Nf4Weight(FrozenWeight):
-    """A weight in NF4, whose second quantization is undone: [.., I/2, ..] codes and [.., I/64, ..] float32 scales."""
+    """A weight in NF4, whose second quantization is undone: [.., I/2, ..] codes and [.., I/64, ..]
+    float32 scales."""
 
     codes: UInt8[Array, ...]
     absmax: Float[Array, ...]
@@ -52,14 +56,17 @@ class Nf4Weight(FrozenWeight):
     """The axis that blocks lie along."""
 
     def dequantize(self, dtype: Any) -> Float[Array, ...]:
-        """See `FrozenWeight.dequantize`. The product of level and scale is rounded once, as bitsandbytes does.
+        """See `FrozenWeight.dequantize`. The product of level and scale is rounded once, as
+        bitsandbytes does.
 
-        The TPU compiler materialises the interleaved pair of 4-bit values. The barrier makes that the uint8 codes; without it,
-        it would be their float32 levels, a full copy of the weight. The table of levels goes through the barrier too: a level
-        that is known before the loop over layers would be broadcast there to the weight's shape, and kept for all layers.
+        The TPU compiler materialises the interleaved pair of 4-bit values. The barrier makes that
+        the uint8 codes; without it, it would be their float32 levels, a full copy of the weight.
+        The table of levels goes through the barrier too: a level that is known before the loop over
+        layers would be broadcast there to the weight's shape, and kept for all layers.
         """
         axis, shape = self.axis, self.absmax.shape
-        # A broadcast, not a concatenation: a CPU's compiler makes a branch for every number of the latter.
+        # A broadcast, not a concatenation: a CPU's compiler makes a branch for every number of the
+        # latter.
         shifts = jnp.array([4, 0], jnp.uint8).reshape(2, *[1] * (len(shape) - axis - 1))
         pairs = (jnp.expand_dims(self.codes, axis + 1) >> shifts) & 15
         blocks, table = lax.optimization_barrier(
@@ -86,7 +93,8 @@ class Nf4Weight(FrozenWeight):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Weight(FrozenWeight):
-    """A weight in int8: codes of its shape, and a float32 scale for each output; the axes of inputs have size 1."""
+    """A weight in int8: codes of its shape, and a float32 scale for each output; the axes of inputs
+    have size 1."""
 
     codes: Int[Array, ...]
     absmax: Float[Array, ...]
@@ -110,7 +118,8 @@ def part_of(x: Shaped[Array, ...], i: Any, count: int, axis: int) -> Shaped[Arra
 
 
 def _nf4_levels(codes: UInt8[Array, ...], table: Float[Array, "16"]) -> Float[Array, ...]:
-    """The levels of codes from 0 to 15, chosen bit by bit: a lookup in a table is slow on a TPU, and not fused elsewhere."""
+    """The levels of codes from 0 to 15, chosen bit by bit: a lookup in a table is slow on a TPU,
+    and not fused elsewhere."""
     levels = list(table)
     for bit in range(4):
         is_set = (codes & (1 << bit)) != 0
@@ -130,8 +139,8 @@ def input_axes(name: str) -> int:
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a frozen weight of this name is quantized: the layers' projections are; adapters and the
-    parts of quantized weights are not.
+    """Whether a frozen weight of this name is quantized: the layers' projections are; adapters and
+    the parts of quantized weights are not.
 
     Args:
       name: as `model.declarations.declare` or `declare_layer` names it.
@@ -140,7 +149,8 @@ def is_quantized(name: str) -> bool:
 
 
 def weight_of(name: str) -> str:
-    """Returns the name of the weight that a parameter is a part of; any other parameter's own name."""
+    """Returns the name of the weight that a parameter is a part of; any other parameter's own
+    name."""
     weight, _, part = name.rpartition(".")
     return (
         weight
@@ -151,7 +161,8 @@ def weight_of(name: str) -> str:
 
 
 def weights_in(name: str, array: Any) -> int:
-    """Returns how many numbers of a model an array stands for: codes for their weight, scales for none.
+    """Returns how many numbers of a model an array stands for: codes for their weight, scales for
+    none.
 
     Args:
       array: has a shape and a dtype.
@@ -204,15 +215,18 @@ def assemble(
     padded: Mapping[str, tuple[int, ...]],
     spec: PartitionSpec,
 ) -> FrozenWeight:
-    """Returns a layer's weight from its gathered parts, all of this tensor rank, without the padding of its hidden axis.
+    """Returns a layer's weight from its gathered parts, all of this tensor rank, without the
+    padding of its hidden axis.
 
     It runs inside `shard_map` where `spec` names `tensor`.
 
     Args:
       name: of the weight.
-      parts: arrays by the last parts of their names (`QUANTIZED_PARTS`), without the axis of the layers.
+      parts: arrays by the last parts of their names (`QUANTIZED_PARTS`), without the axis of the
+        layers.
       own: one layer's weight without padding, as of `declare_layer`.
-      padded: the shapes of the same parts, by the same names, over all tensor ranks and with padding.
+      padded: the shapes of the same parts, by the same names, over all tensor ranks and with
+        padding.
       spec: of one layer's codes.
     """
     inputs = input_axes(name)
@@ -259,7 +273,8 @@ def _dequantize_absmax(
     codes: UInt8[Array, ...], scales: Float[Array, ...], offset: Float[Array, ""]
 ) -> Float[Array, ...]:
     product = jnp.asarray(dynamic_levels())[codes] * scales
-    # Always true. Without a step between them, compilers round product and sum once, together; bitsandbytes rounds twice.
+    # Always true. Without a step between them, compilers round product and sum once, together;
+    # bitsandbytes rounds twice.
     return jnp.where(product == product, product, 0.0) + offset
 
 
@@ -273,13 +288,14 @@ def quantized(
     parameters: Mapping[str, Parameter],
     shardings: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-    """Returns the parts of all quantized weights on their devices, from weights that are read and quantized layer by layer.
+    """Returns the parts of all quantized weights on their devices, from weights that are read and
+    quantized layer by layer.
 
     The host holds one layer's weight in float32, and the codes of one weight of all layers.
 
     Args:
-      stored: the weights by name, stacked [N, ...]: arrays, or arrays on disk that are read when sliced; padded or not. Those
-        with a method `quantized(layer)` are taken as it returns them.
+      stored: the weights by name, stacked [N, ...]: arrays, or arrays on disk that are read when
+        sliced; padded or not. Those with a method `quantized(layer)` are taken as it returns them.
       own_shapes: of the weights, without padding.
       parameters, shardings: of all parameters in memory, by name.
     """

@@ -1,5 +1,5 @@
-"""Rotary position embedding: Hugging Face's half-rotation, with the rules default, linear, dynamic, yarn, llama3 and
-longrope."""
+"""Rotary position embedding: Hugging Face's half-rotation, with the rules default, linear, dynamic,
+yarn, llama3 and longrope."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from jaxtyping import Array, Float, Int
 
 from model.rope_config import RopeConfig
 
-# The longest row with transformers' own float32 angles; other implementations read LLaMAs up to this length.
+# The longest row with transformers' own float32 angles; other implementations read LLaMAs up to
+# this length.
 FLOAT32_LENGTH = 1 << 17
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = None) -> np.ndarray:
-    """Returns the angle per position of each pair of channels, in radians: float32 [head_dim / 2], fastest first.
+    """Returns the angle per position of each pair of channels, in radians: float32 [head_dim / 2],
+    fastest first.
 
-    Follows transformers' modeling_rope_utils operation by operation in float32. That matters: at position 131071 one
-    unit in the last place of the fastest frequency is 0.008 radians, so a more exact table would be a *different* model. (The
-    product of position and frequency is another matter, see `angles`.)
+    Follows transformers' modeling_rope_utils operation by operation in float32. That matters: at
+    position 131071 one unit in the last place of the fastest frequency is 0.008 radians, so a more
+    exact table would be a *different* model. (The product of position and frequency is another
+    matter, see `angles`.)
 
     Args:
-      length: tokens in the whole row; matters to the rules `dynamic` and `longrope` alone. Beyond the original length the base
-        grows with it, or the long factors replace the short ones, once for the whole row, as in one forward of transformers
-        over `length` positions. It is the same number for every row, document and shard, so that packing and mesh do not
-        change the embedding.
+      length: tokens in the whole row; matters to the rules `dynamic` and `longrope` alone. Beyond
+        the original length the base grows with it, or the long factors replace the short ones, once
+        for the whole row, as in one forward of transformers over `length` positions. It is the same
+        number for every row, document and shard, so that packing and mesh do not change the
+        embedding.
 
     Raises:
       ValueError: an odd head_dim; the rule `dynamic` without the original length.
@@ -37,7 +41,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = No
         )
     theta = _dynamic_theta(rope, head_dim, length) if rope.rule == "dynamic" else rope.theta
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # The power is taken in float64 and rounded once: float32 pow differs between libraries in the last place.
+    # The power is taken in float64 and rounded once: float32 pow differs between libraries in the
+    # last place.
     power = np.power(np.float64(np.float32(theta)), exponent.astype(np.float64)).astype(np.float32)
     frequencies = (np.float32(1.0) / power).astype(np.float32)
     if rope.rule == "linear":
@@ -54,8 +59,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = No
 
 
 def attention_scaling(rope: RopeConfig) -> float:
-    """Returns the factor of cosine and sine, on queries and keys alike: the temperature of yarn and longrope; 1 for the other
-    rules."""
+    """Returns the factor of cosine and sine, on queries and keys alike: the temperature of yarn and
+    longrope; 1 for the other rules."""
     if rope.rule not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -80,7 +85,8 @@ def _number(value: float | None) -> float:
 
 
 def _dynamic_theta(rope: RopeConfig, head_dim: int, length: int | None) -> np.float32:
-    """The base of the rule `dynamic` (NTK): a greater one stretches the slowest channels to `length` and keeps the fastest."""
+    """The base of the rule `dynamic` (NTK): a greater one stretches the slowest channels to
+    `length` and keeps the fastest."""
     original = rope.original_max_position_embeddings
     if original is None:
         raise ValueError(
@@ -99,7 +105,8 @@ def _dynamic_theta(rope: RopeConfig, head_dim: int, length: int | None) -> np.fl
 def _yarn(
     rope: RopeConfig, head_dim: int, power: np.ndarray, frequencies: np.ndarray
 ) -> np.ndarray:
-    """Keeps channels that rotate often within the original length, and slows those that hardly rotate by `factor`."""
+    """Keeps channels that rotate often within the original length, and slows those that hardly
+    rotate by `factor`."""
     original = _number(rope.original_max_position_embeddings)
 
     def channel(rotations: float) -> float:
@@ -121,7 +128,8 @@ def _yarn(
 
 
 def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
-    """Slows slow channels (long wavelengths) by `factor`, keeps fast ones, and blends those between."""
+    """Slows slow channels (long wavelengths) by `factor`, keeps fast ones, and blends those
+    between."""
     factor, low, high = (
         np.float32(_number(x)) for x in (rope.factor, rope.low_freq_factor, rope.high_freq_factor)
     )
@@ -141,11 +149,12 @@ def angles(
 ) -> Float[Array, "B T D2"]:
     """Returns position times frequency, up to full turns, in float32 radians; D2 is D / 2.
 
-    A float32 product is off by half a unit in its own last place: 0.004 radians at 2^17 tokens, 0.5 at 2^24, and beyond that
-    neighbours share a position. Up to FLOAT32_LENGTH it is taken nevertheless, bit for bit as transformers does. In longer rows
-    a frequency is split into an integer number of 2^-32 turns and a remainder: the int32 product with the integer drops full
-    turns as it wraps, and is exact; that with the remainder is at most a tenth of a radian at 2^27 tokens. The sum is off by
-    8e-7 radians at most.
+    A float32 product is off by half a unit in its own last place: 0.004 radians at 2^17 tokens, 0.5
+    at 2^24, and beyond that neighbours share a position. Up to FLOAT32_LENGTH it is taken
+    nevertheless, bit for bit as transformers does. In longer rows a frequency is split into an
+    integer number of 2^-32 turns and a remainder: the int32 product with the integer drops full
+    turns as it wraps, and is exact; that with the remainder is at most a tenth of a radian at 2^27
+    tokens. The sum is off by 8e-7 radians at most.
 
     Args:
       length: tokens in the whole row.
@@ -170,11 +179,11 @@ def apply_rope(
     scaling: float = 1.0,
     length: int | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Returns x with the pairs (c, c + R/2) of each head's first R channels rotated by position times frequency, and multiplied
-    by `scaling`; the other channels pass unchanged.
+    """Returns x with the pairs (c, c + R/2) of each head's first R channels rotated by position
+    times frequency, and multiplied by `scaling`; the other channels pass unchanged.
 
-    Angles, cosines and the products are float32, and the result is rounded once to x's dtype: bfloat16 cosines would lose the
-    fine differences between far positions.
+    Angles, cosines and the products are float32, and the result is rounded once to x's dtype:
+    bfloat16 cosines would lose the fine differences between far positions.
 
     Args:
       inverse_frequencies: float32 [R / 2]; length: tokens in the whole row.

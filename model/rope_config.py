@@ -8,7 +8,8 @@ from typing import Any
 
 from .checks import as_float, require_number
 
-# The numbers that each RoPE rule needs, and those that it may be given, with their defaults; names are Hugging Face's.
+# The numbers that each RoPE rule needs, and those that it may be given, with their defaults; names
+# are Hugging Face's.
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -35,11 +36,13 @@ ROPE_RULES = tuple(_REQUIRED)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary embedding. Numbers that a rule does not use are None, so that equal embeddings compare equal.
+    """The rotary embedding. Numbers that a rule does not use are None, so that equal embeddings
+    compare equal.
 
-    For the rule `dynamic`, `original_max_position_embeddings` is the model's `max_position_embeddings`; TransformerConfig
-    fills it in, as transformers knows no other. `short_factor` and `long_factor` have a number for each pair of channels.
-    Raises ValueError for a rule that is not supported and for numbers that make no rotation.
+    For the rule `dynamic`, `original_max_position_embeddings` is the model's
+    `max_position_embeddings`; TransformerConfig fills it in, as transformers knows no other.
+    `short_factor` and `long_factor` have a number for each pair of channels. Raises ValueError for
+    a rule that is not supported and for numbers that make no rotation.
     """
 
     rule: str = "default"
@@ -92,12 +95,14 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies depend on the length of the whole row, beyond `original_max_position_embeddings`."""
+        """Whether the frequencies depend on the length of the whole row, beyond
+        `original_max_position_embeddings`."""
         return self.rule in ("dynamic", "longrope")
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
-        """Returns the rotary embedding of a config.json; raises ValueError if its two spellings contradict each other."""
+        """Returns the rotary embedding of a config.json; raises ValueError if its two spellings
+        contradict each other."""
         spellings = {}
         for key in ("rope_parameters", "rope_scaling"):
             value = config.get(key)
@@ -111,8 +116,9 @@ class RopeConfig:
                 )
             spellings[key] = _from_parameters(key, value, config, max_position_embeddings)
         if len(set(spellings.values())) > 1:
-            # `rope_parameters` of rule default beside a scaling `rope_scaling` is a contradiction, too: one is wrong, and
-            # a model fine-tuned under the wrong one is spoilt without a sound.
+            # `rope_parameters` of rule default beside a scaling `rope_scaling` is a contradiction,
+            # too: one is wrong, and a model fine-tuned under the wrong one is spoilt without a
+            # sound.
             raise ValueError(
                 f"rope_parameters and rope_scaling contradict each other: {spellings['rope_parameters']} "
                 f"and {spellings['rope_scaling']}; remove the wrong one"
@@ -145,7 +151,8 @@ class RopeConfig:
 def _from_parameters(
     key: str, parameters: dict[str, Any], config: dict[str, Any], max_position: int
 ) -> RopeConfig:
-    """Returns the rotary embedding of the object `parameters`, the value of `key` in config.json."""
+    """Returns the rotary embedding of the object `parameters`, the value of `key` in
+    config.json."""
     inner_theta, outer_theta = parameters.get("rope_theta"), config.get("rope_theta")
     if (
         inner_theta is not None

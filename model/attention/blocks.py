@@ -1,4 +1,5 @@
-"""The values that pass between a model, a schedule and a kernel: a block of queries, a block of keys, and their gradients."""
+"""The values that pass between a model, a schedule and a kernel: a block of queries, a block of
+keys, and their gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Queries(NamedTuple):
     """A block of queries.
 
     Attributes:
-      q: the queries; Hq is a multiple of the keys' Hkv, and query head h attends to key head h // (Hq / Hkv).
+      q: the queries; Hq is a multiple of the keys' Hkv, and query head h attends to key head h //
+        (Hq / Hkv).
       coords: the coordinates of their tokens, [B, Tq].
     """
 
@@ -40,7 +42,8 @@ class Keys(NamedTuple):
 
 
 class StackedKeys(NamedTuple):
-    """A block of keys and values as it travels between ranks, and as kernels take it then: cutting the stack would copy it.
+    """A block of keys and values as it travels between ranks, and as kernels take it then: cutting
+    the stack would copy it.
 
     Attributes:
       kv: K and V stacked on a leading axis.
@@ -57,7 +60,8 @@ class StackedKeys(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What the backward pass of a block reads besides the queries and keys (FlashAttention-2, Algorithm 2).
+    """What the backward pass of a block reads besides the queries and keys (FlashAttention-2,
+    Algorithm 2).
 
     Attributes:
       dout: the gradient of attention's output.

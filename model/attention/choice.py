@@ -1,5 +1,5 @@
-"""Which kernel serves a call, and why others do not: what each serves, and the order in which `auto` tries them. Read without
-JAX, so that recipes are checked by the same table."""
+"""Which kernel serves a call, and why others do not: what each serves, and the order in which
+`auto` tries them. Read without JAX, so that recipes are checked by the same table."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Limits:
 LIMITS: Mapping[str, Limits] = {
     "tpu": Limits(global_tokens=False, head_dim=256),
     "gpu": Limits(softcap=False, global_tokens=False, head_dim=256),
-    # nvJitLink, which compiles Mosaic's kernels from JAX 0.12 on, ignores that warpgroups exchange registers: accumulators
-    # spill, and products wait for each other (docs/notes/kernels.md).
+    # nvJitLink, which compiles Mosaic's kernels from JAX 0.12 on, ignores that warpgroups exchange
+    # registers: accumulators spill, and products wait for each other (docs/notes/kernels.md).
     "mosaic": Limits(
         softcap=False,
         global_tokens=False,
@@ -102,8 +102,9 @@ KERNELS = ("auto", *LIMITS)
 
 
 class Order(NamedTuple):
-    """The kernels that `auto` tries, the fastest first, on a platform and, where they are named, on some of its devices; for
-    blocks of `least_tokens` or more and, unless it is None, masks that have a window, or have none."""
+    """The kernels that `auto` tries, the fastest first, on a platform and, where they are named, on
+    some of its devices; for blocks of `least_tokens` or more and, unless it is None, masks that
+    have a window, or have none."""
 
     kernels: tuple[str, ...]
     platform: str
@@ -131,7 +132,8 @@ AUTO = (
 
 
 class Choice(NamedTuple):
-    """The kernel that serves a request, and by name what those that were tried before it do not serve."""
+    """The kernel that serves a request, and by name what those that were tried before it do not
+    serve."""
 
     name: str
     refusals: dict[str, str]
@@ -142,7 +144,8 @@ class Choice(NamedTuple):
 
 
 def select(kernel: str, request: Request) -> Choice:
-    """Returns the kernel that serves a request: `kernel` itself, or the first in `auto`'s order that does."""
+    """Returns the kernel that serves a request: `kernel` itself, or the first in `auto`'s order
+    that does."""
     order = next(row.kernels for row in AUTO if row.covers(request))
     refusals: dict[str, str] = {}
     for name in order if kernel == "auto" else (kernel, *order):
@@ -153,7 +156,8 @@ def select(kernel: str, request: Request) -> Choice:
 
 
 def require(kernel: str, request: Request, field: str = "kernel") -> None:
-    """Raises ValueError, naming the field that says `kernel` and kernels that would do, unless `kernel` serves a request."""
+    """Raises ValueError, naming the field that says `kernel` and kernels that would do, unless
+    `kernel` serves a request."""
     if kernel != "auto" and (reason := LIMITS[kernel].refusal(request)):
         others = [
             repr(name) for name in KERNELS if name == "auto" or not LIMITS[name].refusal(request)

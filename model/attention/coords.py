@@ -1,8 +1,10 @@
-"""Token coordinates, the mask that they imply, and the rule that says which tiles of the mask need computing.
+"""Token coordinates, the mask that they imply, and the rule that says which tiles of the mask need
+computing.
 
-Striped Attention decides with GetMask(j, k) (its Algorithm 1 and the procedure after it) which scores are hidden between the
-queries of device j and the keys of device k. Here each token's coordinates travel with it instead: `index`, its index in the
-row before any permutation, and `segment_ids`, its document. One rule, `visible`, then gives every such mask, for any layout,
+Striped Attention decides with GetMask(j, k) (its Algorithm 1 and the procedure after it) which
+scores are hidden between the queries of device j and the keys of device k. Here each token's
+coordinates travel with it instead: `index`, its index in the row before any permutation, and
+`segment_ids`, its document. One rule, `visible`, then gives every such mask, for any layout,
 schedule and packing, and no kernel needs to know which of them it serves.
 """
 
@@ -22,9 +24,12 @@ class TokenCoords(NamedTuple):
     """The coordinates of tokens.
 
     Attributes:
-      index: index in the packed row before permutation. It may restart with each document (bounds only get looser).
-      segment_ids: the token's document, counted from 1 within the row; 0 is padding, which sees and is seen by nothing.
-      start: `index` of the first token of the token's document (`document_starts`); only global tokens need it, else None.
+      index: index in the packed row before permutation. It may restart with each document (bounds
+        only get looser).
+      segment_ids: the token's document, counted from 1 within the row; 0 is padding, which sees and
+        is seen by nothing.
+      start: `index` of the first token of the token's document (`document_starts`); only global
+        tokens need it, else None.
     """
 
     index: Int[Array, "B T"]  # type: ignore[assignment]  # hides tuple.index, which nobody calls
@@ -33,7 +38,8 @@ class TokenCoords(NamedTuple):
 
 
 def document_starts(index: Int[Array, "B L"], segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
-    """The smallest `index` in each token's document, from whole rows in any order (not from a shard's part of them)."""
+    """The smallest `index` in each token's document, from whole rows in any order (not from a
+    shard's part of them)."""
 
     def row_starts(index, segment_ids):
         order = jnp.lexsort((index, segment_ids))
@@ -51,9 +57,10 @@ class Mask:
 
     Attributes:
       causal: only itself and earlier tokens.
-      window: only keys fewer than this many tokens away (sliding window; DistFlashAttn, Appendix D); None for no window.
-      global_tokens: leading tokens of each document that every later query of it sees also beyond the window; without a window
-        they change nothing.
+      window: only keys fewer than this many tokens away (sliding window; DistFlashAttn, Appendix
+        D); None for no window.
+      global_tokens: leading tokens of each document that every later query of it sees also beyond
+        the window; without a window they change nothing.
 
     Raises:
       ValueError: the window is not positive, or global tokens are negative.
@@ -79,7 +86,8 @@ class Mask:
         return dataclasses.replace(self, window=min(windows, default=None))
 
     def reach(self, tokens: int, shards: int) -> int:
-        """How many shards away a key in the window can be, if the shards are consecutive runs of `tokens` tokens.
+        """How many shards away a key in the window can be, if the shards are consecutive runs of
+        `tokens` tokens.
 
         Global tokens can be further away.
         """
@@ -119,12 +127,15 @@ def visible(q: TokenCoords, kv: TokenCoords, mask: Mask) -> Bool[Array, "B Tq Tk
 
 
 class TileBounds(NamedTuple):
-    """Bounds on the coordinates in each of some tiles, int32 arrays of one shape; padding counts only for `padded`.
+    """Bounds on the coordinates in each of some tiles, int32 arrays of one shape; padding counts
+    only for `padded`.
 
     Attributes:
-      index_min, index_max, segment_min, segment_max: of the tile's tokens; minimum > maximum if all are padding.
+      index_min, index_max, segment_min, segment_max: of the tile's tokens; minimum > maximum if all
+      are padding.
       padded: 1 where the tile has padding.
-      offset_min: the smallest offset of a token from its document's start; None where the starts are not known.
+      offset_min: the smallest offset of a token from its document's start; None where the starts
+        are not known.
     """
 
     index_min: jax.Array
@@ -151,7 +162,8 @@ def tile_bounds(coords: TokenCoords, tile: int) -> TileBounds:
 
 
 def one_document(q: TileBounds, kv: TileBounds) -> jax.Array:
-    """Whether all tokens of both of a pair of tiles are of one document, so that only their indices can hide keys."""
+    """Whether all tokens of both of a pair of tiles are of one document, so that only their indices
+    can hide keys."""
     same = (q.segment_min == kv.segment_min) & (q.segment_max == kv.segment_max)
     return same & (q.segment_min == q.segment_max) & (q.padded == 0) & (kv.padded == 0)
 
@@ -159,8 +171,9 @@ def one_document(q: TileBounds, kv: TileBounds) -> jax.Array:
 def tile_kind(q: TileBounds, kv: TileBounds, mask: Mask) -> jax.Array:
     """SKIP, FULL or MASKED for each pair of tiles, whose bounds broadcast against each other.
 
-    SKIP means that certainly no key is visible, so that the tile need not be computed (Striped Attention, "Tiling"); FULL, that
-    certainly every key is visible to every query, so that no mask is needed; MASKED is every other case.
+    SKIP means that certainly no key is visible, so that the tile need not be computed (Striped
+    Attention, "Tiling"); FULL, that certainly every key is visible to every query, so that no mask
+    is needed; MASKED is every other case.
     """
     empty = (q.segment_min > q.segment_max) | (kv.segment_min > kv.segment_max)
     skip = empty | (q.segment_max < kv.segment_min) | (kv.segment_max < q.segment_min)
@@ -169,7 +182,8 @@ def tile_kind(q: TileBounds, kv: TileBounds, mask: Mask) -> jax.Array:
         skip |= q.index_max < kv.index_min
         full &= q.index_min >= kv.index_max
     if mask.window is not None:
-        # The bounds of an empty tile are the limits of int32: the differences of these would overflow.
+        # The bounds of an empty tile are the limits of int32: the differences of these would
+        # overflow.
         later = jnp.where(empty, 0, q.index_min - kv.index_max)
         earlier = jnp.where(empty, 0, kv.index_min - q.index_max)
         far = later >= mask.window

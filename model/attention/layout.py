@@ -1,7 +1,7 @@
 """Layouts: which tokens of the sequence each rank holds.
 
-Striped Attention's partitioning is one of them. A layout decides only how balanced the work is: every schedule is exact under
-every layout, because the tokens' coordinates travel with them.
+Striped Attention's partitioning is one of them. A layout decides only how balanced the work is:
+every schedule is exact under every layout, because the tokens' coordinates travel with them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ def check_length(length: int, shards: int, layout: str, name: str = "length") ->
 
 
 def permutation(length: int, shards: int, layout: str) -> Int[np.ndarray, " L"]:
-    """The order in which a layout stores a sequence: `x[:, order]` is the permuted sequence, and shard r its r-th equal part.
+    """The order in which a layout stores a sequence: `x[:, order]` is the permuted sequence, and
+    shard r its r-th equal part.
 
     - `contiguous`: shard r holds the r-th run of tokens (Ring Attention, Algorithm 1).
-    - `striped`: shard r holds the tokens whose index is r modulo `shards` (Striped Attention), so that every shard has early
-      and late tokens alike.
-    - `zigzag`: of 2 x shards runs, shard r holds the r-th from the front and the r-th from the back (Llama 3, section 3.3.2;
-      Transformer Engine), which is as balanced over a whole pass, in longer runs.
+    - `striped`: shard r holds the tokens whose index is r modulo `shards` (Striped Attention), so
+      that every shard has early and late tokens alike.
+    - `zigzag`: of 2 x shards runs, shard r holds the r-th from the front and the r-th from the back
+      (Llama 3, section 3.3.2; Transformer Engine), which is as balanced over a whole pass, in
+      longer runs.
 
     Args:
       length: tokens in the sequence.

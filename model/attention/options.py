@@ -15,28 +15,29 @@ else:  # what the command line accepts and lists
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """What attention sees (window, global_tokens), and how it is distributed and computed: the latter gives the same numbers
-    to rounding, whatever is chosen."""
+    """What attention sees (window, global_tokens), and how it is distributed and computed: the
+    latter gives the same numbers to rounding, whatever is chosen."""
 
     layout: LayoutName = "striped"
     """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
     schedule: str | dict[str, Any] = "ring"
-    """How ranks exchange queries and keys: local, ring, all_gather, balanced, ulysses, attention2d or ring_self_attention; with
-    options, a mapping such as {name: ring, bidirectional: true}, {name: ulysses, degree: 2, inner: ring}, {name: balanced,
+    """How ranks exchange queries and keys: local, ring, all_gather, balanced, ulysses, attention2d
+    or ring_self_attention; with options, a mapping such as {name: ring, bidirectional: true},
+    {name: ulysses, degree: 2, inner: ring}, {name: balanced,
     split: true} or {name: attention2d, columns: 4, overlap: true}."""
     kernel: KernelName = "auto"
-    """The block kernel; auto takes tpu on TPUs, mosaic on Hopper GPUs in bfloat16, gpu on NVIDIA GPUs otherwise, and xla
-    elsewhere. The schedule ring_self_attention uses none, and no tiles."""
+    """The block kernel; auto takes tpu on TPUs, mosaic on Hopper GPUs in bfloat16, gpu on NVIDIA
+    GPUs otherwise, and xla elsewhere. The schedule ring_self_attention uses none, and no tiles."""
     query_tile: int = 0
     """Queries in a tile; 0 leaves it to the kernel."""
     key_tile: int = 0
     """Keys in a tile; 0 leaves it to the kernel."""
     window: int | None = None
-    """Tokens that a query sees of its document, back from itself (sliding window); null: the model's own window, or all tokens
-    before it if the model has none."""
+    """Tokens that a query sees of its document, back from itself (sliding window); null: the
+    model's own window, or all tokens before it if the model has none."""
     global_tokens: int = 0
-    """First tokens of each document that every later one sees beyond the window, which has to be given or be the model's own.
-    Accelerators serve them by the kernel xla."""
+    """First tokens of each document that every later one sees beyond the window, which has to be
+    given or be the model's own. Accelerators serve them by the kernel xla."""
 
     def __post_init__(self) -> None:
         for name in ("query_tile", "key_tile", "global_tokens"):

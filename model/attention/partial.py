@@ -1,4 +1,5 @@
-"""Partial attention: attention over some of the keys, and the merge of two such results (Attention2D, section 3.1)."""
+"""Partial attention: attention over some of the keys, and the merge of two such results
+(Attention2D, section 3.1)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class AttentionPartial(NamedTuple):
 
     Attributes:
       out: float32, normalised over these keys; 0 for a query that sees none of them.
-      lse: float32, natural logarithm of the sum of exponentiated scores; -inf for a query that sees none.
+      lse: float32, natural logarithm of the sum of exponentiated scores; -inf for a query that sees
+        none.
     """
 
     out: Float[Array, "B T Hq D"]
@@ -23,8 +25,8 @@ class AttentionPartial(NamedTuple):
 def merge(a: AttentionPartial, b: AttentionPartial) -> AttentionPartial:
     """Attention over the keys of both; associative and commutative up to rounding.
 
-    The larger lse is subtracted before exponentiating, because exp(b - a) may overflow; and where both are -inf, 0 is
-    subtracted, because -inf - -inf is NaN.
+    The larger lse is subtracted before exponentiating, because exp(b - a) may overflow; and where
+    both are -inf, 0 is subtracted, because -inf - -inf is NaN.
     """
     highest = jnp.maximum(a.lse, b.lse)
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)

@@ -1,4 +1,5 @@
-"""Gemma 2: scores and logits with a soft-cap, a window in every second layer, norms on both sides of each branch."""
+"""Gemma 2: scores and logits with a soft-cap, a window in every second layer, norms on both sides
+of each branch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from .gemma3 import ACTIVATION
 
 
 class Gemma2Family(Family):
-    """A family whose layers alternate, beginning with a window, unless the config says otherwise."""
+    """A family whose layers alternate, beginning with a window, unless the config says
+    otherwise."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`."""

@@ -1,4 +1,5 @@
-"""Gemma 3 (text): layers with a window and layers without, an RoPE base for each, and norms on both sides of each branch."""
+"""Gemma 3 (text): layers with a window and layers without, an RoPE base for each, and norms on both
+sides of each branch."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ ACTIVATION = "gelu_pytorch_tanh"
 
 
 class Gemma3Family(Family):
-    """A family whose configs name two rotary embeddings, and the kinds of layers or the pattern that they repeat in."""
+    """A family whose configs name two rotary embeddings, and the kinds of layers or the pattern
+    that they repeat in."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.normalise`. Takes the spellings of transformers 4 (`rope_local_base_freq`) and 5."""
+        """See `Family.normalise`. Takes the spellings of transformers 4 (`rope_local_base_freq`)
+        and 5."""
         config = dict(config)
         for name in ("hidden_act", "hidden_activation"):
             if config.pop(name, None) not in (None, ACTIVATION):
@@ -52,7 +55,8 @@ class Gemma3Family(Family):
         return config
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.write`. Layers with a window have the embedding of the others where there is no local one."""
+        """See `Family.write`. Layers with a window have the embedding of the others where there is
+        no local one."""
         config = super().write(fields)
         local = config.pop("local_rope_parameters", fields["rope_parameters"])
         ropes = {"full_attention": fields["rope_parameters"], "sliding_attention": local}

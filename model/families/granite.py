@@ -1,4 +1,5 @@
-"""Granite 3 (dense): Llama's layer with four multipliers: of embeddings, scores, residual branches and logits."""
+"""Granite 3 (dense): Llama's layer with four multipliers: of embeddings, scores, residual branches
+and logits."""
 
 from __future__ import annotations
 

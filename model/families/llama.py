@@ -60,7 +60,8 @@ LLAMA = Family(
         "llama-13b": _sizes(5120, 13824, 40, 40),
         "llama-30b": _sizes(6656, 17920, 60, 52),
         "llama-65b": _sizes(8192, 22016, 80, 64),
-        # DistFlashAttn's variants of the 7B model: grouped queries, and numbers of heads that split badly.
+        # DistFlashAttn's variants of the 7B model: grouped queries, and numbers of heads that split
+        # badly.
         "llama-gqa": _sizes(4096, 11008, 32, 32, 8),
         "llama-33h": _sizes(4224, 11008, 32, 33),
         "llama-16h": _sizes(2048, 11008, 64, 16),
@@ -84,7 +85,8 @@ LLAMA = Family(
             pad_token_id=2,
             rope={"theta": 100000.0},
         ),
-        # Small enough for a test, with everything that can go wrong: grouped heads, head_dim apart from hidden / heads.
+        # Small enough for a test, with everything that can go wrong: grouped heads, head_dim apart
+        # from hidden / heads.
         "tiny": _sizes(64, 128, 2, 4, 2, head_dim=32, vocab_size=512),
     },
 )

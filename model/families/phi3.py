@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4 (dense): files with fused projections, the RoPE rule longrope; in some versions a sliding window, or RoPE on
-a part of each head."""
+"""Phi-3 and Phi-4 (dense): files with fused projections, the RoPE rule longrope; in some versions a
+sliding window, or RoPE on a part of each head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _PARTIAL = "partial_rotary_factor"
 
 
 class Phi3Family(Family):
-    """A family whose configs name the original length beside the RoPE rule, and call longrope by older names too."""
+    """A family whose configs name the original length beside the RoPE rule, and call longrope by
+    older names too."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`. As transformers does, reads `su` and `yarn` as longrope."""

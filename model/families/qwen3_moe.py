@@ -1,4 +1,5 @@
-"""Qwen3 (mixtures of experts): Qwen3's attention, and experts in the place of every feed-forward."""
+"""Qwen3 (mixtures of experts): Qwen3's attention, and experts in the place of every
+feed-forward."""
 
 from __future__ import annotations
 

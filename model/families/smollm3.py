@@ -1,4 +1,5 @@
-"""SmolLM3: Llama's layer, without RoPE in every fourth; in models of one's own, with a sliding window in some layers."""
+"""SmolLM3: Llama's layer, without RoPE in every fourth; in models of one's own, with a sliding
+window in some layers."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ _LAYERS = 36
 
 
 class SmolLM3Family(WindowedFamily):
-    """A family whose configs name the layers without RoPE, or the interval that they lie at, and the layers with a window."""
+    """A family whose configs name the layers without RoPE, or the interval that they lie at, and
+    the layers with a window."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.normalise`. Published configs have `pretraining_tp`, which transformers' SmolLM3 does not read."""
+        """See `Family.normalise`. Published configs have `pretraining_tp`, which transformers'
+        SmolLM3 does not read."""
         config = super().normalise(config)
         has_window = (
             config.pop("use_sliding_window", False) and config.get("sliding_window") is not None

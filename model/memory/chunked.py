@@ -1,11 +1,13 @@
 """Position-wise work done chunk by chunk: run, and run again in the backward pass, with float32 dW.
 
-The one place where the sequence is cut into chunks of tokens: the feed-forward and the loss of Blockwise Parallel Transformer
-(Liu and Abbeel) and of Ring Attention (Algorithm 1). Kept for the backward pass is the input alone. A cotangent has its
-primal's dtype, so plain differentiation would add one bfloat16 dW per chunk (3.5% off after 128); here each chunk's dW is a
-float32 product, and so is their sum.
+The one place where the sequence is cut into chunks of tokens: the feed-forward and the loss of
+Blockwise Parallel Transformer (Liu and Abbeel) and of Ring Attention (Algorithm 1). Kept for the
+backward pass is the input alone. A cotangent has its primal's dtype, so plain differentiation would
+add one bfloat16 dW per chunk (3.5% off after 128); here each chunk's dW is a float32 product, and
+so is their sum.
 
-Weights are float32 *by type*: `sharding.gather` sent them in the compute dtype, and every cast back to it is exact.
+Weights are float32 *by type*: `sharding.gather` sent them in the compute dtype, and every cast back
+to it is exact.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Arrays = Any
 
 
 def _chunk_size(length: int, at_most: int) -> int:
-    """Tokens in a chunk: a divisor of the length where there is one not much below `at_most`; all of them for 0."""
+    """Tokens in a chunk: a divisor of the length where there is one not much below `at_most`; all
+    of them for 0."""
     return tile_size(length, at_most) if at_most else length
 
 
@@ -37,9 +40,10 @@ def _slice(tree: Any, start: Any, size: int) -> Any:
 def over_chunks(step: Callable, carry: Any, arrays: Any, size: int) -> tuple[Any, Any]:
     """Runs `step(carry, chunk of arrays) -> (carry, results)` over all chunks, one after the other.
 
-    Returns the last carry, and the results joined along the length. The last chunk is shorter where `size` does not divide the
-    length. A result is written over the last of `arrays` that has its shape and dtype, chunk by chunk: it needs memory of its
-    own only where that array is still needed after the loop.
+    Returns the last carry, and the results joined along the length. The last chunk is shorter where
+    `size` does not divide the length. A result is written over the last of `arrays` that has its
+    shape and dtype, chunk by chunk: it needs memory of its own only where that array is still
+    needed after the loop.
 
     Args:
       arrays: a tree of arrays [B, T, ...]; size: tokens in a chunk.
@@ -57,7 +61,8 @@ def over_chunks(step: Callable, carry: Any, arrays: Any, size: int) -> tuple[Any
 
     def run_chunk(state, start, size):
         carry, leaves = state
-        # After the barrier a chunk is read once, before its buffer is written: no copy of the whole array is needed.
+        # After the barrier a chunk is read once, before its buffer is written: no copy of the whole
+        # array is needed.
         chunk = lax.optimization_barrier(_slice(leaves[: structure.num_leaves], start, size))
         carry, results = step(carry, jax.tree.unflatten(structure, chunk))
         for index, value in zip(buffers, jax.tree.leaves(results), strict=True):
@@ -75,7 +80,8 @@ def over_chunks(step: Callable, carry: Any, arrays: Any, size: int) -> tuple[Any
 
 
 def _buffers(leaves: list[jax.Array], results: list[jax.ShapeDtypeStruct]) -> list[int]:
-    """For each result the index of the leaf that it is written over. Appends a new leaf where none has its shape and dtype."""
+    """For each result the index of the leaf that it is written over. Appends a new leaf where none
+    has its shape and dtype."""
     free = list(reversed(range(len(leaves))))
     buffers = []
     for result in results:
@@ -93,7 +99,8 @@ def _buffers(leaves: list[jax.Array], results: list[jax.ShapeDtypeStruct]) -> li
 
 
 def _sum_over_chunks(step: Callable, arrays: Any, size: int) -> tuple[Any, Any]:
-    """Runs `step(chunk of arrays) -> (summands, results)` over all chunks: the sums, and the results as of `over_chunks`."""
+    """Runs `step(chunk of arrays) -> (summands, results)` over all chunks: the sums, and the
+    results as of `over_chunks`."""
     if size == jax.tree.leaves(arrays)[0].shape[1]:
         return step(arrays)
 
@@ -106,8 +113,8 @@ def _sum_over_chunks(step: Callable, arrays: Any, size: int) -> tuple[Any, Any]:
 
 
 def cast(weights: Mapping[str, Weight], dtype: Any) -> dict[str, Weight]:
-    """Returns the weights in another dtype, frozen ones as they are. Cast to the compute dtype before a loop and back to
-    float32 inside it, so that the loop reads bfloat16."""
+    """Returns the weights in another dtype, frozen ones as they are. Cast to the compute dtype
+    before a loop and back to float32 inside it, so that the loop reads bfloat16."""
     return {
         name: w if isinstance(w, FrozenWeight) else w.astype(dtype) for name, w in weights.items()
     }
@@ -116,7 +123,8 @@ def cast(weights: Mapping[str, Weight], dtype: Any) -> dict[str, Weight]:
 def vjp(
     fn: Callable, weights: Mapping[str, Weight], *arrays: Any, has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """Returns `jax.vjp(fn, weights, *arrays)`, which gives a gradient None to weights that are frozen."""
+    """Returns `jax.vjp(fn, weights, *arrays)`, which gives a gradient None to weights that are
+    frozen."""
     trained, frozen = split(weights)
 
     def run(trained, *arrays):
@@ -141,7 +149,8 @@ def chunked(
     dtype: Any,
     chunk: int = 0,
 ) -> Any:
-    """Returns fn(weights, arrays, constants), a tree of arrays [B, T, ...], computed in chunks of the sequence.
+    """Returns fn(weights, arrays, constants), a tree of arrays [B, T, ...], computed in chunks of
+    the sequence.
 
     All arguments are as of `chunked_with_sums`, but that fn returns no sums.
     """
@@ -159,13 +168,16 @@ def chunked_with_sums(
     dtype: Any,
     chunk: int = 0,
 ) -> tuple[Any, Any]:
-    """Returns fn(weights, arrays, constants), computed in chunks of the sequence: its sums over all tokens, and its results.
+    """Returns fn(weights, arrays, constants), computed in chunks of the sequence: its sums over all
+    tokens, and its results.
 
     Args:
-      fn: position-wise; takes weights, float arrays and constants of one chunk [B, c, ...], and returns a tree of float32 sums
-        over the chunk's tokens and a tree of arrays [B, c, ...]. It must close over no traced value.
+      fn: position-wise; takes weights, float arrays and constants of one chunk [B, c, ...], and
+        returns a tree of float32 sums over the chunk's tokens and a tree of arrays [B, c, ...]. It
+        must close over no traced value.
       weights: whole, float32 by type, or frozen.
-      arrays: differentiated, [B, T, ...]; constants: arrays [B, T, ...] of any dtype, without gradient.
+      arrays: differentiated, [B, T, ...]; constants: arrays [B, T, ...] of any dtype, without
+        gradient.
       dtype: the compute dtype, in which the weights' values are exact.
       chunk: most tokens in a chunk; 0 computes all at once.
     """
@@ -208,8 +220,9 @@ def passed_through(
 ) -> tuple[Float[Array, "B T E"], Any]:
     """Returns x unchanged, and fn(weights, x, constants), computed in chunks of the sequence.
 
-    Whoever reads x after fn takes it from here: fn's share is then added to the gradient that comes in for x, in place, and a
-    second array of its length never exists. All arguments are as of `chunked`.
+    Whoever reads x after fn takes it from here: fn's share is then added to the gradient that comes
+    in for x, in place, and a second array of its length never exists. All arguments are as of
+    `chunked`.
     """
     size = _chunk_size(x.shape[1], chunk)
 
@@ -246,10 +259,11 @@ def chunked_total(
     dtype: Any,
     chunk: int = 0,
 ) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
-    """Returns the sum of fn(weights, arrays, constants) * shares over all tokens, and fn's values without gradient.
+    """Returns the sum of fn(weights, arrays, constants) * shares over all tokens, and fn's values
+    without gradient.
 
-    The gradient is taken in the forward pass, chunk by chunk, where the values are available: the backward pass only scales it
-    by the sum's cotangent, and nothing is computed twice.
+    The gradient is taken in the forward pass, chunk by chunk, where the values are available: the
+    backward pass only scales it by the sum's cotangent, and nothing is computed twice.
 
     Args:
       fn: position-wise, returns float32 [B, c]; otherwise all arguments are as of `chunked`.

@@ -1,8 +1,9 @@
-"""Attention in groups of heads, one group after the other: queries, keys, values, partial results and the gradients of all
-these exist for one group at a time.
+"""Attention in groups of heads, one group after the other: queries, keys, values, partial results
+and the gradients of all these exist for one group at a time.
 
-A group is projected and attends, and its output is written next to those of the groups before it. Kept for the backward pass
-are the layer's input, that output and its log-sum-exp: there each group is projected once more, and attends only backward.
+A group is projected and attends, and its output is written next to those of the groups before it.
+Kept for the backward pass are the layer's input, that output and its log-sum-exp: there each group
+is projected once more, and attends only backward.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class HeadGroups:
 
     @classmethod
     def of(cls, layer: Any) -> HeadGroups:
-        """Returns the groups of a `ShardedLayer`; the axes are those that its parameters declare."""
+        """Returns the groups of a `ShardedLayer`; the axes are those that its parameters
+        declare."""
 
         def heads_axis(axes):
             return next((i for i, axis in enumerate(axes) if axis in ("heads", "kv_heads")), None)
@@ -86,7 +88,8 @@ class HeadGroups:
         return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], axis)
 
     def weights(self, weights: dict[str, Weight], i: Any) -> dict[str, Weight]:
-        """Returns group i's weights, float32 by type or frozen, from those of all heads in the compute dtype."""
+        """Returns group i's weights, float32 by type or frozen, from those of all heads in the
+        compute dtype."""
 
         def take(weight, axis):
             if axis is None:
@@ -105,8 +108,8 @@ class HeadGroups:
     def over(self, step: Callable, carry: Any, axes: Any) -> tuple[Any, Any]:
         """Runs `step(carry, i) -> (carry, results of group i)` for each group, one after the other.
 
-        Returns the last carry, and each result for all heads: the groups' results joined along its axis of heads. `axes` is a
-        tree with these axes, in the order of the results' leaves.
+        Returns the last carry, and each result for all heads: the groups' results joined along its
+        axis of heads. `axes` is a tree with these axes, in the order of the results' leaves.
         """
         results, structure = jax.tree.flatten(jax.eval_shape(step, carry, 0)[1])
         head_axes = jax.tree.leaves(axes)
@@ -133,10 +136,12 @@ class HeadGroups:
 class GroupedAttention:
     """Projects and attends in groups of heads, inside `shard_map`.
 
-    x passes through, so that the backward pass adds each group's share to the gradient that comes in, where it lies.
+    x passes through, so that the backward pass adds each group's share to the gradient that comes
+    in, where it lies.
 
     Attributes:
-      project: (weights, x, labels) -> x, (q, k, v) for the heads that the weights have; closes over no traced value.
+      project: (weights, x, labels) -> x, (q, k, v) for the heads that the weights have; closes over
+        no traced value.
       dtype: the compute dtype.
     """
 

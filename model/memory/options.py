@@ -1,4 +1,5 @@
-"""The memory options, declared once: the section `memory` of recipes, an attribute of models and of plans."""
+"""The memory options, declared once: the section `memory` of recipes, an attribute of models and of
+plans."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,36 +14,44 @@ else:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryConfig:
-    """What is kept for the backward pass, and in what pieces the rest is computed; chunks count tokens of a device."""
+    """What is kept for the backward pass, and in what pieces the rest is computed; chunks count
+    tokens of a device."""
 
     remat: RematName = "save_attention"
-    """Kept between forward and backward. nothing: only the layers' inputs; save_attention: also attention's output and lse;
-    offload: the inputs, in the host's memory; offload_save_attention: also attention's output and lse, on the device;
-    offload_attention: these in the host's memory too; every_k: only every k-th layer's input; offload_every_k: that in the
-    host's memory; everything: also the result of every matrix product."""
+    """Kept between forward and backward. nothing: only the layers' inputs; save_attention: also
+    attention's output and lse;
+    offload: the inputs, in the host's memory; offload_save_attention: also attention's output and
+    lse, on the device;
+    offload_attention: these in the host's memory too; every_k: only every k-th layer's input;
+    offload_every_k: that in the host's memory; everything: also the result of every matrix
+    product."""
     every_k: int = 2
-    """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the number of layers."""
+    """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the
+    number of layers."""
     moments_on_host: bool = False
-    """Whether the optimizer's moments lie in the host's memory; a step brings them over and back layer by layer."""
+    """Whether the optimizer's moments lie in the host's memory; a step brings them over and back
+    layer by layer."""
     parameters_on_host: bool = False
-    """Whether the parameters lie in the host's memory; each layer's are brought over when they are needed."""
+    """Whether the parameters lie in the host's memory; each layer's are brought over when they are
+    needed."""
     attention_groups: int = 1
-    """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
-    at a time; a divisor of a device's key/value heads. Not with remat everything, as each group is projected again."""
+    """Groups of heads that are projected and attend one after the other, so that queries, keys and
+    values exist for one group at a time; a divisor of a device's key/value heads. Not with remat
+    everything, as each group is projected again."""
     query_chunks: int = 1
-    """Chunks of a device's tokens that go through a layer one after the other, so that queries and attention's output exist for
-    one chunk at a time; keys and values travel once for each. A divisor of a device's tokens; not with a remat that keeps
-    attention's output."""
+    """Chunks of a device's tokens that go through a layer one after the other, so that queries and
+    attention's output exist for one chunk at a time; keys and values travel once for each. A
+    divisor of a device's tokens; not with a remat that keeps attention's output."""
     prefetch: bool = False
-    """Whether the next layer's weights arrive, and the gradients of the last one leave, along with the keys and values of the
-    ring while a layer runs; with schedule ring and a remat other than every_k, offload_every_k and everything. Holds two
-    layers' weights at a time."""
+    """Whether the next layer's weights arrive, and the gradients of the last one leave, along with
+    the keys and values of the ring while a layer runs; with schedule ring and a remat other than
+    every_k, offload_every_k and everything. Holds two layers' weights at a time."""
     feed_forward_chunk: int = 2048
-    """Tokens of a chunk of the output projection and the feed-forward; 0, remat everything and mesh.sequence_parallel compute
-    all at once."""
+    """Tokens of a chunk of the output projection and the feed-forward; 0, remat everything and
+    mesh.sequence_parallel compute all at once."""
     projection_chunk: int = 2048
-    """Tokens of a chunk of the query, key and value projections; 0, remat everything and mesh.sequence_parallel compute all at
-    once."""
+    """Tokens of a chunk of the query, key and value projections; 0, remat everything and
+    mesh.sequence_parallel compute all at once."""
     loss_chunk: int = 1024
     """Tokens whose logits exist at a time; 0 computes all at once."""
 
@@ -77,10 +86,12 @@ def check_combination(
     sequence_parallel: bool,
     schedule: Any,
 ) -> None:
-    """Refuses memory options that go neither together nor with the model, the mesh and the schedule.
+    """Refuses memory options that go neither together nor with the model, the mesh and the
+    schedule.
 
     Args:
-      layers: of the model; period: how many of them differ before they repeat; key_heads: key/value heads of a device;
+      layers: of the model; period: how many of them differ before they repeat; key_heads: key/value
+        heads of a device;
       sequence: devices along the sequence axis.
       schedule: as of `model.attention.schedules.get_schedule`.
 

@@ -1,9 +1,10 @@
-"""A layer's shards packed into few arrays that can travel the sequence axis, and unpacked as the layer's weights.
+"""A layer's shards packed into few arrays that can travel the sequence axis, and unpacked as the
+layer's weights.
 
-Every matrix has one axis that storage is split along, mostly the hidden one. With that axis first, a rank's shards whose split
-axis has the same length stand side by side as columns of one array, so that one transfer carries them all. All ranks' packed
-arrays, one below the other, are the whole matrices. Ranks of `fsdp` gather theirs first: they share what travels the sequence
-axis.
+Every matrix has one axis that storage is split along, mostly the hidden one. With that axis first,
+a rank's shards whose split axis has the same length stand side by side as columns of one array, so
+that one transfer carries them all. All ranks' packed arrays, one below the other, are the whole
+matrices. Ranks of `fsdp` gather theirs first: they share what travels the sequence axis.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from model.sharding import storage_axes_of
 
 @dataclasses.dataclass(frozen=True)
 class PackedShards:
-    """How the parameters of a layer are packed. R is the rows of a packed array (the length of the split axis in a shard), C
-    its columns, F the ranks of `fsdp`, P those of `sequence`.
+    """How the parameters of a layer are packed. R is the rows of a packed array (the length of the
+    split axis in a shard), C its columns, F the ranks of `fsdp`, P those of `sequence`.
 
     Attributes:
       shapes: name -> shape of a rank's shard, for the parameters that travel.
@@ -49,7 +50,8 @@ class PackedShards:
         dtypes: dict[str, Any],
         trained: frozenset[str],
     ) -> PackedShards:
-        """Returns how a layer is packed. Parameters that are not split over all ranks along one axis do not travel.
+        """Returns how a layer is packed. Parameters that are not split over all ranks along one
+        axis do not travel.
 
         Args:
           specs, shapes, dtypes: of a layer's parameters and their shards; sizes: of the mesh axes.
@@ -72,8 +74,8 @@ class PackedShards:
 
     @property
     def _arrays(self) -> list[list[str]]:
-        """The names of the parameters in each packed array: those of one dtype whose split axis has the same length in a
-        shard."""
+        """The names of the parameters in each packed array: those of one dtype whose split axis has
+        the same length in a shard."""
         arrays: dict[Any, list[str]] = {}
         for name, shape in self.shapes.items():
             arrays.setdefault(
@@ -83,7 +85,8 @@ class PackedShards:
 
     @property
     def _gradient_arrays(self) -> list[list[str]]:
-        """The names of the parameters in each packed array of gradients: of `_arrays` those that are trained."""
+        """The names of the parameters in each packed array of gradients: of `_arrays` those that
+        are trained."""
         trained = ([name for name in names if name in self.trained] for names in self._arrays)
         return [names for names in trained if names]
 
@@ -96,8 +99,8 @@ class PackedShards:
         return [lax.all_gather(x, "fsdp") if self.fsdp > 1 else x[None] for x in packed]
 
     def unpack(self, packed: list[Float[Array, "P F R C"]]) -> dict[str, jax.Array]:
-        """Returns the whole weights from all ranks' packed arrays: those that are trained float32 by type as of
-        `sharding.gather`, the others in their own dtype."""
+        """Returns the whole weights from all ranks' packed arrays: those that are trained float32
+        by type as of `sharding.gather`, the others in their own dtype."""
         weights: dict[str, jax.Array] = {}
         for names, x in zip(self._arrays, packed, strict=True):
             weights |= self._cut(
@@ -121,7 +124,8 @@ class PackedShards:
         return [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(self.pack_gradients, whole)]
 
     def pack_gradients(self, gradients: dict[str, jax.Array]) -> list[Float[Array, "P F R C"]]:
-        """Returns this rank's summands for all ranks' packed arrays, from the float32 gradients of whole weights."""
+        """Returns this rank's summands for all ranks' packed arrays, from the float32 gradients of
+        whole weights."""
         columns = [
             self._columns({name: gradients[name] for name in names})
             for names in self._gradient_arrays
@@ -131,7 +135,8 @@ class PackedShards:
         ]
 
     def unpack_gradient(self, packed: list[Float[Array, "F R C"]]) -> dict[str, jax.Array]:
-        """Returns the float32 gradients of the shards, from packed gradients summed over the sequence axis."""
+        """Returns the float32 gradients of the shards, from packed gradients summed over the
+        sequence axis."""
         gradients: dict[str, jax.Array] = {}
         for names, x in zip(self._gradient_arrays, packed, strict=True):
             gradients |= self._cut(names, lax.psum_scatter(x, "fsdp") if self.fsdp > 1 else x[0], 1)

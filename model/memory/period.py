@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The results of each body, stacked over the whole periods; and those of the layers that are left over.
+# The results of each body, stacked over the whole periods; and those of the layers that are left
+# over.
 Results = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
@@ -23,17 +24,20 @@ def scan_periods(
     start: int | jax.Array = 0,
     count: int | None = None,
 ) -> tuple[Any, Results]:
-    """Returns what `lax.scan` returns where bodies[i % P] runs layer i, with P bodies: a step of the scan is one period, and
-    the layers that are left over run after it.
+    """Returns what `lax.scan` returns where bodies[i % P] runs layer i, with P bodies: a step of
+    the scan is one period, and the layers that are left over run after it.
 
     Args:
-      bodies: (carry, layer) -> (carry, results); `layer` is a pair with the saved results where `saved` is passed.
+      bodies: (carry, layer) -> (carry, results); `layer` is a pair with the saved results where
+        `saved` is passed.
       layers: a tree of arrays with the layers on the leading axis.
       saved: results of an earlier scan of the same layers.
       reverse: runs the last layer first.
-      remat: applied to what runs one layer. The layer is taken out of its period within: `jax.checkpoint` keeps a second copy
-        of what it is passed, unless that is what the scan passes.
-      start, count: the layers that run, if not all. Arrays in the host's memory hold all layers then, others these alone.
+      remat: applied to what runs one layer. The layer is taken out of its period within:
+        `jax.checkpoint` keeps a second copy of what it is passed, unless that is what the scan
+        passes.
+      start, count: the layers that run, if not all. Arrays in the host's memory hold all layers
+        then, others these alone.
     """
     period = len(bodies)
     if period == 1 and count is None:
@@ -90,10 +94,11 @@ def scan_periods(
 
 
 def split_by_memory(layers: Any) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], Any]]:
-    """Returns the arrays of a tree that lie on the device, and a function that puts arrays in their place and returns the tree.
+    """Returns the arrays of a tree that lie on the device, and a function that puts arrays in their
+    place and returns the tree.
 
-    A scan passes parts of the former on. What lies in the host's memory has to be indexed where it lies: the TPU's compiler
-    takes nothing out of a reshaped array there.
+    A scan passes parts of the former on. What lies in the host's memory has to be indexed where it
+    lies: the TPU's compiler takes nothing out of a reshaped array there.
     """
     leaves, tree = jax.tree.flatten(layers)
 
@@ -111,7 +116,8 @@ def _is_on_host(x: jax.Array) -> bool:
 
 
 def unzipped(results: Results) -> tuple[Results, Results]:
-    """Returns the first of each layer's results, and the second, where bodies return pairs of results."""
+    """Returns the first of each layer's results, and the second, where bodies return pairs of
+    results."""
     of_whole, of_left = results
     firsts, seconds = (
         (tuple(pair[i] for pair in of_whole), tuple(pair[i] for pair in of_left)) for i in range(2)

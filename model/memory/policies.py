@@ -1,4 +1,5 @@
-"""The remat policies by name, as plain data: recipes list the names and planning reads the facts without importing JAX."""
+"""The remat policies by name, as plain data: recipes list the names and planning reads the facts
+without importing JAX."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ Memory = Literal["device", "host"]
 
 @dataclasses.dataclass(frozen=True)
 class RematPolicy:
-    """What the layers keep between the forward and the backward pass, and in which memory; everything else is computed again.
+    """What the layers keep between the forward and the backward pass, and in which memory;
+    everything else is computed again.
 
     Attributes:
       inputs: where the layers' inputs lie, which every policy keeps.
-      attention: where attention's output and log-sum-exp lie; None does not keep them. If they are kept, the backward pass
-        never runs attention forward again (DistFlashAttn, section 3.3).
+      attention: where attention's output and log-sum-exp lie; None does not keep them. If they are
+        kept, the backward pass never runs attention forward again (DistFlashAttn, section 3.3).
       products: the results of all matrix products are kept as well, on the device.
       every_k: only the input of every k-th layer is kept, not that of every layer.
     """

@@ -1,10 +1,12 @@
 """Runs each layer while the next layer's weights arrive.
 
-A layer's weights travel the sequence axis with the keys and values of the layer before (`Ring.forward_and_gather`), so
-whatever hides the ring pass hides them too. The backward pass does the same the other way round: while a layer's attention
-runs, the weights of the layer below arrive, and the gradients of the layer above, added up on their way (a reduce-scatter),
-return to the ranks that store them. Plain differentiation would keep every layer's whole weights for the backward pass, so both
-scans are written by hand. Only the first layer's gather and scatter have nothing to hide behind.
+A layer's weights travel the sequence axis with the keys and values of the layer before
+(`Ring.forward_and_gather`), so whatever hides the ring pass hides them too. The backward pass does
+the same the other way round: while a layer's attention runs, the weights of the layer below arrive,
+and the gradients of the layer above, added up on their way (a reduce-scatter), return to the ranks
+that store them. Plain differentiation would keep every layer's whole weights for the backward pass,
+so both scans are written by hand. Only the first layer's gather and scatter have nothing to hide
+behind.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class _Residuals(NamedTuple):
     """What is kept from the forward pass over all layers to the backward pass.
 
     Attributes:
-      shards: of all layers. kept: of each layer its input and, where the remat policy keeps them, attention's out and lse.
+      shards: of all layers. kept: of each layer its input and, where the remat policy keeps them,
+        attention's out and lse.
       whole: the packed weights of the last layer, with which the backward pass begins.
       labels, coords: the tokens'.
     """
@@ -80,8 +83,8 @@ class _Residuals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _PrefetchedLayers:
-    """The two directions of all layers. Carries and residuals hold `whole`: the packed weights of all ranks of the layer that
-    runs next.
+    """The two directions of all layers. Carries and residuals hold `whole`: the packed weights of
+    all ranks of the layer that runs next.
 
     Attributes:
       layers: one of each kind, as of `LayerRunner`.
@@ -178,10 +181,11 @@ class _PrefetchedLayers:
         return {name: {**d_travelling, **d_others}.get(name) for name in shards}, dx, None, None
 
     def _backward_layer(self, layer, weights, kept, d_output, below, d_above, labels, coords):
-        """Returns a layer's dx and dw; `below`, the packed shards of the layer below, of all ranks; and this rank's sum of
-        `d_above`, the packed gradients of the layer above.
+        """Returns a layer's dx and dw; `below`, the packed shards of the layer below, of all ranks;
+        and this rank's sum of `d_above`, the packed gradients of the layer above.
 
-        The weights travel with attention's forward where that runs again, otherwise with its backward.
+        The weights travel with attention's forward where that runs again, otherwise with its
+        backward.
         """
         x, *saved = kept
         attention = layer.attention
@@ -205,7 +209,8 @@ class _PrefetchedLayers:
             queries, keys, AttentionPartial(*saved), dout, payload
         )
         dw_project, dx = pull((dx, tuple(dqkv)))
-        # Weights that are read before and after attention, such as the one norm of parallel residuals, have both gradients.
+        # Weights that are read before and after attention, such as the one norm of parallel
+        # residuals, have both gradients.
         twice = {
             name: dw_project[name] + dw_output[name]
             for name in dw_project
@@ -224,7 +229,8 @@ class _PrefetchedLayers:
         return self.weights.gathered_layer({**travelled, **self.weights.gather_layer(others)})
 
     def _of_layer(self, shards: Shards, i: Any) -> tuple[list[jax.Array], Shards]:
-        """The packed shards of layer i, or of the nearest layer that there is, and the shards that are not packed."""
+        """The packed shards of layer i, or of the nearest layer that there is, and the shards that
+        are not packed."""
         index = jnp.clip(i, 0, self.count - 1)
         layer = {
             name: lax.dynamic_index_in_dim(shard, index, 0, False) for name, shard in shards.items()

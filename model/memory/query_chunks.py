@@ -1,16 +1,21 @@
-"""A layer in chunks of queries, one after the other, each from its projection to the layer's output: attention and feed-forward
-fused (Blockwise Parallel Transformer, Algorithm 1; Ring Attention, Algorithm 1).
+"""A layer in chunks of queries, one after the other, each from its projection to the layer's
+output: attention and feed-forward fused (Blockwise Parallel Transformer, Algorithm 1; Ring
+Attention, Algorithm 1).
 
-Keys and values of all of a device's tokens are projected first. Each chunk of tokens then attends to the keys of all shards and
-goes on through the feed-forward, and its output is written over its input: queries, attention's output and the gradients of
-both never exist for more than a chunk. Kept for the backward pass is the layer's input alone; there each chunk is projected and
-attends once more, and its summands of dK and dV are added up in float32. These sums take 8 T Hkv D bytes; keeping out and dout
+Keys and values of all of a device's tokens are projected first. Each chunk of tokens then attends
+to the keys of all shards and goes on through the feed-forward, and its output is written over its
+input: queries, attention's output and the gradients of both never exist for more than a chunk. Kept
+for the backward pass is the layer's input alone; there each chunk is projected and attends once
+more, and its summands of dK and dV are added up in float32. These sums take 8 T Hkv D bytes;
+keeping out and dout
 would take 4 T Hq D: this saves memory when Hq / Hkv > 2.
 
-With groups of heads (`head_groups.py`) a chunk attends group by group, and each group's keys and values are projected again.
+With groups of heads (`head_groups.py`) a chunk attends group by group, and each group's keys and
+values are projected again.
 
-The price is traffic: keys and values (in the backward pass also their gradients) make a ring pass for each chunk. The kernels
-hide it as long as a chunk's take longer than its transfers, that is with long contexts.
+The price is traffic: keys and values (in the backward pass also their gradients) make a ring pass
+for each chunk. The kernels hide it as long as a chunk's take longer than its transfers, that is
+with long contexts.
 """
 
 from __future__ import annotations
@@ -51,10 +56,12 @@ class QueryChunkRunner(ScanRunner):
 
 
 class KeySource(Protocol):
-    """What all chunks take keys and values from: a tree of arrays, which loops over chunks carry."""
+    """What all chunks take keys and values from: a tree of arrays, which loops over chunks
+    carry."""
 
     def group(self, layer: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
-        """Returns the keys of group i of the heads; the weights are the layer's, in the compute dtype or frozen."""
+        """Returns the keys of group i of the heads; the weights are the layer's, in the compute
+        dtype or frozen."""
 
 
 class ProjectedOnce(NamedTuple):
@@ -67,7 +74,8 @@ class ProjectedOnce(NamedTuple):
 
 
 class ProjectedByGroup(NamedTuple):
-    """The layer's input, from which each group's keys are projected whenever a chunk attends to them."""
+    """The layer's input, from which each group's keys are projected whenever a chunk attends to
+    them."""
 
     x: Float[Array, "B T E"]
     labels: TokenInfo
@@ -83,8 +91,10 @@ class LayerInChunks:
     """Runs a layer in chunks of queries, inside `shard_map`.
 
     Attributes:
-      queries, keys_values: (weights, x, labels) -> x and q, or x and (k, v), for the weights' heads.
-      finish: (weights, x, attention's output, labels) -> LayerOutput. All are position-wise and close over no traced value.
+      queries, keys_values: (weights, x, labels) -> x and q, or x and (k, v), for the weights'
+        heads.
+      finish: (weights, x, attention's output, labels) -> LayerOutput. All are position-wise and
+        close over no traced value.
       chunks: how many; divides a device's tokens.
       dtype: the compute dtype.
     """
@@ -127,7 +137,8 @@ class LayerInChunks:
 
         def run_chunk(carry, chunk):
             source, sums = carry
-            # Without the barrier, what all chunks do alike with the keys would be hoisted, and kept by differentiation.
+            # Without the barrier, what all chunks do alike with the keys would be hoisted, and kept
+            # by differentiation.
             source, (x, labels, chunk_coords) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
             _, q = self.queries(float32_weights, x, labels)

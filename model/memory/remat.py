@@ -16,7 +16,8 @@ from .policies import POLICIES, RematPolicy
 
 
 def _keep(device: Sequence[str], host: Sequence[str]) -> Callable[..., Any]:
-    """The `jax.checkpoint` policy that keeps values of these names on the device and in the host's memory, and no others."""
+    """The `jax.checkpoint` policy that keeps values of these names on the device and in the host's
+    memory, and no others."""
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(device),
         names_which_can_be_offloaded=list(host),
@@ -26,12 +27,14 @@ def _keep(device: Sequence[str], host: Sequence[str]) -> Callable[..., Any]:
 
 
 def _layer_policy(policy: RematPolicy) -> Callable[..., Any]:
-    """The `jax.checkpoint` policy of one layer. A layer's input on the device is its argument, which is always kept."""
+    """The `jax.checkpoint` policy of one layer. A layer's input on the device is its argument,
+    which is always kept."""
     device = [name for name in policy.keeps_on("device") if name != "layer_input"]
     kept = _keep(device, policy.keeps_on("host"))
     if not policy.products:
         return kept
-    # Results of matrix products, but no weights: the gathered weights of all layers would be the whole model on each device.
+    # Results of matrix products, but no weights: the gathered weights of all layers would be the
+    # whole model on each device.
     policies = jax.checkpoint_policies
     return policies.save_from_both_policies(
         policies.dots_saveable, policies.save_only_these_names(*device)
@@ -41,19 +44,22 @@ def _layer_policy(policy: RematPolicy) -> Callable[..., Any]:
 def scan_layers(
     bodies: Sequence[Callable], carry: Any, layers: Any, remat: str, every_k: int = 1
 ) -> tuple[Any, Any]:
-    """Returns the last carry of a scan over the layers, and all layers' results, stacked. The scan keeps for the backward pass
-    what the remat policy names.
+    """Returns the last carry of a scan over the layers, and all layers' results, stacked. The scan
+    keeps for the backward pass what the remat policy names.
 
-    With `save_attention` the backward pass never runs attention forward again (DistFlashAttn, section 3.3). With `everything`
-    it repeats only element-wise work, and no layer runs in chunks. With `every_k` it runs k layers again to get their inputs,
-    and then each of them once more, so that of L layers at most L / k + k inputs are held (Chen et al., Training Deep Nets
-    with Sublinear Memory Cost, section 4).
+    With `save_attention` the backward pass never runs attention forward again (DistFlashAttn,
+    section 3.3). With `everything` it repeats only element-wise work, and no layer runs in chunks.
+    With `every_k` it runs k layers again to get their inputs, and then each of them once more, so
+    that of L layers at most L / k + k inputs are held (Chen et al., Training Deep Nets with
+    Sublinear Memory Cost, section 4).
 
     Args:
-      bodies: one for each kind of layer, as of `scan_periods`; each names its hidden states `layer_input`,
-        and attention's results `attention_out` and `attention_lse`, by `checkpoint_name`.
+      bodies: one for each kind of layer, as of `scan_periods`; each names its hidden states
+        `layer_input`, and attention's results `attention_out` and `attention_lse`, by
+        `checkpoint_name`.
       layers: a tree of arrays with the layers on the leading axis.
-      remat: a name of `POLICIES`; every_k: a divisor of the number of layers, for the policies that group layers.
+      remat: a name of `POLICIES`; every_k: a divisor of the number of layers, for the policies that
+        group layers.
     """
     policy = POLICIES[remat]
     remat_layer = functools.partial(jax.checkpoint, policy=_layer_policy(policy), prevent_cse=False)

@@ -12,7 +12,8 @@ from .query_chunks import QueryChunkRunner
 
 
 def layer_runner(layers: tuple[ShardedLayer, ...], weights: WeightGatherer) -> LayerRunner:
-    """Returns what runs all layers as their memory options say; `options.check_combination` has let them pass.
+    """Returns what runs all layers as their memory options say; `options.check_combination` has let
+    them pass.
 
     Args:
       layers: one of each kind, in the period that they repeat in.

@@ -1,4 +1,5 @@
-"""Kernels: attention of one block of queries over one block of keys (the contract is `kernel.py`), and their names."""
+"""Kernels: attention of one block of queries over one block of keys (the contract is `kernel.py`),
+and their names."""
 
 from __future__ import annotations
 
@@ -28,14 +29,18 @@ __all__ = [
 
 @functools.cache
 def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) -> Kernel:
-    """The kernel of this name; the same arguments give the same object, so that nothing is compiled twice.
+    """The kernel of this name; the same arguments give the same object, so that nothing is compiled
+    twice.
 
     Args:
-      name: one of KERNELS. `auto` is the kernel that `choice.AUTO` names for each call; others serve what `mosaic` does not.
-      query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel. `reference` has no tiles and reads neither.
+      name: one of KERNELS. `auto` is the kernel that `choice.AUTO` names for each call; others
+        serve what `mosaic` does not.
+      query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel. `reference` has no
+        tiles and reads neither.
 
     Raises:
-      ValueError: an unknown name; a tile's size for `mosaic`, whose tiles follow from the head size.
+      ValueError: an unknown name; a tile's size for `mosaic`, whose tiles follow from the head
+        size.
     """
     if name not in KERNELS:
         raise ValueError(f"kernel: found {name!r}; known: {', '.join(KERNELS)}")

@@ -1,4 +1,5 @@
-"""The kernel that is chosen for each call, by the table in `choice`: `auto`, and a kernel that others stand in for."""
+"""The kernel that is chosen for each call, by the table in `choice`: `auto`, and a kernel that
+others stand in for."""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ PLATFORMS = ("tpu", "cuda", "default")
 class ChosenKernel(Kernel):
     """The kernel that `choice.select` names for each call.
 
-    The kernels of all platforms are traced, and the choice between platforms is made when the program is lowered, because only
-    then is the platform known: a CPU host may compile for a described TPU topology, and inside `shard_map` there is no mesh of
-    real devices to look at.
+    The kernels of all platforms are traced, and the choice between platforms is made when the
+    program is lowered, because only
+    then is the platform known: a CPU host may compile for a described TPU topology, and inside
+    `shard_map` there is no mesh of real devices to look at.
 
     Attributes:
       name: `auto`, or a kernel that is tried before those of `auto`.
@@ -94,7 +96,8 @@ class ChosenKernel(Kernel):
         )
 
     def on(self, platform: str, q: jax.Array, mask: Mask) -> Kernel:
-        """Returns the kernel that serves queries like these where the program is lowered for one of PLATFORMS."""
+        """Returns the kernel that serves queries like these where the program is lowered for one of
+        PLATFORMS."""
         device = device_kind()
         choice = select(
             self.name,
@@ -117,7 +120,8 @@ class ChosenKernel(Kernel):
         return kernel.over_shards(*self.shards).with_rows_in_order(self.rows_in_order)
 
     def _warn(self, choice: Choice) -> None:
-        """Warns where a kernel that was named does not serve, or `auto` leaves an accelerator's kernels."""
+        """Warns where a kernel that was named does not serve, or `auto` leaves an accelerator's
+        kernels."""
         left = choice.name == "xla" and jax.default_backend() in ("tpu", "gpu")
         slow = any(reason.startswith("JAX") for reason in choice.refusals.values())
         if choice.refusals and (self.name != "auto" or left or slow):
@@ -135,6 +139,6 @@ class ChosenKernel(Kernel):
 
 @functools.cache
 def _traced_once(kernel: Kernel, method: str, mask: Mask, scale: float) -> Callable[..., Any]:
-    """A kernel's method that is traced once for each shape: a ring pass calls it up to three times in each direction, and
-    tracing it is most of what tracing a small training step takes."""
+    """A kernel's method that is traced once for each shape: a ring pass calls it up to three times
+    in each direction, and tracing it is most of what tracing a small training step takes."""
     return jax.jit(functools.partial(getattr(kernel, method), mask=mask, scale=scale), inline=True)

@@ -1,4 +1,5 @@
-"""The XLA kernel, reporting each tile that it computes while the program runs: for measuring how balanced the work is."""
+"""The XLA kernel, reporting each tile that it computes while the program runs: for measuring how
+balanced the work is."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from .xla import XlaKernel
 
 @dataclasses.dataclass(frozen=True)
 class CountedKernel(XlaKernel):
-    """Calls `report(rank, query, key)` on the host for each tile that is computed, forward or backward.
+    """Calls `report(rank, query, key)` on the host for each tile that is computed, forward or
+    backward.
 
-    rank is the index on the mesh axis `axis`; query and key are the coordinate `index` of the tile's first query and first key
-    in the first row of the batch. A skipped tile is never reported, because the call stands where the scores are computed.
+    rank is the index on the mesh axis `axis`; query and key are the coordinate `index` of the
+    tile's first query and first key in the first row of the batch. A skipped tile is never
+    reported, because the call stands where the scores are computed.
     """
 
     report: Callable[..., None] | None = None

@@ -1,11 +1,13 @@
-"""The kernel for NVIDIA GPUs, in Pallas on Triton: a forward kernel, and backward kernels for dq and for dk and dv.
+"""The kernel for NVIDIA GPUs, in Pallas on Triton: a forward kernel, and backward kernels for dq
+and for dk and dv.
 
-The tiling is FlashAttention-2's, on token coordinates. The grid is (tile, batch row, head). A tile of queries loops over the
-tiles of keys from the first to the last that it needs, in three ranges: with a mask, without one (the first consecutive tiles
-that are wholly visible), and with a mask again. Nothing outside is loaded, and a loop without branches can be pipelined. Where
-a block is the tokens of several shards, each shard has ranges of its own.
-Query heads that share a key head read the same keys. Statistics and accumulators are float32. Arrays are read as they are,
-[B, T, H, D], so nothing is transposed.
+The tiling is FlashAttention-2's, on token coordinates. The grid is (tile, batch row, head). A tile
+of queries loops over the tiles of keys from the first to the last that it needs, in three ranges:
+with a mask, without one (the first consecutive tiles that are wholly visible), and with a mask
+again. Nothing outside is loaded, and a loop without branches can be pipelined. Where a block is the
+tokens of several shards, each shard has ranges of its own. Query heads that share a key head read
+the same keys. Statistics and accumulators are float32. Arrays are read as they are, [B, T, H, D],
+so nothing is transposed.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ from .padding import pad, padded
 def _tile_ranges(
     q_bounds, kv_bounds, mask: Mask, transpose: bool = False, shards: int = 1
 ) -> jax.Array:
-    """For each query tile the range of its key tiles in each shard, int32 [B, nq, S, 4]: the first, the first full one, one
-    past the last of these, one past the last.
+    """For each query tile the range of its key tiles in each shard, int32 [B, nq, S, 4]: the first,
+    the first full one, one past the last of these, one past the last.
 
     Args:
       transpose: for each key tile the range of its query tiles.
-      shards: of which the keys (with `transpose`, the queries) are the tokens; S is the largest divisor that cuts at tiles.
+      shards: of which the keys (with `transpose`, the queries) are the tokens; S is the largest
+        divisor that cuts at tiles.
     """
     rows, columns = (2, 1) if not transpose else (1, 2)
     kinds = tile_kind(
@@ -195,7 +198,8 @@ def _dkv_kernel(
         dk, dv = carry
         tile = pl.dslice(i * query_tile, query_tile)
         q, dout = q_ref[tile, head, :], dout_ref[tile, head, :]
-        # Keys by queries, so that weights and dscores are left operands of products as they come, from registers.
+        # Keys by queries, so that weights and dscores are left operands of products as they come,
+        # from registers.
         weights = jnp.exp2(
             _dot(k, q, transpose_b=True) * (scale * LOG2E) - (lse_ref[head, tile] * LOG2E)[None]
         )
@@ -229,15 +233,17 @@ class Tuning(NamedTuple):
     stages: int
 
 
-# Of each kernel by head size; docs/notes/kernels.md has the compiler's figures. The first table is for operands of 16 bits on
+# Of each kernel by head size; docs/notes/kernels.md has the compiler's figures. The first table is
+# for operands of 16 bits on
 # any GPU: its tiles fit the 99 KiB of shared memory that consumer GPUs have.
 ANY = {
     "forward": {64: Tuning(128, 64, 4, 2), 128: Tuning(128, 64, 8, 2), 256: Tuning(64, 32, 8, 2)},
     "dq": {64: Tuning(64, 64, 4, 2), 128: Tuning(64, 64, 8, 2), 256: Tuning(64, 16, 8, 2)},
     "dkv": {64: Tuning(64, 64, 4, 2), 128: Tuning(64, 64, 8, 2), 256: Tuning(32, 32, 4, 2)},
 }
-# The forward is tokamax's, with 8 warps, since ptxas serializes wgmma with 4; heads of 256 have no room for three stages of 128
-# keys. Its backward of 64 x 64 with 4 warps is kept where nothing spills: dk and dv for 128, and all of 256, want 8 warps.
+# The forward is tokamax's, with 8 warps, since ptxas serializes wgmma with 4; heads of 256 have no
+# room for three stages of 128 keys. Its backward of 64 x 64 with 4 warps is kept where nothing
+# spills: dk and dv for 128, and all of 256, want 8 warps.
 HOPPER_TILES = {
     "forward": {
         64: Tuning(128, 128, 8, 3),
@@ -249,7 +255,8 @@ HOPPER_TILES = {
 }
 TUNING = {
     **dict.fromkeys(HOPPER, HOPPER_TILES),
-    # Hopper's dk and dv spill here for heads of 128, and for 256 want more tensor memory than there is.
+    # Hopper's dk and dv spill here for heads of 128, and for 256 want more tensor memory than there
+    # is.
     "B200": {**HOPPER_TILES, "dkv": ANY["dkv"]},
     # Has 163 KiB of shared memory.
     "A100": {
@@ -271,8 +278,9 @@ class GpuKernel(Kernel):
     """FlashAttention-2 in tiles.
 
     Attributes:
-      query_tile, key_tile: at most so many tokens in a tile, rounded down to a power of two from 16 on; 0: as many as suit the
-        device, the operands and the head size, which is the most in any case.
+      query_tile, key_tile: at most so many tokens in a tile, rounded down to a power of two from 16
+        on; 0: as many as suit the device, the operands and the head size, which is the most in any
+        case.
       query_shards, key_shards: as of `over_shards`.
       interpret: runs the same kernels on any platform, for tests.
     """
@@ -446,12 +454,14 @@ class GpuKernel(Kernel):
 
 
 def _at_most(asked: int, most: int) -> int:
-    """The largest power of two from 16 to `most` that is not more than was asked for; 0 asks for the most."""
+    """The largest power of two from 16 to `most` that is not more than was asked for; 0 asks for
+    the most."""
     return most if not asked else 1 << min(max(asked, 16), most).bit_length() - 1
 
 
 def _padded(q, k, v, q_coords, kv_coords, query_tile, key_tile):
-    """The lengths padded to whole tiles and the head size to a power of two, as Triton blocks require."""
+    """The lengths padded to whole tiles and the head size to a power of two, as Triton blocks
+    require."""
     head_dim = max(16, pl.next_power_of_2(q.shape[-1]))
     q, k, v = (
         pad(pad(x, tile, 1), head_dim, 3)
@@ -460,7 +470,8 @@ def _padded(q, k, v, q_coords, kv_coords, query_tile, key_tile):
     return q, k, v, padded(q_coords, query_tile), padded(kv_coords, key_tile)
 
 
-# Blocks for the grid (tile, batch row, head). A kernel loads only what it slices, so a block may be a whole length.
+# Blocks for the grid (tile, batch row, head). A kernel loads only what it slices, so a block may be
+# a whole length.
 def _ranges(ranges: jax.Array):
     """The ranges of a tile."""
     return pl.BlockSpec((None, None, *ranges.shape[2:]), lambda i, b, h: (b, i, 0, 0))

@@ -1,9 +1,11 @@
-"""Intervals: which run of the other side's tokens a token sees, or is seen by, found by search instead of comparing all pairs.
+"""Intervals: which run of the other side's tokens a token sees, or is seen by, found by search
+instead of comparing all pairs.
 
-In every layout a rank holds its tokens in the order of the row. A document is then one run of a block, along which `index`
-rises, and causality and windows bound `index` from both sides: without global tokens the keys of a query are one interval
-of the block, and so are the queries of a key. A kernel that is given these intervals needs no coordinates of keys, and finds
-by two integers of a tile which tiles it must load and which of them need no mask.
+In every layout a rank holds its tokens in the order of the row. A document is then one run of a
+block, along which `index` rises, and causality and windows bound `index` from both sides: without
+global tokens the keys of a query are one interval of the block, and so are the queries of a key. A
+kernel that is given these intervals needs no coordinates of keys, and finds by two integers of a
+tile which tiles it must load and which of them need no mask.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from ..coords import Mask, TokenCoords
 
 
 class Intervals(NamedTuple):
-    """Of each token the tokens of the other side that belong to it: numbers first to last - 1 of the block, none if equal.
+    """Of each token the tokens of the other side that belong to it: numbers first to last - 1 of
+    the block, none if equal.
 
     Attributes:
-      first, last: int32; `last` is one past the end. They are equal for padding and for tokens that see nothing.
+      first, last: int32; `last` is one past the end. They are equal for padding and for tokens that
+        see nothing.
     """
 
     first: Int[Array, "B T"]
@@ -29,13 +33,15 @@ class Intervals(NamedTuple):
 
 
 def row_order(coords: TokenCoords) -> Int[Array, "B T"]:
-    """The permutation that brings tokens into the order of their row, padding last: for blocks of several shards in a row."""
+    """The permutation that brings tokens into the order of their row, padding last: for blocks of
+    several shards in a row."""
     documents = jnp.where(coords.segment_ids > 0, coords.segment_ids, jnp.iinfo(jnp.int32).max)
     return jnp.lexsort((coords.index, documents), axis=-1).astype(jnp.int32)
 
 
 def in_row_order(coords: TokenCoords) -> Bool[Array, ""]:
-    """Whether all rows are in order: documents by rising number, rising `index` in each, and padding only between documents."""
+    """Whether all rows are in order: documents by rising number, rising `index` in each, and
+    padding only between documents."""
     numbers = _numbers(coords)
     step = numbers[:, 1:] - numbers[:, :-1]
     is_padding, rises = coords.segment_ids[:, 1:] == 0, coords.index[:, 1:] > coords.index[:, :-1]
@@ -88,7 +94,8 @@ def intervals(
 def _count_before(
     others: TokenCoords, documents: Int[Array, "B T"], bounds: Int[Array, "B T"]
 ) -> Int[Array, "B T"]:
-    """How many of `others` come before the given `index` of the given document, by binary search."""
+    """How many of `others` come before the given `index` of the given document, by binary
+    search."""
     numbers, length = _numbers(others), others.index.shape[1]
 
     def halve(_, ends):
@@ -104,13 +111,14 @@ def _count_before(
         return jnp.where(before, middle + 1, low), jnp.where(before, high, middle)
 
     start = jnp.zeros_like(documents), jnp.full_like(documents, length)
-    # Unrolled, all steps of the search are one program of a GPU; a loop would start several for each of them.
+    # Unrolled, all steps of the search are one program of a GPU; a loop would start several for
+    # each of them.
     return lax.fori_loop(0, length.bit_length(), halve, start, unroll=True)[0]
 
 
 def tile_edges(of_tokens: Intervals, tile: int, other_tile: int) -> Int[Array, "B n 4"]:
-    """For each tile of tokens the range of the other side's tiles: the first needed, the first that needs no mask, one past the
-    last of these, one past the last needed.
+    """For each tile of tokens the range of the other side's tiles: the first needed, the first that
+    needs no mask, one past the last of these, one past the last needed.
 
     Args:
       of_tokens: the tokens' intervals; their number is a multiple of `tile`.

@@ -1,4 +1,5 @@
-"""The contract of kernels: attention of one block of queries over one block of keys, forward and backward."""
+"""The contract of kernels: attention of one block of queries over one block of keys, forward and
+backward."""
 
 from __future__ import annotations
 
@@ -21,15 +22,18 @@ LOG2E = math.log2(math.e)
 class Kernel(abc.ABC):
     """Attention of one block of queries over one block of keys.
 
-    Subclasses are frozen dataclasses: a kernel is a static argument of compiled functions, so it must be hashable, and equal
-    kernels must compute the same. All results are float32. In each method `mask` decides with the coordinates which keys a
-    query sees, and `scale` multiplies the scores.
+    Subclasses are frozen dataclasses: a kernel is a static argument of compiled functions, so it
+    must be hashable, and equal kernels must compute the same. All results are float32. In each
+    method `mask` decides with the coordinates which keys a query sees, and `scale` multiplies the
+    scores.
 
-    A schedule of several rounds calls `extend` and `gradients`, which accumulate over the rounds. A kernel that can accumulate
-    in place (`AccumulatingKernel`) spares a pass over the results in every round.
+    A schedule of several rounds calls `extend` and `gradients`, which accumulate over the rounds. A
+    kernel that can accumulate in place (`AccumulatingKernel`) spares a pass over the results in
+    every round.
 
     Attributes:
-      softcap: bounds the scaled scores, before they are masked, by softcap * tanh(score / softcap) (Gemma 2); None: no bound.
+      softcap: bounds the scaled scores, before they are masked, by softcap * tanh(score / softcap)
+        (Gemma 2); None: no bound.
     """
 
     softcap: float | None = dataclasses.field(default=None, kw_only=True)
@@ -43,10 +47,12 @@ class Kernel(abc.ABC):
         return dataclasses.replace(self, softcap=softcap)
 
     def over_shards(self, queries: int, keys: int) -> Kernel:
-        """Returns the kernel for blocks that are the tokens of several shards in a row, as after a gather.
+        """Returns the kernel for blocks that are the tokens of several shards in a row, as after a
+        gather.
 
-        With most layouts the visible keys of such a block lie apart, a run of them in each shard. A kernel that walks from its
-        first to its last needed tile needs to know where shards end; others return themselves.
+        With most layouts the visible keys of such a block lie apart, a run of them in each shard. A
+        kernel that walks from its first to its last needed tile needs to know where shards end;
+        others return themselves.
 
         Args:
           queries, keys: equal shards in a block of queries and in a block of keys.
@@ -55,11 +61,13 @@ class Kernel(abc.ABC):
         return self
 
     def with_rows_in_order(self, promised: bool) -> Kernel:
-        """Returns the kernel for blocks whose tokens are promised, or not, to be in the order of their rows.
+        """Returns the kernel for blocks whose tokens are promised, or not, to be in the order of
+        their rows.
 
-        In order means documents by rising number, `index` rising in each, and padding only between documents: as rows are
-        packed, and as every layout keeps them. A kernel that needs this may give NaN for blocks that break the promise;
-        without it such a kernel finds out for each block, for which a GPU waits. Others return themselves.
+        In order means documents by rising number, `index` rising in each, and padding only between
+        documents: as rows are packed, and as every layout keeps them. A kernel that needs this may
+        give NaN for blocks that break the promise; without it such a kernel finds out for each
+        block, for which a GPU waits. Others return themselves.
         """
         del promised
         return self
@@ -85,7 +93,8 @@ class Kernel(abc.ABC):
         mask: Mask,
         scale: float,
     ) -> AttentionPartial:
-        """Attention of the queries over these keys and over those that `so_far` covers (None: none yet)."""
+        """Attention of the queries over these keys and over those that `so_far` covers (None: none
+        yet)."""
         partial = self.forward(queries, separate(keys), mask=mask, scale=scale)
         return partial if so_far is None else merge(so_far, partial)
 
@@ -99,14 +108,16 @@ class Kernel(abc.ABC):
         mask: Mask,
         scale: float,
     ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
-        """The gradients of `backward`: dq, added to `so_far` (None: zero), and dk and dv of this block, stacked."""
+        """The gradients of `backward`: dq, added to `so_far` (None: zero), and dk and dv of this
+        block, stacked."""
         dq, dk, dv = self.backward(queries, separate(keys), saved, mask=mask, scale=scale)
         return dq if so_far is None else so_far + dq, jnp.stack([dk, dv])
 
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatingKernel(Kernel):
-    """A kernel that accumulates in place: `extend` and `gradients` are its own, and the other two follow from them."""
+    """A kernel that accumulates in place: `extend` and `gradients` are its own, and the other two
+    follow from them."""
 
     def forward(
         self, queries: Queries, keys: Keys, *, mask: Mask, scale: float

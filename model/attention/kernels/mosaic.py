@@ -1,10 +1,12 @@
-"""The kernel for NVIDIA's Hopper GPUs, in Pallas on Mosaic: warp-specialised, by wgmma and TMA. Its parts are in mosaic_*.py.
+"""The kernel for NVIDIA's Hopper GPUs, in Pallas on Mosaic: warp-specialised, by wgmma and TMA. Its
+parts are in mosaic_*.py.
 
-Each query's keys are one interval of a block, found before the kernel (`intervals`): a tile then needs two integers a row, and
-no coordinates of keys. Blocks that are the tokens of several shards are brought into the order of their row first, by a copy,
-and so are blocks that turn out not to be in order when they come, unless they are promised to be (`with_rows_in_order`), as
-models promise of their batches: packing numbers a row's documents as they follow one another and pads behind them, and every
-layout keeps that order.
+Each query's keys are one interval of a block, found before the kernel (`intervals`): a tile then
+needs two integers a row, and no coordinates of keys. Blocks that are the tokens of several shards
+are brought into the order of their row first, by a copy, and so are blocks that turn out not to be
+in order when they come, unless they are promised to be (`with_rows_in_order`), as
+models promise of their batches: packing numbers a row's documents as they follow one another and
+pads behind them, and every layout keeps that order.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ TILE = (
 
 @dataclasses.dataclass(frozen=True)
 class MosaicKernel(AccumulatingKernel):
-    """FlashAttention-3's forward, and FlashAttention-2's backward in two kernels, for what `choice.LIMITS` says: bfloat16 or
-    float16 on Hopper GPUs, without soft-caps and global tokens.
+    """FlashAttention-3's forward, and FlashAttention-2's backward in two kernels, for what
+    `choice.LIMITS` says: bfloat16 or float16 on Hopper GPUs, without soft-caps and global tokens.
 
     Attributes:
       query_shards, key_shards: as of `over_shards`.
       rows_in_order: as of `with_rows_in_order`.
-      interpret: parameters of Mosaic's interpreter (`InterpretGPUParams`), which runs the same kernels anywhere, slowly, for
-        tests; None: compiled.
+      interpret: parameters of Mosaic's interpreter (`InterpretGPUParams`), which runs the same
+        kernels anywhere, slowly, for tests; None: compiled.
     """
 
     query_shards: int = 1
@@ -113,7 +115,8 @@ class MosaicKernel(AccumulatingKernel):
         )
 
     def _checked(self, queries: Queries, keys: Keys | StackedKeys) -> Queries:
-        """The queries, or NaN where the promise is broken: what follows shall not be wrong in silence."""
+        """The queries, or NaN where the promise is broken: what follows shall not be wrong in
+        silence."""
         blocks = ((queries.coords, self.query_shards), (keys.coords, self.key_shards))
         kept = jnp.array(
             [in_row_order(TokenCoords(*coords[:2])) for coords, shards in blocks if shards == 1]
@@ -159,7 +162,8 @@ class MosaicKernel(AccumulatingKernel):
         saved: BackwardInputs,
     ) -> tuple[jax.Array, jax.Array]:
         q, arrays = q_side.tokens(queries.q), kv_side.arrays(keys)
-        # Where a query sees nothing the mask hides all of its weights; a finite number keeps them from being NaN before.
+        # Where a query sees nothing the mask hides all of its weights; a finite number keeps them
+        # from being NaN before.
         lse = jnp.where(jnp.isneginf(saved.lse), 0.0, saved.lse)
         saved = BackwardInputs(
             q_side.tokens(saved.dout.astype(q.dtype)),
@@ -204,7 +208,8 @@ class _Side(NamedTuple):
         )
 
     def tokens(self, x: Float[Array, "B T H D"]) -> Float[Array, "B Tpadded H Dpadded"]:
-        """Tokens in the row's order, padded to whole tiles and to a head size that the kernels have."""
+        """Tokens in the row's order, padded to whole tiles and to a head size that the kernels
+        have."""
         if self.order is not None:
             x = jnp.take_along_axis(x, self.order[:, :, None, None], 1)
         return pad(pad(x, TILE, 1), self.head_dim, 3)

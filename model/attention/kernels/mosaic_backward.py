@@ -1,10 +1,12 @@
-"""The backward kernels of `mosaic`: one for dq, which walks over keys, and one for dk and dv, which walks over queries.
+"""The backward kernels of `mosaic`: one for dq, which walks over keys, and one for dk and dv, which
+walks over queries.
 
     S = scale Q K^T       P = exp(S - lse)      dP = dO V^T       dS = P * (dP - delta)
     dQ = scale dS K       dV = P^T dO           dK = scale dS^T Q
 
-(FlashAttention-2, Algorithm 2.) The second kernel has the scores transposed, a row for each key: P^T and dS^T are then left
-operands in registers, and the mask is by rows again, which the intervals of queries that see a key give.
+(FlashAttention-2, Algorithm 2.) The second kernel has the scores transposed, a row for each key:
+P^T and dS^T are then left operands in registers, and the mask is by rows again, which the intervals
+of queries that see a key give.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ KEY_TILES = {
 QUERY_STEP = ROWS  # queries in a tile of dk and dv
 WIDTH = 128  # columns of dk and dv that one warpgroup holds: with wider heads both have the same keys, and half of the columns
 SLOTS = 2  # of dq
-# Of dk and dv, by head size, as shared memory has room. A power of two: with 3, whose remainders cost more, dk and dv of heads
-# of 128 took 9% longer on an H200 than with 2, and with 4 less.
+# Of dk and dv, by head size, as shared memory has room. A power of two: with 3, whose remainders
+# cost more, dk and dv of heads of 128 took 9% longer on an H200 than with 2, and with 4 less.
 STEP_SLOTS = {64: 4, 128: 4, 256: 2}
 
 
@@ -162,7 +164,8 @@ def _dq_kernel(
         def statistic(index):  # 0: lse, 1: delta
             return arithmetic.rows(statistics_ref, index, row, head, number)
 
-        # With heads of 256 they would keep the registers that addresses then lack: there they are read for each tile.
+        # With heads of 256 they would keep the registers that addresses then lack: there they are
+        # read for each tile.
         kept = None if q.shape[1] == 256 else (statistic(0), statistic(1))
         plgpu.barrier_wait(q_full.at[warpgroup])
         plgpu.barrier_wait(dout_full.at[warpgroup])
@@ -211,7 +214,8 @@ def dkv_pass(
 
     Args:
       q: the queries; Tq is a multiple of QUERY_STEP, and D in KEY_TILES.
-      keys: K and V [B, Tk, Hkv, D], or both stacked in one array; Tk is a multiple of `keys_in_tile`.
+      keys: K and V [B, Tk, Hkv, D], or both stacked in one array; Tk is a multiple of
+        `keys_in_tile`.
       saved: dout in the queries' dtype; a finite lse.
       seeing: the queries that see each key.
       interpret: parameters of Mosaic's interpreter; None: compiled.
@@ -311,7 +315,8 @@ def _dkv_kernel(
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        # Either each warpgroup has its own keys, or both have the same, and each a part of the columns.
+        # Either each warpgroup has its own keys, or both have the same, and each a part of the
+        # columns.
         part, own = (0, warpgroup) if parts == 1 else (warpgroup, 0)
         number = tile * k_tiles.shape[0] + own
         k, v = k_tiles.at[own], v_tiles.at[own]

@@ -1,4 +1,5 @@
-"""The forward kernel of `mosaic`: two warpgroups of 64 queries each take turns at the matrix units (FlashAttention-3, 3.1)."""
+"""The forward kernel of `mosaic`: two warpgroups of 64 queries each take turns at the matrix units
+(FlashAttention-3, 3.1)."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def forward(
     *_, kv_heads, _ = keys[0].shape
     key_tile = KEY_TILES[head_dim]
     edges = tile_edges(seen, QUERY_TILE, key_tile)
-    # A warpgroup's rows have a number of their own: registers are then loaded and stored by whole numbers of tiles.
+    # A warpgroup's rows have a number of their own: registers are then loaded and stored by whole
+    # numbers of tiles.
     rows = (batch, length // ROWS, ROWS)
     out, lse = (*rows, heads, head_dim), (batch, heads, *rows[1:])
     carried = () if carry is None else (carry.out.reshape(out), carry.lse.reshape(lse))
@@ -99,8 +101,8 @@ def forward(
 class _Turns:
     """Two warpgroups in turns: one's products run while the other computes weights.
 
-    They alternate between two phases, products and softmax, and meet at a barrier after each; they start one phase apart, so
-    that one computes while the other multiplies.
+    They alternate between two phases, products and softmax, and meet at a barrier after each; they
+    start one phase apart, so that one computes while the other multiplies.
     """
 
     barrier: Any
@@ -128,7 +130,8 @@ def _kernel(
     out_ref, lse_ref, q_tiles, q_full, *slots, turn = refs
     k_slots, v_slots = Slots(*slots[:3]), Slots(*slots[3:])
     row, head, warpgroup = (lax.axis_index(name) for name in ("row", "head", "warpgroup"))
-    # Later tiles see more keys: the longest come first, so that none of them starts when most cores are done.
+    # Later tiles see more keys: the longest come first, so that none of them starts when most cores
+    # are done.
     tile = edges_ref.shape[1] - 1 - lax.axis_index("tile")
 
     def edge(number):

@@ -1,8 +1,9 @@
-"""What the Mosaic kernels for Hopper GPUs share: a warpgroup's arithmetic, tiles that arrive by TMA, and loops over tiles.
+"""What the Mosaic kernels for Hopper GPUs share: a warpgroup's arithmetic, tiles that arrive by
+TMA, and loops over tiles.
 
-A thread block has two warpgroups that compute and one that loads. The loader copies a tile into a slot of shared memory when
-both computing ones have freed it, and a barrier tells these that it has arrived: warp specialisation, as in FlashAttention-3
-(section 3.1).
+A thread block has two warpgroups that compute and one that loads. The loader copies a tile into a
+slot of shared memory when both computing ones have freed it, and a barrier tells these that it has
+arrived: warp specialisation, as in FlashAttention-3 (section 3.1).
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ HEAD_DIMS = (64, 128, 256)
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """The operations of a warpgroup: on the device with layouts and wgmma, interpreted as plain JAX.
+    """The operations of a warpgroup: on the device with layouts and wgmma, interpreted as plain
+    JAX.
 
-    JAX 0.10's interpreter of Mosaic kernels knows no registers: neither their layouts nor wgmma with operands in them. All else
-    of a kernel, its copies, barriers, loops and stores, is the same in both.
+    JAX 0.10's interpreter of Mosaic kernels knows no registers: neither their layouts nor wgmma
+    with operands in them. All else of a kernel, its copies, barriers, loops and stores, is the same
+    in both.
     """
 
     interpret: bool
@@ -59,12 +62,15 @@ class Arithmetic:
     def within(
         self, interval: tuple[Any, Any], *index: Any, start: jax.Array, columns: int
     ) -> jax.Array:
-        """Whether column j of a tile, number `start` + j of the block, is in the interval of its row; bool [rows, columns].
+        """Whether column j of a tile, number `start` + j of the block, is in the interval of its
+        row; bool [rows, columns].
 
-        The interval is read here, and not before a loop, through all of which it would keep registers.
+        The interval is read here, and not before a loop, through all of which it would keep
+        registers.
 
         Args:
-          interval: arrays of the first and of one past the last number; `index`: where those of the rows are.
+          interval: arrays of the first and of one past the last number; `index`: where those of the
+            rows are.
         """
         first, last = (self.rows(ref, *index) for ref in interval)
         shape = (len(first), columns)
@@ -94,7 +100,8 @@ class Arithmetic:
     def two_products(
         self, first: tuple, second: tuple, use: Callable[[jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """use(a @ b.T) and c @ d.T, for two pairs of tiles; `use` runs while the matrix units are at the second product."""
+        """use(a @ b.T) and c @ d.T, for two pairs of tiles; `use` runs while the matrix units are
+        at the second product."""
         if self.interpret:
             return use(self.product(*first)), self.product(*second)
 
@@ -108,7 +115,8 @@ class Arithmetic:
         return pl.run_scoped(multiply, [plgpu.ACC(shape, jnp.float32) for shape in shapes])
 
     def add_products(self, *products: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
-        """sums + left @ right for each (sums, left, right), with `left` in registers and `right` in shared memory."""
+        """sums + left @ right for each (sums, left, right), with `left` in registers and `right` in
+        shared memory."""
         if self.interpret:
             return tuple(
                 sums + _plain_product(left.astype(right.dtype), _read(right))
@@ -136,7 +144,8 @@ class Arithmetic:
 def _read(tile: Any) -> jax.Array:
     """A tile of shared memory, interpreted, in place of wgmma's own reading.
 
-    wgmma reads as TMA writes, by the asynchronous proxy. After a plain read, TMA may write there again only behind a fence.
+    wgmma reads as TMA writes, by the asynchronous proxy. After a plain read, TMA may write there
+    again only behind a fence.
     """
     value = tile[...]
     plgpu.commit_smem()
@@ -158,7 +167,8 @@ def down(columns: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 def shared_tiles(count: int, rows: int, columns: int, dtype: Any, swizzle: int = 128) -> Any:
-    """Shared memory for `count` tiles, in the form in which wgmma reads them: 8 rows of `swizzle` bytes, swizzled."""
+    """Shared memory for `count` tiles, in the form in which wgmma reads them: 8 rows of `swizzle`
+    bytes, swizzled."""
     wide = swizzle // jnp.dtype(dtype).itemsize
     transforms = plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms)
@@ -170,7 +180,8 @@ class Slots:
 
     Attributes:
       tiles: [slots, rows, columns].
-      full: for each slot a barrier that completes when its tile has arrived; free: when all who compute have read it.
+      full: for each slot a barrier that completes when its tile has arrived; free: when all who
+        compute have read it.
     """
 
     tiles: Any
@@ -193,7 +204,8 @@ class Slots:
         return self.tiles.shape[0]
 
     def put(self, step: jax.Array, source: Any, begin: Any) -> None:
-        """The loader's: starts to copy the tile of a step, once its slot is free; `begin` is the first step."""
+        """The loader's: starts to copy the tile of a step, once its slot is free; `begin` is the
+        first step."""
         slot = lax.rem(step, jnp.int32(self.count))
         pl.when(step >= begin + self.count)(lambda: plgpu.barrier_wait(self.free.at[slot]))
         plgpu.copy_gmem_to_smem(source, self.tiles.at[slot], self.full.at[slot])
@@ -223,10 +235,12 @@ def put_all(
     end: jax.Array,
     tiles_of: Callable[[jax.Array], Sequence[Any]],
 ) -> None:
-    """The loader's loop: copies the tiles of each step, one for each of `slots`, and waits until all have been read.
+    """The loader's loop: copies the tiles of each step, one for each of `slots`, and waits until
+    all have been read.
 
     Args:
-      begin, end: steps are numbered from the one to before the other; a tile's own number spares those who compute a register.
+      begin, end: steps are numbered from the one to before the other; a tile's own number spares
+        those who compute a register.
     """
 
     def put(step, _):
@@ -239,7 +253,8 @@ def put_all(
 
 
 def visit(edge: Callable[[int], jax.Array], body: Callable, carry: Any) -> Any:
-    """carry = body(tile, carry, masked) over the three ranges that `tile_edges` gives: masked, whole, and masked again.
+    """carry = body(tile, carry, masked) over the three ranges that `tile_edges` gives: masked,
+    whole, and masked again.
 
     Args:
       edge: reads an edge; each is read where it is needed, so that it keeps no register before.

@@ -9,7 +9,8 @@ from ..coords import TokenCoords
 
 
 def tile_size(length: int, limit: int, unit: int = 1) -> int:
-    """The tile for `length` tokens: a multiple of `unit`, at most `limit`, with as little padding as possible."""
+    """The tile for `length` tokens: a multiple of `unit`, at most `limit`, with as little padding
+    as possible."""
     most = max(limit // unit, 1)
     blocks = -(-length // unit)
     # A divisor needs no padding, but one below half of the limit costs more time than padding does.
@@ -29,5 +30,6 @@ def pad(x: jax.Array, tile: int, axis: int, value=0) -> jax.Array:
 
 
 def padded(coords: TokenCoords, tile: int) -> TokenCoords:
-    """Coordinates padded to whole tiles with tokens of segment 0, which see nothing and are seen by nothing."""
+    """Coordinates padded to whole tiles with tokens of segment 0, which see nothing and are seen by
+    nothing."""
     return jax.tree.map(lambda x: pad(x, tile, 1), coords)

@@ -1,11 +1,13 @@
-"""The reference kernel: dense attention, with all scores in memory at once. The other kernels are tested against it.
+"""The reference kernel: dense attention, with all scores in memory at once. The other kernels are
+tested against it.
 
     S = scale Q K^T, hidden scores = -inf          dV = P^T dO
     P = exp(S - lse)                               dP = dO V^T
     O = P V                                        dS = P * (dP - delta)
                                                    dQ = scale dS K,  dK = scale dS^T Q
 
-All in float32, and per group: the G = Hq / Hkv query heads that share a key head lie along an axis of their own.
+All in float32, and per group: the G = Hq / Hkv query heads that share a key head lie along an axis
+of their own.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class ReferenceKernel(Kernel):
         mask: Mask,
         scale: float,
     ) -> Float[Array, "B Hkv G Tq Tk"]:
-        """The scaled scores of the grouped queries `q`; -inf where the query does not see the key."""
+        """The scaled scores of the grouped queries `q`; -inf where the query does not see the
+        key."""
         seen = visible(queries.coords, keys.coords, mask)[:, None, None]
         k = keys.k.astype(jnp.float32)
         if (

@@ -1,4 +1,5 @@
-"""The TPU kernel, in Pallas (Mosaic): hidden tiles are not even fetched. The files tpu_*.py have its parts."""
+"""The TPU kernel, in Pallas (Mosaic): hidden tiles are not even fetched. The files tpu_*.py have
+its parts."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ V3 = "TPU v3"
 
 @dataclasses.dataclass(frozen=True)
 class TpuKernel(AccumulatingKernel):
-    """FlashAttention-2 in tiles. On v3, whose matrix units take no bfloat16 from a kernel, tiles are cast to float32 first.
+    """FlashAttention-2 in tiles. On v3, whose matrix units take no bfloat16 from a kernel, tiles
+    are cast to float32 first.
 
     Attributes:
-      query_tile, key_tile: tokens to aim at; rounded to multiples of 128, and reduced until the tiles fit into VMEM. Lengths
-        that they do not divide are padded with tokens of no document.
-      fused: whether one kernel computes dq, dk and dv, in five products a tile, instead of one for dq and one for dk and dv, in
-        seven. None: where the device allows it, see `_fused`.
-      interpret: False on a TPU; True or `pltpu.InterpretParams()` runs the same kernel anywhere, slowly, for tests.
+      query_tile, key_tile: tokens to aim at; rounded to multiples of 128, and reduced until the
+        tiles fit into VMEM. Lengths that they do not divide are padded with tokens of no document.
+      fused: whether one kernel computes dq, dk and dv, in five products a tile, instead of one for
+        dq and one for dk and dv, in seven. None: where the device allows it, see `_fused`.
+      interpret: False on a TPU; True or `pltpu.InterpretParams()` runs the same kernel anywhere,
+        slowly, for tests.
     """
 
     query_tile: int = 1024
@@ -119,10 +122,13 @@ def _device_kind() -> str:
 
 
 def _fused(rows_and_heads: int) -> bool:
-    """Whether the fused backward kernel is the faster one, for so many pairs of a batch row and a key head.
+    """Whether the fused backward kernel is the faster one, for so many pairs of a batch row and a
+    key head.
 
-    It adds to dq from one tile of keys after the other, so that the cores of a chip (two of v4 and v5p) can share only the
-    pairs: with an odd number of them one core would wait. v3's compiler refuses its copies of tiles.
+    It adds to dq from one tile of keys after the other, so that the cores of a chip (two of v4 and
+    v5p) can share only the
+    pairs: with an odd number of them one core would wait. v3's compiler refuses its copies of
+    tiles.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (
@@ -138,7 +144,8 @@ def _kv(keys: Keys | StackedKeys):
 
 
 def _heads_first(x, tile: int):
-    """[..., T, H, D] -> [..., H, T, D], padded to whole tiles. The compiler chooses a layout of x in which nothing moves."""
+    """[..., T, H, D] -> [..., H, T, D], padded to whole tiles. The compiler chooses a layout of x
+    in which nothing moves."""
     return pad(x.swapaxes(-3, -2), tile, -2)
 
 
@@ -155,5 +162,6 @@ def _keys(kv, tile: int):
 
 
 def _coords(coords: TokenCoords, tile: int) -> TokenCoords:
-    """Coordinates padded to whole tiles, without the documents' starts, which only global tokens need."""
+    """Coordinates padded to whole tiles, without the documents' starts, which only global tokens
+    need."""
     return padded(TokenCoords(*coords[:2]), tile)

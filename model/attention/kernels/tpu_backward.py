@@ -1,5 +1,6 @@
-"""The TPU backward kernels: one for dq, dk and dv together and, where that one does not serve, one for dq and one for dk and
-dv. All compute the weights again from the merged lse (FlashAttention-2, Algorithm 2)."""
+"""The TPU backward kernels: one for dq, dk and dv together and, where that one does not serve, one
+for dq and one for dk and dv. All compute the weights again from the merged lse (FlashAttention-2,
+Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from .tpu_tiles import (
 
 
 def _finite(lse):
-    """lse with 0 for rows that see nothing: any finite value gives their hidden scores the weight 0, -inf gives NaN."""
+    """lse with 0 for rows that see nothing: any finite value gives their hidden scores the weight
+    0, -inf gives NaN."""
     return jnp.where(jnp.isneginf(lse), 0.0, lse)
 
 
@@ -74,17 +76,19 @@ def _dq_kernel(*refs, compute: Scores, carried: bool):
 
 
 class _DqTiles(NamedTuple):
-    """The gradient of q while tiles of keys add to its tiles: it stays in the device's memory (HBM).
+    """The gradient of q while tiles of keys add to its tiles: it stays in the device's memory
+    (HBM).
 
-    A tile passes through one of two buffers, so that it is read while its share is computed, and written while the next tile's
-    share is. It is not read before the write that went before has ended.
+    A tile passes through one of two buffers, so that it is read while its share is computed, and
+    written while the next tile's share is. It is not read before the write that went before has
+    ended.
 
     Attributes:
       dq: [B, Hq, query tiles, query_tile, D].
       buffers: [2, query_tile, D].
       reads, writes: a semaphore for each buffer.
-      state: whether each of the two buffers is being written; the buffer in use; the head and the tile that it was used for;
-        whether it is being read.
+      state: whether each of the two buffers is being written; the buffer in use; the head and the
+        tile that it was used for; whether it is being read.
     """
 
     dq: Any
@@ -149,7 +153,8 @@ class _DqTiles(NamedTuple):
 
 
 def _key_tile_kernel(*refs, compute: Scores, fused: bool):
-    """Scores are transposed, with keys along the sublanes, so that lse and delta are used as the rows that they are."""
+    """Scores are transposed, with keys along the sublanes, so that lse and delta are used as the
+    rows that they are."""
     ranges = TileRanges(*refs[:2])
     q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows, *rest = refs[2:]
     if fused:
@@ -289,7 +294,8 @@ def dkv(
     kv_coords: TokenCoords,
     options: TileOptions,
 ) -> jax.Array:
-    """The gradients of k and v in float32, stacked, [2, B, Hkv, Tk, D], summed over the query heads that share a key head.
+    """The gradients of k and v in float32, stacked, [2, B, Hkv, Tk, D], summed over the query heads
+    that share a key head.
 
     Arguments as of `dq`.
     """

@@ -1,7 +1,9 @@
-"""The TPU forward kernel: each tile of queries against the tiles of keys that it sees, with a running softmax.
+"""The TPU forward kernel: each tile of queries against the tiles of keys that it sees, with a
+running softmax.
 
-The grid is (batch row, query head, query tile, step); only the steps of one query tile depend on each other. The largest score
-and the sum of the weights of each row stay in scratch memory from step to step, and the output in its own block.
+The grid is (batch row, query head, query tile, step); only the steps of one query tile depend on
+each other. The largest score and the sum of the weights of each row stay in scratch memory from
+step to step, and the output in its own block.
 """
 
 from __future__ import annotations
@@ -97,8 +99,8 @@ def forward(
     """Attention of a block of queries over a block of keys, with heads before tokens.
 
     Args:
-      carry: out [B, Hq, Tq, D] and lse [B, Hq, Tq] over earlier keys, with which the running softmax starts; the result takes
-        its memory.
+      carry: out [B, Hq, Tq, D] and lse [B, Hq, Tq] over earlier keys, with which the running
+        softmax starts; the result takes its memory.
       q: [B, Hq, Tq, D]; kv: two of [B, Hkv, Tk, D], or their stack. The tiles divide the lengths.
     """
     batch, heads, length, _ = q.shape

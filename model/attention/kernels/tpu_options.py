@@ -1,4 +1,5 @@
-"""What a TPU kernel is compiled for: tile sizes and memory, how scores are computed, and what the compiler is told of it."""
+"""What a TPU kernel is compiled for: tile sizes and memory, how scores are computed, and what the
+compiler is told of it."""
 
 from __future__ import annotations
 
@@ -20,18 +21,20 @@ LANES = 128
 SUB_TILE = 512
 # Of VMEM, what the compiler gives a kernel that asks for nothing: all that a core of v3 or v4 has.
 DEFAULT_VMEM = 16 * 2**20
-# What a kernel asks for elsewhere, of 128, 64 and 128 MiB (jax's TpuInfo): enough for the largest tiles. The rest is left to
-# the compiler, for what it moves beside the kernel.
+# What a kernel asks for elsewhere, of 128, 64 and 128 MiB (jax's TpuInfo): enough for the largest
+# tiles. The rest is left to the compiler, for what it moves beside the kernel.
 VMEM = {"TPU v5 lite": 32 * 2**20, "TPU v5": 32 * 2**20, "TPU v6 lite": 32 * 2**20}
 
 
 def tiles_that_fit(
     query_tile: int, key_tile: int, head_dim: int, itemsize: int, vmem: int = DEFAULT_VMEM
 ) -> tuple[int, int]:
-    """These tile sizes, or smaller ones that fit into so many bytes of VMEM beside 1 MiB for coordinates.
+    """These tile sizes, or smaller ones that fit into so many bytes of VMEM beside 1 MiB for
+    coordinates.
 
-    Counted for the kernel that needs most: q, dout, k, v and two float32 results or carries, each twice (one copy is moved
-    while the other is used), the statistics of the query tile, and two tiles of scores.
+    Counted for the kernel that needs most: q, dout, k, v and two float32 results or carries, each
+    twice (one copy is moved while the other is used), the statistics of the query tile, and two
+    tiles of scores.
     """
     head_dim = -(-head_dim // LANES) * LANES
 
@@ -53,7 +56,8 @@ def tiles_that_fit(
 
 
 class Scores(NamedTuple):
-    """How a kernel's function computes the scores of a tile: as exponents of 2, which the hardware takes.
+    """How a kernel's function computes the scores of a tile: as exponents of 2, which the hardware
+    takes.
 
     Attributes:
       mask, scale, softcap: as of Kernel.
@@ -66,7 +70,8 @@ class Scores(NamedTuple):
     float32_operands: bool
 
     def part(self, tile: int) -> int:
-        """Tokens in a part of a masked tile; they divide it. v3's scalar memory has no room for the bounds of smaller parts."""
+        """Tokens in a part of a masked tile; they divide it. v3's scalar memory has no room for the
+        bounds of smaller parts."""
         return tile if tile % SUB_TILE or self.float32_operands else SUB_TILE
 
     def product(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
@@ -85,14 +90,16 @@ class Scores(NamedTuple):
         )
 
     def before_cap(self, dscores: jax.Array, exponents: jax.Array) -> jax.Array:
-        """The gradient of scores before the soft-cap, from that of capped ones and their `exponents`."""
+        """The gradient of scores before the soft-cap, from that of capped ones and their
+        `exponents`."""
         if self.softcap is None:
             return dscores
         return dscores * (1.0 - jnp.square(exponents * (1.0 / (self.softcap * LOG2E))))
 
 
 def sub_tiles(tile: int) -> list[slice]:
-    """The parts in which a kernel goes through a tile of keys: the scores of one are computed beside the sums of another."""
+    """The parts in which a kernel goes through a tile of keys: the scores of one are computed
+    beside the sums of another."""
     return [slice(start, min(start + SUB_TILE, tile)) for start in range(0, tile, SUB_TILE)]
 
 
@@ -124,13 +131,15 @@ class TileOptions:
 
 
 def compiler_params(options: TileOptions, dimensions: str) -> pltpu.CompilerParams:
-    """The parameters of a kernel whose grid's dimensions are "parallel" (p) or "arbitrary" (a), a letter each."""
+    """The parameters of a kernel whose grid's dimensions are "parallel" (p) or "arbitrary" (a), a
+    letter each."""
     semantics: Any = tuple({"p": "parallel", "a": "arbitrary"}[letter] for letter in dimensions)
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=options.vmem)
 
 
 def cost(products: int, q_shape, kv_length: int, mask: Mask, bytes_accessed: int):
-    """The estimate from which the compiler's scheduler decides what to hide behind the kernel; causal work counts half."""
+    """The estimate from which the compiler's scheduler decides what to hide behind the kernel;
+    causal work counts half."""
     batch, heads, length, head_dim = q_shape
     pairs = batch * heads * length * kv_length // (2 if mask.causal else 1)
     return pl.CostEstimate(

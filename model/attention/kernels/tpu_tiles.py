@@ -1,11 +1,13 @@
-"""What the TPU kernels share: the ranges of tiles that are computed, how these are fetched, and the mask of one tile.
+"""What the TPU kernels share: the ranges of tiles that are computed, how these are fetched, and the
+mask of one tile.
 
-A kernel's grid has one program for each batch row, head, tile that it writes, and step through the tiles that it reads. Which
-tile a step reads is looked up in tables that are prefetched into scalar memory (scalar prefetch), where the index maps, which
-tell the hardware what to fetch before a program runs, can read them. So a tile outside a range is neither fetched nor computed.
+A kernel's grid has one program for each batch row, head, tile that it writes, and step through the
+tiles that it reads. Which tile a step reads is looked up in tables that are prefetched into scalar
+memory (scalar prefetch), where the index maps, which tell the hardware what to fetch before a
+program runs, can read them. So a tile outside a range is neither fetched nor computed.
 
-Of a masked tile only the parts are computed that are not hidden whole: on the causal diagonal three of four. Documents are
-compared where a part has tokens of several.
+Of a masked tile only the parts are computed that are not hidden whole: on the causal diagonal three
+of four. Documents are compared where a part has tokens of several.
 """
 
 from __future__ import annotations
@@ -36,20 +38,23 @@ from .tpu_options import LANES, Scores, TileOptions
 
 # The kind of a part beside those of `tile_kind`: all its tokens are of one document.
 ONE_DOCUMENT = 3
-# Instead of -inf as the largest score of a row that has seen no key: -inf - -inf is NaN. Hidden scores themselves are -inf.
+# Instead of -inf as the largest score of a row that has seen no key: -inf - -inf is NaN. Hidden
+# scores themselves are -inf.
 LOWEST = -1e30
 
 
 class TileRanges(NamedTuple):
-    """For each tile that a kernel writes ("own": of queries in the forward and dq kernels, of keys in dkv) the range of tiles
-    that it reads ("other"), with the bounds of all tiles: the tables of the scalar prefetch, int32.
+    """For each tile that a kernel writes ("own": of queries in the forward and dq kernels, of keys
+    in dkv) the range of tiles that it reads ("other"), with the bounds of all tiles: the tables of
+    the scalar prefetch, int32.
 
-    There are two flat tables, because scalar memory is small (16 KiB on v3) and pads rows to pairs. Their columns are tiles
-    and, behind all tiles, the parts of all tiles, if a tile has more than one.
+    There are two flat tables, because scalar memory is small (16 KiB on v3) and pads rows to pairs.
+    Their columns are tiles and, behind all tiles, the parts of all tiles, if a tile has more than
+    one.
 
     Attributes:
-      own: [7 B, n], rows by field and batch row: the five bounds of `TileBounds`, then the first other tile of the range and
-        the length of the range, 0 if no other tile is needed.
+      own: [7 B, n], rows by field and batch row: the five bounds of `TileBounds`, then the first
+        other tile of the range and the length of the range, 0 if no other tile is needed.
       other: [5 B, m], the bounds alone.
     """
 
@@ -66,7 +71,8 @@ class TileRanges(NamedTuple):
         compute: Scores,
         own_are_keys: bool,
     ) -> tuple[TileRanges, jax.Array]:
-        """The ranges, and the length of the longest one (at least 1), which is the number of steps of the grid."""
+        """The ranges, and the length of the longest one (at least 1), which is the number of steps
+        of the grid."""
         own_bounds, other_bounds = tile_bounds(own, own_tile), tile_bounds(other, other_tile)
         pair = [
             jax.tree.map(lambda x: x[:, :, None], own_bounds),
@@ -87,7 +93,8 @@ class TileRanges(NamedTuple):
         return self.own[fields + row, own], self.own[fields + batch + row, own]
 
     def tile(self, row, own, step):
-        """The other tile of a step. Steps past the range stay on its last tile, so that nothing more is fetched."""
+        """The other tile of a step. Steps past the range stay on its last tile, so that nothing
+        more is fetched."""
         first, count = self._range(row, own)
         return first + jnp.minimum(step, jnp.maximum(count - 1, 0))
 
@@ -151,9 +158,11 @@ class TileRanges(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Index and segment of the tokens of an own tile along the sublanes, as `column` and `document_column`.
+    """Index and segment of the tokens of an own tile along the sublanes, as `column` and
+    `document_column`.
 
-    Their transposition takes as long as a quarter of a masked tile, so that they are made when the first part needs them.
+    Their transposition takes as long as a quarter of a masked tile, so that they are made when the
+    first part needs them.
 
     Attributes:
       rows: [2, tile], of `coordinate_rows`.
@@ -215,8 +224,8 @@ def key_operands(kv, tile: int, index_map) -> tuple[list[jax.Array], list[pl.Blo
     """K and V as operands of a kernel, in tiles [tile, D].
 
     Args:
-      kv: a pair of [B, Hkv, T, D], or both stacked [2, B, Hkv, T, D] as they travel. The stack is passed twice and each operand
-        reads its half, because slicing it would copy.
+      kv: a pair of [B, Hkv, T, D], or both stacked [2, B, Hkv, T, D] as they travel. The stack is
+        passed twice and each operand reads its half, because slicing it would copy.
       index_map: grid indices -> the tile of [B, Hkv, T, D].
     """
     if isinstance(kv, tuple):
@@ -231,7 +240,8 @@ def key_operands(kv, tile: int, index_map) -> tuple[list[jax.Array], list[pl.Blo
 
 
 class QueryTileGrid(NamedTuple):
-    """The grid and the blocks of a kernel that writes tiles of queries and steps through the tiles of keys that they see.
+    """The grid and the blocks of a kernel that writes tiles of queries and steps through the tiles
+    of keys that they see.
 
     Attributes:
       ranges: the scalar prefetch.
@@ -256,7 +266,8 @@ class QueryTileGrid(NamedTuple):
     def create(
         cls, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions
     ) -> QueryTileGrid:
-        """For q [B, Hq, Tq, D] and kv two of [B, Hkv, Tk, D] or their stack; the tiles divide the lengths."""
+        """For q [B, Hq, Tq, D] and kv two of [B, Hkv, Tk, D] or their stack; the tiles divide the
+        lengths."""
         batch, heads, length, head_dim = q.shape
         group, query_tile, key_tile = heads // kv[0].shape[1], options.query_tile, options.key_tile
         ranges, steps = TileRanges.create(
@@ -289,7 +300,8 @@ def column(row: jax.Array) -> jax.Array:
 
 
 def document_column(row: jax.Array) -> jax.Array:
-    """The `column` of segments, with padding as -1: padding on the other side, which is 0, is not equal to it."""
+    """The `column` of segments, with padding as -1: padding on the other side, which is 0, is not
+    equal to it."""
     return column(jnp.where(row == 0, -1, row))
 
 
@@ -302,11 +314,12 @@ def spread(statistics: jax.Array, width: int) -> jax.Array:
 def hide(scores: jax.Array, q: tuple, kv: tuple, mask: Mask, kind: int) -> jax.Array:
     """The scores of a part of a tile, those of keys that are not `coords.visible` as -inf.
 
-    Each comparison has a selection of its own: a conjunction of two keeps more mask registers than a TPU has.
+    Each comparison has a selection of its own: a conjunction of two keeps more mask registers than
+    a TPU has.
 
     Args:
-      q, kv: (index, segment) of queries and of keys, which broadcast against each other; the segments of one of both are those
-        of `document_column`.
+      q, kv: (index, segment) of queries and of keys, which broadcast against each other; the
+        segments of one of both are those of `document_column`.
       kind: of the part. Documents are compared if it is MASKED, nothing if it is FULL.
     """
     if kind == FULL:

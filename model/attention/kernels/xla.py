@@ -1,12 +1,15 @@
-"""The XLA kernel: blockwise attention in plain XLA. Runs everywhere, keeps one tile of scores, and skips hidden tiles.
+"""The XLA kernel: blockwise attention in plain XLA. Runs everywhere, keeps one tile of scores, and
+skips hidden tiles.
 
-The forward is the memory-efficient attention of Rabe and Staats, on which Blockwise Parallel Transformer and Ring Attention
-build: an outer loop over tiles of queries, an inner one over tiles of keys, and a running softmax. The backward is that of
-FlashAttention-2 (Algorithm 2). Nothing of size Tq x Tk is kept.
+The forward is the memory-efficient attention of Rabe and Staats, on which Blockwise Parallel
+Transformer and Ring Attention
+build: an outer loop over tiles of queries, an inner one over tiles of keys, and a running softmax.
+The backward is that of FlashAttention-2 (Algorithm 2). Nothing of size Tq x Tk is kept.
 
-Inside, heads come before tokens and the G = Hq / Hkv query heads that share a key head are stacked, so that every product is
-one batched matrix product. Scores have keys as rows, [B, Hkv, tk, G * tq]. The weights are then never the transposed left
-operand of a product, for which the CPU compiler has no fast matrix product (3 times slower in float32).
+Inside, heads come before tokens and the G = Hq / Hkv query heads that share a key head are stacked,
+so that every product is one batched matrix product. Scores have keys as rows, [B, Hkv, tk, G * tq].
+The weights are then never the transposed left operand of a product, for which the CPU compiler has
+no fast matrix product (3 times slower in float32).
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ def _coord_tiles(coords: TokenCoords, tile: int, group: int = 1) -> TokenCoords:
 def _tile_kinds(
     q_coords: TokenCoords, kv_coords: TokenCoords, query_tile: int, key_tile: int, mask: Mask
 ) -> jax.Array:
-    """The kind of each pair of tiles over the whole batch, int32 [Tq / query_tile, Tk / key_tile]; MASKED where rows differ."""
+    """The kind of each pair of tiles over the whole batch, int32 [Tq / query_tile, Tk / key_tile];
+    MASKED where rows differ."""
     q_bounds = jax.tree.map(lambda x: x[:, :, None], tile_bounds(q_coords, query_tile))
     kv_bounds = jax.tree.map(lambda x: x[:, None, :], tile_bounds(kv_coords, key_tile))
     kinds = tile_kind(q_bounds, kv_bounds, mask)
@@ -79,9 +83,11 @@ def _tile_kinds(
 
 
 def _for_visible_tiles(kinds: jax.Array, body, carry):
-    """`carry = body(tile, masked, carry)` for the FULL tiles and then for the MASKED ones; SKIP tiles are not computed.
+    """`carry = body(tile, masked, carry)` for the FULL tiles and then for the MASKED ones; SKIP
+    tiles are not computed.
 
-    Two loops rather than a condition in one: a conditional copies the tile that it passes on, and ends fusions.
+    Two loops rather than a condition in one: a conditional copies the tile that it passes on, and
+    ends fusions.
     """
     order = jnp.argsort(jnp.select([kinds == FULL, kinds == MASKED], [0, 1], 2))
     full, visible_tiles = jnp.sum(kinds == FULL), jnp.sum(kinds != SKIP)
@@ -104,8 +110,8 @@ class XlaKernel(Kernel):
     """Blockwise attention in plain XLA.
 
     Attributes:
-      query_tile, key_tile: tokens in a tile to aim at; a length that neither they nor a smaller tile down to half of them
-        divides is padded.
+      query_tile, key_tile: tokens in a tile to aim at; a length that neither they nor a smaller
+        tile down to half of them divides is padded.
     """
 
     query_tile: int = 256

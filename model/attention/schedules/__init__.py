@@ -1,4 +1,5 @@
-"""Schedules: which ranks compute which blocks of attention when, and what travels. The contract is `schedule.py`."""
+"""Schedules: which ranks compute which blocks of attention when, and what travels. The contract is
+`schedule.py`."""
 
 from __future__ import annotations
 
@@ -46,16 +47,18 @@ SCHEDULES: dict[str, type[Schedule]] = {
 def get_schedule(
     schedule: str | Mapping[str, Any] | Schedule, size: int, layout: str = ""
 ) -> Schedule:
-    """A schedule by name or by options, checked against the number of ranks; `Local` for a single rank.
+    """A schedule by name or by options, checked against the number of ranks; `Local` for a single
+    rank.
 
     Args:
       schedule: a name, a mapping {name: ..., option: value}, or a schedule.
       size: the ranks of the sequence axis.
-      layout: the layout of the arrays, if known. In a contiguous one `balanced` needs half the kernel calls, and `ring` and
-        `balanced` leave out ranks beyond a window's reach.
+      layout: the layout of the arrays, if known. In a contiguous one `balanced` needs half the
+        kernel calls, and `ring` and `balanced` leave out ranks beyond a window's reach.
 
     Raises:
-      ValueError: an unknown name or option, an invalid value, or a schedule, at any depth, that cannot serve `size` ranks.
+      ValueError: an unknown name or option, an invalid value, or a schedule, at any depth, that
+        cannot serve `size` ranks.
     """
     schedule = _from_options(schedule)
     if layout == "contiguous":
@@ -67,13 +70,14 @@ def get_schedule(
 
 
 def in_any_layout(schedule: Any) -> Any:
-    """Returns a schedule that is exact whatever layout it was made for; a name or options are returned as they are."""
+    """Returns a schedule that is exact whatever layout it was made for; a name or options are
+    returned as they are."""
     return _ordered(schedule, False) if isinstance(schedule, Schedule) else schedule
 
 
 def _ordered(schedule: Any, ordered: bool = True) -> Schedule:
-    """The schedule for shards that are runs of tokens in the order of ranks, or else for any; the same for its inner
-    schedule, if any."""
+    """The schedule for shards that are runs of tokens in the order of ranks, or else for any; the
+    same for its inner schedule, if any."""
     changes: dict[str, Any] = {"ordered": ordered} if hasattr(schedule, "ordered") else {}
     if hasattr(schedule, "inner"):
         changes["inner"] = _ordered(schedule.inner, ordered)
@@ -81,7 +85,8 @@ def _ordered(schedule: Any, ordered: bool = True) -> Schedule:
 
 
 def _from_options(schedule: Any, field: str = "schedule") -> Schedule:
-    """A schedule from a name, a mapping or itself; `field` is its field in a recipe, for messages."""
+    """A schedule from a name, a mapping or itself; `field` is its field in a recipe, for
+    messages."""
     if isinstance(schedule, Schedule):
         return schedule
     options = dict(schedule) if isinstance(schedule, Mapping) else {"name": schedule}

@@ -1,11 +1,14 @@
-"""All-gather attention (Llama 3, section 3.3.2; Megatron's all-gather context parallelism): one round with all keys.
+"""All-gather attention (Llama 3, section 3.3.2; Megatron's all-gather context parallelism): one
+round with all keys.
 
-Forward: each rank receives K and V of the P - 1 others, 2 (P - 1) T Hkv D numbers, and their coordinates, 2 (P - 1) T
-numbers, then calls the kernel once over all P T keys. Backward: the same gather again, because the gathered K and V are not
-kept, and after the kernel one reduce-scatter of dK and dV in float32, 2 (P - 1) T Hkv D numbers.
+Forward: each rank receives K and V of the P - 1 others, 2 (P - 1) T Hkv D numbers, and their
+coordinates, 2 (P - 1) T numbers, then calls the kernel once over all P T keys. Backward: the same
+gather again, because the gathered K and V are not kept, and after the kernel one reduce-scatter of
+dK and dV in float32, 2 (P - 1) T Hkv D numbers.
 
-These are as many bytes as a ring's, but in transfers that no kernel hides, and each device holds K and V of the whole
-sequence. With few key heads that is little, which makes this a strong simple baseline.
+These are as many bytes as a ring's, but in transfers that no kernel hides, and each device holds K
+and V of the whole sequence. With few key heads that is little, which makes this a strong simple
+baseline.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ class AllGather(Schedule):
         dq, dkv = kernel.gradients(
             None, queries, _gather(keys, context.ranks), saved, **context.scores
         )
-        # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the bytes.
+        # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the
+        # bytes.
         return Gradients(dq, *context.ranks.reduce_scatter(tuple(dkv), 1))
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:

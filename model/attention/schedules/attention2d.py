@@ -1,26 +1,31 @@
-"""Attention2D (section 3): queries are gathered along the rows and keys along the columns of a grid of ranks.
+"""Attention2D (section 3): queries are gathered along the rows and keys along the columns of a grid
+of ranks.
 
 Without overlap (Attention2D-NO, section 3.2, Algorithm 1), on a grid of R rows and C columns:
 
-1. K and V are transposed from column-major to row-major order (line 2). That makes the ranks' causal masks triangles; it is
+1. K and V are transposed from column-major to row-major order (line 2). That makes the ranks'
+causal masks triangles; it is
    left out here, because exactness does not need it where coordinates travel.
-2. A rank gathers the queries of its row (line 3) and the keys and values of its column (line 4), so that each block of queries
+2. A rank gathers the queries of its row (line 3) and the keys and values of its column (line 4), so
+that each block of queries
    is together with each block of keys on exactly one rank.
 3. The kernel is called once (line 5).
 4. The partial results of a row are merged and scattered (lines 6 and 7).
 
-The backward (Algorithm 3) gathers queries, dout, lse and delta along the row and keys and values along the column, and
-reduce-scatters dQ in float32 along the row and dK and dV in float32 along the column.
+The backward (Algorithm 3) gathers queries, dout, lse and delta along the row and keys and values
+along the column, and reduce-scatters dQ in float32 along the row and dK and dV in float32 along the
+column.
 
-Traffic forward, received by each rank: C - 1 blocks of queries, T Hq D numbers each, R - 1 of keys and values, 2 T Hkv D each,
-and in the merge C - 1 partial outputs in float32 with their lse: about (sqrt(P) - 1) / P of everything, where a ring receives
-(P - 1) / P.
+Traffic forward, received by each rank: C - 1 blocks of queries, T Hq D numbers each, R - 1 of keys
+and values, 2 T Hkv D each, and in the merge C - 1 partial outputs in float32 with their lse: about
+(sqrt(P) - 1) / P of everything, where a ring receives (P - 1) / P.
 
-With `overlap` (Attention2D-O, section 3.4, Algorithms 4 to 6; backward Appendix B, Algorithms 8 to 11) nothing is gathered at
-once. K and V pass round the column while the rank computes with its own queries; then the queries of the row pass by, one block
-travelling while another is computed with. Partial results, and dQ, follow one hop behind to their owner, and dK and dV are
-reduce-scattered round the column while the last block of queries is computed with, block after block. As many numbers travel,
-and every hop runs beside a kernel but the last one of a partial result or dQ.
+With `overlap` (Attention2D-O, section 3.4, Algorithms 4 to 6; backward Appendix B, Algorithms 8 to
+11) nothing is gathered at once. K and V pass round the column while the rank computes with its own
+queries; then the queries of the row pass by, one block travelling while another is computed with.
+Partial results, and dQ, follow one hop behind to their owner, and dK and dV are reduce-scattered
+round the column while the last block of queries is computed with, block after block. As many
+numbers travel, and every hop runs beside a kernel but the last one of a partial result or dQ.
 """
 
 from __future__ import annotations
@@ -94,7 +99,8 @@ class Attention2D(Schedule):
             BackwardInputs(dout, lse, delta),
             **context.scores,
         )
-        # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the bytes.
+        # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the
+        # bytes.
         return Gradients(row.reduce_scatter(dq, 1), *column.reduce_scatter((dk, dv), 1))
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
@@ -122,7 +128,8 @@ class Attention2D(Schedule):
         forward = plan.Round(
             tasks,
             (
-                # The maximum of the row's lse, as an all-reduce of C blocks of it: 2 (C - 1) / C of them.
+                # The maximum of the row's lse, as an all-reduce of C blocks of it: 2 (C - 1) / C of
+                # them.
                 plan.Send("maximum of lse", plan.REDUCE, 2 * block.statistics, row),
                 plan.Send("out and weights", plan.SCATTER, block.out + block.statistics, row),
             ),
@@ -141,9 +148,11 @@ class Attention2D(Schedule):
 
 
 def fewest_bytes(ranks: int, query_heads: int, kv_heads: int, itemsize: int) -> int:
-    """The number of columns with which forward and backward receive the fewest bytes, coordinates and lse not counted.
+    """The number of columns with which forward and backward receive the fewest bytes, coordinates
+    and lse not counted.
 
-    Section 3.2: where the traffic along rows and columns differs, a rectangular grid is better than a square one.
+    Section 3.2: where the traffic along rows and columns differs, a rectangular grid is better than
+    a square one.
     """
 
     def received(columns):
@@ -156,9 +165,11 @@ def fewest_bytes(ranks: int, query_heads: int, kv_heads: int, itemsize: int) -> 
 
 
 def _merge_scatter(row: Ranks, partial: AttentionPartial) -> AttentionPartial:
-    """The reduce-scatter of Algorithm 1: partial results of the row's queries [B, C T, ...], merged; each rank gets its own.
+    """The reduce-scatter of Algorithm 1: partial results of the row's queries [B, C T, ...],
+    merged; each rank gets its own.
 
-    XLA has no reduce-scatter that merges. So every rank rescales its results to the largest lse of the row, and then sums do.
+    XLA has no reduce-scatter that merges. So every rank rescales its results to the largest lse of
+    the row, and then sums do.
     """
     highest = lax.pmax(partial.lse, row.axis, axis_index_groups=row.groups())
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)
@@ -176,7 +187,8 @@ def _merge_scatter(row: Ranks, partial: AttentionPartial) -> AttentionPartial:
 def _overlapped_forward(
     kernel: Kernel, queries: Queries, keys: Keys, context: Context, row: Ranks, column: Ranks
 ) -> AttentionPartial:
-    """Algorithm 4: this rank's queries over the column's keys as they pass by, then the row's queries over all of them."""
+    """Algorithm 4: this rank's queries over the column's keys as they pass by, then the row's
+    queries over all of them."""
     if row.size == 1:
         return Ring().forward(kernel, queries, keys, dataclasses.replace(context, ranks=column))
     send = _to_left(row)
@@ -189,7 +201,8 @@ def _overlapped_forward(
         keys.stacked(), column.size - 1, column.shift, column.shift, visit_keys
     )
     column_keys = _concatenate(blocks)
-    # The next queries are sent on when they are computed with, not while the column's keys still pass by.
+    # The next queries are sent on when they are computed with, not while the column's keys still
+    # pass by.
     own, incoming = lax.optimization_barrier((own, incoming))
 
     def visit_queries(carry, queries):  # GthrCmptSctr, Algorithm 6
@@ -212,7 +225,8 @@ def _overlapped_backward(
     row: Ranks,
     column: Ranks,
 ) -> Gradients:
-    """Algorithm 8: as the forward; dK and dV stay until the row's last queries pass by, and then leave for their owners."""
+    """Algorithm 8: as the forward; dK and dV stay until the row's last queries pass by, and then
+    leave for their owners."""
     if row.size == 1:
         return Ring().backward(
             kernel, queries, keys, saved, dataclasses.replace(context, ranks=column)
@@ -254,13 +268,16 @@ def _overlapped_backward(
 
 
 def _compute_and_scatter(gradients, column: Ranks, queries_side, blocks: StackedKeys, dkv):
-    """CmptSctrBwd, Algorithm 11: the last queries' gradients block by block, beside the reduce-scatter of dK and dV.
+    """CmptSctrBwd, Algorithm 11: the last queries' gradients block by block, beside the
+    reduce-scatter of dK and dV.
 
-    The sum for an owner moves one hop nearer to it with each block; this rank's own block comes last.
+    The sum for an owner moves one hop nearer to it with each block; this rank's own block comes
+    last.
 
     Args:
       gradients: (dq or None, queries' side, block) -> dq, dk and dv of the block.
-      blocks: the column's blocks of keys, stacked on a leading axis, this rank's own first; dkv: their gradients so far.
+      blocks: the column's blocks of keys, stacked on a leading axis, this rank's own first; dkv:
+        their gradients so far.
 
     Returns:
       dq of these queries, and dk and dv of this rank's own block, summed over the column.
@@ -301,7 +318,8 @@ def _overlapped_plan(size: int, block: plan.Block, mask: Mask, columns: int) -> 
         )
 
     def tasks(right, rows_up):
-        """Each rank computes with the queries of the rank `right` steps on in its row and the keys `rows_up` rows before."""
+        """Each rank computes with the queries of the rank `right` steps on in its row and the keys
+        `rows_up` rows before."""
         return tuple(
             plan.Task(
                 rank,
@@ -312,7 +330,8 @@ def _overlapped_plan(size: int, block: plan.Block, mask: Mask, columns: int) -> 
         )
 
     def rounds(queries, returned, scattered):
-        """queries: sent round the row; returned: what follows to their owner; scattered: down the column in the last round."""
+        """queries: sent round the row; returned: what follows to their owner; scattered: down the
+        column in the last round."""
         for up in range(rows):
             keys = (
                 to_next_row(("K, V", block.keys), ("column's coordinates", block.coords))
@@ -350,7 +369,8 @@ def _overlapped_plan(size: int, block: plan.Block, mask: Mask, columns: int) -> 
 
 
 def _to_left(row: Ranks):
-    """Sends a tree to the left neighbour. For what has visited the whole row, that is also the way home."""
+    """Sends a tree to the left neighbour. For what has visited the whole row, that is also the way
+    home."""
     return lambda tree: row.shift(tree, -1)
 
 

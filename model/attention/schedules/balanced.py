@@ -1,28 +1,33 @@
-"""DistFlashAttn's load-balanced schedule (section 3.2, Algorithm 2): P // 2 rounds after the first instead of P - 1.
+"""DistFlashAttn's load-balanced schedule (section 3.2, Algorithm 2): P // 2 rounds after the first
+instead of P - 1.
 
-With causal attention over contiguous blocks, worker p (counted from 0) has p + 1 blocks to compute. After its own block, in
-round t = 1, 2, ...,
+With causal attention over contiguous blocks, worker p (counted from 0) has p + 1 blocks to compute.
+After its own block, in round t = 1, 2, ...,
 
-- an owner, p >= t, fetches K and V of worker r = p - t, and computes attn(q_p, k_r, v_r) for itself (lines 5 to 7);
-- a helper, p < t, has no block of its own left. It fetches the queries of worker r = p - t + P, computes attn(q_r, k_p, v_p)
-  and sends (out, lse) back, which r merges by rescale (lines 8 to 18).
+- an owner, p >= t, fetches K and V of worker r = p - t, and computes attn(q_p, k_r, v_r) for itself
+  (lines 5 to 7);
+- a helper, p < t, has no block of its own left. It fetches the queries of worker r = p - t + P,
+  computes attn(q_r, k_p, v_p) and sends (out, lse) back, which r merges by rescale (lines 8 to 18).
 
-So round t does the distances t and P - t at once, and for odd P nobody idles. For even P the last round has the single distance
-P / 2: its owners work alone, as in the paper, or with `split` owner and helper take half of an even number of queries each.
+So round t does the distances t and P - t at once, and for odd P nobody idles. For even P the last
+round has the single distance P / 2: its owners work alone, as in the paper, or with `split` owner
+and helper take half of an even number of queries each.
 
-Traffic (Appendix C: 3 N d): forward, K and V to owners, Q to helpers, and a partial result in float32 back. Backward, q, dout,
-lse and delta take the place of Q; dQ goes back to the helped workers, and dK and dV to where K and V came from.
+Traffic (Appendix C: 3 N d): forward, K and V to owners, Q to helpers, and a partial result in
+float32 back. Backward, q, dout, lse and delta take the place of Q; dQ goes back to the helped
+workers, and dK and dV to where K and V came from.
 
-Algorithm 2 is exact only if no query sees keys of a later worker: with a causal mask and shards that are runs of tokens in the
-order of the ranks (`ordered`). Otherwise (striped, zigzag, not causal) both pairings of two workers may hold work: every worker
-fetches both the queries and the keys of worker p - t and computes both pairings, still in P // 2 rounds.
+Algorithm 2 is exact only if no query sees keys of a later worker: with a causal mask and shards
+that are runs of tokens in the order of the ranks (`ordered`). Otherwise (striped, zigzag, not
+causal) both pairings of two workers may hold work: every worker fetches both the queries and the
+keys of worker p - t and computes both pairings, still in P // 2 rounds.
 
-Overlap (equation 3): what a round needs is fetched while the kernel of the previous round runs, and its results are sent back
-while the next one's runs, so that no kernel waits for a transfer. A worker holds at most one round of fetched
-blocks.
+Overlap (equation 3): what a round needs is fetched while the kernel of the previous round runs, and
+its results are sent back while the next one's runs, so that no kernel waits for a transfer. A
+worker holds at most one round of fetched blocks.
 
-Sliding windows over ordered shards (Appendix D): rounds whose owners are out of reach are left out, and so are helpers whose
-helped workers are.
+Sliding windows over ordered shards (Appendix D): rounds whose owners are out of reach are left out,
+and so are helpers whose helped workers are.
 """
 
 from __future__ import annotations
@@ -49,9 +54,11 @@ class Balanced(Schedule):
     """DistFlashAttn's owners and helpers.
 
     Attributes:
-      split: for even P, `ordered` shards of an even number of tokens and a causal mask, owner and helper share the last round.
-        Over other layouts and masks both work in it anyway, and it has no effect.
-      ordered: shards are runs of tokens in the order of the ranks, as `get_schedule` finds out from the layout.
+      split: for even P, `ordered` shards of an even number of tokens and a causal mask, owner and
+        helper share the last round. Over other layouts and masks both work in it anyway, and it has
+        no effect.
+      ordered: shards are runs of tokens in the order of the ranks, as `get_schedule` finds out from
+        the layout.
     """
 
     split: bool = False
@@ -80,18 +87,21 @@ class Balanced(Schedule):
         return Gradients(dq, *dkv)
 
     def _all_rounds(self, context: Context, queries: tuple, keys: StackedKeys, compute):
-        """The sum of `compute` over all pairs of ranks: (this rank's queries' part, this rank's keys' part).
+        """The sum of `compute` over all pairs of ranks: (this rank's queries' part, this rank's
+        keys' part).
 
         Args:
           queries: the arrays of the queries' side, coordinates last.
-          compute: (queries, keys) -> (result for the queries, result for the keys); a result may be None.
+          compute: (queries, keys) -> (result for the queries, result for the keys); a result may be
+            None.
         """
         rounds = self._rounds(context.ranks, queries[0].shape[1], context.mask)
         own, for_others = (queries, keys), (None, None)
         fetched = rounds[0].fetch(*own) if rounds else None
         totals = compute(*own)
         for t, current in enumerate(rounds):
-            # A round begins when the previous one has ended; without the barrier all rounds would fetch at the start.
+            # A round begins when the previous one has ended; without the barrier all rounds would
+            # fetch at the start.
             own, totals, fetched, for_others = lax.optimization_barrier(
                 (own, totals, fetched, for_others)
             )
@@ -182,12 +192,14 @@ class _Round:
         return range((self.distance if self.ordered else self.ranks.size) if self.helps else 0)
 
     def fetch(self, queries: tuple, keys: StackedKeys):
-        """(queries, keys) of the rank `distance` before this one, as far as this rank needs them."""
+        """(queries, keys) of the rank `distance` before this one, as far as this rank needs
+        them."""
         if not self.ordered:
             return self.ranks.shift((queries if self.helps else None, keys), self.distance)
         if not self.helps:
             return None, self._fetch(keys, self.owners)
-        # A rank receives either queries or keys, so their coordinates share a transfer: only a few can be in flight at a time.
+        # A rank receives either queries or keys, so their coordinates share a transfer: only a few
+        # can be in flight at a time.
         (*arrays, q_coords), (kv, kv_coords) = queries, keys
         is_helped = self.ranks.index() >= self.ranks.size - self.distance
         coords = self.ranks.shift(_where(is_helped, q_coords, kv_coords), self.distance)
@@ -195,7 +207,8 @@ class _Round:
         return (*arrays, self._half(coords, 0)), StackedKeys(self._fetch(kv, self.owners), coords)
 
     def compute(self, own, fetched, compute):
-        """Two pairs (for queries, for keys): the results for this rank's own blocks, and those for the fetched blocks."""
+        """Two pairs (for queries, for keys): the results for this rank's own blocks, and those for
+        the fetched blocks."""
         (queries, keys), (fetched_queries, fetched_keys) = own, fetched
         if not self.ordered:
             for_queries, for_fetched_keys = compute(queries, fetched_keys)
@@ -207,8 +220,8 @@ class _Round:
         if self.helps:
             queries = _where(is_helper, fetched_queries, self._half(queries, 1))
             fetched_keys = _where(is_helper, keys, fetched_keys)
-        # Where nobody helps, the ranks that would have helped receive zeros for keys. Segment 0 is padding, so every tile is
-        # skipped.
+        # Where nobody helps, the ranks that would have helped receive zeros for keys. Segment 0 is
+        # padding, so every tile is skipped.
         for_queries, for_keys = compute(queries, fetched_keys)
         own_results = (
             self._both_halves(_mask(for_queries, ~is_helper), 1),
@@ -255,7 +268,8 @@ def _where(condition, first, second):
 def _mask(result, condition):
     """The result, or one that adds nothing where `condition` is false."""
     if isinstance(result, AttentionPartial):
-        # Its output too: a weight of 0 does not hide what is not finite, in the values of tokens that nobody here sees.
+        # Its output too: a weight of 0 does not hide what is not finite, in the values of tokens
+        # that nobody here sees.
         return AttentionPartial(
             jnp.where(condition, result.out, 0), jnp.where(condition, result.lse, -jnp.inf)
         )

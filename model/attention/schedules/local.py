@@ -14,7 +14,8 @@ from .schedule import Context, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Local(Schedule):
-    """One call of the kernel: vanilla, memory-efficient or blockwise attention, depending on the kernel."""
+    """One call of the kernel: vanilla, memory-efficient or blockwise attention, depending on the
+    kernel."""
 
     def forward(
         self, kernel: Kernel, queries: Queries, keys: Keys, context: Context

@@ -1,9 +1,11 @@
-"""A schedule's plan as plain data: which rank computes which blocks in which round, and what travels from which rank to which.
+"""A schedule's plan as plain data: which rank computes which blocks in which round, and what
+travels from which rank to which.
 
-`Schedule.plan` returns one for `size` ranks that each hold one `Block`. Nothing here knows a device: pictures, byte formulas
-and tests of compiled text are made from plans. Bytes are those that a device *receives*, by the usual algorithms: in an
-all-gather over n ranks the shards of the n - 1 others, in a reduce-scatter n - 1 partial sums of one shard, in an all-to-all
-(n - 1) / n of the array, and in an all-reduce what an all-gather and a reduce-scatter receive together.
+`Schedule.plan` returns one for `size` ranks that each hold one `Block`. Nothing here knows a
+device: pictures, byte formulas and tests of compiled text are made from plans. Bytes are those that
+a device *receives*, by the usual algorithms: in an all-gather over n ranks the shards of the n - 1
+others, in a reduce-scatter n - 1 partial sums of one shard, in an all-to-all (n - 1) / n of the
+array, and in an all-reduce what an all-gather and a reduce-scatter receive together.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ class Block:
     Attributes:
       batch, tokens, query_heads, kv_heads, head_dim: B, T, Hq, Hkv and D.
       itemsize: bytes of a number of q, k and v.
-      coordinates: arrays in a TokenCoords: 3 if the documents' starts travel for global tokens, otherwise 2.
-      partial: bytes of a number of a partial result or gradient on the wire. This project sends float32; other systems that are
-        modelled with plans do not always.
+      coordinates: arrays in a TokenCoords: 3 if the documents' starts travel for global tokens,
+        otherwise 2.
+      partial: bytes of a number of a partial result or gradient on the wire. This project sends
+        float32; other systems that are modelled with plans do not always.
     """
 
     batch: int
@@ -164,9 +167,11 @@ def groups(pairs: Pairs) -> tuple[tuple[int, ...], ...]:
 
 
 def lines(size: int, inner: int) -> tuple[list[range], list[range]]:
-    """(outer, inner) lines of ranks as of `Ranks.split`: the inner lines are of `inner` neighbours, a divisor of `size`.
+    """(outer, inner) lines of ranks as of `Ranks.split`: the inner lines are of `inner` neighbours,
+    a divisor of `size`.
 
-    lines(8, 4) has the inner lines 0..3 and 4..7, and the outer lines (0, 4), (1, 5), (2, 6) and (3, 7).
+    lines(8, 4) has the inner lines 0..3 and 4..7, and the outer lines (0, 4), (1, 5), (2, 6) and
+    (3, 7).
     """
     return [range(i, size, inner) for i in range(inner)], [
         range(i, i + inner) for i in range(0, size, inner)
@@ -174,10 +179,11 @@ def lines(size: int, inner: int) -> tuple[list[range], list[range]]:
 
 
 def side_by_side(rounds: Iterable[Round], degree: int) -> tuple[Round, ...]:
-    """The rounds of `degree` equal lines at once: rank r of a line stands for the ranks r x degree + i, i < degree.
+    """The rounds of `degree` equal lines at once: rank r of a line stands for the ranks r x degree
+    + i, i < degree.
 
-    The block of rank r is the blocks of all these ranks, and each of them computes its part of the heads, of which a task of
-    the line may be a part again.
+    The block of rank r is the blocks of all these ranks, and each of them computes its part of the
+    heads, of which a task of the line may be a part again.
     """
 
     def blocks(owners):

@@ -1,4 +1,5 @@
-"""The ranks of the sequence axis, or one line of them where a schedule divides the axis into a grid, and their collectives."""
+"""The ranks of the sequence axis, or one line of them where a schedule divides the axis into a
+grid, and their collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from jaxtyping import Array, Int
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """A line of `size` ranks of a mesh axis. All lines of the axis run the same program side by side.
+    """A line of `size` ranks of a mesh axis. All lines of the axis run the same program side by
+    side.
 
     Attributes:
       axis: name of the mesh axis.
@@ -29,7 +31,8 @@ class Ranks:
     total: int = 0
 
     def split(self, inner: int) -> tuple[Ranks, Ranks]:
-        """(outer, inner): inner lines of `inner` neighbours; outer lines join ranks of equal index in inner lines."""
+        """(outer, inner): inner lines of `inner` neighbours; outer lines join ranks of equal index
+        in inner lines."""
         total = self.total or self.size
         return (
             Ranks(self.axis, self.size // inner, self.stride * inner, total),
@@ -49,9 +52,11 @@ class Ranks:
         return [[start + index * self.stride for index in range(self.size)] for start in starts]
 
     def shift(self, tree, by: int = 1, senders: Iterable[int] | None = None):
-        """The tree of the rank `by` steps before this one on the ring; zeros where that rank does not send.
+        """The tree of the rank `by` steps before this one on the ring; zeros where that rank does
+        not send.
 
-        Arrays of one shape and dtype go in one permute, because only a few transfers can be in flight at a time.
+        Arrays of one shape and dtype go in one permute, because only a few transfers can be in
+        flight at a time.
 
         Args:
           senders: indices in the line of the ranks that send; all of them unless given.
@@ -88,15 +93,18 @@ class Ranks:
         )
 
     def exchange(self, x: Array, split: int, concat: int) -> Array:
-        """All-to-all over the line: `x` is split along one dimension, and what arrives is concatenated along the other."""
+        """All-to-all over the line: `x` is split along one dimension, and what arrives is
+        concatenated along the other."""
         return lax.all_to_all(
             x, self.axis, split, concat, tiled=True, axis_index_groups=self.groups()
         )
 
     def reduce_scatter(self, tree, dimension: int):
-        """The sum over the line of every array of the tree; each rank gets its part along `dimension`.
+        """The sum over the line of every array of the tree; each rank gets its part along
+        `dimension`.
 
-        Each rank's part is made one row: otherwise the TPU compiler pads the parts, or adds all of them up on every rank.
+        Each rank's part is made one row: otherwise the TPU compiler pads the parts, or adds all of
+        them up on every rank.
         """
 
         def scatter(x):

@@ -1,13 +1,16 @@
-"""Replicas of the global tokens on every rank, beside a windowed ring (DistFlashAttn, Appendix D, "Global attention").
+"""Replicas of the global tokens on every rank, beside a windowed ring (DistFlashAttn, Appendix D,
+"Global attention").
 
-A window lets each block of a ring in contiguous order visit the nearest ranks alone (`ring.py`). A rank's queries also see the
-first tokens of their documents, however far away. Of the documents of a rank only the first can have begun on a rank that no
-block comes from, since a document is a run of tokens. So each rank gives the global tokens that it has of its *last* document,
-which alone can go on behind it: `slots` tokens of a row at most. All ranks gather these, and attend to them in one more kernel
-call, in which those of the ranks that the ring visits are hidden. The backward gathers them again, and returns their gradients
-with a reduce-scatter in float32.
+A window lets each block of a ring in contiguous order visit the nearest ranks alone (`ring.py`). A
+rank's queries also see the first tokens of their documents, however far away. Of the documents of a
+rank only the first can have begun on a rank that no block comes from, since a document is a run of
+tokens. So each rank gives the global tokens that it has of its *last* document,
+which alone can go on behind it: `slots` tokens of a row at most. All ranks gather these, and attend
+to them in one more kernel call, in which those of the ranks that the ring visits are hidden. The
+backward gathers them again, and returns their gradients with a reduce-scatter in float32.
 
-Traffic: (P - 1) x slots tokens of K and V a rank, in place of the (P - 1 - reach) T that a whole ring sends more.
+Traffic: (P - 1) x slots tokens of K and V a rank, in place of the (P - 1 - reach) T that a whole
+ring sends more.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Replica:
     def choose(
         cls, ranks: Ranks, mask: Mask, tokens: int, reach: int, directions: tuple[int, ...]
     ) -> Replica | None:
-        """The replica for shards of `tokens` tokens; None where sending whole blocks to all ranks moves fewer of them."""
+        """The replica for shards of `tokens` tokens; None where sending whole blocks to all ranks
+        moves fewer of them."""
         slots = min(mask.global_tokens, tokens)
         if (
             not slots
@@ -56,7 +60,8 @@ class Replica:
         return cls(ranks, mask, slots, reach, directions)
 
     def gather(self, own: StackedKeys) -> StackedKeys:
-        """The global tokens of all ranks, P x slots of each row; those that the ring brings here are hidden as padding.
+        """The global tokens of all ranks, P x slots of each row; those that the ring brings here
+        are hidden as padding.
 
         Raises:
           ValueError: the documents' starts are missing.
@@ -83,7 +88,8 @@ class Replica:
         replica: Float[Array, "2 B S Hkv D"],
         coords: TokenCoords,
     ) -> Float[Array, "2 B T Hkv D"]:
-        """The gradients of this rank's K and V, with what all ranks' queries add through the replicas.
+        """The gradients of this rank's K and V, with what all ranks' queries add through the
+        replicas.
 
         Args:
           dkv: from the ring; replica: of what `gather` returned; coords: of this rank's keys.
@@ -98,12 +104,14 @@ class Replica:
         return jax.vmap(add, (1, 1, 0), 1)(dkv, returned, self._first_slot(coords))
 
     def _first_slot(self, coords: TokenCoords) -> Int[Array, " B"]:
-        """The place of the first token that each row gives: where its last document begins here, or as near as slots fit."""
+        """The place of the first token that each row gives: where its last document begins here, or
+        as near as slots fit."""
         begins = jnp.argmax(coords.segment_ids == coords.segment_ids[:, -1:], axis=1)
         return jnp.minimum(begins, coords.index.shape[1] - self.slots)
 
     def _cut(self, tree, first: Int[Array, " B"], batch_axis: int):
-        """`slots` tokens of each row, from `first` on, of arrays whose token axis follows the batch axis."""
+        """`slots` tokens of each row, from `first` on, of arrays whose token axis follows the batch
+        axis."""
 
         def cut(x):
             rows = jax.vmap(
@@ -116,7 +124,8 @@ class Replica:
         return jax.tree.map(cut, tree)
 
     def plan(self, block: plan.Block) -> tuple[plan.Round, plan.Round, plan.Round]:
-        """The gather before the ring's rounds; the kernel calls behind them; what returns the gradients."""
+        """The gather before the ring's rounds; the kernel calls behind them; what returns the
+        gradients."""
         size, given = self.ranks.size, dataclasses.replace(block, tokens=self.slots)
         pairs = plan.everyone([range(size)])
         gather = plan.Round(

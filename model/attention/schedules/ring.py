@@ -1,27 +1,34 @@
-"""Ring Attention (Algorithm 1) and Striped Attention: K and V of every rank go round the ring, P - 1 hops in P rounds.
+"""Ring Attention (Algorithm 1) and Striped Attention: K and V of every rank go round the ring, P -
+1 hops in P rounds.
 
-Both papers have one algorithm (Striped Attention, Algorithm 1, with N devices). In round i, device j
+Both papers have one algorithm (Striped Attention, Algorithm 1, with N devices). In round i, device
+j
 
 1. lets k = (j - i) mod N, the owner of the block of keys that it has now,
 2. takes GetMask(j, k), here `coords.visible` of the coordinates that travel with the block,
-3. accumulates attention of its queries over that block (AccumulateAttentionFragment, here `kernel.extend`), and
-4. sends the block to device j + 1 and receives the next one from device j - 1 (`ring_pass.py`, which overlaps it with 3).
+3. accumulates attention of its queries over that block (AccumulateAttentionFragment, here
+`kernel.extend`), and
+4. sends the block to device j + 1 and receives the next one from device j - 1 (`ring_pass.py`,
+which overlaps it with 3).
 
-Ring Attention and Striped Attention differ only in GetMask, because they differ in which tokens a device holds: the layout
-`contiguous` gives the former, `striped` the latter.
+Ring Attention and Striped Attention differ only in GetMask, because they differ in which tokens a
+device holds: the layout `contiguous` gives the former, `striped` the latter.
 
-Traffic: each rank receives 2 T Hkv D numbers and 2 T coordinates a hop. The backward sends the same, and dK and dV in float32
-one hop behind, with one more hop to return home. Other arrays can ride along behind the same kernels: an all-gather with K and
-V (`forward_and_gather`), a reduce-scatter with dK and dV (`backward_and_exchange`); `model/memory/prefetch.py` sends weights
+Traffic: each rank receives 2 T Hkv D numbers and 2 T coordinates a hop. The backward sends the
+same, and dK and dV in float32 one hop behind, with one more hop to return home. Other arrays can
+ride along behind the same kernels: an all-gather with K and V (`forward_and_gather`), a
+reduce-scatter with dK and dV (`backward_and_exchange`); `model/memory/prefetch.py` sends weights
 that way.
 
-Option `bidirectional`: the first half of each block's tokens travels one way round and the second half the other, so that both
-directions of each link are used at once. Hops, bytes and kernel calls are as many; each direction carries half the bytes. In a
-round a rank has the two halves, of two different ranks, as one block of keys.
+Option `bidirectional`: the first half of each block's tokens travels one way round and the second
+half the other, so that both directions of each link are used at once. Hops, bytes and kernel calls
+are as many; each direction carries half the bytes. In a round a rank has the two halves, of two
+different ranks, as one block of keys.
 
-Sliding windows (DistFlashAttn, Appendix D): if the shards are runs of tokens in the order of the ranks (`ordered`), a block
-visits only the ranks within the window's reach: `reach` hops onwards if causal, otherwise `reach` hops either way. Global
-tokens beyond it are replicated (`replica.py`). If other arrays ride along, all blocks visit all ranks, because those have to.
+Sliding windows (DistFlashAttn, Appendix D): if the shards are runs of tokens in the order of the
+ranks (`ordered`), a block visits only the ranks within the window's reach: `reach` hops onwards if
+causal, otherwise `reach` hops either way. Global tokens beyond it are replicated (`replica.py`). If
+other arrays ride along, all blocks visit all ranks, because those have to.
 """
 
 from __future__ import annotations
@@ -79,7 +86,8 @@ class _Routes:
         )
 
     def split(self, gradients, own: bool):
-        """The gradients that follow each part: of the joined parts, or (own) of this rank's own block."""
+        """The gradients that follow each part: of the joined parts, or (own) of this rank's own
+        block."""
         if len(self.directions) == 1:
             return (gradients,)
         if own and not self.halved:
@@ -109,9 +117,10 @@ class Ring(Schedule):
     """Passes K and V round the ring.
 
     Attributes:
-      bidirectional: half of each block travels in either direction; without effect where a window cuts the hops of `ordered`
-        shards.
-      ordered: shards are runs of tokens in the order of the ranks, as `get_schedule` finds out from the layout.
+      bidirectional: half of each block travels in either direction; without effect where a window
+        cuts the hops of `ordered` shards.
+      ordered: shards are runs of tokens in the order of the ranks, as `get_schedule` finds out from
+        the layout.
     """
 
     bidirectional: bool = False
@@ -163,7 +172,8 @@ class Ring(Schedule):
         payload: Payload,
         context: Context,
     ):
-        """As of Schedule: the shares are summed on their way one hop behind the block, with dK and dV."""
+        """As of Schedule: the shares are summed on their way one hop behind the block, with dK and
+        dV."""
         rides = payload.shard is not None or payload.shares is not None
         routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides)
         own = keys.stacked()
@@ -186,7 +196,8 @@ class Ring(Schedule):
         return Gradients(dq, *dkv), gathered, share
 
     def _joined(self, kernel: Kernel, parts: tuple) -> Kernel:
-        """The kernel for the parts of several ranks in one block: only of ordered shards the first may be the later tokens."""
+        """The kernel for the parts of several ranks in one block: only of ordered shards the first
+        may be the later tokens."""
         return kernel.over_shards(1, len(parts)) if self.ordered else kernel
 
     def _routes(
@@ -252,13 +263,15 @@ class Ring(Schedule):
 
 
 def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
-    """The ring pass of this rank's block `own`, with other arrays riding along: then the routes visit all ranks.
+    """The ring pass of this rank's block `own`, with other arrays riding along: then the routes
+    visit all ranks.
 
     Args:
       visit: as of `ring_pass`.
 
     Returns:
-      The last carry; what all ranks contributed for `own`; the shards of all ranks [P, ...]; the sum of this rank's shares.
+      The last carry; what all ranks contributed for `own`; the shards of all ranks [P, ...]; the
+      sum of this rank's shares.
     """
     shard, shares = payload
     if shard is None and shares is None:
@@ -278,7 +291,8 @@ def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
         share = jax.tree.map(
             lambda rows: lax.dynamic_index_in_dim(rows, owner, 0, keepdims=False), shares
         )
-        # Before the kernels: behind them the compilers think that these take long enough to hide a transfer.
+        # Before the kernels: behind them the compilers think that these take long enough to hide a
+        # transfer.
         parts, gathered, share = lax.optimization_barrier((parts, gathered, share))
         carry, contribution, output = visit(carry, parts)
         return (carry, gathered, (owner - direction) % ranks.size), (contribution, share), output

@@ -1,10 +1,12 @@
-"""A ring pass: every rank's block visits all ranks of a ring, and what the visits contribute for its owner follows one hop
-behind.
+"""A ring pass: every rank's block visits all ranks of a ring, and what the visits contribute for
+its owner follows one hop behind.
 
-Each round sends the block on *before* it is computed with, so that the transfer overlaps the kernel; the last round sends
-nothing. The contribution to the block's owner (dK and dV, or a partial output) travels while the next round's kernel runs,
-and that round's own contribution is added to it afterwards, so that no transfer waits for the kernel that has just started.
-The first and the last round are peeled and the others are a scan: the compiled text does not grow with the number of ranks.
+Each round sends the block on *before* it is computed with, so that the transfer overlaps the
+kernel; the last round sends nothing. The contribution to the block's owner (dK and dV, or a partial
+output) travels while the next round's kernel runs, and that round's own contribution is added to it
+afterwards, so that no transfer waits for the kernel that has just started. The first and the last
+round are peeled and the others are a scan: the compiled text does not grow with the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -42,15 +44,17 @@ def ring_pass(
     carry=None,
     last_visit: Callable | None = None,
 ) -> RingPass:
-    """Passes a block on `hops` times, which makes `hops` + 1 rounds; the first is with this rank's own block.
+    """Passes a block on `hops` times, which makes `hops` + 1 rounds; the first is with this rank's
+    own block.
 
     Args:
       block: a tree of arrays, this rank's own block.
       hops: how often the block is passed on.
       send: a tree -> the same tree of the previous rank.
       send_home: a tree on the rank where a block ends -> the tree on the rank that owns the block.
-      visit: (carry, block) -> (carry, contribution, output): what stays on this rank from round to round, what is for the
-        block's owner (a tree, perhaps empty, summed over the rounds), and what is stacked over the rounds.
+      visit: (carry, block) -> (carry, contribution, output): what stays on this rank from round to
+        round, what is for the block's owner (a tree, perhaps empty, summed over the rounds), and
+        what is stacked over the rounds.
       carry: the carry of the first round.
       last_visit: the last round's `visit`, if another.
     """
@@ -58,8 +62,8 @@ def ring_pass(
     if not hops:
         carry, contribution, output = last_visit(carry, block)
         return RingPass(carry, send_home(contribution), jax.tree.map(lambda x: x[None], output))
-    # The barriers keep the rounds apart where the compiler unrolls a short scan. Without them it starts all the sends at once,
-    # and the first kernel hides only one of them.
+    # The barriers keep the rounds apart where the compiler unrolls a short scan. Without them it
+    # starts all the sends at once, and the first kernel hides only one of them.
     incoming = send(block)
     carry, contribution, first_output = visit(carry, block)
     state = lax.optimization_barrier((carry, contribution, incoming))
@@ -68,7 +72,8 @@ def ring_pass(
         carry, contribution, block = state
         incoming, arriving = send(block), send(contribution)
         carry, contribution, output = visit(carry, block)
-        # Before the sum: the compilers think that it takes long enough to hide a transfer, and would start one only then.
+        # Before the sum: the compilers think that it takes long enough to hide a transfer, and
+        # would start one only then.
         carry, contribution, arriving, incoming = lax.optimization_barrier(
             (carry, contribution, arriving, incoming)
         )
@@ -85,7 +90,8 @@ def ring_pass(
 
 
 def add(a, b):
-    """The sum of two trees, leaf by leaf: partial results of attention are merged, arrays are added, None adds nothing."""
+    """The sum of two trees, leaf by leaf: partial results of attention are merged, arrays are
+    added, None adds nothing."""
 
     def add_leaf(a, b):
         if b is None:

@@ -1,10 +1,12 @@
-"""Ring self-attention, RSA (Li et al., Sequence Parallelism, 2023): K round the ring, softmax, then V round the ring.
+"""Ring self-attention, RSA (Li et al., Sequence Parallelism, 2023): K round the ring, softmax, then
+V round the ring.
 
-This is the baseline before blockwise attention: every rank holds the scores of its queries against all keys, Hq T P T float32
-numbers, which grow with the whole sequence. Forward: each rank receives K and then V of the others, 2 (P - 1) T Hkv D numbers
-in 2 (P - 1) hops, and the coordinates with K. The paper keeps the softmax weights for the backward; here they are computed
-again from lse: K (with coordinates), V and K go round, and dV and dK in float32 follow the last two one hop behind
-(`ring_pass.py`), P hops each.
+This is the baseline before blockwise attention: every rank holds the scores of its queries against
+all keys, Hq T P T float32 numbers, which grow with the whole sequence. Forward: each rank receives
+K and then V of the others, 2 (P - 1) T Hkv D numbers in 2 (P - 1) hops, and the coordinates with K.
+The paper keeps the softmax weights for the backward; here they are computed
+again from lse: K (with coordinates), V and K go round, and dV and dK in float32 follow the last two
+one hop behind (`ring_pass.py`), P hops each.
 
 The kernel is not used: the scores are plain matrix products in float32, as in the paper.
 """
@@ -89,8 +91,8 @@ class RingSelfAttention(Schedule):
         return Gradients(dq.reshape(q.shape), dk, dv)
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
-        """In each ring pass every block of queries is computed with every block of keys, for some of the products; no tile is
-        skipped."""
+        """In each ring pass every block of queries is computed with every block of keys, for some
+        of the products; no tile is skipped."""
         del mask
 
         def send(name, nbytes):
@@ -111,7 +113,8 @@ class RingSelfAttention(Schedule):
         keys, values = send("K", block.keys // 2), send("V", block.keys // 2)
         dk, dv = send("dK", block.key_gradients // 2), send("dV", block.key_gradients // 2)
         with_keys = [keys, send("coordinates", block.coords)]
-        # The first hop of K's second pass is the same transfer as that of its first pass: compilers merge the two.
+        # The first hop of K's second pass is the same transfer as that of its first pass: compilers
+        # merge the two.
         return plan.Plan(
             (*rounds((1, 2), with_keys), *rounds((1, 2), [values])),
             (
@@ -129,7 +132,8 @@ def _all_scores(
     context: Context,
     softcap: float | None,
 ) -> Float[Array, "P B Hkv G T T"]:
-    """Scores of the grouped queries `q` against every rank's keys, in the order in which they arrive; hidden ones are -inf."""
+    """Scores of the grouped queries `q` against every rank's keys, in the order in which they
+    arrive; hidden ones are -inf."""
 
     def visit(carry, block):
         k, kv_coords = block

@@ -1,4 +1,5 @@
-"""The contract of schedules: which ranks compute which blocks of attention in which round, and what travels between them."""
+"""The contract of schedules: which ranks compute which blocks of attention in which round, and what
+travels between them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from ..partial import AttentionPartial
 from . import plan
 from .ranks import Ranks
 
-# The declared type of an option -> whether a value is of it, and how a message says what is needed. (A bool is an int.)
+# The declared type of an option -> whether a value is of it, and how a message says what is needed.
+# (A bool is an int.)
 OPTION_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (
@@ -52,7 +54,8 @@ class Payload(NamedTuple):
 
     Attributes:
       shard: a tree of arrays of this rank, to be gathered from all ranks; or None.
-      shares: a tree of arrays [P, ...] of this rank, of which row p is to be added to rank p's sum; or None.
+      shares: a tree of arrays [P, ...] of this rank, of which row p is to be added to rank p's sum;
+        or None.
     """
 
     shard: PyTree[Array] | None = None
@@ -60,17 +63,20 @@ class Payload(NamedTuple):
 
 
 class Schedule(abc.ABC):
-    """Attention of each rank's queries over the keys of all ranks, by calls of a kernel and transfers between the ranks.
+    """Attention of each rank's queries over the keys of all ranks, by calls of a kernel and
+    transfers between the ranks.
 
-    Subclasses are frozen dataclasses of options, whose types and values are checked when one is made. `forward` and `backward`
-    run inside `shard_map`, on a rank's own arrays. On a single rank every schedule is replaced by `Local`.
+    Subclasses are frozen dataclasses of options, whose types and values are checked when one is
+    made. `forward` and `backward` run inside `shard_map`, on a rank's own arrays. On a single rank
+    every schedule is replaced by `Local`.
 
     Raises:
       ValueError: an option of another type than declared, or a negative number.
     """
 
     can_gather_along: ClassVar[bool] = False
-    """Whether other arrays can ride along: whether there are `forward_and_gather` and `backward_and_exchange`."""
+    """Whether other arrays can ride along: whether there are `forward_and_gather` and
+    `backward_and_exchange`."""
 
     @property
     def name(self) -> str:
@@ -93,11 +99,13 @@ class Schedule(abc.ABC):
     def backward(
         self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context
     ) -> Gradients:
-        """The gradients of this rank's queries, and of its keys and values from the queries of all ranks, float32."""
+        """The gradients of this rank's queries, and of its keys and values from the queries of all
+        ranks, float32."""
 
     @abc.abstractmethod
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
-        """What `forward` and `backward` do on `size` ranks that each hold one `block`, as plain data.
+        """What `forward` and `backward` do on `size` ranks that each hold one `block`, as plain
+        data.
 
         The mask matters where a window lets a schedule leave ranks out.
         """
@@ -105,7 +113,8 @@ class Schedule(abc.ABC):
     def forward_and_gather(
         self, kernel: Kernel, queries: Queries, keys: Keys, shard: PyTree[Array], context: Context
     ) -> tuple[AttentionPartial, PyTree[Array]]:
-        """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] behind the same kernels."""
+        """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] behind the same
+        kernels."""
         raise NotImplementedError(f"{type(self).__name__} gathers no other arrays")
 
     def backward_and_exchange(
@@ -120,7 +129,8 @@ class Schedule(abc.ABC):
         """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`.
 
         Returns:
-          The gradients; the shards of all ranks [P, ...]; the sum over all ranks of their shares for this rank.
+          The gradients; the shards of all ranks [P, ...]; the sum over all ranks of their shares
+          for this rank.
         """
         raise NotImplementedError(f"{type(self).__name__} gathers no other arrays")
 

@@ -1,12 +1,15 @@
-"""DeepSpeed-Ulysses and USP: an all-to-all exchanges shards of the sequence for shards of the heads, and back after attention.
+"""DeepSpeed-Ulysses and USP: an all-to-all exchanges shards of the sequence for shards of the
+heads, and back after attention.
 
-Forward: each rank sends (P - 1) / P of its queries, keys, values and outputs, T (2 Hq + 2 Hkv) D numbers whatever P is, and
-all coordinates are gathered; attention is then one round. Backward: the same for dout, q, k and v, and back for dq, dk and dv.
-With a `degree` below P, groups of `degree` neighbours exchange heads, and any inner schedule spans the groups: Unified Sequence
-Parallelism (USP).
+Forward: each rank sends (P - 1) / P of its queries, keys, values and outputs, T (2 Hq + 2 Hkv) D
+numbers whatever P is, and all coordinates are gathered; attention is then one round. Backward: the
+same for dout, q, k and v, and back for dq, dk and dv. With a `degree` below P, groups of `degree`
+neighbours exchange heads, and any inner schedule spans the groups: Unified Sequence Parallelism
+(USP).
 
-If there are fewer key heads than ranks, they are replicated before they travel, just as often as the ranks' query heads need.
-If the degree does not divide the query heads, they are padded with heads of zeros.
+If there are fewer key heads than ranks, they are replicated before they travel, just as often as
+the ranks' query heads need. If the degree does not divide the query heads, they are padded with
+heads of zeros.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class _HeadSplit:
     Attributes:
       query_heads: of the model.
       local_heads: query heads of a rank, padding included.
-      key_heads: the key heads that travel, in the order of the ranks, with repetitions; equally many for each rank.
+      key_heads: the key heads that travel, in the order of the ranks, with repetitions; equally
+        many for each rank.
     """
 
     query_heads: int
@@ -48,7 +52,8 @@ class _HeadSplit:
     def create(cls, query_heads: int, kv_heads: int, degree: int) -> _HeadSplit:
         group = query_heads // kv_heads
         local_heads = -(-query_heads // degree)
-        # Runs of `shared` query heads, aligned with both the ranks' blocks and the groups, have one key head.
+        # Runs of `shared` query heads, aligned with both the ranks' blocks and the groups, have one
+        # key head.
         shared = math.gcd(local_heads, group)
         first_heads = np.arange(degree * local_heads // shared) * shared
         return cls(query_heads, local_heads, np.minimum(first_heads // group, kv_heads - 1))
@@ -78,7 +83,8 @@ class Ulysses(Schedule):
             self.inner.check(size // self.degree)
 
     def _lines(self, ranks: Ranks) -> tuple[Ranks, Ranks, Schedule]:
-        """The group that exchanges heads, the line across groups, and the schedule on the latter."""
+        """The group that exchanges heads, the line across groups, and the schedule on the
+        latter."""
         outer, line = ranks.split(self.degree or ranks.size)
         return line, outer, self.inner if outer.size > 1 else Local()
 
@@ -136,7 +142,8 @@ class Ulysses(Schedule):
             query_heads=heads.local_heads,
             kv_heads=heads.key_heads.size // degree,
         )
-        # Before the exchange, padded and replicated, a rank's block has as many bytes; one part in `degree` goes to each rank.
+        # Before the exchange, padded and replicated, a rank's block has as many bytes; one part in
+        # `degree` goes to each rank.
         pairs = plan.everyone(plan.lines(size, degree)[1])
 
         def exchange(name, nbytes):
@@ -171,7 +178,8 @@ class Ulysses(Schedule):
 def _exchange_heads(
     line: Ranks, heads: _HeadSplit, queries: Queries, keys: Keys
 ) -> tuple[Queries, Keys]:
-    """The line's tokens with this rank's share of the heads, from this rank's tokens with all heads."""
+    """The line's tokens with this rank's share of the heads, from this rank's tokens with all
+    heads."""
     q, k, v = _exchange_qkv(line, heads, queries.q, keys.k, keys.v)
     q_coords, kv_coords = _gather_coords(line, queries.coords, keys.coords)
     return Queries(q, q_coords), Keys(k, v, kv_coords)

@@ -13,7 +13,8 @@ from .plan import Block, Plan, received
 def window_lines(
     schedule: str | Mapping[str, Any], layout: str, size: int, block: Block, masks: Sequence[Mask]
 ) -> list[str]:
-    """Returns a line where keys beyond a window still travel, or hidden scores are still computed; else none.
+    """Returns a line where keys beyond a window still travel, or hidden scores are still computed;
+    else none.
 
     Args:
       schedule: a name or a mapping, as in `AttentionConfig`.
