@@ -1,6 +1,7 @@
 """Greedy decoding on a mesh gives transformers' tokens."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -386,3 +387,14 @@ def test_likelihoods_are_transformers(tmp_path, axes):
     assert generator.score(params, texts[1:2], [7])[0].is_greedy == [True]
     with pytest.raises(ValueError, match="start: found 2 in a text of 2 tokens; needs 1 to 1"):
         generator.score(params, [[5, 6]], [2])
+
+
+def test_each_step_draws_anew():
+    """Equal logits, seed and prompt; another step, draw or seed gives another of 1,000 tokens, the same ones the same."""
+    logits = jnp.zeros((1, 1000))
+
+    def drawn(seed=0, draw=0, step=0):
+        return int(Sampling(1.0, seed=seed).choose(logits, jnp.array([draw]), jnp.int32(step))[0])
+
+    assert drawn() == drawn()
+    assert len({drawn(), drawn(seed=1), drawn(draw=1), drawn(step=1), drawn(step=2)}) == 5
