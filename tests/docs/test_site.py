@@ -54,7 +54,10 @@ def test_the_site_is_built_without_warnings(site):
         if not (site / ("" if name == "index" else name) / "index.html").is_file()
     ]
     assert len(names) > 25 and missing == []
-    assert '<h1 id="what-is-supported">' in (site / "index.html").read_text(encoding="utf-8")
+    index = (site / "index.html").read_text(encoding="utf-8")
+    first = re.search(r'<h1 id="longstripe">.*?<p>(.*?)</p>', index, re.DOTALL)
+    assert first and first[1].startswith("Longstripe fine-tunes Hugging Face language models")
+    assert 'href="site.css"' in index and "pre-wrap" in (site / "site.css").read_text()
     assert (site / "start" / "index.html").is_file()
     assert (site / "BENCHMARKS" / "index.html").is_file() and (site / "longstripe.ipynb").is_file()
 
@@ -87,7 +90,7 @@ def test_every_page_is_in_the_navigation():
     assert [
         page for page in pages if not re.search(rf"(: |- ){re.escape(page)}$", nav, re.MULTILINE)
     ] == []
-    assert yaml.safe_load(nav)["nav"][0] == {"What is supported": "index.md"}
+    assert yaml.safe_load(nav)["nav"][0] == {"Longstripe": "index.md"}
 
 
 def test_the_first_page_has_every_family_schedule_and_kernel():
@@ -122,21 +125,48 @@ def code_cells():
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
-def test_the_notebook_has_no_output_and_its_commands_fit_the_recipe(monkeypatch):
-    """Executes every cell here; commands are gathered instead of run, and train.py's flags are read as train.py reads them."""
+def outputs():
+    """Returns the stored text of each code cell, and the types of its other outputs."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
-    monkeypatch.setenv("LONGSTRIPE", str(ROOT))
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            kinds = {kind for output in cell["outputs"] for kind in output.get("data", {})}
+            yield "".join("".join(output.get("text", "")) for output in cell["outputs"]), kinds
+
+
+def test_the_notebook_shows_what_it_did():
+    """It was executed from its first cell to its last, and trained to a model that finds lines."""
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    texts, kinds = zip(*outputs(), strict=True)
+    assert any("image/png" in cell_kinds for cell_kinds in kinds)
+    [chat] = [text for text in texts if "scripts.chat" in text]
+    assert "line cat: 88" in chat.partition("--simulate")[2]
+    [retrieval] = [text for text in texts if "eval.line_retrieval" in text]
+    assert int(re.search(r"(\d+)/50", retrieval)[1]) > 25
+    everything = "".join(texts)
+    assert "Traceback" not in everything and not re.search(r"/(?:work|home|tmp|root)/", everything)
+
+
+def test_the_notebooks_commands_fit_the_recipe(monkeypatch, tmp_path):
+    """Executes every cell here; commands are gathered instead of run, and train.py's flags are read as train.py reads them."""
     monkeypatch.setenv("STEPS", "2")
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(ROOT / "docs")
+    for name, field in (("metrics", ""), ("held_out", "held_out_")):
+        row = {"step": 1, f"{field}loss_nats_per_target": 7.0}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
     commands = []
     scope = {}
     for code in code_cells():
         exec(compile(code, NOTEBOOK.name, "exec"), scope)
-        scope["run"] = lambda *command: commands.append(command)
+        scope |= {"run": lambda *command: commands.append(command), "RUN": str(tmp_path)}
+    assert (tmp_path / "loss.png").is_file() and Path.cwd() == ROOT
     assert [command[:2] for command in commands] == [
         ("-m", "scripts.inspect_data"),
         ("train.py", "--config"),
+        ("-m", "scripts.chat"),
+        ("-m", "eval.line_retrieval"),
         ("-m", "scripts.export_hf"),
         ("-m", "scripts.plan"),
     ]
@@ -163,9 +193,11 @@ def test_the_notebook_runs_on_simulated_devices(tmp_path, monkeypatch):
     for name in filter(None, files):
         (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "copy" / name)
-    monkeypatch.setenv("LONGSTRIPE", str(tmp_path / "copy"))
     monkeypatch.setenv("STEPS", "2")
     NotebookClient(
-        nbformat.read(NOTEBOOK, as_version=4), timeout=900, kernel_name="python3"
+        nbformat.read(NOTEBOOK, as_version=4),
+        timeout=900,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path / "copy")}},
     ).execute()
     assert (tmp_path / "copy/runs/notebook/exported/model.safetensors").is_file()
