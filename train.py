@@ -59,7 +59,7 @@ def next_commands(config: "RunConfig", processes: int) -> str:
       processes: that trained it.
     """
     run, mesh = shlex.quote(str(config.folder)), config.mesh
-    rows = mesh.data * mesh.fsdp
+    rows = mesh.rows
 
     def flags(**sizes: int) -> str:
         # An evaluation runs in one process, with the devices of one machine.

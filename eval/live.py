@@ -37,7 +37,7 @@ def _respondent(
         template,
         stops,
         run.data.context_length,
-        rows or run.mesh.data * run.mesh.fsdp,
+        rows or run.mesh.rows,
         chunk,
         Sampling(),
     )

@@ -39,7 +39,9 @@ LONGEST_SAMPLE = 600  # characters of an answer
 def cost(run: Run) -> dict[str, str]:
     """Returns what a run took, as far as its metrics say."""
     rows, mesh = run.logs.get("metrics", []), run.config.get("mesh", {})
-    devices = math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp", "tensor", "sequence"))
+    devices = math.prod(
+        mesh.get(axis, 1) for axis in ("data", "fsdp", "expert", "tensor", "sequence")
+    )
     steps = [row["step"] for row in rows]
     spans = [step - before for before, step in zip([0, *steps], steps, strict=False)]
     seconds = sum(

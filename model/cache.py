@@ -24,11 +24,11 @@ from jaxtyping import Array, Float, Int
 from .attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, merge
 from .attention.kernels.reference import ReferenceKernel
 from .attention.layout import permutation
+from .attention.names import BATCH_AXES
 from .attention.partial import per_row
 from .attention.schedules import in_any_layout
 from .dropout import TokenInfo
 from .memory.period import scan_periods
-from .sharding import BATCH_AXES
 from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 
@@ -243,17 +243,17 @@ class CachedModel:
 
     def _attend_whole(
         self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys, before: TokenCoords
-    ) -> Float[Array, "B n Hq D"]:
-        return merge_over(_over_cache(op, queries, cached), "sequence").out
+    ) -> AttentionPartial:
+        return merge_over(_over_cache(op, queries, cached), "sequence")
 
     def _attend_split(
         self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys, before: TokenCoords
-    ) -> Float[Array, "B n Hq D"]:
+    ) -> AttentionPartial:
         every = jax.tree.map(lambda x: lax.all_gather(x, "sequence", axis=1, tiled=True), queries)
         past = merge_over(
             _over_cache(op, every, cached._replace(coords=before)), "sequence", scatter=True
         )
-        return merge(op.forward(queries, new), past).out
+        return merge(op.forward(queries, new), past)
 
     def _run(
         self, params: Shards, cache: Cache, batch: Batch, attend: Callable
@@ -261,7 +261,7 @@ class CachedModel:
         """Runs the layers on new tokens and keeps their keys and values.
 
         Args:
-          attend: attention's output from a layer's operation, the new tokens' queries and keys, all keys that this device then
+          attend: attention's result from a layer's operation, the new tokens' queries and keys, all keys that this device then
             has, and the coordinates that leave the new ones among these out.
         """
         model, index, segment_ids = self._model, batch["index"], batch["segment_ids"]
@@ -286,7 +286,8 @@ class CachedModel:
             attended = attend(
                 layer.attention, Queries(q, coords), Keys(new_k, new_v, coords), cached, before
             )
-            return (layer.finish(weights, x, attended.astype(x.dtype), labels).hidden, k, v), None
+            attended = layer.with_sinks(weights, attended).astype(x.dtype)
+            return (layer.finish(weights, x, attended, labels).hidden, k, v), None
 
         (x, k, v), _ = scan_periods(
             [functools.partial(run_layer, layer) for layer in layers],

@@ -55,11 +55,14 @@ class TransformerConfig:
       qk_norm: the RMS norm of queries and keys before RoPE: "none", of each "head", or of "all" heads together.
       norms: whether norms come "before" attention and feed-forward, "after" them, or "both".
       norm_offset: what is added to the weights of norms.
-      activation: of the feed-forward's gate: "silu", or "gelu_tanh", the approximation of GELU by tanh.
+      activation: of the feed-forward's gate: "silu", or "gelu_tanh", the approximation of GELU by tanh; "clamped"
+        is gpt-oss's gate of experts.
       scaled_embeddings: embeddings are multiplied by the square root of hidden_size.
+      attention_sinks: each head has a learnt score that joins the softmax's denominator.
       num_experts: feed-forwards of a layer, of which a router sends each token to
         num_experts_per_tok; 0 for one feed-forward and no router.
       moe_intermediate_size: the experts' width; None for intermediate_size.
+      expert_bias: whether experts' projections and the router have biases.
       norm_topk_prob: a token's weights of its experts are divided by their sum.
       output_router_logits: router_aux_loss_coef times the balance loss of the routers is trained
         too; router_z_loss_coef, which no config.json has, is that of their z-loss.
@@ -103,9 +106,11 @@ class TransformerConfig:
     norm_offset: float = 0.0
     activation: str = "silu"
     scaled_embeddings: bool = False
+    attention_sinks: bool = False
     num_experts: int = 0
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
+    expert_bias: bool = False
     norm_topk_prob: bool = False
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.0

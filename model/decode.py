@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from .attention.layout import inverse, permutation
+from .attention.names import BATCH_AXES
 from .cache import ROWS, SPECS, Cache, CachedModel
 from .language_model import TOKENS, LanguageModel
-from .sharding import BATCH_AXES
 from .weights import Shards
 
 # Chunks at the end of a prompt are halved, but never below this many tokens per rank.

@@ -6,7 +6,8 @@ tokens go out through the layer's auxiliary output; `router_losses` makes losses
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,10 +70,13 @@ class Router(nnx.Module):
         self.weight = param(
             rngs, shape, ("embed", "router"), config.initializer_range, stages=(OUTPUT,)
         )
+        if config.expert_bias:
+            self.bias = nnx.Param(jnp.zeros(shape[1:]), axes=("router",), stages=(OUTPUT,))
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T X"]:
         """Returns float32 logits of normalised hidden states."""
-        return product("te,ex->tx", x, self.weight.get_value(), jnp.float32)
+        logits = product("te,ex->tx", x, self.weight.get_value(), jnp.float32)
+        return logits + self.bias[...] if hasattr(self, "bias") else logits
 
 
 class ExpertProjection(nnx.Module):
@@ -96,17 +100,50 @@ class ExpertProjection(nnx.Module):
             stages=(OUTPUT,),
             hf_name=f"model.layers.{{i}}.mlp.experts.{{j}}.{name}.weight",
         )
+        if config.expert_bias:
+            self.bias = nnx.Param(
+                jnp.zeros((config.num_experts, outputs)),
+                axes=("experts", axes[1]),
+                stages=(OUTPUT,),
+                hf_name=f"model.layers.{{i}}.mlp.experts.{{j}}.{name}.bias",
+            )
 
-    def __call__(self, x: Float[Array, "M K"], sizes: Int[Array, " X"]) -> Float[Array, "M N"]:
-        """Returns the products of rows that are sorted by expert, as of `grouped_product`."""
-        return grouped_product(x, self.weight.get_value(), sizes)
+    def __call__(
+        self, x: Float[Array, "M K"], sizes: Int[Array, " X"], experts: Int[Array, " M"], share=1
+    ) -> Float[Array, "M N"]:
+        """Returns the products of rows that are sorted by expert, as of `grouped_product`, with
+        this share of the biases.
+
+        Args:
+          experts: the rows' experts.
+        """
+        y = grouped_product(x, self.weight.get_value(), sizes)
+        if not hasattr(self, "bias"):
+            return y
+        bias = self.bias[...].at[experts].get(mode="fill", fill_value=0)
+        return (y + bias / share).astype(y.dtype)
+
+
+def _clamped_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """gpt-oss's gate: both sides are clamped at 7, and the sigmoid has a slope of 1.702."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+def _plain_gate(activation: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    function = ACTIVATIONS[activation]
+    return lambda gate, up: function(gate) * up
+
+
+# What makes an expert's inner numbers of gate and up, where it is not a product with an activation.
+GATES = {"clamped": _clamped_gate}
 
 
 class Experts(nnx.Module):
     """A gated feed-forward for each expert; their width F is split over `tensor`."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.activation = ACTIVATIONS[config.activation]
+        self.gated = GATES.get(config.activation) or _plain_gate(config.activation)
         self.count = config.num_experts
         hidden, width = config.hidden_size, config.expert_width
         inward, outward = (hidden, width, ("embed", "mlp")), (width, hidden, ("mlp", "embed"))
@@ -114,15 +151,45 @@ class Experts(nnx.Module):
         self.up_proj = ExpertProjection("up_proj", *inward, config, rngs)
         self.down_proj = ExpertProjection("down_proj", *outward, config, rngs)
 
-    def __call__(self, x: Float[Array, "T E"], routes: Routes) -> Float[Array, "T E"]:
-        """Returns the weighted sums of the experts' outputs, this tensor rank's summand."""
-        experts = routes.experts.reshape(-1)
+    def __call__(
+        self, x: Float[Array, "T E"], routes: Routes, parallel: TensorParallel
+    ) -> Float[Array, "T E"]:
+        """Returns the weighted sums of the experts' outputs, this tensor rank's summand.
+
+        Where `expert` splits the experts, each of its ranks gets the tokens of all, computes what
+        its experts make of them, and the sums return to the tokens' ranks. In all to all with
+        shapes that are known beforehand a rank would send as much: any token may go to any rank.
+        """
+        ranks = lax.axis_size("expert")
+        if ranks == 1:
+            return self._sums(x, routes, parallel, self.count)
+        x, routes = jax.tree.map(
+            lambda part: lax.all_gather(part, "expert", axis=0, tiled=True), (x, routes)
+        )
+        own = self.count // ranks
+        sums = self._sums(x, routes, parallel, own, lax.axis_index("expert") * own)
+        return lax.psum_scatter(sums, "expert", scatter_dimension=0, tiled=True)
+
+    def _sums(
+        self,
+        x: Float[Array, "T E"],
+        routes: Routes,
+        parallel: TensorParallel,
+        count: int,
+        first: Any = 0,
+    ) -> Float[Array, "T E"]:
+        """Returns the summands of the experts from `first` on, `count` of them."""
+        experts = routes.experts.reshape(-1) - first
+        experts = jnp.where((experts >= 0) & (experts < count), experts, count)  # others come last
         order = jnp.argsort(experts, stable=True)
         places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
-        sizes = jnp.bincount(experts, length=self.count)
+        sizes = jnp.bincount(experts, length=count + 1)[:count]
         rows = _sorted_rows(x, order, places)
-        gated = self.activation(self.gate_proj(rows, sizes)) * self.up_proj(rows, sizes)
-        outputs = _reordered(self.down_proj(gated, sizes), places, order)
+        by_row = experts[order]
+        gated = self.gated(self.gate_proj(rows, sizes, by_row), self.up_proj(rows, sizes, by_row))
+        # Each tensor rank's summand has its share of the biases.
+        shares = parallel.tensor if parallel.mlp else 1
+        outputs = _reordered(self.down_proj(gated, sizes, by_row, shares), places, order)
         outputs = outputs.reshape(*routes.experts.shape, -1).astype(jnp.float32)
         return jnp.einsum("tke,tk->te", outputs, routes.weights).astype(x.dtype)
 
@@ -144,7 +211,7 @@ class Mixture(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.gate(tokens)
         routes = route(logits, self.config)
-        y = self.experts(tokens, routes).reshape(x.shape)
+        y = self.experts(tokens, routes, parallel).reshape(x.shape)
         # In decoding nothing is trained, and nobody asks for sums.
         real = labels.real
         sums = {} if real is None else router_sums(logits, routes, real.reshape(-1))

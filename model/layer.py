@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
+from .attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, attend
+from .attention.partial import per_row
 from .config import TransformerConfig
 from .declarations import bind, read_by
 from .dropout import TokenInfo
 from .feedforward import KEYS_VALUES, OUTPUT, QUERIES, Auxiliary
+from .frozen import array
 from .memory.chunked import chunked_with_sums, passed_through
 from .memory.options import MemoryConfig
 from .modules import Tokens
@@ -67,7 +69,7 @@ class ShardedLayer:
     ) -> LayerOutput:
         """Returns the layer's output."""
         q, k, v = self.project(weights, x, labels)
-        return self.finish(weights, x, self.attend(q, k, v, coords), labels)
+        return self.finish(weights, x, self.attend(weights, q, k, v, coords), labels)
 
     def project(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Heads, Heads, Heads]:
         """Returns queries, keys and values, for the heads that the weights have."""
@@ -127,10 +129,20 @@ class ShardedLayer:
 
         return project
 
-    def attend(self, q: Heads, k: Heads, v: Heads, coords: TokenCoords) -> Heads:
+    def attend(self, weights: dict, q: Heads, k: Heads, v: Heads, coords: TokenCoords) -> Heads:
         """Returns attention's output for this device's queries over the keys of all shards."""
         with jax.named_scope("attention"):
-            return attend(self.attention, Queries(q, coords), Keys(k, v, coords)).out
+            partial = attend(self.attention, Queries(q, coords), Keys(k, v, coords))
+            return self.with_sinks(weights, partial)
+
+    def with_sinks(self, weights: dict, partial: AttentionPartial) -> Heads:
+        """Returns attention's output with the learnt scores in the softmax's denominators, if the
+        model has these: with one, exp(lse) / (exp(lse) + exp(sink)) of the output is left."""
+        if not self.config.attention_sinks:
+            return partial.out
+        sinks = array(weights["self_attn.sinks"])
+        left = jax.nn.sigmoid(partial.lse - sinks[:, None])
+        return (partial.out * per_row(left)).astype(partial.out.dtype)
 
     def finish(self, weights: dict, x: Hidden, attended: Heads, labels: TokenInfo) -> LayerOutput:
         """Returns the layer's output from its input and attention's output."""

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .sharding import BATCH_AXES, TensorParallel
+from .attention.names import BATCH_AXES
+from .sharding import TensorParallel
 
 
 class SourceSums(NamedTuple):

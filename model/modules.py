@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -83,6 +84,11 @@ class SelfAttention(nnx.Module):
         if norm := QK_NORMS[config.qk_norm]:
             self.q_norm = norm(config, config.num_attention_heads, "heads", QUERIES)
             self.k_norm = norm(config, config.num_key_value_heads, "kv_heads", KEYS_VALUES)
+        if config.attention_sinks:  # `ShardedLayer.attend` reads them
+            zeros = jnp.zeros((config.num_attention_heads,), jnp.float32)
+            self.sinks = nnx.Param(
+                zeros, axes=("heads",), hf_name="model.layers.{i}.self_attn.sinks"
+            )
         self.o_proj = Projection(
             "bthd,hde->bte",
             (config.num_attention_heads, size, hidden),

@@ -32,7 +32,14 @@ from .declarations import (
 from .modules import LAYER_MODULES
 from .padding import pad, sizes_in_memory, whole_heads
 from .quantized_weights import quantized, weight_of
-from .sharding import STORAGE_AXES, Parameter, Sharding, TensorParallel, without_storage
+from .sharding import (
+    STORAGE_AXES,
+    Parameter,
+    Sharding,
+    TensorParallel,
+    storage_spec,
+    without_storage,
+)
 from .weights import WeightGatherer
 
 
@@ -108,7 +115,11 @@ class ModelParameters(abc.ABC):
     @property
     def weights(self) -> WeightGatherer:
         """How shards become whole weights."""
-        return WeightGatherer(self.config, self.parallel, self.parameters, self.specs, self.dtype)
+        specs = {
+            name: storage_spec(spec, self.parameters[name].axes)
+            for name, spec in self.specs.items()
+        }
+        return WeightGatherer(self.config, self.parallel, self.parameters, specs, self.dtype)
 
     def quantized(self, stored: Mapping[str, Any]) -> dict[str, Shaped[Array, ...]]:
         """Returns the codes of the weights `quantized_names` on their devices; none if there are

@@ -1,7 +1,7 @@
 """Where parameters lie on a mesh: one table from logical axes to mesh axes, and how shards become whole and gradients shards.
 
-Every parameter is split over `tensor` where its heads, feed-forward width or vocabulary are, and over `fsdp` and `sequence` as
-well, since the devices along both share the parameters (ZeRO-3 over all devices that share a batch).
+Every parameter is split over `tensor` where its heads, feed-forward width or vocabulary are, and over `fsdp`, `expert` and
+`sequence` as well, since the devices along both share the parameters (ZeRO-3 over all devices that share a batch).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from jaxtyping import Array, Float, Shaped
 
 from .config import TransformerConfig
 
-BATCH_AXES = ("data", "fsdp")
-STORAGE_AXES = ("fsdp", "sequence")
+STORAGE_AXES = ("fsdp", "expert", "sequence")
 
 
 class AxisRule(NamedTuple):
@@ -31,10 +30,12 @@ class AxisRule(NamedTuple):
     Attributes:
       tensor: whether `tensor` splits it, where `TensorParallel` says so under the axis's name.
       storage: when the storage axes are tried on it: 0 first, 1 where they do not divide any of the former, None never.
+      expert: whether `expert` splits it, as `tensor` does: products take what a device has of it.
     """
 
     tensor: bool
     storage: int | None
+    expert: bool = False
 
 
 RULES = {
@@ -42,7 +43,7 @@ RULES = {
     "embed": AxisRule(tensor=False, storage=0),
     "norm": AxisRule(tensor=False, storage=0),  # the hidden axis of a vector
     "vocab": AxisRule(tensor=True, storage=1),
-    "experts": AxisRule(tensor=False, storage=1),
+    "experts": AxisRule(tensor=False, storage=1, expert=True),
     "router": AxisRule(tensor=False, storage=None),  # a number for each expert
     "heads": AxisRule(tensor=True, storage=1),
     "kv_heads": AxisRule(tensor=True, storage=1),
@@ -219,13 +220,21 @@ class Sharding:
             chosen[i].append(mesh_axis)
             return True
 
+        storage_axes = list(self.storage_axes)
         for i, (axis, rule) in enumerate(zip(parameter.axes, rules, strict=True)):
+            if rule.expert and self.mesh.shape["expert"] > 1:
+                storage_axes = [name for name in storage_axes if name != "expert"]
+                if not split(i, "expert"):
+                    raise ValueError(
+                        f"mesh.expert: found {self.mesh.shape['expert']}, which does not divide the "
+                        f"model's {shape[i]} experts"
+                    )
             if rule.tensor and self.mesh.shape["tensor"] > 1 and getattr(self.parallel, axis):
                 split(i, "tensor")
         candidates = [
             (rule.storage, -shape[i], i) for i, rule in enumerate(rules) if rule.storage is not None
         ]
-        for mesh_axis in self.storage_axes:
+        for mesh_axis in storage_axes:
             if self.mesh.shape[mesh_axis] > 1:
                 for _, _, i in sorted(candidates):
                     if split(i, mesh_axis):
@@ -257,6 +266,21 @@ def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
         if axes:
             splits.append((i, axes))
     return splits
+
+
+def storage_spec(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    """Returns the spec without the mesh axis `expert` where it splits experts, of which a device computes with its own: what is
+    left of the storage axes is gathered."""
+    return PartitionSpec(
+        *(
+            tuple(
+                name for name in ((entry,) if isinstance(entry, str) else entry) if name != "expert"
+            )
+            if entry and RULES[axis].expert
+            else entry
+            for entry, axis in zip(spec, axes, strict=True)
+        )
+    )
 
 
 def without_storage(spec: PartitionSpec) -> PartitionSpec:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
+from .attention.names import BATCH_AXES
 from .dropout import TokenInfo
 from .experts import RouterTotals, router_losses, router_measures
 from .feedforward import QK_NORMS, Auxiliary
@@ -27,7 +28,7 @@ from .layer import LayerOutput, ShardedLayer
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
 from .parameters import ModelParameters
-from .sharding import BATCH_AXES, TensorParallel
+from .sharding import TensorParallel
 from .weights import Shards
 
 # How arrays [B, L, ...] of a batch are split.
@@ -91,6 +92,14 @@ class Transformer(ModelParameters):
                 f"memory.attention_groups: found {self.memory.attention_groups}; the family {self.config.family} "
                 "normalises all heads together, so it needs 1"
             )
+        whole_layer = {"prefetch": False, "attention_groups": 1, "query_chunks": 1}
+        for name, needed in whole_layer.items():
+            found = getattr(self.memory, name)
+            if self.config.attention_sinks and found != needed:
+                raise ValueError(
+                    f"memory.{name}: found {str(found).lower()}; the family {self.config.family} has "
+                    f"attention sinks, so it needs {str(needed).lower()}"
+                )
         if parallel.split_tokens and not (parallel.heads and parallel.mlp):
             config = self.config
             size = (

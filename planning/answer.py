@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from model.attention.names import MESH_AXES
+
 from .costs.measured import kind, slowest
 from .machines import device_count
 from .memory_estimate import MemoryEstimate, estimate_memory
@@ -98,11 +100,7 @@ def flags(job: Job) -> str:
     """Returns the flags of scripts.plan that ask for the job's mesh, schedule and memory policy."""
     mesh, memory = job.run.mesh, job.run.memory
     axes = (
-        ",".join(
-            f"{axis}={getattr(mesh, axis)}"
-            for axis in ("data", "fsdp", "tensor", "sequence")
-            if getattr(mesh, axis) > 1
-        )
+        ",".join(f"{axis}={getattr(mesh, axis)}" for axis in MESH_AXES if getattr(mesh, axis) > 1)
         or "sequence=1"
     )
     words = [f"--mesh {axes}", f"--remat {memory.remat}"]
@@ -266,7 +264,9 @@ def _enough(job: Job, devices: int) -> bool:
         return False
     spread = changed(
         job.run,
-        mesh=dataclasses.replace(job.run.mesh, data=1, fsdp=1, tensor=1, sequence=devices, dcn={}),
+        mesh=dataclasses.replace(
+            job.run.mesh, data=1, fsdp=1, expert=1, tensor=1, sequence=devices, dcn={}
+        ),
     )
     return any(
         estimate_memory(candidate).fits == "yes"

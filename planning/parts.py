@@ -84,7 +84,7 @@ def device_tokens(run: RunConfig) -> float:
     return (
         run.data.context_length
         * run.train.batch_size
-        / (mesh.data * mesh.fsdp * mesh.sequence)
+        / (mesh.rows * mesh.sequence)
         / run.train.accumulation
     )
 

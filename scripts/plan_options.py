@@ -383,5 +383,5 @@ def mesh_of(text: str | None) -> MeshConfig | None:
         return MeshConfig(**axes, dcn=dcn) if axes else None
     except (TypeError, ValueError):
         raise ValueError(
-            f"--mesh: found {text!r}; write axis=size,... with data, fsdp, tensor, sequence"
+            f"--mesh: found {text!r}; write axis=size,... with {', '.join(MESH_AXES)}"
         ) from None

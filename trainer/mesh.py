@@ -1,6 +1,6 @@
 """The device mesh, and how a batch is placed on it.
 
-A mesh always names its four axes in the same order. Which devices an axis runs along is decided by mesh.order (the last axis
+A mesh always names its five axes in the same order. Which devices an axis runs along is decided by mesh.order (the last axis
 has the nearest neighbours) and mesh.dcn (the axes that cross from slice to slice, or from host to host).
 """
 
@@ -17,15 +17,14 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from data.errors import UserError
-from model.attention.names import MESH_AXES
-from model.sharding import BATCH_AXES
+from model.attention.names import BATCH_AXES, MESH_AXES
 
 from .config.schema import MeshConfig, RunConfig
 from .placement import ring_placed
 from .run.cluster import join
 
 # Nothing hides the sums over tensor, so tensor gets the nearest devices; the ring along the sequence runs beside the kernels.
-ORDER = ("data", "fsdp", "sequence", "tensor")
+ORDER = ("data", "fsdp", "expert", "sequence", "tensor")
 # Schedules that split the sequence axis into lines of ranks.
 IN_LINES = ("ulysses", "attention2d")
 
@@ -70,7 +69,7 @@ def simulate(devices: int, processes: int = 1) -> None:
 
 
 def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
-    """Returns the mesh (data, fsdp, tensor, sequence), placed by config.order and config.dcn.
+    """Returns the mesh (data, fsdp, expert, tensor, sequence), placed by config.order and config.dcn.
 
     Args:
       devices: all of JAX's devices unless given.
@@ -81,14 +80,14 @@ def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
       UserError: the product of the axes is not the number of devices, or that of dcn not the number of slices or hosts.
     """
     devices = jax.devices() if devices is None else devices
-    shape = tuple(getattr(config, axis) for axis in MESH_AXES)
     if config.devices != len(devices):
-        named = " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
         raise UserError(
-            f"mesh: {named} is {config.devices} devices, found {len(devices)}; change an axis so that the "
+            f"mesh: {config.named} is {config.devices} devices, found {len(devices)}; change an axis so that the "
             f"product is {len(devices)}, or give --mesh.simulate {config.devices} to try it on a CPU"
         )
     order = config.order or ORDER
+    if "expert" not in order:  # of size 1
+        order = ("expert", *order)
     name = schedule.get("name") if isinstance(schedule, dict) else schedule
     placed = _placed(config, order, devices, walk=name not in IN_LINES)
     return Mesh(
@@ -150,7 +149,7 @@ def _placed_near(sizes: list[int], order: tuple[str, ...], devices, walk: bool) 
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array [B, L]: rows over data and fsdp, length over sequence."""
+    """Returns the sharding of an array [B, L]: rows over data, fsdp and expert, length over sequence."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
 
 

@@ -55,7 +55,7 @@ class TrainableModel(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """The devices, with the axes data, fsdp, tensor and sequence."""
+        """The devices, with the axes data, fsdp, expert, tensor and sequence."""
 
     @property
     def config(self) -> TransformerConfig:

@@ -1,7 +1,9 @@
 """The names of mesh axes, layouts and schedules, which recipes and commands accept; kernels' are in `choice`. Read without
 JAX."""
 
-MESH_AXES = ("data", "fsdp", "tensor", "sequence")
+MESH_AXES = ("data", "fsdp", "expert", "tensor", "sequence")
+# The axes that a batch's rows are split over.
+BATCH_AXES = ("data", "fsdp", "expert")
 LAYOUTS = ("contiguous", "striped", "zigzag")
 SCHEDULES = (
     "local",

@@ -18,7 +18,7 @@ from .blocks import BackwardInputs, Gradients, Keys, Queries
 from .coords import Mask, TokenCoords, check_starts
 from .kernels import Kernel, get_kernel
 from .layout import check_length
-from .names import MESH_AXES
+from .names import BATCH_AXES, MESH_AXES
 from .partial import AttentionPartial
 from .schedules import Context, Payload, Ranks, Schedule, get_schedule
 
@@ -223,7 +223,7 @@ def attention(
       q: [B, L, Hq, D]; k, v: [B, Lk, Hkv, D], Hq a multiple of Hkv.
       coords: TokenCoords (or a pair; a third, `start`, for global tokens) of int32 [B, L], permuted as the tokens are;
         `kv_coords` the same for k and v, if they are not the queries' own.
-      mesh: axes out of data, fsdp (batch), tensor (heads), sequence (length); a missing one has size 1, and another name is
+      mesh: axes out of data, fsdp, expert (batch), tensor (heads), sequence (length); a missing one has size 1, another is
         refused, since its devices would all compute the same.
       layout: the layout that the arrays are really in. Every layout gives the same result, but naming the wrong one gives wrong
         results: for `contiguous`, `ring` and `balanced` leave out the ranks of which nothing can be visible (with global
@@ -245,7 +245,7 @@ def attention(
     _check_coords("coords", coords, q.shape[:2])
     _check_coords("kv_coords", kv_coords, k.shape[:2])
     size = mesh.shape.get("sequence", 1)
-    batch = tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)
+    batch = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
     _check_shards(q, k, mesh, size, batch, layout)
     heads = "tensor" if "tensor" in mesh.shape else None
     sequence = "sequence" if "sequence" in mesh.shape else None
@@ -323,7 +323,7 @@ def _check_shards(q, k, mesh, size, batch, layout):
     rows = math.prod(mesh.shape[axis] for axis in batch)
     if q.shape[0] % rows:
         raise ValueError(
-            f"batch: {q.shape[0]} rows are not divisible by data x fsdp = {rows}; use a multiple of {rows}"
+            f"batch: {q.shape[0]} rows are not divisible by {' x '.join(batch)} = {rows}; use a multiple of {rows}"
         )
     tensor = mesh.shape.get("tensor", 1)
     if k.shape[2] % tensor:

@@ -8,7 +8,9 @@ from typing import Any
 from .family import Family
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
+from .gpt_oss import GPT_OSS
 from .granite import GRANITE
+from .granitemoe import GRANITEMOE
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -37,6 +39,8 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3_MOE,
         MIXTRAL,
         OLMOE,
+        GRANITEMOE,
+        GPT_OSS,
     )
 }
 

@@ -53,13 +53,24 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "router_z_loss_coef": (0, None),
         "shared_expert_intermediate_size": (0, None),
         "sliding_window": (None,),
+        "swiglu_alpha": (1.702, None),
+        "swiglu_limit": (7.0, None),
         "use_bidirectional_attention": (False, None),
         "use_qk_norm": (False, None),
         "use_sliding_window": (False, None),
     }
 )
 # Fields of TransformerConfig that no config.json has: they follow from the family.
-BY_FAMILY = ("output_bias", "qk_norm", "norms", "norm_offset", "activation", "scaled_embeddings")
+BY_FAMILY = (
+    "output_bias",
+    "qk_norm",
+    "norms",
+    "norm_offset",
+    "activation",
+    "scaled_embeddings",
+    "attention_sinks",
+    "expert_bias",
+)
 # Fields of NEUTRAL that every mixture of experts takes.
 MIXTURE = (
     "num_experts",
@@ -67,6 +78,15 @@ MIXTURE = (
     "output_router_logits",
     "router_aux_loss_coef",
     "router_z_loss_coef",
+)
+# How transformers 5 names a layer's experts in memory, all in one tensor: gate_proj above up_proj.
+STACKED = MappingProxyType(
+    {
+        "mlp.gate.weight": "mlp.gate.weight",
+        "mlp.experts.gate_proj.weight": "mlp.experts.gate_up_proj",
+        "mlp.experts.up_proj.weight": "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj.weight": "mlp.experts.down_proj",
+    }
 )
 # Fields whose JSON types are checked before anything else reads them: whole numbers of at least 1, objects, and lists.
 _COUNTS = (
@@ -96,8 +116,12 @@ class Family:
       theta: RoPE's base where config.json leaves it out.
       constants: what a written config.json has besides.
       spelled: fields of `TransformerConfig` that its config.json calls otherwise -> their names there.
-      tensors: names of tensors that differ from ours: a module of a layer -> its name in the files,
-        with {j} for the expert where each has tensors of its own.
+      tensors: names of tensors that differ from ours: a layer's parameter -> its name in the files,
+        with {j} for the expert where each has tensors of its own. gate_proj and up_proj of experts
+        may share a tensor.
+      stacked: the same for files as transformers 5 holds experts in memory, if they differ.
+      interleaved: experts' tensors have their inputs first, and in a shared one the numbers of
+        gate_proj and up_proj alternate.
       fused: tensors of the files that hold the weights of several projections, one below the other: module -> projections.
       trained_lengths: max_position_embeddings of published models -> the length that they were trained at, where it is less.
       presets: published sizes: fields of TransformerConfig, and `rope`, a mapping of RopeConfig's.
@@ -112,6 +136,8 @@ class Family:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stacked: Mapping[str, str] = dataclasses.field(default_factory=lambda: STACKED)
+    interleaved: bool = False
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     trained_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)

@@ -30,10 +30,10 @@ MIXTRAL = Family(
     constants={"router_jitter_noise": 0.0},
     spelled={"num_experts": "num_local_experts"},
     tensors={
-        "mlp.gate": "block_sparse_moe.gate",
-        "mlp.experts.gate_proj": "block_sparse_moe.experts.{j}.w1",
-        "mlp.experts.up_proj": "block_sparse_moe.experts.{j}.w3",
-        "mlp.experts.down_proj": "block_sparse_moe.experts.{j}.w2",
+        "mlp.gate.weight": "block_sparse_moe.gate.weight",
+        "mlp.experts.gate_proj.weight": "block_sparse_moe.experts.{j}.w1.weight",
+        "mlp.experts.up_proj.weight": "block_sparse_moe.experts.{j}.w3.weight",
+        "mlp.experts.down_proj.weight": "block_sparse_moe.experts.{j}.w2.weight",
     },
     presets={
         "mixtral-8x7b": {

@@ -151,6 +151,12 @@ def test_the_balance_loss_is_transformers():
     assert 0 < found["router/entropy"] < np.log(8)
 
 
+def test_an_axis_that_does_not_divide_the_experts_is_refused():
+    model = llama(mixture(num_experts=6), {"expert": 4})
+    with pytest.raises(ValueError, match=r"mesh\.expert: found 4, .* 6 experts"):
+        model.init(0)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -190,7 +196,7 @@ def _best(gate):
 
 
 @functools.cache
-def steps(mesh, parts, memory=(), count=3):
+def steps(mesh, parts, memory=(), count=20):
     """Losses and router losses of some steps, and the router metrics of the last."""
     config = mixture(**LOSSES)
     batch = packed_batch(config, rows=8, length=32)
@@ -199,7 +205,7 @@ def steps(mesh, parts, memory=(), count=3):
         model,
         model.loss,
         text_batch(8, 32, model.mesh),
-        OptimizerConfig(learning_rate=0.01, schedule="constant"),
+        OptimizerConfig(learning_rate=1e-3, schedule="constant"),
         TrainConfig(steps=20, accumulation=parts),
         model.memory,
     )
@@ -220,8 +226,21 @@ def steps(mesh, parts, memory=(), count=3):
 @pytest.mark.parametrize(
     ("mesh", "parts", "memory"),
     [
-        ({"fsdp": 2, "tensor": 2, "sequence": 2}, 2, {"remat": "everything"}),
-        ({"sequence": 4}, 1, {"prefetch": True}),
+        ({"expert": 4, "tensor": 2}, 2, {"feed_forward_chunk": 8}),
+        pytest.param({"sequence": 4}, 1, {"prefetch": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"fsdp": 2, "tensor": 2, "sequence": 2},
+            2,
+            {"remat": "everything"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"expert": 8}, 1, {}, marks=pytest.mark.slow),
+        pytest.param(
+            {"fsdp": 2, "expert": 2, "sequence": 2},
+            1,
+            {"prefetch": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({}, 4, {"feed_forward_chunk": 8}, marks=pytest.mark.slow),
         pytest.param(
             {"data": 2, "sequence": 2},

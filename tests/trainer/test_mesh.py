@@ -90,7 +90,7 @@ def test_factors_that_are_not_the_slices_are_told(two_slices, dcn):
 def test_the_last_axis_of_the_order_has_the_nearest_devices(last):
     order = (*(axis for axis in MESH_AXES if axis != last), last)
     mesh = make_mesh(MeshConfig(tensor=4, sequence=4, order=order), topology_devices("v5e:4x4"))
-    assert mesh.axis_names == MESH_AXES and mesh.devices.shape == (1, 1, 4, 4)
+    assert mesh.axis_names == MESH_AXES and mesh.devices.shape == (1, 1, 1, 4, 4)
     for line in lines(mesh.devices, MESH_AXES, last):
         assert all(
             sum(np.abs(np.subtract(device.coords, neighbour.coords))) == 1

@@ -144,12 +144,13 @@ def _check_sequence(config: RunConfig) -> None:
 def _check_batch(config: RunConfig) -> None:
     """A batch must divide over the devices and microbatches that share it."""
     mesh, batch_size = config.mesh, config.train.batch_size
-    rows = mesh.data * mesh.fsdp * config.train.accumulation
+    rows = mesh.rows * config.train.accumulation
+    axes = "mesh.data * mesh.fsdp" + " * mesh.expert" * (mesh.expert > 1)
     require(
         batch_size % rows == 0,
         "train.batch_size",
         batch_size,
-        f"a multiple of mesh.data * mesh.fsdp * train.accumulation = {rows}; the next good size is "
+        f"a multiple of {axes} * train.accumulation = {rows}; the next good size is "
         f"{-(-batch_size // rows) * rows}",
     )
 

@@ -177,6 +177,8 @@ class MeshConfig:
     """Copies of the model, each with its own share of the batch."""
     fsdp: int = 1
     """Shards of the batch over which the parameters are sharded too."""
+    expert: int = 1
+    """Shards of a mixture's experts, and of the batch: each token's hidden states go to the devices that have its experts."""
     tensor: int = 1
     """Shards of the heads and of the feed-forward width."""
     sequence: int = 1
@@ -186,9 +188,9 @@ class MeshConfig:
     dcn: dict[str, int] = dataclasses.field(default_factory=dict)
     """How often an axis is cut by the slow network between TPU slices or GPU hosts, such as {data: 2}: the product is their
     number, and only these axes cross it. None is needed on one slice, nor on GPUs where the outermost axes are to cross."""
-    order: tuple[Literal["data", "fsdp", "tensor", "sequence"], ...] = ()
+    order: tuple[Literal["data", "fsdp", "expert", "tensor", "sequence"], ...] = ()
     """The axes from those whose devices may lie far apart to those whose devices must be near; unless given data, fsdp,
-    sequence, tensor: tensor waits for its sums, and the ring along the sequence runs beside the kernels."""
+    expert, sequence, tensor: tensor waits for its sums, and the ring along the sequence runs beside the kernels."""
     simulate: int = 0
     """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
 
@@ -209,10 +211,15 @@ class MeshConfig:
             f"factors of the axes, such as {{data: 2}}, each a divisor of its axis in {self.product}",
         )
         require(
-            sorted(self.order) in ([], sorted(MESH_AXES)),
+            sorted(self.order)
+            in (
+                [],
+                sorted(MESH_AXES),
+                *([sorted(set(MESH_AXES) - {"expert"})] if self.expert == 1 else []),
+            ),
             "mesh.order",
             self.order,
-            f"all four axes, each once: {', '.join(MESH_AXES)}",
+            f"all five axes, each once: {', '.join(MESH_AXES)}; expert may be left out where it is 1",
         )
         require(
             self.simulate in (0, self.devices),
@@ -224,12 +231,23 @@ class MeshConfig:
     @property
     def devices(self) -> int:
         """The number of devices that the mesh takes."""
-        return self.data * self.fsdp * self.tensor * self.sequence
+        return self.rows * self.tensor * self.sequence
+
+    @property
+    def rows(self) -> int:
+        """The number of shards of a batch's rows."""
+        return self.data * self.fsdp * self.expert
+
+    @property
+    def named(self) -> str:
+        """The axes for messages; expert where it is used."""
+        axes = [axis for axis in MESH_AXES if axis != "expert" or self.expert > 1]
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
 
     @property
     def product(self) -> str:
         """The axes and their product, for messages."""
-        return f"data {self.data} x fsdp {self.fsdp} x tensor {self.tensor} x sequence {self.sequence} = {self.devices}"
+        return f"{self.named} = {self.devices}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@ and writing."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
@@ -13,7 +14,7 @@ import numpy as np
 
 from model.config import TransformerConfig
 from model.declarations import LAYERS, in_order
-from model.families import FAMILIES, Family
+from model.families import FAMILIES
 from model.padding import fits
 from model.sharding import Parameter
 
@@ -67,6 +68,8 @@ class HFEntry:
       first_row, file_rows: of a tensor that holds several parameters one below the other: the first
         row of this one, and the number of all rows; None for a tensor that holds no other.
       first_column, file_columns: the same of a matrix that holds them on a diagonal of blocks.
+      step, first: of a tensor in which several parameters' numbers alternate along the last axis:
+        how many do, and which of them this one is.
     """
 
     name: str
@@ -79,6 +82,8 @@ class HFEntry:
     file_rows: int | None = None
     first_column: int = 0
     file_columns: int | None = None
+    step: int = 1
+    first: int = 0
 
     @property
     def rows(self) -> slice:
@@ -96,7 +101,8 @@ class HFEntry:
     def file_shape(self) -> tuple[int, ...]:
         """The shape of one tensor, with the rows and columns of other parameters."""
         columns = (self.file_columns,) if self.file_columns else self.hf_shape[1:]
-        return (self.file_rows or self.hf_shape[0], *columns)
+        *axes, last = self.file_rows or self.hf_shape[0], *columns
+        return (*axes, last * self.step)
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -177,11 +183,12 @@ class HFEntry:
             finer += [slice(None), *(slice(*bound) for bound in bounds[first + 1 : axis])]
         rows, *columns = reversed(file_index) if self.transpose else file_index
         tensor = files[name].get_slice(name)
-        value = tensor[
-            *within,
+        *axes, last = (
             _shifted(rows, self.first_row),
             *(_shifted(part, self.first_column) for part in columns),
-        ]
+        )
+        value = tensor[*within, *axes, slice(last.start * self.step, last.stop * self.step)]
+        value = value[..., self.first :: self.step]
         check_numbers(name, value)
         return (value.T if self.transpose else value).reshape(shape)[tuple(finer)]
 
@@ -247,15 +254,6 @@ def _shifted(part: slice, first: int) -> slice:
     return slice(part.start + first, part.stop + first)
 
 
-# How transformers 5 names a layer's experts, all in one tensor: gate_proj above up_proj.
-_STACKED = {
-    "mlp.gate.weight": "mlp.gate.weight",
-    "mlp.experts.gate_proj.weight": "mlp.experts.gate_up_proj",
-    "mlp.experts.up_proj.weight": "mlp.experts.gate_up_proj",
-    "mlp.experts.down_proj.weight": "mlp.experts.down_proj",
-}
-
-
 def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]:
     """Every parameter of `config`'s model with its Hugging Face tensors: the one table for reading
     and writing, which follows from what the modules declare.
@@ -265,63 +263,69 @@ def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]
         else as they are published.
     """
     family = FAMILIES[config.family]
-    entries = [
-        _entry(name, dataclasses.replace(parameter, hf_name=_file_name(name, parameter, family)))
-        for name, parameter in in_order(dataclasses.replace(config, adapter=None)).items()
-    ]
+    names = family.stacked if stacked else family.tensors
+    entries = []
+    for name, parameter in in_order(dataclasses.replace(config, adapter=None)).items():
+        entry = _entry(name, parameter, family.interleaved)
+        own = names.get(name.removeprefix(LAYERS)) if name.startswith(LAYERS) else None
+        entries.append(
+            dataclasses.replace(entry, hf_name=f"model.layers.{{i}}.{own}") if own else entry
+        )
     for module, projections in family.fused.items():
         entries = _fused(entries, module, projections)
-    return _stacked(entries) if stacked else entries
+    return _shared(entries, family.interleaved) if config.num_experts else entries
 
 
 def layout_of(files: Iterable[str], config: TransformerConfig) -> list[HFEntry]:
     """Returns the table of a folder that holds tensors of these names."""
-    known = {_STACKED[name] for name in _STACKED if "experts" in name}
-    return hf_layout(config, stacked=any(name.endswith(tuple(known)) for name in files))
+    family = FAMILIES[config.family]
+    known = {name for name in family.stacked.values() if name not in family.tensors.values()}
+    found = any(name.endswith(tuple(known - set(_as_published(config)))) for name in files)
+    return hf_layout(config, stacked=bool(config.num_experts) and found)
 
 
-def _stacked(entries: list[HFEntry]) -> list[HFEntry]:
-    """The table in which a layer's experts are in one tensor, gate_proj above up_proj."""
-    result, first_rows = [], dict.fromkeys(_STACKED.values(), 0)
+def _as_published(config: TransformerConfig) -> Iterable[str]:
+    """The names of a layer's tensors in published files, without the layer."""
+    return (entry.hf_name.removeprefix("model.layers.{i}.") for entry in hf_layout(config))
+
+
+def _shared(entries: list[HFEntry], interleaved: bool) -> list[HFEntry]:
+    """The table in which experts' parameters of one name in the files are parts of one tensor."""
+    places: dict[str, int] = {}
+    counts = collections.Counter(entry.hf_name for entry in entries)
+    result = []
     for entry in entries:
-        target = _STACKED.get(entry.name.removeprefix(LAYERS))
-        if target is not None:
-            first, rows = first_rows[target], entry.hf_shape[0]
-            first_rows[target] += rows
-            fused = 2 * rows if "gate_up" in target else None
-            name = f"model.layers.{{i}}.{target}"
-            result.append(
-                dataclasses.replace(entry, hf_name=name, first_row=first, file_rows=fused)
-            )
-        else:
+        count, place = counts[entry.hf_name], places.get(entry.hf_name, 0)
+        places[entry.hf_name] = place + 1
+        if not isinstance(entry, ExpertsEntry) or count == 1:
             result.append(entry)
+        elif interleaved:
+            result.append(dataclasses.replace(entry, step=count, first=place))
+        else:
+            rows = entry.hf_shape[0]
+            result.append(
+                dataclasses.replace(entry, first_row=place * rows, file_rows=count * rows)
+            )
     return result
 
 
-def _file_name(name: str, parameter: Parameter, family: Family) -> str:
-    """Returns the name of a parameter's tensors in the files of a family."""
-    module, _, part = name.removeprefix(LAYERS).rpartition(".")
-    if not name.startswith(LAYERS) or module not in family.tensors:
-        return parameter.hf_name
-    return f"model.layers.{{i}}.{family.tensors[module]}.{part}"
-
-
-def _entry(name: str, parameter: Parameter) -> HFEntry:
+def _entry(name: str, parameter: Parameter, interleaved: bool) -> HFEntry:
     """The entry of a parameter. Hugging Face merges a product's inputs into one axis, and its
     outputs into the axis before."""
     layers = parameter.shape[0] if name.startswith(LAYERS) else None
     shape = parameter.shape if layers is None else parameter.shape[1:]
+    if "experts" in parameter.axes:
+        transpose = len(shape) > 2 and not interleaved
+        of_one = shape[:0:-1] if transpose else shape[1:]
+        return ExpertsEntry(
+            name, parameter.hf_name, parameter.shape, of_one, layers, transpose=transpose
+        )
     if parameter.inputs is None:
         return HFEntry(
             name, parameter.hf_name, parameter.shape, (math.prod(shape),), layers, transpose=False
         )
     if parameter.inputs == 0:
         return HFEntry(name, parameter.hf_name, parameter.shape, shape, layers, transpose=False)
-    if "experts" in parameter.axes:
-        matrix = shape[:0:-1]  # of an expert, outputs first
-        return ExpertsEntry(
-            name, parameter.hf_name, parameter.shape, matrix, layers, transpose=True
-        )
     hf_shape = (math.prod(shape[parameter.inputs :]), math.prod(shape[: parameter.inputs]))
     return HFEntry(name, parameter.hf_name, parameter.shape, hf_shape, layers, transpose=True)
 

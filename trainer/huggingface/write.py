@@ -204,7 +204,11 @@ class _Planned:
         ]
         every = range(self.entries[0].experts) if self.expert is None else [self.expert]
         for expert in every:
-            yield from (entry.to_hf(value[expert]) for entry, value in layers)
+            parts = [entry.to_hf(value[expert]) for entry, value in layers]
+            if layers[0][0].step == 1:
+                yield from parts
+            else:  # their numbers alternate
+                yield np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
 
 
 class _PlannedCodes(_Planned):

@@ -102,6 +102,20 @@ KINDS = {
         "output_router_logits": True,
         "router_aux_loss_coef": 0.5,
     },
+    "granitemoe": {
+        "num_local_experts": 4,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 4.0,
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 3,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
     "granite": {
         "embedding_multiplier": 12.0,
         "attention_multiplier": 0.2,
@@ -141,7 +155,7 @@ def saved(kind: str, folder):
         .eval()
     )
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:
+        if name.endswith(("bias", "sinks")) or "norm" in name:
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
     model.save_pretrained(folder)
     return model
@@ -160,6 +174,8 @@ OF_EACH_FAMILY = (
     "qwen3_moe",
     "mixtral",
     "olmoe",
+    "granitemoe",
+    "gpt_oss",
 )
 
 
@@ -231,7 +247,10 @@ def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **
             gradient = np.asarray(gradients[entry.name])[() if entry.layers is None else layer]
             gradient = entry.to_hf(gradient[tuple(map(slice, entry.layer_shape))])
             expected = theirs[name].grad.numpy()
-            expected = expected[:, entry.rows] if "experts" in name else expected[entry.rows]
+            if entry.step > 1:
+                expected = expected[..., entry.first :: entry.step]
+            else:
+                expected = expected[:, entry.rows] if "experts" in name else expected[entry.rows]
             assert np.abs(gradient - expected).max() <= 1e-4 * np.abs(expected).max(), name
 
 
@@ -240,6 +259,13 @@ def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **
 )
 def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
     check_packed_documents(model, MESH)
+
+
+@pytest.mark.parametrize(
+    "model", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)], indirect=True
+)
+def test_loss_and_gradients_where_devices_share_the_experts(model):
+    check_packed_documents(model, {"fsdp": 2, "expert": 2, "sequence": 2})
 
 
 @pytest.mark.parametrize(
