@@ -160,13 +160,12 @@ class Experts(nnx.Module):
         its experts make of them, and the sums return to the tokens' ranks. In all to all with
         shapes that are known beforehand a rank would send as much: any token may go to any rank.
         """
-        ranks = lax.axis_size("expert")
-        if ranks == 1:
+        own = jax.tree.leaves(self.gate_proj.weight.get_value())[0].shape[0]
+        if own == self.count:
             return self._sums(x, routes, parallel, self.count)
         x, routes = jax.tree.map(
             lambda part: lax.all_gather(part, "expert", axis=0, tiled=True), (x, routes)
         )
-        own = self.count // ranks
         sums = self._sums(x, routes, parallel, own, lax.axis_index("expert") * own)
         return lax.psum_scatter(sums, "expert", scatter_dimension=0, tiled=True)
 

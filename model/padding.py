@@ -114,6 +114,8 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
         biases: dict[str, Any] = {
             field: True for field in ("attention_bias", "mlp_bias") if field in family.takes
         }
+        if "num_experts" in family.takes:
+            biases |= {"num_experts": 1, "num_experts_per_tok": 1}
         config = TransformerConfig(
             family=name, tie_word_embeddings=False, **biases, **family.computes
         )
