@@ -28,11 +28,15 @@ SHORTEST_NEEDLE = (
 
 
 def objective_class(config: "RunConfig") -> "type[Objective]":
-    """Returns what the recipe says is learned: actions where it names trajectories, else text."""
+    """Returns what the recipe says is learned: actions of trajectories, preferences between completions, or text."""
     if config.trajectories.path:
         from trainer.trajectories import TrajectoryObjective
 
         return TrajectoryObjective
+    if config.preference.loss:
+        from trainer.preference import PreferenceObjective
+
+        return PreferenceObjective
     from trainer.text import TextObjective
 
     return TextObjective

@@ -1,4 +1,4 @@
-"""The three kinds of records that sources produce: conversations, plain texts and token ids."""
+"""The kinds of records that sources produce: conversations, plain texts, token ids and preferences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -94,4 +94,20 @@ class Tokens:
     line: int = field(default=0, compare=False)
 
 
-Record = Conversation | Text | Tokens
+@dataclass(frozen=True)
+class Preference:
+    """A prompt with a chosen and a rejected completion, each as the whole conversation; other fields as in Conversation.
+
+    The turns of the completions alone are trained on.
+    """
+
+    id: str
+    chosen: Conversation
+    rejected: Conversation
+    source: int = 0
+    record: int = 0
+    file: str = field(default="", compare=False)
+    line: int = field(default=0, compare=False)
+
+
+Record = Conversation | Text | Tokens | Preference

@@ -18,13 +18,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from data.conversation import Conversation, Message, Record, Text, with_last_answer_trained
+from data.conversation import (
+    Conversation,
+    Message,
+    Preference,
+    Record,
+    Text,
+    with_last_answer_trained,
+)
 from data.reasons import SPLIT
 from data.splitting import split
 from data.templates import TemplateError, encode_conversation
 from data.tokenizer import Tokenizer
 
 NO_TARGET = "no trained token"
+LONG_PAIR = "a pair longer than context_length"
+CUT_PROMPT = "longer than context_length, cut at the prompt's beginning"
 FOREIGN_ID = "an id that the tokenizer does not have"
 CUT = "longer than context_length, cut"
 BATCH = 64  # records that a process receives at a time
@@ -36,6 +45,8 @@ class TokenDocument(NamedTuple):
     tokens: Int32[np.ndarray, " n"]
     loss_mask: UInt8[np.ndarray, " n"]
     """1 where token i is trained on as a target."""
+    chosen: int = 0
+    """Of two completions, each after their prompt, the number of tokens of the chosen one, which stands first."""
 
 
 class _Slices(Sequence):
@@ -88,12 +99,17 @@ class Encoder:
     train_on: str = "all"
     """The assistant turns to train on: `all` of a conversation or only the `last`; parts without
     one are left out."""
+    cut_prompts: bool = False
+    """Whether a pair of completions that is too long loses the beginning of its prompt, or is
+    dropped."""
     add_bos: tuple[bool, ...] = ()
     """Whether each source's texts begin with BOS; without an entry, as the tokenizer does."""
 
     def encode(self, record: Record) -> Encoded:
         """Returns the documents of one record, or why there are none."""
         changes: set[str] = set()
+        if isinstance(record, Preference):
+            return self._encode_preference(record)
         if isinstance(record, Conversation):
             try:
                 parts = self._encode_conversation(
@@ -169,6 +185,31 @@ class Encoder:
         mask = np.repeat([segment.train for segment in segments], lengths).astype(np.uint8)
         return _Rendered(TokenDocument(tokens, mask), notes)
 
+    def _encode_preference(self, record: Preference) -> Encoded:
+        """Returns one document of both conversations, the chosen one first, each with its own prompt."""
+        template, notes, parts = self.templates[record.source], set(), []
+        for conversation in (record.chosen, record.rejected):
+            try:
+                rendered = self._render(conversation.messages, template, conversation.tools)
+            except TemplateError as error:
+                return Encoded([], drop_reason=str(error))
+            notes |= rendered.notes
+            parts.append(_with_completion_whole(rendered.document, conversation.messages))
+        if not all(part.loss_mask[1:].any() for part in parts):
+            return Encoded([], drop_reason=NO_TARGET)
+        excess = sum(len(part.tokens) for part in parts) - self.context_length
+        if excess > 0:
+            cut = -(-excess // 2)
+            # One token of the prompt is left, before which nothing predicts the completion's first.
+            if not self.cut_prompts or any(part.loss_mask[: cut + 1].any() for part in parts):
+                return Encoded([], drop_reason=LONG_PAIR)
+            parts = [TokenDocument(part.tokens[cut:], part.loss_mask[cut:]) for part in parts]
+            notes.add(CUT_PROMPT)
+        tokens, masks = (
+            np.concatenate(arrays) for arrays in zip(*(p[:2] for p in parts), strict=True)
+        )
+        return Encoded([TokenDocument(tokens, masks, len(parts[0].tokens))], frozenset(notes))
+
     def _encode_text(self, record: Text) -> TokenDocument:
         """Returns a text with BOS and EOS as configured, in the loss after `prompt` characters.
 
@@ -183,6 +224,18 @@ class Encoder:
         ]
         tokens, loss_mask = zip(*pairs, strict=True)
         return TokenDocument(np.asarray(tokens, np.int32), np.asarray(loss_mask, np.uint8))
+
+
+def _with_completion_whole(document: TokenDocument, messages: Sequence[Message]) -> TokenDocument:
+    """Returns a document in whose loss is all that follows the prompt, also what a template writes after the last turn.
+
+    TRL counts it too. A completion of which a flag leaves turns out keeps its mask.
+    """
+    trained = [message.train for message in messages if message.role == "assistant"]
+    first = int(document.loss_mask.argmax())
+    if not document.loss_mask.any() or trained != sorted(trained):
+        return document
+    return document._replace(loss_mask=(np.arange(len(document.tokens)) >= first).astype(np.uint8))
 
 
 def encode_all(

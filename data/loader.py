@@ -159,7 +159,7 @@ class Loader:
         row = {name: np.zeros(len(indices), dtype) for name, dtype in self._dtypes.items()}
         row["index"][:] = indices
         piece_start = 0
-        for segment, piece in enumerate(pieces, 1):
+        for segment, piece in enumerate(self._documents(pieces), 1):
             tokens_of_piece = slice(
                 *np.searchsorted(indices, (piece_start, piece_start + piece.length))
             )
@@ -170,6 +170,10 @@ class Loader:
                     row[name][tokens_of_piece] = values
                 row["segment_ids"][tokens_of_piece] = segment
         return row
+
+    def _documents(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        """Yields the pieces of a row that are documents of their own, which cannot attend to each other."""
+        yield from pieces
 
     def _piece_arrays(
         self, piece: Piece, positions: Int[np.ndarray, " t"]
@@ -195,7 +199,8 @@ class Loader:
 
         Reads the plan only, no document.
         """
-        return np.array([piece.length for piece in self._step_pieces(step)], np.int64)
+        pieces = self._documents(list(self._step_pieces(step)))
+        return np.array([piece.length for piece in pieces], np.int64)
 
     def record_ids(self, step: int) -> list[str]:
         """Returns the ids of the records in a step's rows (from 0), in order, each once."""

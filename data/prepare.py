@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import tqdm
 
 # To be changed with every change to the documents, so that existing folders are not reused.
-RULES = "prepare-5"
+RULES = "prepare-6"
 WORTH_PROCESSES = (
     1 << 23
 )  # bytes of a source from which on several processes, which take seconds to start, encode it
@@ -46,6 +46,7 @@ def prepare(
     held_out_sources: Sequence[Source] = (),
     clean: CleanConfig = CleanConfig(),
     train_on: str = "all",
+    cut_prompts: bool = False,
     progress: bool = True,
     key: str | None = None,
 ) -> Prepared:
@@ -70,6 +71,8 @@ def prepare(
         `sources`.
       clean: the cleaning rules for conversations.
       train_on: train on `all` assistant turns, or only on the `last` one.
+      cut_prompts: whether a preference pair that is too long loses the beginning of its
+        prompt, or is dropped.
       progress: whether to show a progress bar.
       key: the folder's name, if another process has prepared it: then no source is read.
 
@@ -99,7 +102,14 @@ def prepare(
         _template_text(source, tokenizer)  # so that a wrong name fails before an hour of reading
         _check_arrays(source, tokenizer)
     job = _Job(
-        all_sources, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on
+        all_sources,
+        len(sources),
+        tokenizer,
+        context_length,
+        held_out_fraction,
+        clean,
+        train_on,
+        cut_prompts,
     )
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
@@ -133,12 +143,13 @@ class _Job:
     held_out_fraction: float
     clean: CleanConfig
     train_on: str
+    cut_prompts: bool
 
     @cached_property
     def alternating(self) -> list[bool]:
         """Whether each source's template requires user and assistant to alternate."""
         return [
-            source.format == "sharegpt" and needs_alternation(source.template, self.tokenizer)
+            source.has_turns and needs_alternation(source.template, self.tokenizer)
             for source in self.sources
         ]
 
@@ -161,6 +172,7 @@ class _Job:
             "train_sources": self.train_sources,
             "clean": asdict(self.clean),
             "train_on": self.train_on,
+            "cut_prompts": self.cut_prompts,
             "template_date": self._template_date(),
             "sources": [
                 [
@@ -210,6 +222,7 @@ class _Job:
             self.context_length,
             self.clean.split,
             self.train_on,
+            self.cut_prompts,
             self.add_bos,
         )
         for number, source in enumerate(self.sources):
@@ -228,8 +241,15 @@ class _Job:
                     continue
                 source_report.count_kept(encoded.changes)
                 held_out = self.is_held_out(number, record.id)
-                for tokens, mask in encoded.documents:
-                    key = index.add(len(tokens), int(mask[1:].sum()), number, held_out)
+                for tokens, mask, chosen in encoded.documents:
+                    key = index.add(
+                        len(tokens),
+                        int(mask[1:].sum()),
+                        number,
+                        held_out,
+                        chosen,
+                        int(mask[1:chosen].sum()),
+                    )
                     yield (
                         key,
                         {
@@ -304,7 +324,7 @@ def _template_text(source: Source, tokenizer: Tokenizer) -> str | None:
     Raises:
       UserError: there is no such template, or it uses what is not allowed.
     """
-    if source.format != "sharegpt":
+    if not source.has_turns:
         return None
     text = jinja_template(source.template, tokenizer)
     compile_template(text)

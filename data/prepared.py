@@ -45,6 +45,10 @@ class Documents:
     """Number of tokens of each document that are trained on."""
     sources: Int32[np.ndarray, " N"]
     """Number of each document's source."""
+    chosen: Int32[np.ndarray, " N"]
+    """Number of tokens of the chosen one of two completions, which stands first; 0 where there are not two."""
+    chosen_trained: Int32[np.ndarray, " N"]
+    """Number of the chosen completion's tokens that are trained on."""
     weights: Float64[np.ndarray, " N"]
     """Average number of times that each document is used in an epoch."""
     fingerprint: str
@@ -73,6 +77,8 @@ class Documents:
         self.lengths = index["length"][numbers]
         self.trained = index["trained"][numbers]
         self.sources = index["source"][numbers]
+        self.chosen = index["chosen"][numbers]
+        self.chosen_trained = index["chosen_trained"][numbers]
         self.weights = weights[self.sources] if len(numbers) else np.zeros(0)
 
     def __len__(self) -> int:
@@ -131,13 +137,14 @@ class Index:
             "trained": [],
             "source": [],
             "held_out": [],
+            "chosen": [],
+            "chosen_trained": [],
         }
 
-    def add(self, length: int, trained: int, source: int, held_out: bool) -> int:
-        """Adds a document and returns its number."""
-        for column, value in zip(
-            self._columns.values(), (length, trained, source, held_out), strict=True
-        ):
+    def add(self, *values: int) -> int:
+        """Adds a document by its length, trained tokens, source, whether it is held out, and, where it is a pair of
+        completions, the length and trained tokens of the first; returns its number."""
+        for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
         return len(self._columns["length"]) - 1
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from data import hub, paths, tables
+from data import hub, paths, preference, tables
 from data.clean import CleanConfig, Cleaner, own_id
-from data.conversation import DEFAULT_TEMPLATE, Conversation, Record, Text, Tokens
+from data.conversation import DEFAULT_TEMPLATE, Conversation, Preference, Record, Text, Tokens
 from data.errors import UserError
 from data.fields import (
     RECORD_TARGETS,
@@ -24,6 +24,7 @@ from data.fields import (
     unread_of,
 )
 from data.paths import File
+from data.preference import PreferenceReader
 from data.printable import printable
 from data.reasons import NO_SHAPE, TREE_MESSAGE, Drop
 from data.records import MAX_BYTES, Advance, read_records, would_fit
@@ -37,12 +38,18 @@ NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
 BAD_MASK = "`loss_mask` or `labels` do not match the tokens"
 _PART = 1 << 22  # tokens of an array that are in memory at a time
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
-_NO_RECORD = (NO_SHAPE, NO_TEXT, NO_TOKENS)  # reasons to drop what is no record at all
+# Reasons to drop what is no record at all.
+_NO_RECORD = (NO_SHAPE, NO_TEXT, NO_TOKENS, preference.NO_PREFERENCE)
 # Targets of `fields` in sources of other formats than sharegpt.
 _FIELDS = {
     "text": ("text", "prompt", "completion", "id"),
     "tokens": ("tokens", "loss_mask", "labels", "id"),
+    "preference": preference.TARGETS,
 }
+
+
+TURN_FORMATS = ("sharegpt", "preference")
+"""Formats whose records a chat template renders."""
 
 
 class Format(NamedTuple):
@@ -66,6 +73,11 @@ FORMATS = {
         (".txt", ".md", *_JSON, *tables.SUFFIXES),
         "a plain UTF-8 text, or JSON records with a string `text`, would work",
     ),
+    "preference": Format(
+        (*_JSON, *tables.SUFFIXES),
+        "records with `prompt`, `chosen` and `rejected`, or conversations `chosen` and `rejected` that begin alike, or the "
+        "source's `fields`, such as {question: prompt, better: chosen, worse: rejected}, would work",
+    ),
     "tokens": Format(
         (".npy", *_JSON, ".parquet", ".arrow"),
         "a .npy array of integers, or JSON records with a list `tokens` and perhaps a "
@@ -86,8 +98,9 @@ class Source:
     """A file, or a folder of files, on this machine or in a store (gs://, s3://)."""
     format: str = "sharegpt"
     """`sharegpt` (records with `conversations` of from/value, or `messages` of role/content),
-    `text` (a plain text file is one document; records have `text`, or `prompt` and `completion`) or
-    `tokens` (a .npy file, or records with `tokens`)."""
+    `text` (a plain text file is one document; records have `text`, or `prompt` and `completion`),
+    `tokens` (a .npy file, or records with `tokens`) or `preference` (records with `prompt`,
+    `chosen` and `rejected`)."""
     template: str = DEFAULT_TEMPLATE
     """Name of the conversations' chat template, one of data.templates.NAMES."""
     weight: float = 1.0
@@ -124,6 +137,11 @@ class Source:
                 f"data.sources: add_bos of {self.path}: is for format: text; of conversations the "
                 "template writes BOS, and tokens are used as they are"
             )
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether its records are made of turns, which a chat template renders."""
+        return self.format in TURN_FORMATS
 
     @property
     def would_work(self) -> str:
@@ -303,9 +321,7 @@ def _raw_records(
     file: File, source: Source, report: SourceReport, advance: Advance | None
 ) -> Iterator[object]:
     """Yields JSON values, one string for a plain text file, or arrays [n] of token ids."""
-    if file.suffix not in (*tables.SUFFIXES, ".npy") and (
-        source.format == "sharegpt" or file.suffix in _JSON
-    ):
+    if file.suffix not in (*tables.SUFFIXES, ".npy") and (source.has_turns or file.suffix in _JSON):
         yield from read_records(file, report, advance)
         return
     if not file.exists():
@@ -343,6 +359,17 @@ def _parser(source: Source, clean: CleanConfig, alternating: bool, report: Sourc
     A source's number below 0 only asks whether a record is one: then nothing is counted or
     remembered.
     """
+    if source.format == "preference":
+        reader = PreferenceReader(clean, alternating, source.fields)
+
+        def parse_preference(raw: object, number: int, record_number: int) -> Preference:
+            if number < 0:
+                return PreferenceReader(clean, alternating, source.fields).read(raw)[0]
+            pair, changes, unread = reader.read(raw)
+            report.count_kept(changes, unread)
+            return replace(pair, source=number, record=record_number)
+
+        return parse_preference
     if source.format != "sharegpt":
         parse = _parse_text if source.format == "text" else _parse_tokens
 

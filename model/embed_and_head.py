@@ -84,6 +84,29 @@ class EmbedAndHead:
         with jax.named_scope("head"):
             return chunked(head, weights, {"x": x}, {}, dtype=self.dtype)
 
+    def token_losses(
+        self, weights: Weights, x: Float[Array, "B T E"], targets: Int[Array, "B T"]
+    ) -> Float[Array, "B T"]:
+        """Returns -log p(target) of each token, float32, which gradients pass through.
+
+        Logits exist for one chunk at a time and are computed once more in the backward pass.
+        """
+
+        def losses(weights, arrays, labels):
+            return token_losses(
+                self._local_logits(weights, arrays["x"]), labels["targets"], self.parallel
+            )
+
+        with jax.named_scope("head_and_loss"):
+            return chunked(
+                losses,
+                weights,
+                {"x": x},
+                {"targets": targets},
+                dtype=self.dtype,
+                chunk=self.loss_chunk,
+            )
+
     def losses(
         self,
         weights: Weights,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
+import jax
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -11,6 +14,7 @@ from .declarations import EndsFactory
 from .embed_and_head import EmbedAndHead
 from .loss import LocalLosses, LossSums, global_sums
 from .modules import TokenEnds
+from .sharding import BATCH_AXES
 from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 
@@ -77,6 +81,35 @@ class LanguageModel(Transformer):
             )
 
         return self._sharded(local, PartitionSpec())(params, batch)
+
+    def document_sums(
+        self, params: Shards, batch: Batch, documents: int
+    ) -> tuple[Float[Array, "B D"], Float[Array, "B D"]]:
+        """Returns, for each document of each row, the weighted log-likelihood of its targets and the sum of their weights.
+
+        Float32; gradients pass through the first.
+
+        Args:
+          documents: D, the most documents in a row; document d of `segment_ids` is column d - 1.
+        """
+
+        def local(params, batch):
+            ends, (x, _) = self.embed_and_head, self.local_layers(params, batch)
+            losses = ends.token_losses(
+                self.weights.whole(params, ends.head_names), x, batch["targets"]
+            )
+
+            def by_document(values: Float[Array, "B T"]) -> Float[Array, "B D"]:
+                sums = jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=documents + 1))(
+                    values, batch["segment_ids"]
+                )
+                return lax.psum(sums[:, 1:], "sequence")
+
+            weights = batch["loss_weights"]
+            return by_document(-losses * weights), by_document(weights)
+
+        rows = PartitionSpec(BATCH_AXES)
+        return self._sharded(local, (rows, rows))(params, batch)
 
     def token_losses(self, params: Shards, batch: Batch) -> Float[Array, "B L"]:
         """Returns -log p(target) of every token, float32."""

@@ -102,6 +102,7 @@ def prepare_text(
         held_out_sources=held_out,
         clean=data.clean,
         train_on=data.train_on,
+        cut_prompts=config.preference.long_pairs == "cut_prompt",
         held_out_fraction=0.0 if held_out else data.held_out_fraction,
         progress=progress and sys.stderr.isatty(),
         key=key,
@@ -237,17 +238,9 @@ class TextObjective(Objective):
         self.source = dataclasses.replace(
             self.source, config=self.source.config.with_length(longest)
         )
-        load = functools.partial(
-            Loader,
-            self.prepared,
-            data.context_length,
-            rows,
-            data.seed,
-            with_sources=bool(self.sources),
-        )
-        self.loader = load()
+        self.loader = self._load("train")
         self.fingerprint = self.loader.fingerprint
-        self._held_out_loader = load(split="held_out") if len(self.prepared.held_out) else None
+        self._held_out_loader = self._load("held_out") if len(self.prepared.held_out) else None
         self.has_held_out = self._held_out_loader is not None
         self.tokens_per_batch, self.rows_per_epoch = rows * data.context_length, len(self.loader)
         self.config = dataclasses.replace(
@@ -259,6 +252,18 @@ class TextObjective(Objective):
         )
         indices, self.order = local_order(self.part, layout)
         self._local: _ReadPart = {"rows": self.part.rows.tolist(), "indices": indices}
+
+    def _load(self, split: str) -> Loader:
+        """Returns the loader of one split of the prepared data."""
+        data = self.config.data
+        return Loader(
+            self.prepared,
+            data.context_length,
+            self.config.train.batch_size,
+            data.seed,
+            split,
+            bool(self.sources),
+        )
 
     def _report_data(self) -> None:
         """Prints what became of the records, at the run's first start alone, and warnings: of documents beyond the length that

@@ -23,6 +23,7 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
         else:
             _check_model(config.model)
             _check_data(config.data)
+            _check_preference(config)
         _check_sequence(config)
         _check_batch(config)
         _check_profile(config)
@@ -63,6 +64,24 @@ def _check_trajectories(config: RunConfig) -> None:
         "data.sources",
         [source.path for source in config.data.sources],
         "to be left out with trajectories.path; keep one of them",
+    )
+
+
+def _check_preference(config: RunConfig) -> None:
+    """Preferences are learned from pairs, and from nothing else."""
+    loss, formats = config.preference.loss, [source.format for source in config.data.sources]
+    pairs = [source_format == "preference" for source_format in formats]
+    require(
+        loss is not None or not any(pairs),
+        "preference.loss",
+        loss,
+        "a loss, such as sigmoid (DPO), for sources of format preference",
+    )
+    require(
+        loss is None or all(pairs),
+        "data.sources.format",
+        formats,
+        "format: preference in every source with preference.loss; other data is trained on in a run of its own",
     )
 
 

@@ -21,6 +21,8 @@ from model.attention.options import AttentionConfig
 from model.config import ADJUSTABLE, POSITIONS
 from model.memory.options import MemoryConfig
 
+from .preference import PreferenceConfig
+
 VERSION = 2
 
 
@@ -90,8 +92,8 @@ class SourceConfig:
     context length: synthetic:TASK?count=2000&seed=0, with the tasks lines (&like=FILE for another wording), needles,
     key_values, variables and copying."""
     format: str = "sharegpt"
-    """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with `text`) or tokens (.npy, or
-    JSON with `tokens` and perhaps `loss_mask`)."""
+    """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with `text`), tokens (.npy, or
+    JSON with `tokens` and perhaps `loss_mask`) or preference (`prompt`, `chosen` and `rejected`)."""
     template: str | None = None
     """Chat template of this source's conversations; data.template where not given."""
     weight: float = 1.0
@@ -604,6 +606,7 @@ class RunConfig:
     """Name of the run; the recipe's file name where not given."""
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     trajectories: TrajectoryConfig = dataclasses.field(default_factory=TrajectoryConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)

@@ -1,0 +1,106 @@
+"""Rows of preference pairs: both completions of a pair in one row, each a document with its own copy of the prompt."""
+
+from collections.abc import Iterator, Sequence
+from typing import NotRequired
+
+import numpy as np
+from jaxtyping import Float32, Int, Int64
+
+from data.batch import Batch
+from data.loader import Loader
+from data.packing import Piece
+from data.prepared import Documents
+
+
+class PairBatch(Batch):
+    """A batch with what is known of each row's P places for pairs; completion c of pair p is document 2 p + c + 1."""
+
+    pairs: Float32[np.ndarray, "*B P"]
+    """1 where there is a pair, otherwise 0."""
+    references: NotRequired[Float32[np.ndarray, "*B P 2"]]
+    """Log-likelihood of the chosen and of the rejected completion under the model that training began with."""
+    chosen_shares: NotRequired[Float32[np.ndarray, "*B P"]]
+    """Pairs over trained tokens of chosen completions, both of the whole batch: the weight with which a sum over a
+    completion's tokens becomes a mean over the batch's, where losses are divided by the number of pairs."""
+
+
+PAIR_ARRAYS = ("pairs", "references", "chosen_shares")
+
+
+class PairLoader(Loader):
+    """Loads pairs; see `Loader`. Its batches are those of `PairBatch`.
+
+    Attributes:
+        places: P, the most pairs that a row may hold.
+        references: float32 [documents, 2], see `PairBatch.references`; None leaves the array out.
+    """
+
+    references: Float32[np.ndarray, "documents 2"] | None = None
+
+    def __init__(
+        self,
+        documents: Documents,
+        context_length: int,
+        batch_size: int,
+        seed: int,
+        with_sources: bool = False,
+    ):
+        """Makes a loader of pairs, which all fit a row."""
+        super().__init__(documents, context_length, batch_size, seed, with_sources=with_sources)
+        self.places = context_length // int(documents.lengths.min())
+
+    def _documents(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            chosen = int(self.documents.chosen[piece.document])
+            yield Piece(piece.document, 0, chosen)
+            yield Piece(piece.document, chosen, piece.length - chosen)
+
+    def _row_arrays(
+        self, pieces: Sequence[Piece], indices: Int[np.ndarray, " T"] | None = None
+    ) -> PairBatch:
+        row = super()._row_arrays(pieces, indices)
+        numbers = self._pairs(pieces)
+        row["pairs"] = np.zeros(self.places, np.float32)
+        row["pairs"][: len(numbers)] = 1
+        if self.references is not None:
+            row["references"] = np.zeros((self.places, 2), np.float32)
+            row["references"][: len(numbers)] = self.references[numbers]
+        return row
+
+    def _pairs(self, pieces: Sequence[Piece]) -> Int64[np.ndarray, " n"]:
+        """Returns the documents of a row that are pairs, in their order."""
+        return np.array([piece.document for piece in pieces], np.int64)
+
+    def row_pairs(self, number: int) -> Int64[np.ndarray, " n"]:
+        """Returns the documents of a row, counted over all epochs, in the order of its places."""
+        return self._pairs(self._pieces(number))
+
+    def batch(
+        self,
+        step: int,
+        rows: Sequence[int] | None = None,
+        indices: Int[np.ndarray, " T"] | None = None,
+    ) -> PairBatch:
+        """Returns the rows of a step, see `Loader.batch`, with `chosen_shares`."""
+        batch = super().batch(step, rows, indices)
+        return self._with_shares(batch, [piece.document for piece in self._step_pieces(step)])
+
+    def _with_shares(self, batch: PairBatch, numbers: Sequence[int]) -> PairBatch:
+        tokens = int(self.documents.chosen_trained[numbers].sum())
+        batch["chosen_shares"] = batch["pairs"] * np.float32(len(numbers) / max(tokens, 1))
+        return batch
+
+    def epoch_batches(
+        self,
+        epoch: int = 0,
+        rows: Sequence[int] | None = None,
+        indices: Int[np.ndarray, " T"] | None = None,
+    ) -> Iterator[PairBatch]:
+        """Yields the rows of an epoch, see `Loader.epoch_batches`, with `chosen_shares`."""
+        plan = self._plan(epoch)
+        for number, batch in enumerate(super().epoch_batches(epoch, rows, indices)):
+            first = number * self.batch_size
+            step = range(first, min(first + self.batch_size, len(plan)))
+            yield self._with_shares(
+                batch, [piece.document for row in step for piece in plan.row(row)]
+            )

@@ -1,0 +1,187 @@
+"""Records of preferences, a prompt with a chosen and a rejected completion, read as two conversations.
+
+The shapes are TRL's: an explicit `prompt` beside completions, or completions that are whole conversations
+and share their first turns. Texts become turns of user and assistant, dialogues of `Human:` and
+`Assistant:` several.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+from data import shapes
+from data.clean import CleanConfig, Cleaned, Cleaner, own_id
+from data.conversation import Conversation, Message, Preference
+from data.reasons import DUPLICATE, NOT_A_RECORD, Drop
+from data.turns import role_of
+
+CHOSEN = ("chosen", "chosen_response")
+REJECTED = ("rejected", "rejected_response")
+PROMPTS = ("prompt", "question", "instruction", "query", *shapes.TURN_LISTS)
+TARGETS = ("prompt", "chosen", "rejected", "system", "tools", "id")
+"""What a source's `fields` may stand for."""
+# A dialogue as a text, as Anthropic's HH-RLHF has it.
+_DIALOGUE = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+NO_PREFERENCE = "no `chosen` and `rejected`: it has "
+NOT_A_COMPLETION = "a completion that is no text or list of turns: "
+NOT_A_PROMPT = "a prompt that is no text or list of turns: "
+SAME = "the chosen completion equals the rejected one"
+OTHER_PROMPTS = "the completions answer different prompts"
+NO_PROMPT = "completions without a prompt"
+
+
+@dataclass
+class PreferenceReader:
+    """Reads the preference records of one source, in order.
+
+    Attributes:
+        clean: the cleaning rules, which both conversations of a record pass.
+        alternating: see `data.clean.Cleaner`.
+        fields: what the records' names of fields stand for, out of TARGETS.
+    """
+
+    clean: CleanConfig = CleanConfig()
+    alternating: bool = False
+    fields: Mapping[str, str] = field(default_factory=dict)
+    _seen: set[bytes] = field(default_factory=set)
+
+    def read(self, raw: object) -> tuple[Preference, set[str], set[str]]:
+        """Returns a record, what was changed in it, and its fields that have a value and were not read.
+
+        Raises:
+            Drop: it cannot be used.
+        """
+        if not isinstance(raw, dict):
+            raise Drop(NOT_A_RECORD)
+        record = shapes.renamed(raw, self.fields)
+        chosen_name, rejected_name = (
+            shapes.first_present(record, names) for names in (CHOSEN, REJECTED)
+        )
+        if chosen_name is None or rejected_name is None:
+            raise Drop(NO_PREFERENCE + shapes.shown_fields(record))
+        prompt_name = shapes.first_present(record, PROMPTS)
+        prompt = _prompt_turns(record[prompt_name], prompt_name) if prompt_name else []
+        read = {chosen_name, rejected_name, "system", "system_prompt", "tools"}
+        record_id = own_id(record)
+        if record_id is not None:
+            read.add("id")
+        cleaned, used_prompt = [], False
+        for name in (chosen_name, rejected_name):
+            turns, is_whole = _completion_turns(record[name], name)
+            used_prompt |= not is_whole or _repeats(prompt, turns)
+            cleaned.append(self._clean(record, turns if is_whole else prompt + turns, name))
+        if prompt_name and used_prompt:
+            read.add(prompt_name)
+        chosen, rejected = (_with_completion_trained(cleaned, number) for number in (0, 1))
+        content = json.dumps([_said(chosen), _said(rejected)])
+        digest = hashlib.sha256(content.encode()).digest()[:16]
+        if self.clean.duplicates and digest in self._seen:
+            raise Drop(DUPLICATE)
+        self._seen.add(digest)
+        changes = cleaned[0].changes | cleaned[1].changes
+        unread = cleaned[0].unread | cleaned[1].unread | shapes.unread_of(record, read, "record")
+        preference = Preference(
+            record_id or digest.hex()[:16],
+            Conversation("", tuple(chosen), tools=cleaned[0].tools),
+            Conversation("", tuple(rejected), tools=cleaned[1].tools),
+        )
+        return preference, changes, unread
+
+    def _clean(self, record: Mapping, turns: list, name: str) -> Cleaned:
+        """Returns the turns of the conversation with one completion, cleaned as any other."""
+        context = {
+            key: record[key] for key in ("system", "system_prompt", "tools") if key in record
+        }
+        cleaner = Cleaner(replace(self.clean, duplicates=False), self.alternating)
+        try:
+            return cleaner.clean({**context, "messages": turns})
+        except Drop as drop:
+            raise Drop(f"{name}: {drop}") from None
+
+
+def _prompt_turns(value: object, name: str) -> list[Any]:
+    """Returns the turns of a prompt."""
+    turns = _turns_of(value, "user")
+    if turns is None:
+        raise Drop(f"{NOT_A_PROMPT}`{name}`")
+    return turns
+
+
+def _completion_turns(value: object, name: str) -> tuple[list[Any], bool]:
+    """Returns a completion's turns, and whether they are a whole conversation with its prompt."""
+    turns = _turns_of(value, "assistant")
+    if not turns:
+        raise Drop(f"{NOT_A_COMPLETION}`{name}`")
+    return turns, _role(turns[0]) in ("system", "user")
+
+
+def _turns_of(value: object, role: str) -> list[Any] | None:
+    """Returns the turns of a text, of one turn, or of a list of turns in a shape that conversations have."""
+    if isinstance(value, dict) and _role(value):
+        return [value]
+    if isinstance(value, str) and _DIALOGUE.match(value.strip()):
+        _, *parts = _DIALOGUE.split(value.strip())
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        return [{"role": _SPEAKERS[speaker], "content": text.strip()} for speaker, text in pairs]
+    if isinstance(value, list | dict):
+        try:
+            return shapes.read_turns({"messages": value}).turns
+        except Drop:
+            return None
+    return [{"role": role, "content": value}] if isinstance(value, str) else None
+
+
+def _role(turn: object) -> str | None:
+    """Returns the role of a raw turn, or None if it names none."""
+    name = shapes.first_present(turn, shapes.ROLE_FIELDS) if isinstance(turn, dict) else None
+    role = turn[name] if name else None
+    return role_of(role) if isinstance(role, str) else None
+
+
+def _repeats(prompt: Sequence[Any], turns: Sequence[Any]) -> bool:
+    """Returns whether a whole conversation contains the prompt that stands beside it."""
+    texts = [_text(turn) for turn in turns]
+    return bool(prompt) and all(_text(turn) in texts for turn in prompt)
+
+
+def _text(turn: object) -> object:
+    name = shapes.first_present(turn, shapes.TEXT_FIELDS) if isinstance(turn, dict) else None
+    text = turn[name] if name else None
+    return text.strip() if isinstance(text, str) else text
+
+
+def _with_completion_trained(conversations: Sequence[Cleaned], number: int) -> list[Message]:
+    """Returns the turns of one conversation of a pair, of which those after the common prompt are trained on.
+
+    Raises:
+        Drop: the pair says nothing, or its prompts differ.
+    """
+    chosen, rejected = (conversation.messages for conversation in conversations)
+    pairs: Iterable[tuple[Message, Message]] = zip(chosen, rejected, strict=False)
+    prompt = sum(1 for _ in takewhile(lambda pair: _said(pair[:1]) == _said(pair[1:]), pairs))
+    if prompt == len(chosen) == len(rejected):
+        raise Drop(SAME)
+    if prompt == 0:
+        raise Drop(NO_PROMPT if chosen[0].role == "assistant" else OTHER_PROMPTS)
+    if any(
+        len(turns) == prompt or turns[prompt].role != "assistant" for turns in (chosen, rejected)
+    ):
+        raise Drop(OTHER_PROMPTS)
+    messages = conversations[number].messages
+    return [
+        replace(message, train=message.train and index >= prompt)
+        for index, message in enumerate(messages)
+    ]
+
+
+def _said(messages: Sequence[Message]) -> list[tuple]:
+    """Returns what makes turns equal, as JSON can hold it."""
+    return [
+        (message.role, message.content, list(message.tool_calls), message.reasoning)
+        for message in messages
+    ]

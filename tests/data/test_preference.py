@@ -1,0 +1,144 @@
+"""Records of preferences: TRL's shapes, and others of public data sets, become two conversations that begin alike."""
+
+import pytest
+
+from data.clean import CleanConfig
+from data.preference import PreferenceReader
+from data.reasons import Drop
+
+
+def turns(*texts, first="user"):
+    roles = ("user", "assistant") if first == "user" else ("assistant", "user")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def read(record, **options):
+    return PreferenceReader(**options).read(record)
+
+
+def said(conversation):
+    return [(m.role, m.content, m.train) for m in conversation.messages]
+
+
+ASKED = ("user", "Which?", False)
+GOOD, BAD = [ASKED, ("assistant", "This.", True)], [ASKED, ("assistant", "That.", True)]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "Which?", "chosen": "This.", "rejected": "That."},
+        {"question": "Which?", "chosen": "This.", "rejected": "That."},
+        {
+            "prompt": turns("Which?"),
+            "chosen": turns("This.", first="assistant"),
+            "rejected": turns("That.", first="assistant"),
+        },
+        {"chosen": turns("Which?", "This."), "rejected": turns("Which?", "That.")},
+        {  # UltraFeedback, whose conversations repeat the prompt
+            "prompt": "Which?",
+            "chosen": turns("Which?", "This."),
+            "rejected": turns("Which?", "That."),
+        },
+        {
+            "conversations": [{"from": "human", "value": "Which?"}],
+            "chosen": {"from": "gpt", "value": "This."},
+            "rejected": {"from": "gpt", "value": "That."},
+        },
+        {
+            "chosen": "\n\nHuman: Which?\n\nAssistant: This.",
+            "rejected": "\n\nHuman: Which?\n\nAssistant: That.",
+        },
+    ],
+    ids=["texts", "question", "turns", "implicit", "repeated", "one turn", "dialogue"],
+)
+def test_shapes(record):
+    pair, changes, unread = read(record)
+    assert said(pair.chosen) == GOOD and said(pair.rejected) == BAD
+    assert not changes and not unread
+
+
+def test_names_system_and_tools_are_read_and_the_rest_is_named():
+    record = {
+        "id": 7,
+        "system": "Be brief.",
+        "ask": "Which?",
+        "better": "This.",
+        "worse": "That.",
+        "score_chosen": 0.5,
+        "empty": None,
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+    }
+    pair, _, unread = read(
+        record, fields={"ask": "prompt", "better": "chosen", "worse": "rejected"}
+    )
+    assert pair.id == "7" and unread == {"record field `score_chosen`"}
+    assert said(pair.rejected) == [("system", "Be brief.", False), *BAD]
+    assert (
+        pair.chosen.tools == pair.rejected.tools
+        and pair.chosen.tools[0]["function"]["name"] == "look"
+    )
+
+
+def test_a_prompt_of_another_conversation_is_named():
+    record = {
+        "prompt": "Why?",
+        "chosen": turns("Which?", "This."),
+        "rejected": turns("Which?", "That."),
+    }
+    assert read(record)[2] == {"record field `prompt`"}
+
+
+def test_earlier_answers_are_part_of_the_prompt():
+    record = {
+        "chosen": turns("Hi", "Hello", "Which?", "This."),
+        "rejected": turns("Hi", "Hello", "Which?", "That."),
+    }
+    pair = read(record)[0]
+    assert [train for *_, train in said(pair.chosen)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (
+            {"prompt": "Which?", "chosen": "This."},
+            "no `chosen` and `rejected`: it has the fields prompt, chosen",
+        ),
+        (
+            {"prompt": "Which?", "chosen": "This.", "rejected": " This. "},
+            "the chosen completion equals the rejected one",
+        ),
+        ({"prompt": "Which?", "chosen": "This.", "rejected": " "}, "rejected: "),
+        (
+            {"prompt": "Which?", "chosen": 3, "rejected": "That."},
+            "a completion that is no text or list of turns: `chosen`",
+        ),
+        (
+            {"prompt": 3, "chosen": "This.", "rejected": "That."},
+            "a prompt that is no text or list of turns: `prompt`",
+        ),
+        ({"chosen": "This.", "rejected": "That."}, ""),
+        (
+            {"chosen": turns("Which?", "This."), "rejected": turns("Why?", "That.")},
+            "the completions answer different prompts",
+        ),
+        ({"chosen": turns("Which?", "This."), "rejected": turns("Which?")}, ""),
+        ([1], "not a record"),
+    ],
+)
+def test_what_cannot_be_used_is_named(record, reason):
+    with pytest.raises(Drop) as dropped:
+        read(record)
+    assert str(dropped.value).startswith(reason) and str(dropped.value)
+
+
+def test_a_pair_is_a_duplicate_only_if_both_completions_are():
+    reader = PreferenceReader()
+    reader.read({"prompt": "Which?", "chosen": "This.", "rejected": "That."})
+    reader.read({"prompt": "Which?", "chosen": "This.", "rejected": "None."})
+    with pytest.raises(Drop, match="duplicate"):
+        reader.read({"prompt": "Which?", "chosen": "This.", "rejected": "That."})
+    kept = PreferenceReader(CleanConfig(duplicates=False))
+    for _ in range(2):
+        kept.read({"prompt": "Which?", "chosen": "This.", "rejected": "That."})

@@ -1,0 +1,355 @@
+"""Preference tuning beside TRL: losses, rewards and gradients of pairs that are packed, striped over a mesh and accumulated."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from jax.sharding import Mesh
+
+from data.errors import UserError
+from tests import small_model
+from trainer.config.checks import check
+from trainer.config.preference import PreferenceConfig
+from trainer.config.schema import (
+    DataConfig,
+    LoggingConfig,
+    MeshConfig,
+    ModelConfig,
+    RunConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from trainer.huggingface.table import hf_layout
+from trainer.mesh import make_mesh
+from trainer.preference import PreferenceObjective, preference_loss
+from trainer.preference_loss import Pairs, pair_losses
+from trainer.step import StepBuilder
+
+LENGTH, ROWS, PAIRS = 128, 4, 12
+TRL_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "robust", "ipo")
+WIDE = MeshConfig(fsdp=2, tensor=2, sequence=2, simulate=8)
+NAMES = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+def words(count: int, seed: int) -> str:
+    return " ".join(np.random.default_rng(seed).choice(["red", "blue", "old", "big", "cat"], count))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preference")
+    records = [
+        {
+            "prompt": f"Say {number}: {words(3, number)}",
+            "chosen": words(2 + number % 5, 100 + number),
+            "rejected": words(3 + number % 3, 200 + number),
+        }
+        for number in range(PAIRS)
+    ]
+    (folder / "pairs.json").write_text(json.dumps(records), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(folder, hf_model):
+    """The folders of the reference, which training begins with, and of a policy that differs from it."""
+    model = transformers.LlamaForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    policy = pathlib.Path(shutil.copytree(hf_model, folder / "policy"))
+    model.save_pretrained(policy)
+    return hf_model, policy
+
+
+def make_config(folder, model, mesh=WIDE, **preference) -> RunConfig:
+    return RunConfig(
+        name="preference",
+        run_dir=str(folder / "run"),
+        model=ModelConfig(path=str(model), compute_dtype="float32"),
+        data=DataConfig(
+            sources=(SourceConfig(str(folder / "pairs.json"), "preference", "plain"),),
+            context_length=LENGTH,
+            prepared=str(folder / "prepared"),
+            held_out_fraction=0.0,
+        ),
+        preference=PreferenceConfig(**preference),
+        mesh=mesh,
+        train=TrainConfig(steps=20, batch_size=ROWS),
+        logging=LoggingConfig(console=False, tensorboard=False),
+    )
+
+
+def open_objective(config: RunConfig) -> PreferenceObjective:
+    devices = jax.devices()[: config.mesh.devices]
+    mesh: Mesh = make_mesh(config.mesh, devices)
+    return PreferenceObjective(config, mesh)
+
+
+def examples(objective) -> list[dict]:
+    """The first batch's pairs as TRL takes them, in the batch's order."""
+    documents = objective.prepared.train
+    pairs = []
+    for row in range(ROWS):
+        for number in objective.loader.row_pairs(row):
+            document, chosen = documents[int(number)], int(documents.chosen[number])
+            sides = [
+                (document.tokens[part].tolist(), document.loss_mask[part])
+                for part in (slice(chosen), slice(chosen, None))
+            ]
+            prompts = [int(mask.argmax()) for _, mask in sides]
+            assert all(mask[start:].all() for (_, mask), start in zip(sides, prompts, strict=True))
+            pairs.append(
+                {
+                    "prompt_ids": sides[0][0][: prompts[0]],
+                    "chosen_ids": sides[0][0][prompts[0] :],
+                    "rejected_ids": sides[1][0][prompts[1] :],
+                }
+            )
+            assert sides[1][0][: prompts[1]] == pairs[-1]["prompt_ids"]
+    return pairs
+
+
+@pytest.fixture(scope="module")
+def trl(folder, models):
+    """Returns a function from a loss and pairs to TRL's loss, metrics and gradients of the policy, in float64."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    reference, policy = (
+        transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float64)
+        for model in models
+    )
+
+    def compute(pairs, loss, beta, label_smoothing):
+        trainer = DPOTrainer(
+            model=policy,
+            ref_model=reference,
+            args=DPOConfig(
+                output_dir=str(folder / "trl"),
+                report_to=[],
+                use_cpu=True,
+                bf16=False,
+                loss_type=[loss],
+                beta=beta,
+                label_smoothing=label_smoothing,
+                gradient_checkpointing=False,
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
+            processing_class=transformers.AutoTokenizer.from_pretrained(small_model.TOKENIZER),
+        )
+        trainer.model.zero_grad()
+        value = trainer._compute_loss(trainer.model, trainer.data_collator(pairs), False)
+        value.backward()
+        gradients = {
+            name: parameter.grad.numpy().copy() for name, parameter in policy.named_parameters()
+        }
+        metrics = {name: values[0] for name, values in trainer._metrics["eval"].items()}
+        return value.item(), metrics, gradients
+
+    return compute
+
+
+def loss_and_gradient(objective, params, batch):
+    def total(params):
+        sums = preference_loss(objective.model, objective.config.preference, params, batch)
+        return sums.total / sums.weight, sums
+
+    (value, sums), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    measures = {name: float(x / sums.weight) for name, x in sums.measures.items()}
+    return float(value), measures, gradient
+
+
+@pytest.mark.parametrize("loss", TRL_LOSSES)
+def test_loss_metrics_and_gradients_are_trls(folder, models, trl, loss):
+    smoothing = 0.1 if loss == "robust" else 0.0
+    options = {"loss": loss, "beta": 0.3, "label_smoothing": smoothing}
+    objective = open_objective(make_config(folder, models[0], **options))
+    params = open_objective(make_config(folder, models[1], loss="orpo")).read_params()
+    batch = objective.to_device(next(objective.batches(0)))
+    pairs = examples(objective)
+    assert PAIRS >= len(pairs) > ROWS, "several pairs share a row"
+    value, measures, gradient = loss_and_gradient(objective, params, batch)
+    expected, metrics, gradients = trl(pairs, **options)
+    assert value == pytest.approx(expected, rel=1e-5)
+    # Rewards are differences of some 130 nats in float32.
+    rounding = 4 * 130 * float(np.finfo(np.float32).eps) * options["beta"]
+    expected_measures = {name: metrics[name] for name in NAMES}
+    assert measures == pytest.approx(expected_measures, rel=1e-5, abs=rounding)
+    compared = 0
+    for entry in hf_layout(objective.model.config):
+        for layer, name in enumerate(entry.hf_names()):
+            ours = np.asarray(gradient[entry.name])[() if entry.layers is None else layer]
+            ours = entry.to_hf(ours[tuple(map(slice, entry.layer_shape))])
+            error = np.linalg.norm(ours - gradients[name]) / np.linalg.norm(gradients[name])
+            # The completions' gradients nearly cancel: TRL's own in float32 are as far from these.
+            assert error < 1e-4, (name, error)
+            compared += 1
+    assert compared == len(gradients)
+
+
+def trained(config) -> list[dict]:
+    """Twenty steps: the loss and the measures of each."""
+    objective = open_objective(config)
+    builder = StepBuilder.of(config, objective.model, objective.loss, objective.abstract_batch())
+    step = builder.lower_train().compile()
+    params = objective.read_params()
+    trainable = {name: params[name] for name in builder.trainable}
+    state, rows = builder.init_optimizer(trainable), []
+    batches = objective.batches(0)
+    for number in range(config.train.steps):
+        batch = objective.to_device(next(batches))
+        trainable, state, metrics = step(trainable, {}, state, batch, np.int32(number))
+        rows.append(
+            {"loss": float(metrics.loss), **{n: float(x) for n, x in metrics.measures.items()}}
+        )
+    return rows
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "orpo"])
+def test_twenty_steps_are_the_same_on_any_mesh_and_in_parts(folder, models, loss):
+    options = {"loss": loss, "sft_weight": 0.5 if loss == "sigmoid" else 0.0}
+    one = make_config(folder, models[0], MeshConfig(), **options)
+    parts = make_config(folder, models[0], **options)
+    parts = dataclasses.replace(parts, train=dataclasses.replace(parts.train, accumulation=2))
+    expected = trained(one)
+    assert expected[-1]["rewards/margins"] > expected[0]["rewards/margins"]
+    for step, (row, other) in enumerate(zip(trained(parts), expected, strict=True)):
+        if (
+            step == 0 and loss == "sigmoid"
+        ):  # the model is the reference: all rewards are 0 but for rounding
+            del row["rewards/accuracies"], other["rewards/accuracies"]
+        assert row == pytest.approx(other, rel=1e-5, abs=2e-5)
+
+
+def test_without_a_reference_the_losses_are_the_papers():
+    """ORPO's odds ratio and SimPO's margin, by TRL's own functions."""
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(2, 30, (3, 4, 2)).astype(np.float32)
+    sums = -rng.uniform(0.05, 3, tokens.shape).astype(np.float32) * tokens
+    means = torch.tensor(sums / tokens)
+    trainer = SimpleNamespace(
+        beta=0.4,
+        accelerator=SimpleNamespace(device="cpu"),
+        alpha=0.0,
+        loss_type="simpo",
+        simpo_gamma=0.7,
+        label_smoothing=0.0,
+    )
+    ratio, *rewards = ORPOTrainer.odds_ratio_loss(trainer, means[..., 0], means[..., 1])[:3]
+    simpo, *_ = CPOTrainer.cpo_loss(trainer, means[..., 0], means[..., 1])
+    pairs = Pairs(jnp.asarray(sums), jnp.zeros_like(sums), jnp.asarray(tokens))
+    orpo = pair_losses(pairs, PreferenceConfig("orpo", beta=0.4))
+    np.testing.assert_allclose(orpo.loss, -ratio.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(orpo.rewards, np.stack(rewards, -1), rtol=1e-6)
+    ours = pair_losses(pairs, PreferenceConfig("simpo", beta=0.4, simpo_gamma=0.7))
+    np.testing.assert_allclose(ours.loss, simpo.numpy(), rtol=1e-5)
+
+
+def test_a_place_without_a_pair_gives_finite_numbers_and_no_gradient():
+    nothing = jnp.zeros((1, 2, 2))
+    for loss in (*TRL_LOSSES, "orpo", "simpo"):
+        config = PreferenceConfig(loss)
+
+        def total(x, config=config):
+            return pair_losses(Pairs(x, nothing, nothing), config).loss.sum()
+
+        value, gradient = jax.value_and_grad(total)(nothing)
+        assert np.isfinite(value) and np.isfinite(gradient).all(), loss
+
+
+def test_the_reference_is_computed_once_and_goes_on_where_it_was(
+    folder, models, monkeypatch, tmp_path
+):
+    config = make_config(folder, models[0], loss="sigmoid")
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, prepared=str(tmp_path))
+    )
+    first = open_objective(config)
+    (file,) = (tmp_path / "references").glob("*.npy")
+    whole = np.load(file)
+    assert np.isfinite(whole).all() and whole.shape == (PAIRS, 2) and (whole < 0).all()
+    reads = []
+    read = PreferenceObjective.read_params
+    monkeypatch.setattr(
+        PreferenceObjective, "read_params", lambda self: reads.append(1) or read(self)
+    )
+    assert (open_objective(config).loader.references == whole).all() and not reads
+    partial = whole.copy()
+    partial[first.loader.row_pairs(0)] = np.nan
+    np.save(file, partial)
+    again = open_objective(config)
+    assert (again.loader.references == whole).all() and len(reads) == 1
+    file.write_bytes(b"nothing")
+    assert (open_objective(config).loader.references == whole).all() and len(reads) == 2
+    other = make_config(folder, models[1], loss="sigmoid")
+    other = dataclasses.replace(other, data=config.data)
+    assert (open_objective(other).loader.references != whole).all(), "another model's are its own"
+
+
+@pytest.mark.parametrize("long_pairs", ["drop", "cut_prompt"])
+def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
+    long = {"prompt": words(90, 1), "chosen": words(5, 2), "rejected": words(6, 3)}
+    short = {"prompt": "Say:", "chosen": "red", "rejected": "blue"}
+    (tmp_path / "pairs.json").write_text(json.dumps([long, short]), encoding="utf-8")
+    config = make_config(tmp_path, models[0], loss="simpo", long_pairs=long_pairs)
+    prepared = open_objective(config).prepared
+    (report,) = prepared.report.sources
+    if long_pairs == "drop":
+        assert report.dropped == {"a pair longer than context_length": 1}
+        return
+    assert report.repaired == {"longer than context_length, cut at the prompt's beginning": 1}
+    cut = max(range(2), key=lambda number: prepared.train.lengths[number])
+    assert LENGTH - 1 <= prepared.train.lengths[cut] <= LENGTH
+    document, chosen = prepared.train[cut], int(prepared.train.chosen[cut])
+    prompts = [
+        document.tokens[part][: document.loss_mask[part].argmax()].tolist()
+        for part in (slice(chosen), slice(chosen, None))
+    ]
+    assert prompts[0] == prompts[1] and len(prompts[0]) > 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": None}, "preference.loss: found None, needs a loss, such as sigmoid"),
+        (
+            {"loss": "hinge", "label_smoothing": 0.1},
+            "preference.label_smoothing: found 0.1, needs 0",
+        ),
+        ({"loss": "sigmoid", "beta": 0.0}, "preference.beta: found 0.0, needs a number above 0"),
+        ({"loss": "orpo", "sft_weight": 1.0}, "preference.sft_weight: found 1.0"),
+    ],
+)
+def test_what_does_not_go_together_is_named(folder, models, change, message):
+    with pytest.raises((ValueError, UserError), match=re.escape(message)):
+        check(make_config(folder, models[0], **change))
+
+
+def test_a_source_of_another_format_is_named(folder, models):
+    config = make_config(folder, models[0], loss="sigmoid")
+    source = dataclasses.replace(config.data.sources[0], format="sharegpt")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, sources=(source,)))
+    with pytest.raises(UserError, match="needs format: preference in every source"):
+        check(config)

@@ -1,0 +1,53 @@
+"""The options of a run that learns from preferences: the section `preference` of a recipe."""
+
+import dataclasses
+from typing import Literal
+
+WITHOUT_REFERENCE = ("orpo", "simpo")
+"""Losses that compare the completions with each other alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceConfig:
+    """Learning from pairs of completions, sources of format preference: which one is to become likelier."""
+
+    loss: Literal["sigmoid", "sigmoid_norm", "hinge", "robust", "ipo", "orpo", "simpo"] | None = (
+        None
+    )
+    """The loss, under TRL's names: sigmoid is DPO (Rafailov et al., Direct Preference Optimization),
+    sigmoid_norm takes means over a completion's tokens, ipo is Azar et al.'s, robust Chowdhury et al.'s
+    for flipped labels; orpo (Hong et al.) and simpo (Meng et al.) need no reference. Where a loss is
+    given, the run learns from preferences."""
+    beta: float = 0.1
+    """How far the model is held to the reference: the scale of rewards."""
+    label_smoothing: float = 0.0
+    """Share of the pairs whose labels are taken to be flipped, of sigmoid (conservative DPO) and robust; below 0.5."""
+    simpo_gamma: float = 0.5
+    """The margin by which simpo wants the chosen completion's reward to be the greater one."""
+    sft_weight: float = 0.0
+    """Weight of the chosen completions' cross-entropy, the mean over the batch's tokens, added to the loss; of orpo it is
+    always 1 and stands for itself."""
+    long_pairs: Literal["drop", "cut_prompt"] = "drop"
+    """What becomes of a pair longer than a row: it is dropped, or loses the beginning of its prompt."""
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"preference.beta: found {self.beta}, needs a number above 0")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"preference.label_smoothing: found {self.label_smoothing}, needs 0 to below 0.5"
+            )
+        if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
+            raise ValueError(
+                f"preference.label_smoothing: found {self.label_smoothing}, needs 0 with preference.loss {self.loss}; "
+                "sigmoid and robust read it"
+            )
+        if self.sft_weight < 0 or (self.sft_weight and self.loss == "orpo"):
+            raise ValueError(
+                f"preference.sft_weight: found {self.sft_weight}, needs a number of 0 or more, 0 with orpo"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the model with the one that training began with."""
+        return self.loss is not None and self.loss not in WITHOUT_REFERENCE

@@ -1,0 +1,210 @@
+"""The objective of preferences: of two completions of a prompt, the chosen one is to become likelier than the rejected one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from data.batch import Batch, permute
+from data.pairs import PAIR_ARRAYS, PairBatch, PairLoader
+from data.paths import local_folder
+from data.prepared import Documents
+from model.llama import Llama
+from model.loss import LossSums, SourceSums
+from model.sharding import BATCH_AXES
+
+from .config.preference import PreferenceConfig
+from .mesh import LocalPart
+from .objective import DeviceBatch, HostBatch, LossParams
+from .preference_loss import Pairs, pair_losses
+from .reference import LogLikelihoods, reference_log_likelihoods
+from .text import TextObjective, text_batch
+
+T = TypeVar("T")
+
+
+def preference_batch(
+    rows: int, length: int, mesh: Mesh, places: int, config: PreferenceConfig
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes, dtypes and shardings of a batch of pairs: the arrays of `data.pairs.PairBatch`.
+
+    Args:
+      places: P, the most pairs in a row.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *shape), jnp.float32, sharding=sharding)
+
+    references = {"references": array(places, 2)} if config.needs_reference else {}
+    return {
+        **text_batch(rows, length, mesh),
+        "pairs": array(places),
+        "chosen_shares": array(places),
+        **references,
+    }
+
+
+def preference_loss(
+    model: Llama, config: PreferenceConfig, params: LossParams, batch: DeviceBatch
+) -> LossSums:
+    """Returns the sums over a batch's pairs of their losses, and of their rewards and log-likelihoods under TRL's names."""
+    present = batch["pairs"]
+    tokens, _ = _split(batch)
+    sums = model.document_sums(params, tokens, 2 * present.shape[1])
+    log_likelihoods, counts = (x.reshape(*present.shape, 2) for x in sums)
+    references = batch.get("references", jnp.zeros_like(counts))
+    losses = pair_losses(Pairs(log_likelihoods, references, counts), config)
+    cross_entropy = -jnp.sum(log_likelihoods[..., 0] * batch["chosen_shares"])
+    sft_weight = 1.0 if config.loss == "orpo" else config.sft_weight
+    chosen, rejected = (jax.lax.stop_gradient(losses.rewards[..., i]) for i in range(2))
+    each = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).astype(jnp.float32),
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": jax.lax.stop_gradient(log_likelihoods[..., 0]),
+        "logps/rejected": jax.lax.stop_gradient(log_likelihoods[..., 1]),
+    }
+    none = jnp.zeros(0, jnp.float32)
+    return LossSums(
+        jnp.sum(losses.loss * present) + sft_weight * cross_entropy,
+        jnp.sum(present),
+        SourceSums(none, none),
+        {},
+        {name: jnp.sum(x * present) for name, x in each.items()},
+    )
+
+
+class PreferenceObjective(TextObjective):
+    """Preference tuning on pairs of completions, both of a pair in one row; attributes as of `TextObjective`.
+
+    The loss is the mean over pairs. The reference is the model that training begins with, whose log-likelihoods are computed
+    before the first step.
+    """
+
+    loss_name = "preference_loss"
+    weight_name = "pairs"
+    loader: PairLoader
+
+    def _open_data(self) -> None:
+        self.sources = ()
+        super()._open_data()
+        if self.config.preference.needs_reference:
+            for loader in (self.loader, self._held_out_loader):
+                if isinstance(loader, PairLoader):
+                    loader.references = self._references(loader.documents)
+
+    def _load(self, split: str) -> PairLoader:
+        data = self.config.data
+        documents = getattr(self.prepared, split)
+        return PairLoader(documents, data.context_length, self.config.train.batch_size, data.seed)
+
+    def _references(self, documents: Documents) -> np.ndarray:
+        """Returns the log-likelihoods of the split's pairs under the model that training begins with."""
+        unweighted = copy.copy(documents)
+        unweighted.weights = np.ones(len(documents))
+        data = self.config.data
+        loader = PairLoader(unweighted, data.context_length, self.config.train.batch_size, seed=0)
+        name = f"{documents.folder.name}-{documents.name}-{self._reference_fingerprint()}.npy"
+        return reference_log_likelihoods(
+            loader,
+            lambda step: loader.batch(step, **self._local),
+            lambda: self._log_likelihoods(loader.places),
+            local_folder(data.prepared) / "references" / name,
+            self.config.logging.console,
+        )
+
+    def _log_likelihoods(self, places: int) -> LogLikelihoods:
+        """Returns a function that computes the log-likelihoods of a batch's documents, with the initial parameters."""
+        params = self.read_params()
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        compiled = jax.jit(
+            lambda params, batch: self.model.document_sums(params, batch, 2 * places)[0],
+            out_shardings=replicated,
+        )
+
+        def log_likelihoods(batch: PairBatch) -> np.ndarray:
+            tokens, _ = _split(self.to_device(self._permuted(batch)))
+            return np.asarray(compiled(params, tokens))
+
+        return log_likelihoods
+
+    def _reference_fingerprint(self) -> str:
+        """Returns a text that changes whenever the initial model's log-likelihoods would, but for rounding."""
+        config = self.config
+        parts = {
+            "origin": self.origin,
+            "model": dataclasses.asdict(dataclasses.replace(config.model, path=None)),
+            "adapter": dataclasses.asdict(dataclasses.replace(config.adapter, path=None)),
+            "window": config.attention.window,
+            "global_tokens": config.attention.global_tokens,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[
+            :16
+        ]
+
+    def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
+        """See `preference_loss`."""
+        return preference_loss(self.model, self.config.preference, params, batch)
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `preference_batch`."""
+        rows, length = self.config.train.batch_size, self.config.data.context_length
+        return preference_batch(rows, length, self.mesh, self.loader.places, self.config.preference)
+
+    def held_out(self) -> Iterator[HostBatch]:
+        """Yields the held-out batches with as many places for pairs as those of training have."""
+        for batch in super().held_out():
+            yield {
+                name: _resized(x, self.loader.places) if name in PAIR_ARRAYS else x
+                for name, x in batch.items()
+            }
+
+    def _permuted(self, batch: Batch) -> HostBatch:
+        tokens, pairs = _split(cast(HostBatch, batch))
+        return {**cast(HostBatch, permute(cast(Batch, tokens), self.order)), **pairs}
+
+    def to_device(self, batch: HostBatch) -> DeviceBatch:
+        """Returns the global arrays of which `batch` holds this process's part."""
+        tokens, pairs = _split(batch)
+        return {
+            **super().to_device(tokens),
+            **{name: _place_rows(x, self.mesh, self.part) for name, x in pairs.items()},
+        }
+
+
+def _split(batch: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    """Returns the arrays of tokens [B, L] and those of pairs [B, P, ...]."""
+    return (
+        {name: x for name, x in batch.items() if name not in PAIR_ARRAYS},
+        {name: x for name, x in batch.items() if name in PAIR_ARRAYS},
+    )
+
+
+def _resized(x: np.ndarray, places: int) -> np.ndarray:
+    """Returns an array [B, P, ...] with another P, which the pairs of each row fit."""
+    x = x[:, :places]
+    return np.pad(x, [(0, 0), (0, places - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
+
+
+def _place_rows(x: np.ndarray, mesh: Mesh, part: LocalPart) -> jax.Array:
+    """Returns the global array [B, ...] of which `x` holds the rows of this process."""
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    shape = (part.shape[0], *x.shape[1:])
+
+    def rows(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        start, stop, _ = index[0].indices(shape[0])
+        return x[np.searchsorted(part.rows, start) : np.searchsorted(part.rows, stop)]
+
+    return jax.make_array_from_callback(shape, sharding, rows)

@@ -1,0 +1,85 @@
+"""The losses of preference tuning, from the log-likelihoods of pairs of completions; tests compare them with TRL's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.nn import log_sigmoid, relu
+from jaxtyping import Array, Float
+
+from .config.preference import PreferenceConfig
+
+
+class Pairs(NamedTuple):
+    """Sums over the tokens of P pairs of completions in each of B rows, the chosen completion first; float32.
+
+    Attributes:
+      log_likelihoods: the model's; references: those of the model that training began with.
+      tokens: targets of each completion, 0 in places without a pair.
+    """
+
+    log_likelihoods: Float[Array, "B P 2"]
+    references: Float[Array, "B P 2"]
+    tokens: Float[Array, "B P 2"]
+
+
+class PairLosses(NamedTuple):
+    """Each pair's loss and rewards; meaningless, and finite, where there is no pair."""
+
+    loss: Float[Array, "B P"]
+    rewards: Float[Array, "B P 2"]
+
+
+def pair_losses(pairs: Pairs, config: PreferenceConfig) -> PairLosses:
+    """Returns the losses and the rewards of pairs, without `sft_weight`'s term.
+
+    The formulas are those of TRL's DPOTrainer, ORPOTrainer and CPOTrainer (loss_type simpo); rewards are
+    beta times the log-ratio to the reference, or the mean log-likelihood where there is none.
+    """
+    tokens = jnp.maximum(pairs.tokens, 1.0)
+    if not config.needs_reference:
+        # A place without a pair takes part with any likelihood below 1, so that all numbers are finite.
+        means = jnp.where(pairs.tokens > 0, pairs.log_likelihoods / tokens, -1.0)
+        return PairLosses(_without_reference(means, config), config.beta * means)
+    ratios = pairs.log_likelihoods - pairs.references
+    averaged = config.loss in ("ipo", "sigmoid_norm")
+    margin = _difference(ratios / tokens if averaged else ratios)
+    return PairLosses(_by_margin(margin, config), config.beta * ratios)
+
+
+def _difference(x: Float[Array, "B P 2"]) -> Float[Array, "B P"]:
+    """The chosen completion's minus the rejected one's."""
+    return x[..., 0] - x[..., 1]
+
+
+def _by_margin(margin: Float[Array, "B P"], config: PreferenceConfig) -> Float[Array, "B P"]:
+    """The losses of the difference of the log-ratios."""
+    beta, smoothing = config.beta, config.label_smoothing
+    if config.loss == "hinge":
+        return relu(1 - beta * margin)
+    if config.loss == "ipo":
+        return (margin - 1 / (2 * beta)) ** 2
+    kept = -(1 - smoothing) * log_sigmoid(beta * margin)
+    flipped = -smoothing * log_sigmoid(-beta * margin)
+    if config.loss == "robust":
+        return (kept - flipped) / (1 - 2 * smoothing)
+    return kept + flipped
+
+
+def _without_reference(
+    means: Float[Array, "B P 2"], config: PreferenceConfig
+) -> Float[Array, "B P"]:
+    """The losses of the mean log-likelihoods of a completion's tokens."""
+    if config.loss == "simpo":
+        return -log_sigmoid(config.beta * _difference(means) - config.simpo_gamma)
+    # The odds ratio of ORPO: odds(p) = p / (1 - p).
+    return -config.beta * log_sigmoid(_difference(means - _log_of_rest(means)))
+
+
+def _log_of_rest(log_p: Float[Array, "B P 2"]) -> Float[Array, "B P 2"]:
+    """log(1 - p) from log(p), without cancellation at either end (Maechler, Accurately Computing log(1 - exp(-|a|)))."""
+    near_one = log_p > -jnp.log(2.0)
+    # Each branch sees only what it is accurate for, so that its gradient elsewhere is not infinite.
+    large, small = jnp.where(near_one, log_p, -0.5), jnp.where(near_one, -1.0, log_p)
+    return jnp.where(near_one, jnp.log(-jnp.expm1(large)), jnp.log1p(-jnp.exp(small)))

@@ -1,0 +1,96 @@
+"""The reference of preference tuning: log-likelihoods of all completions under the model that training begins with.
+
+They are computed once, before the first step, and stored beside the prepared data: no step then needs a second
+model. A start that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Float, Float32
+from tqdm import tqdm
+
+from data.pairs import PairBatch, PairLoader
+
+from .run.cluster import first_then_others
+
+SAVE_EVERY = 60.0
+"""Seconds between two writes of what was computed so far."""
+
+LogLikelihoods = Callable[[PairBatch], Float[np.ndarray, "B D"]]
+"""Returns the log-likelihood of each document of a batch of which this process made its part."""
+
+
+def reference_log_likelihoods(
+    loader: PairLoader,
+    read: Callable[[int], PairBatch],
+    compute: Callable[[], LogLikelihoods],
+    path: Path,
+    progress: bool,
+) -> Float32[np.ndarray, "documents 2"]:
+    """Returns the log-likelihoods of all pairs of a loader, from the file `path` as far as it has them.
+
+    All processes call it, and all must see the file.
+
+    Args:
+      loader: of unweighted documents, whose first epoch has each once.
+      read: returns this process's part of a step's batch.
+      compute: loads the model; not called where nothing is to be computed.
+      path: a .npy file, whose name changes with the data, the model and how it computes.
+      progress: shows a progress bar.
+    """
+    count, steps = len(loader.documents), -(-len(loader) // loader.batch_size)
+    values = first_then_others(lambda _: _stored(path, count), lambda _: "")
+    numbers = [
+        [
+            loader.row_pairs(row)
+            for row in range(step * loader.batch_size, (step + 1) * loader.batch_size)
+        ]
+        for step in range(steps)
+    ]
+    missing = [
+        step for step in range(steps) if np.isnan(values[np.concatenate(numbers[step])]).any()
+    ]
+    if not missing:
+        return values
+    log_likelihoods, saved = compute(), time.monotonic()
+    first = jax.process_index() == 0
+    bar = tqdm(missing, "reference log-likelihoods", disable=not (first and progress), unit="step")
+    for step in bar:
+        found = log_likelihoods(read(step)).reshape(loader.batch_size, -1, 2)
+        for of_row, places in zip(numbers[step], found, strict=True):
+            values[of_row] = places[: len(of_row)]
+        if first and time.monotonic() - saved > SAVE_EVERY:
+            _write(path, values)
+            saved = time.monotonic()
+    if first:
+        _write(path, values)
+    return values
+
+
+def _stored(path: Path, count: int) -> Float32[np.ndarray, "documents 2"]:
+    """Returns what a file holds; numbers that are not known yet are not numbers."""
+    if path.exists():
+        try:
+            values = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            values = None
+        if values is not None and values.shape == (count, 2) and values.dtype == np.float32:
+            return values
+        print(f"warning: {path}: is damaged and is made again", file=sys.stderr)
+    return np.full((count, 2), np.nan, np.float32)
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    """Replaces the file as a whole, so that a reader finds the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    with open(temporary, "wb") as file:
+        np.save(file, values)
+    temporary.replace(path)
