@@ -1,0 +1,106 @@
+"""Writes pairs of answers of which the short one is chosen, to try preference tuning on: train.jsonl and held_out.jsonl.
+
+python -m scripts.make_preferences FOLDER
+
+The questions of the two files are about different things. A model that learns from them answers briefly.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from trainer import entry
+
+FACTS = {
+    "the capital of {}": (
+        "France Paris, Japan Tokyo, Italy Rome, Egypt Cairo, Norway Oslo, Peru Lima, Kenya "
+        "Nairobi, Cuba Havana, Ireland Dublin, Greece Athens, Spain Madrid, Austria Vienna, "
+        "Poland Warsaw, Chile Santiago, Portugal Lisbon, Thailand Bangkok, Finland Helsinki, "
+        "Hungary Budapest"
+    ),
+    "the chemical symbol of {}": (
+        "gold Au, silver Ag, iron Fe, oxygen O, helium He, sodium Na, carbon C, lead Pb, tin "
+        "Sn, copper Cu, zinc Zn, neon Ne, nitrogen N, calcium Ca, potassium K, nickel Ni, "
+        "iodine I, cobalt Co"
+    ),
+    "the opposite of {}": (
+        "hot cold, big small, fast slow, early late, light dark, soft hard, young old, full "
+        "empty, near far, rich poor, high low, loud quiet, wet dry, open closed, strong weak, "
+        "deep shallow, wide narrow, new old"
+    ),
+}
+"""What is asked, and pairs of a thing and the answer."""
+QUESTIONS = (
+    "What is {}?",
+    "Tell me {}.",
+    "Can you name {}?",
+    "I would like to know {}.",
+    "{}, please?",
+    "Quick: {}?",
+)
+OPENINGS = (
+    "That is a great question!",
+    "Thank you for asking.",
+    "I am happy to help with that.",
+    "Certainly!",
+)
+MIDDLES = (
+    "Many people wonder about this, and there is a lot that one could say about it.",
+    "This is something that is often taught at school, and it is easy to forget.",
+    "There are several ways to think about it, and each of them leads to the same answer.",
+)
+ENDINGS = (
+    "If you have any other questions, please do not hesitate to ask, and I will do my best to help you.",
+    "I hope that this answers your question fully, and that you have a wonderful day.",
+    "Let me know if you would like to hear more about this, or about anything else.",
+)
+HELD_OUT = 3  # things of each kind that only held_out.jsonl asks about
+
+
+def pairs(held_out: bool, seed: int = 0) -> Iterator[dict[str, str]]:
+    """Yields records with `prompt`, `chosen` and `rejected`, in an order and a choice of words that the seed decides."""
+    generator = np.random.default_rng((seed, held_out))
+    asked = [
+        (question, kind.format(thing), answer)
+        for kind, things in FACTS.items()
+        for thing, answer in [pair.split() for pair in things.split(", ")][
+            slice(-HELD_OUT, None) if held_out else slice(-HELD_OUT)
+        ]
+        for question in QUESTIONS
+    ]
+    for number in generator.permutation(len(asked)):
+        question, what, answer = asked[number]
+        opening, middle, ending = (
+            generator.choice(texts) for texts in (OPENINGS, MIDDLES, ENDINGS)
+        )
+        prompt = question.format(what)
+        yield {
+            "prompt": prompt[0].upper() + prompt[1:],
+            "chosen": f"{answer[0].upper()}{answer[1:]}.",
+            "rejected": f"{opening} {middle} The answer is {answer}. {ending}",
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes both files."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.make_preferences", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "folder", type=pathlib.Path, help="folder for train.jsonl and held_out.jsonl"
+    )
+    folder = parser.parse_args(argv).folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, held_out in (("train", False), ("held_out", True)):
+        records = list(pairs(held_out))
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        print(f"wrote {folder / name}.jsonl: {len(records)} pairs")
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run(main))
