@@ -16,6 +16,7 @@ from typing import Any
 from data import shapes
 from data.clean import CleanConfig, Cleaned, Cleaner, own_id
 from data.conversation import Conversation, Message, Preference
+from data.fields import first_present, renamed, shown_fields, unread_of
 from data.reasons import DUPLICATE, NOT_A_RECORD, Drop
 from data.turns import role_of
 
@@ -27,6 +28,7 @@ TARGETS = ("prompt", "chosen", "rejected", "system", "tools", "id")
 # A dialogue as a text, as Anthropic's HH-RLHF has it.
 _DIALOGUE = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+_CONTEXT = (*shapes.SYSTEM_FIELDS, *shapes.TOOL_FIELDS)
 NO_PREFERENCE = "no `chosen` and `rejected`: it has "
 NOT_A_COMPLETION = "a completion that is no text or list of turns: "
 NOT_A_PROMPT = "a prompt that is no text or list of turns: "
@@ -58,15 +60,14 @@ class PreferenceReader:
         """
         if not isinstance(raw, dict):
             raise Drop(NOT_A_RECORD)
-        record = shapes.renamed(raw, self.fields)
-        chosen_name, rejected_name = (
-            shapes.first_present(record, names) for names in (CHOSEN, REJECTED)
-        )
+        record = shapes.with_known_names(renamed(raw, self.fields))
+        chosen_name, rejected_name = (first_present(record, names) for names in (CHOSEN, REJECTED))
         if chosen_name is None or rejected_name is None:
-            raise Drop(NO_PREFERENCE + shapes.shown_fields(record))
-        prompt_name = shapes.first_present(record, PROMPTS)
+            raise Drop(NO_PREFERENCE + shown_fields(record))
+        prompt_name = first_present(record, PROMPTS)
         prompt = _prompt_turns(record[prompt_name], prompt_name) if prompt_name else []
-        read = {chosen_name, rejected_name, "system", "system_prompt", "tools"}
+        # What stands beside both completions is read, or named, with each conversation.
+        read = {chosen_name, rejected_name, *_CONTEXT}
         record_id = own_id(record)
         if record_id is not None:
             read.add("id")
@@ -84,7 +85,7 @@ class PreferenceReader:
             raise Drop(DUPLICATE)
         self._seen.add(digest)
         changes = cleaned[0].changes | cleaned[1].changes
-        unread = cleaned[0].unread | cleaned[1].unread | shapes.unread_of(record, read, "record")
+        unread = cleaned[0].unread | cleaned[1].unread | unread_of(record, read, "record")
         preference = Preference(
             record_id or digest.hex()[:16],
             Conversation("", tuple(chosen), tools=cleaned[0].tools),
@@ -94,9 +95,7 @@ class PreferenceReader:
 
     def _clean(self, record: Mapping, turns: list, name: str) -> Cleaned:
         """Returns the turns of the conversation with one completion, cleaned as any other."""
-        context = {
-            key: record[key] for key in ("system", "system_prompt", "tools") if key in record
-        }
+        context = {key: record[key] for key in _CONTEXT if key in record}
         cleaner = Cleaner(replace(self.clean, duplicates=False), self.alternating)
         try:
             return cleaner.clean({**context, "messages": turns})
@@ -138,7 +137,7 @@ def _turns_of(value: object, role: str) -> list[Any] | None:
 
 def _role(turn: object) -> str | None:
     """Returns the role of a raw turn, or None if it names none."""
-    name = shapes.first_present(turn, shapes.ROLE_FIELDS) if isinstance(turn, dict) else None
+    name = first_present(turn, shapes.ROLE_FIELDS) if isinstance(turn, dict) else None
     role = turn[name] if name else None
     return role_of(role) if isinstance(role, str) else None
 
@@ -150,7 +149,7 @@ def _repeats(prompt: Sequence[Any], turns: Sequence[Any]) -> bool:
 
 
 def _text(turn: object) -> object:
-    name = shapes.first_present(turn, shapes.TEXT_FIELDS) if isinstance(turn, dict) else None
+    name = first_present(turn, shapes.TEXT_FIELDS) if isinstance(turn, dict) else None
     text = turn[name] if name else None
     return text.strip() if isinstance(text, str) else text
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TypeVar, cast
 
@@ -18,7 +19,7 @@ from data.batch import Batch, permute
 from data.pairs import PAIR_ARRAYS, PairBatch, PairLoader
 from data.paths import local_folder
 from data.prepared import Documents
-from model.llama import Llama
+from model.language_model import LanguageModel
 from model.loss import LossSums, SourceSums
 from model.sharding import BATCH_AXES
 
@@ -55,7 +56,7 @@ def preference_batch(
 
 
 def preference_loss(
-    model: Llama, config: PreferenceConfig, params: LossParams, batch: DeviceBatch
+    model: LanguageModel, config: PreferenceConfig, params: LossParams, batch: DeviceBatch
 ) -> LossSums:
     """Returns the sums over a batch's pairs of their losses, and of their rewards and log-likelihoods under TRL's names."""
     present = batch["pairs"]
@@ -121,7 +122,7 @@ class PreferenceObjective(TextObjective):
             lambda step: loader.batch(step, **self._local),
             lambda: self._log_likelihoods(loader.places),
             local_folder(data.prepared) / "references" / name,
-            self.config.logging.console,
+            self.config.logging.console and sys.stderr.isatty(),
         )
 
     def _log_likelihoods(self, places: int) -> LogLikelihoods:

@@ -185,6 +185,11 @@ TESTED = {
         "scripts/launch_tpu.sh",
         "scripts/launch_slurm.sbatch",
     ],
+    "tests/scripts/test_make_preferences.py": [
+        "python -m scripts.make_preferences pairs",
+        "python train.py --config configs/preference/smollm2_dpo.yaml --model.path HuggingFaceTB/SmolLM2-135M-Instruct "
+        "--data.path pairs/train.jsonl --data.held_out_path pairs/held_out.jsonl",
+    ],
     "tests/scripts/benchmarks/test_bench_kernels.py": [
         "python -m scripts.benchmarks.bench_kernels --lengths 8192 16384"
     ],

@@ -1,0 +1,60 @@
+"""The pairs that scripts.make_preferences writes, and that the recipe of preference tuning learns from them."""
+
+import json
+
+import pytest
+
+import train
+from scripts import make_preferences
+
+PAIRS = 8
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_pairs_prefer_short_answers_and_held_out_questions_ask_of_other_things(tmp_path):
+    make_preferences.main([str(tmp_path)])
+    trained, held_out = (records(tmp_path / f"{name}.jsonl") for name in ("train", "held_out"))
+    assert len(trained) == 270 and len(held_out) == 54
+    prompts = [{record["prompt"] for record in split} for split in (trained, held_out)]
+    assert prompts[0].isdisjoint(prompts[1]) and any("nickel" in prompt for prompt in prompts[1])
+    for record in trained + held_out:
+        assert 10 * len(record["chosen"]) < len(record["rejected"])
+        answer = record["chosen"].rstrip(".")
+        assert answer.lower() in record["rejected"].lower()
+
+
+@pytest.mark.parametrize("rank", ["0", "4"])
+def test_the_recipe_trains_and_evaluates(tmp_path, hf_model, repository, rank):
+    make_preferences.main([str(tmp_path)])
+    for name in ("train", "held_out"):
+        lines = (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(True)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines[:PAIRS]), encoding="utf-8")
+    command = [
+        f"--config={repository}/configs/preference/smollm2_dpo.yaml",
+        f"--model.path={hf_model}",
+        f"--data.path={tmp_path}/train.jsonl",
+        f"--data.held_out_path={tmp_path}/held_out.jsonl",
+        f"--data.prepared={tmp_path}/prepared",
+        f"--run_dir={tmp_path}/run",
+        f"--adapter.rank={rank}",
+        "--mesh.sequence=2",
+        "--mesh.tensor=2",
+        "--mesh.fsdp=2",
+        "--data.context_length=256",
+        "--mesh.simulate=8",
+        "--attention.kernel=reference",
+        "--checkpoint.every=2",
+        "--train.evaluate_every=2",
+        "--logging.console=false",
+    ]
+    assert train.main([*command, "--train.steps=4"]) == 0
+    metrics = records(tmp_path / "run" / "metrics.jsonl")
+    held_out = records(tmp_path / "run" / "held_out.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    assert metrics[0]["preference_loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert [row["step"] for row in held_out] == [0, 2, 4]
+    assert held_out[0]["held_out_pairs"] == PAIRS
+    assert held_out[-1]["held_out_rewards/margins"] > held_out[0]["held_out_rewards/margins"]
