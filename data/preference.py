@@ -60,7 +60,7 @@ class PreferenceReader:
         """
         if not isinstance(raw, dict):
             raise Drop(NOT_A_RECORD)
-        record = shapes.with_known_names(renamed(raw, self.fields))
+        record = renamed(raw, self.fields)
         chosen_name, rejected_name = (first_present(record, names) for names in (CHOSEN, REJECTED))
         if chosen_name is None or rejected_name is None:
             raise Drop(NO_PREFERENCE + shown_fields(record))
