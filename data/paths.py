@@ -267,6 +267,9 @@ def output_folder(path: str | Path) -> Path:
     return Path(path)
 
 
+PICTURE = b"Matplotlib version"  # in the header of every PNG that a command writes
+
+
 def check_own(path: str | Path, marker: bytes) -> None:
     """Checks that a file may be overwritten: it is absent or empty, or the same command wrote it.
 
@@ -308,8 +311,12 @@ def output_file(path: str | Path, marker: bytes = b"") -> Path:
     return Path(path)
 
 
-def results_folder(path: str | Path) -> Path:
-    """Makes the folder for an evaluation's results.json and cases.jsonl; returns it.
+def results_folder(path: str | Path, *pictures: str) -> Path:
+    """Makes the folder for an evaluation's results.json, cases.jsonl and pictures; returns it.
+
+    Args:
+      path: the folder.
+      pictures: names of the PNG files that the evaluation will write.
 
     Raises:
       UserError: it cannot be made or written to, or has such files that no evaluation wrote.
@@ -317,6 +324,8 @@ def results_folder(path: str | Path) -> Path:
     folder = output_folder(path)
     check_own(folder / "results.json", b'"about"')
     check_own(folder / "cases.jsonl", b'"generated"')
+    for picture in pictures:
+        check_own(folder / picture, PICTURE)
     return folder
 
 

@@ -145,7 +145,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     """Makes and answers the cases, and writes the results."""
     runner.check_flags(args)
-    results_folder(args.output)
+    results_folder(args.output, "coreference.png")
     opened = runner.open_respondent(args)
     cases = make_cases(opened.respondent.length, args.tokens, args.alike, args.count, args.seed)
     return suite.run("coreference", opened, cases, args.output, {"seed": args.seed})

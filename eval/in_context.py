@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from data import printable
 from data.errors import UserError
-from data.paths import check_own, output_folder
+from data.paths import PICTURE, check_own, output_folder
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales
 from eval.scoring import bootstrap
@@ -254,7 +254,9 @@ def summary(returns: Float[np.ndarray, "seeds episodes"]) -> dict[str, dict[str,
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Plays all episodes and returns what results.json holds."""
-    check_own(output_folder(args.output) / "results.json", b'"returns"')
+    folder = output_folder(args.output)
+    check_own(folder / "results.json", b'"returns"')
+    check_own(folder / "in_context.png", PICTURE)
     from data.trajectories.tasks import get_task, make_environment
     from model.agentic import TrajectorySizes
     from trainer.build import build_agentic

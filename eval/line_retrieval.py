@@ -217,7 +217,7 @@ def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
     """
     cases = gather_cases(args)
     others = {str(folder): line_report.read(folder) for folder in args.beside}
-    results_folder(args.output)
+    results_folder(args.output, "line_retrieval.png", "line_depth.png")
     opened = runner.open_respondent(args)
     respondent = opened.respondent
     cases += [case for tokens in args.tokens for case in cases_that_fill(tokens, args, respondent)]

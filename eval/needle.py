@@ -161,7 +161,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     """Makes and answers the cases, and writes the results."""
     runner.check_flags(args)
     haystack = read_haystack(args.text)
-    results_folder(args.output)
+    results_folder(args.output, "needle.png")
     opened = runner.open_respondent(args)
     cases = make_cases(
         opened.respondent.length,

@@ -233,7 +233,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     """Makes and answers the cases, and writes the results."""
     runner.check_flags(args)
     haystack = read_haystack(args.text)
-    results_folder(args.output)
+    results_folder(args.output, "ruler.png")
     opened = runner.open_respondent(args)
     length = opened.respondent.length
     cases = make_cases(length, args.tokens, args.tasks, args.count, args.seed, haystack)

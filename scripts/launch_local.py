@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from trainer.entry import CommandParser
+from trainer.run.rendezvous import TOKEN
 
 from .restarts import Restarts, may_pass
 from .run_status import read_status, run_folder
@@ -59,11 +61,15 @@ def free_port() -> int:
 def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
     """Starts train.py in `count` processes, of which process 0 is the coordinator.
 
+    They share a secret, LONGSTRIPE_TOKEN or else a new one, so that no other program that reaches
+    the port can take the place of one.
+
     Args:
         count: number of processes.
         flags: train.py's flags.
     """
     address = f"127.0.0.1:{free_port()}"
+    environment = {**os.environ, TOKEN: os.environ.get(TOKEN) or secrets.token_hex()}
     processes = []
     for number in range(count):
         own_flags = [
@@ -79,6 +85,7 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(TRAIN), *flags, *own_flags],
+                env=environment,
                 process_group=0,
                 stderr=subprocess.PIPE if number else None,
             )

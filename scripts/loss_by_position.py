@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from data import printable
-from data.paths import output_folder
+from data.paths import PICTURE, check_own, output_folder
 from trainer import entry
 
 BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
@@ -320,6 +320,8 @@ def print_table(curves: dict[str, list[dict]], title: str) -> None:
 def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
     """Measures every checkpoint, writes table and plot, and returns each checkpoint's rows."""
     output_folder(args.output)
+    check_own(args.output / "loss_by_position.json", b'"about"')
+    check_own(args.output / "loss_by_position.png", PICTURE)
     entry.keep_compiled()
     curves, gains = {}, {}
     for checkpoint in args.checkpoint:
