@@ -10,11 +10,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from .attention.names import BATCH_AXES
 from .declarations import EndsFactory
 from .embed_and_head import EmbedAndHead
 from .loss import LocalLosses, LossSums, global_sums
 from .modules import TokenEnds
-from .sharding import BATCH_AXES
 from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 

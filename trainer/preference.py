@@ -16,12 +16,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batch import Batch, permute
+from data.errors import UserError
 from data.pairs import PAIR_ARRAYS, PairBatch, PairLoader
 from data.paths import local_folder
 from data.prepared import Documents
+from model.attention.names import BATCH_AXES
 from model.language_model import LanguageModel
 from model.loss import LossSums, SourceSums
-from model.sharding import BATCH_AXES
 
 from .config.preference import PreferenceConfig
 from .mesh import LocalPart
@@ -98,6 +99,11 @@ class PreferenceObjective(TextObjective):
     loader: PairLoader
 
     def _open_data(self) -> None:
+        if self.model.config.num_experts:
+            raise UserError(
+                "preference.loss: a mixture of experts is not trained on preferences, since its "
+                "routers' losses would be left out; a dense model would work"
+            )
         self.sources = ()
         super()._open_data()
         if self.config.preference.needs_reference:
