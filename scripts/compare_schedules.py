@@ -19,6 +19,8 @@ SCHEDULES: dict[str, str | dict[str, Any]] = {
     "attention2d_overlap": {"name": "attention2d", "overlap": True},
 }
 # The options that a comparison reads.
+AXES = tuple(axis for axis in MESH_AXES if axis != "expert")
+"""What the cost model knows; it counts no exchange of experts' tokens."""
 READ = (
     "model",
     "topology",
@@ -31,7 +33,7 @@ READ = (
     "remat",
     "output",
     "no_download",
-    *MESH_AXES,
+    *AXES,
 )
 
 
@@ -93,13 +95,13 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
             raise UserError(
                 f"--{option.replace('_', '-')}: a comparison of schedules does not read it; leave "
                 "it out, and give "
-                f"axes as {', '.join(f'--{axis}' for axis in MESH_AXES)}"
+                f"axes as {', '.join(f'--{axis}' for axis in AXES)}"
             )
     for option in ("model", "context"):
         if getattr(args, option) is None:
             raise UserError(f"--{option}: missing; a comparison of schedules needs it")
     model = named_model(args.model)
-    axes: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in MESH_AXES}
+    axes: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
     if args.hardware:
         if args.hardware not in HARDWARE:
             raise UserError(
@@ -115,7 +117,7 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
                 f"{', '.join(HARDWARE)}"
             )
         hardware = planned.hardware
-        if not any(getattr(args, axis) for axis in MESH_AXES):
+        if not any(getattr(args, axis) for axis in AXES):
             axes["sequence"] = device_count(args.topology)
     job = TrainingStep(
         Sizes.of(model),

@@ -89,7 +89,7 @@ def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypa
             mesh_of({}),
             "local",
             objective.model.kernel,
-            objective.model.dtype,
+            dtype=objective.model.dtype,
         ),
     )
     whole = jax.device_put(

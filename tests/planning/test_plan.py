@@ -499,6 +499,6 @@ def test_an_axis_may_be_a_part_of_a_physical_one():
     """8 x 4 x 2 devices on a torus of 4 x 4 x 4, every device once."""
     mesh = make_mesh(MeshConfig(fsdp=8, tensor=4, sequence=2), topology_devices("v5p:4x4x4"))
     assert (
-        mesh.devices.shape == (1, 8, 4, 2)
+        mesh.devices.shape == (1, 8, 1, 4, 2)
         and len({device.id for device in mesh.devices.flat}) == 64
     )

@@ -51,6 +51,7 @@ OF_ATTENTION = (
     "model/__init__.py",
     "model/attention/*.py",
     "tests/__init__.py",
+    "tests/errors.py",
     "tests/model/__init__.py",
     "tests/model/attention/*.py",
 )

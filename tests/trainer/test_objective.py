@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model.attention import Mask
+from model.attention.names import BATCH_AXES
 from model.loss import LossSums, SourceSums
-from model.sharding import BATCH_AXES, Parameter
+from model.sharding import Parameter
 from tests.model.build import tiny
 from trainer.config.schema import (
     CheckpointConfig,

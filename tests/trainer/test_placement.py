@@ -60,7 +60,7 @@ def test_every_ring_of_a_mesh_is_such_a_walk(topology, axes):
     """From cell to cell: with the devices of a cell along `tensor`, all hops of a ring are as long as a cell, and straight."""
     mesh = make_mesh(MeshConfig(**axes), topology_devices(topology))
     assert len({device.id for device in mesh.devices.flat}) == mesh.size
-    for ring in np.moveaxis(mesh.devices, 3, -1).reshape(-1, axes["sequence"]):
+    for ring in mesh.devices.reshape(-1, axes["sequence"]):
         for device, neighbour in itertools.pairwise([*ring, ring[0]]):
             apart = np.abs(
                 np.subtract(

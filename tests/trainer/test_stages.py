@@ -229,7 +229,7 @@ def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
         ),
         (
             {"context_length": 64, "mesh": {"rows": 4}},
-            "stages[0].mesh: found 'rows'; the axes are data, fsdp, tensor, sequence",
+            "stages[0].mesh: found 'rows'; the axes are data, fsdp, expert, tensor, sequence",
         ),
         (
             {"context_length": 64, "rope": {"theta": 4}},

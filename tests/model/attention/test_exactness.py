@@ -361,7 +361,11 @@ def test_any_packing_on_any_ring_is_exact(data, layout, size, heads, mask, sched
 @pytest.mark.parametrize(
     ("axes", "change", "message"),
     [
-        (("seq",), {}, "mesh: found the axis 'seq'; attention knows data, fsdp, tensor, sequence"),
+        (
+            ("seq",),
+            {},
+            "mesh: found the axis 'seq'; attention knows data, fsdp, expert, tensor, sequence",
+        ),
         (
             ("sequence",),
             {"index": lambda x: x.astype(jnp.float32)},

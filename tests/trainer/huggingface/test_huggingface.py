@@ -455,6 +455,9 @@ def test_model_path(tmp_path, monkeypatch):
 def test_commands(tmp_path, repository):
     """import_hf and export_hf as a user calls them; errors are one line without a traceback."""
     make_model(tmp_path / "in", torch.bfloat16, tie_word_embeddings=True)
+    (
+        tmp_path / "in" / "tokenizer.json"
+    ).unlink()  # none can be read, and exports open what is there
 
     def run(*arguments) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", *map(str, arguments)]
