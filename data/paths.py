@@ -267,7 +267,10 @@ def output_folder(path: str | Path) -> Path:
     return Path(path)
 
 
-PICTURE = b"Matplotlib version"  # in the header of every PNG that a command writes
+# What `savefig` is given as metadata, and what is in the header of such a PNG: a picture of the
+# user's own, by Matplotlib too, is known by not having it.
+PICTURE_METADATA = {"Software": "Longstripe"}
+PICTURE = b"Software\0Longstripe"
 
 
 def check_own(path: str | Path, marker: bytes) -> None:

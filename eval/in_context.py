@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from data import printable
 from data.errors import UserError
-from data.paths import PICTURE, check_own, output_folder
+from data.paths import PICTURE, PICTURE_METADATA, check_own, output_folder
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales
 from eval.scoring import bootstrap
@@ -365,7 +365,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         xticks=episodes,
     )
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata=PICTURE_METADATA)
     plt.close(figure)
 
 

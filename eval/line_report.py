@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from data import printable
 from data.errors import UserError
+from data.paths import PICTURE_METADATA
 from eval.scoring import Outcome, Score, score, wilson
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str
     axes.set_title(
         "\n".join(textwrap.wrap(f"Line retrieval by depth  {title}".strip(), 72)), fontsize="medium"
     )
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata=PICTURE_METADATA)
 
 
 def plot(
@@ -237,7 +238,7 @@ def plot(
     figure.suptitle(
         "\n".join(textwrap.fill(line, 80) for line in title.split("\n")), fontsize="medium"
     )
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata=PICTURE_METADATA)
 
 
 def _plot_curve(axes: "Axes", scores: list[Score], label: str, color: str, beyond: bool) -> None:

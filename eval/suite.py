@@ -17,6 +17,7 @@ import numpy as np
 
 from data import printable
 from data.errors import UserError
+from data.paths import PICTURE_METADATA
 from eval.journal import Answer
 from eval.runner import LoadedModel, Prompt
 from eval.scoring import bootstrap, last_integer, wilson
@@ -275,7 +276,7 @@ def run(
             }
             file.write(json.dumps(row) + "\n")
     picture(results, str(opened.about.get("checkpoint", ""))).savefig(
-        folder / f"{name}.png", dpi=120
+        folder / f"{name}.png", dpi=120, metadata=PICTURE_METADATA
     )
     print_table(results)
     print(f"wrote {folder}/results.json, cases.jsonl and {name}.png")

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from data import printable
-from data.paths import PICTURE, check_own, output_folder
+from data.paths import PICTURE, PICTURE_METADATA, check_own, output_folder
 from trainer import entry
 
 BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
@@ -290,7 +290,7 @@ def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     axes.set_title(title, fontsize="medium")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata=PICTURE_METADATA)
 
 
 def print_table(curves: dict[str, list[dict]], title: str) -> None:

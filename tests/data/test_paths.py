@@ -241,11 +241,15 @@ def test_a_picture_of_others_is_not_overwritten_and_an_evaluations_is(tmp_path):
     from matplotlib.figure import Figure
 
     picture = tmp_path / "needle.png"
-    Figure().savefig(picture)
+    Figure().savefig(picture, metadata=paths.PICTURE_METADATA)
     assert paths.results_folder(tmp_path, "needle.png") == tmp_path
-    picture.write_bytes(b"\x89PNG\r\n\x1a\n a photograph")
-    with pytest.raises(UserError, match=r"needle\.png: exists, but was not written"):
-        paths.results_folder(tmp_path, "needle.png")
+    for of_others in (
+        Figure().savefig,
+        lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n a photograph"),
+    ):
+        of_others(picture)
+        with pytest.raises(UserError, match=r"needle\.png: exists, but was not written"):
+            paths.results_folder(tmp_path, "needle.png")
 
 
 @pytest.mark.parametrize(

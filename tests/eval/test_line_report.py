@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from data.paths import PICTURE
 from eval.line_cases import LineCase
 from eval.line_report import curves, plot, print_table, write
 from eval.scoring import outcome, score
@@ -39,7 +40,8 @@ def test_files(tmp_path, capsys):
         json.loads(line) for line in (tmp_path / "out" / "cases.jsonl").read_text().splitlines()
     ]
     assert len(cases) == 9 and cases[2]["answer"] == 8 and not cases[2]["right"]
-    assert (tmp_path / "out" / "line_retrieval.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("line_retrieval.png", "line_depth.png"):
+        assert PICTURE in (tmp_path / "out" / name).read_bytes()[:1000]
     assert "Line retrieval" in capsys.readouterr().out
 
 
