@@ -28,7 +28,7 @@ PAIR_ARRAYS = ("pairs", "references", "chosen_shares")
 
 
 class PairLoader(Loader):
-    """Loads pairs; see `Loader`. Its batches are those of `PairBatch`.
+    """Loads pairs; see `Loader`. Its batches are of type `PairBatch`.
 
     Attributes:
         places: P, the most pairs that a row may hold.
@@ -37,16 +37,9 @@ class PairLoader(Loader):
 
     references: Float32[np.ndarray, "documents 2"] | None = None
 
-    def __init__(
-        self,
-        documents: Documents,
-        context_length: int,
-        batch_size: int,
-        seed: int,
-        with_sources: bool = False,
-    ):
-        """Makes a loader of pairs, which all fit a row."""
-        super().__init__(documents, context_length, batch_size, seed, with_sources=with_sources)
+    def __init__(self, documents: Documents, context_length: int, batch_size: int, seed: int):
+        """Makes a loader of pairs, which all fit a row; arguments as of `Loader`."""
+        super().__init__(documents, context_length, batch_size, seed)
         self.places = context_length // int(documents.lengths.min())
 
     def _documents(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
@@ -59,7 +52,7 @@ class PairLoader(Loader):
         self, pieces: Sequence[Piece], indices: Int[np.ndarray, " T"] | None = None
     ) -> PairBatch:
         row = super()._row_arrays(pieces, indices)
-        numbers = self._pairs(pieces)
+        numbers = [piece.document for piece in pieces]
         row["pairs"] = np.zeros(self.places, np.float32)
         row["pairs"][: len(numbers)] = 1
         if self.references is not None:
@@ -67,13 +60,9 @@ class PairLoader(Loader):
             row["references"][: len(numbers)] = self.references[numbers]
         return row
 
-    def _pairs(self, pieces: Sequence[Piece]) -> Int64[np.ndarray, " n"]:
-        """Returns the documents of a row that are pairs, in their order."""
-        return np.array([piece.document for piece in pieces], np.int64)
-
     def row_pairs(self, number: int) -> Int64[np.ndarray, " n"]:
         """Returns the documents of a row, counted over all epochs, in the order of its places."""
-        return self._pairs(self._pieces(number))
+        return np.array([piece.document for piece in self._pieces(number)], np.int64)
 
     def batch(
         self,

@@ -18,6 +18,7 @@ from rich.text import Text
 from data import printable
 from data.batch import Batch
 from data.loader import Loader
+from data.pairs import PairLoader
 from data.prepared import Documents, counts
 from data.tokenizer import Tokenizer
 
@@ -137,7 +138,10 @@ def show(argv: list[str]) -> None:
     config = choose_stage(load(["--config", args.config, *flags], own=vars(args)), args.stage)
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     prepared = prepare_text(config, tokenizer)
-    loader = Loader(prepared, config.data.context_length, config.train.batch_size, config.data.seed)
+    loader_class = PairLoader if config.preference.loss else Loader
+    loader = loader_class(
+        prepared.train, config.data.context_length, config.train.batch_size, config.data.seed
+    )
     console = printable.console(highlight=False, soft_wrap=True)
     brackets = console.no_color or console.color_system is None
     if brackets:

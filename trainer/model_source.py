@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from data.sources import TURN_FORMATS
 from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
 from data.within import file_within
@@ -227,7 +228,7 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
 
 
 def chat_templates(data: DataConfig) -> list[str]:
-    """The templates of the sources that hold conversations, in the order of the sources."""
+    """The templates of the sources whose records are made of turns, in the order of the sources."""
     return [
-        source.template or data.template for source in data.sources if source.format == "sharegpt"
+        source.template or data.template for source in data.sources if source.format in TURN_FORMATS
     ]

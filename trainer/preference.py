@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float32
 
 from data.batch import Batch, permute
 from data.errors import UserError
@@ -29,6 +31,7 @@ from .mesh import LocalPart
 from .objective import DeviceBatch, HostBatch, LossParams
 from .preference_loss import Pairs, pair_losses
 from .reference import LogLikelihoods, reference_log_likelihoods
+from .streaming import in_host_memory
 from .text import TextObjective, text_batch
 
 T = TypeVar("T")
@@ -107,17 +110,22 @@ class PreferenceObjective(TextObjective):
         self.sources = ()
         super()._open_data()
         if self.config.preference.needs_reference:
-            for loader in (self.loader, self._held_out_loader):
-                if isinstance(loader, PairLoader):
-                    loader.references = self._references(loader.documents)
+            loaders = [x for x in (self.loader, self._held_out_loader) if isinstance(x, PairLoader)]
+            places = max(loader.places for loader in loaders)
+            # The model is loaded once for both splits, and only if a file lacks something.
+            load = functools.cache(functools.partial(self._log_likelihoods, places))
+            for loader in loaders:
+                loader.references = self._references(loader.documents, load)
 
     def _load(self, split: str) -> PairLoader:
         data = self.config.data
         documents = getattr(self.prepared, split)
         return PairLoader(documents, data.context_length, self.config.train.batch_size, data.seed)
 
-    def _references(self, documents: Documents) -> np.ndarray:
-        """Returns the log-likelihoods of the split's pairs under the model that training begins with."""
+    def _references(
+        self, documents: Documents, load: Callable[[], LogLikelihoods]
+    ) -> Float32[np.ndarray, "N 2"]:
+        """Returns the log-likelihoods of a split's N pairs under the model that training begins with."""
         unweighted = copy.copy(documents)
         unweighted.weights = np.ones(len(documents))
         data = self.config.data
@@ -126,14 +134,21 @@ class PreferenceObjective(TextObjective):
         return reference_log_likelihoods(
             loader,
             lambda step: loader.batch(step, **self._local),
-            lambda: self._log_likelihoods(loader.places),
+            load,
             local_folder(data.prepared) / "references" / name,
             self.config.logging.console and sys.stderr.isatty(),
         )
 
     def _log_likelihoods(self, places: int) -> LogLikelihoods:
-        """Returns a function that computes the log-likelihoods of a batch's documents, with the initial parameters."""
+        """Returns a function that computes the log-likelihoods of a batch's documents, with the initial parameters.
+
+        Args:
+          places: the most pairs in a row.
+        """
         params = self.read_params()
+        if self.config.memory.parameters_on_host:
+            shardings = {name: in_host_memory(x) for name, x in self.model.shardings.items()}
+            params = {name: jax.device_put(x, shardings[name]) for name, x in params.items()}
         replicated = NamedSharding(self.mesh, PartitionSpec())
         compiled = jax.jit(
             lambda params, batch: self.model.document_sums(params, batch, 2 * places)[0],

@@ -110,8 +110,11 @@ def prepare_text(
 
 
 def longest_document(prepared: Prepared) -> int:
-    """Returns the number of tokens of the longest document that is trained on."""
-    return int(max(prepared.train.lengths, default=0))
+    """Returns the number of tokens of the longest document that is trained on; of a pair, each
+    completion with its prompt is one."""
+    documents = prepared.train
+    lengths = np.maximum(documents.chosen, documents.lengths - documents.chosen)
+    return int(lengths.max(initial=0))
 
 
 def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str | None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import train
-from scripts import make_preferences
+from scripts import inspect_data, make_preferences
 
 PAIRS = 8
 
@@ -58,3 +58,22 @@ def test_the_recipe_trains_and_evaluates(tmp_path, hf_model, repository, rank):
     assert [row["step"] for row in held_out] == [0, 2, 4]
     assert held_out[0]["held_out_pairs"] == PAIRS
     assert held_out[-1]["held_out_rewards/margins"] > held_out[0]["held_out_rewards/margins"]
+
+
+def test_the_inspector_shows_both_completions_as_documents(tmp_path, hf_model, repository, capsys):
+    make_preferences.main([str(tmp_path)])
+    command = [
+        f"{repository}/configs/preference/smollm2_dpo.yaml",
+        f"--model.path={hf_model}",
+        f"--data.path={tmp_path}/train.jsonl",
+        f"--data.prepared={tmp_path}/prepared",
+        "--rows=1",
+    ]
+    capsys.readouterr()
+    assert inspect_data.main(command) == 0
+    shown = capsys.readouterr().out
+    first, second = shown.split("── document ")[1:3]
+    assert first.startswith("1 ──") and second.startswith("2 ──")
+    answer = first.partition("⟦")[2].partition("⟧")[0]
+    assert answer and answer.strip(" .").split(".")[0].lower() in second.lower()
+    assert len(second.partition("⟦")[2]) > 10 * len(answer.strip())

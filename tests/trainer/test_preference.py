@@ -16,6 +16,7 @@ import transformers
 from jax.sharding import Mesh
 
 from data.errors import UserError
+from data.templates import jinja_template
 from tests import small_model
 from trainer.config.checks import check
 from trainer.config.preference import PreferenceConfig
@@ -33,6 +34,7 @@ from trainer.mesh import make_mesh
 from trainer.preference import PreferenceObjective, preference_loss
 from trainer.preference_loss import Pairs, pair_losses
 from trainer.step import StepBuilder
+from trainer.text import longest_document
 
 LENGTH, ROWS, PAIRS = 128, 4, 12
 TRL_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "robust", "ipo")
@@ -138,7 +140,7 @@ def trl(folder, models):
         for model in models
     )
 
-    def compute(pairs, loss, beta, label_smoothing):
+    def compute(pairs, loss, beta, label_smoothing, sft_weight=None):
         trainer = DPOTrainer(
             model=policy,
             ref_model=reference,
@@ -147,7 +149,8 @@ def trl(folder, models):
                 report_to=[],
                 use_cpu=True,
                 bf16=False,
-                loss_type=[loss],
+                loss_type=[loss] if sft_weight is None else [loss, "sft"],
+                loss_weights=None if sft_weight is None else [1.0, sft_weight],
                 beta=beta,
                 label_smoothing=label_smoothing,
                 gradient_checkpointing=False,
@@ -204,6 +207,69 @@ def test_loss_metrics_and_gradients_are_trls(folder, models, trl, loss):
             assert error < 1e-4, (name, error)
             compared += 1
     assert compared == len(gradients)
+
+
+def test_the_chosen_completions_cross_entropy_is_trls(folder, models, trl):
+    """Its mean is over the batch's tokens, whatever the completions' lengths."""
+    options = {"loss": "sigmoid", "beta": 0.3, "sft_weight": 0.7}
+    objective = open_objective(make_config(folder, models[0], **options))
+    params = open_objective(make_config(folder, models[1], loss="orpo")).read_params()
+    batch = objective.to_device(next(objective.batches(0)))
+    value, _, _ = loss_and_gradient(objective, params, batch)
+    expected, _, _ = trl(examples(objective), **options, label_smoothing=0.0)
+    assert value == pytest.approx(expected, rel=1e-5)
+
+
+def test_ids_and_completions_are_those_of_trls_own_tokenization(folder, models):
+    """Of conversations under a chat template, and with a system turn."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    records = [
+        {
+            "prompt": [{"role": "user", "content": "Which color?"}],
+            "chosen": [{"role": "assistant", "content": "Red, of course."}],
+            "rejected": [{"role": "assistant", "content": "Blue."}],
+        },
+        {
+            "prompt": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "How many?"},
+                {"role": "assistant", "content": "Three."},
+                {"role": "user", "content": "And how old?"},
+            ],
+            "chosen": [{"role": "assistant", "content": "Ten."}],
+            "rejected": [{"role": "assistant", "content": "Nobody knows how old they are."}],
+        },
+    ]
+    (folder / "chats.json").write_text(json.dumps(records), encoding="utf-8")
+    config = make_config(folder, models[0], loss="simpo")
+    source = SourceConfig(str(folder / "chats.json"), "preference", "chatml")
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(
+            config.data, sources=(source,), add_control_tokens=True, context_length=2 * LENGTH
+        ),
+        train=dataclasses.replace(config.train, batch_size=4),
+    )
+    objective = open_objective(config)
+    tokenizer_folder = folder / "chatml"
+    objective.tokenizer.save(tokenizer_folder, jinja_template("chatml", objective.tokenizer))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
+    trainer = DPOTrainer(
+        model=transformers.LlamaForCausalLM.from_pretrained(models[0]),
+        args=DPOConfig(
+            output_dir=str(folder / "trl"), report_to=[], use_cpu=True, bf16=False, max_length=None
+        ),
+        train_dataset=Dataset.from_list(records),
+        processing_class=tokenizer,
+    )
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    theirs = {tuple(map(tuple, (row[name] for name in names))) for row in trainer.train_dataset}
+    ours = {tuple(tuple(pair[name]) for name in names) for pair in examples(objective)}
+    assert ours == theirs and len(ours) == 2
+    objective.write_assets(folder / "assets")
+    assert "<|im_start|>" in (folder / "assets" / "chat_template.jinja").read_text()
 
 
 def trained(config) -> list[dict]:
@@ -328,6 +394,8 @@ def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
         for part in (slice(chosen), slice(chosen, None))
     ]
     assert prompts[0] == prompts[1] and len(prompts[0]) > 20
+    longer = max(chosen, int(prepared.train.lengths[cut]) - chosen)
+    assert longest_document(prepared) == longer, "what an export may claim as its length"
 
 
 @pytest.mark.parametrize(
