@@ -305,39 +305,12 @@ class FeedForward(nnx.Module):
         hidden, width, std = config.hidden_size, config.intermediate_size, config.initializer_range
         width_bias = ((width,), ("mlp",)) if config.mlp_bias else ()
         hidden_bias = ((hidden,), ("norm",)) if config.mlp_bias else ()
-        self.gate_proj = Projection(
-            "bte,ef->btf",
-            (hidden, width),
-            ("embed", "mlp"),
-            std,
-            *width_bias,
-            name="gate_proj",
-            stage=OUTPUT,
-            config=config,
-            rngs=rngs,
-        )
-        self.up_proj = Projection(
-            "bte,ef->btf",
-            (hidden, width),
-            ("embed", "mlp"),
-            std,
-            *width_bias,
-            name="up_proj",
-            stage=OUTPUT,
-            config=config,
-            rngs=rngs,
-        )
-        self.down_proj = Projection(
-            "btf,fe->bte",
-            (width, hidden),
-            ("mlp", "embed"),
-            std,
-            *hidden_bias,
-            name="down_proj",
-            stage=OUTPUT,
-            config=config,
-            rngs=rngs,
-        )
+        inward = ("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias)
+        outward = ("btf,fe->bte", (width, hidden), ("mlp", "embed"), std, *hidden_bias)
+        projection = functools.partial(Projection, stage=OUTPUT, config=config, rngs=rngs)
+        self.gate_proj = projection(*inward, name="gate_proj")
+        self.up_proj = projection(*inward, name="up_proj")
+        self.down_proj = projection(*outward, name="down_proj")
 
     def __call__(
         self, x: Float[Array, "B T E"], parallel: TensorParallel, labels: TokenInfo

@@ -20,33 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from data.errors import UserError
 from model.config import TransformerConfig
+from tests.model.test_config import NAMES as PRESETS
 from trainer.checkpoint.store import save_checkpoint, stored_parameters
 from trainer.huggingface.assets import copy_assets
 from trainer.huggingface.folder import resolve_model_path
 from trainer.huggingface.read import read_hf
 from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
-
-PRESETS = [
-    "llama-1b",
-    "llama-3b",
-    "llama-7b",
-    "llama-13b",
-    "llama-30b",
-    "llama-65b",
-    "llama-gqa",
-    "llama-33h",
-    "llama-16h",
-    "llama-8h",
-    "llama-4h",
-    "llama-2h",
-    "llama-3.1-8b",
-    "llama-3.1-70b",
-    "llama-3.2-1b",
-    "llama-3.2-3b",
-    "smollm2-135m",
-    "tiny",
-]
 
 
 def make_model(folder: Path, dtype: torch.dtype, **fields) -> TransformerConfig:
