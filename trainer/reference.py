@@ -63,9 +63,9 @@ def reference_log_likelihoods(
     first = jax.process_index() == 0
     bar = tqdm(missing, "reference log-likelihoods", disable=not (first and progress), unit="step")
     for step in bar:
-        found = log_likelihoods(read(step)).reshape(loader.batch_size, -1, 2)
-        for of_row, places in zip(numbers[step], found, strict=True):
-            values[of_row] = places[: len(of_row)]
+        computed = log_likelihoods(read(step)).reshape(loader.batch_size, -1, 2)
+        for pairs, places in zip(numbers[step], computed, strict=True):
+            values[pairs] = places[: len(pairs)]
         if first and time.monotonic() - saved > SAVE_EVERY:
             _write(path, values)
             saved = time.monotonic()

@@ -277,11 +277,16 @@ def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]
 
 
 def layout_of(files: Iterable[str], config: TransformerConfig) -> list[HFEntry]:
-    """Returns the table of a folder that holds tensors of these names."""
+    """Returns the table of a folder: `hf_layout`, with all experts of a layer in one tensor where the
+    folder has them so.
+
+    Args:
+      files: names of the folder's tensors, such as `model.layers.0.mlp.experts.gate_up_proj`.
+    """
     family = FAMILIES[config.family]
     known = {name for name in family.stacked.values() if name not in family.tensors.values()}
-    found = any(name.endswith(tuple(known - set(_as_published(config)))) for name in files)
-    return hf_layout(config, stacked=bool(config.num_experts) and found)
+    is_stacked = any(name.endswith(tuple(known - set(_as_published(config)))) for name in files)
+    return hf_layout(config, stacked=bool(config.num_experts) and is_stacked)
 
 
 def _as_published(config: TransformerConfig) -> Iterable[str]:

@@ -295,7 +295,7 @@ class _HostLayers:
         self._value: Any = None
 
     def layer(self, entry: HFEntry, layer: int) -> np.ndarray:
-        """Returns one layer of a parameter, without padding."""
+        """Returns one layer of a parameter: an array of `entry.layer_shape`, without padding."""
         if self._last != (entry.name, layer):
             self._value = _one_layer(self._params[entry.name], entry, layer)
             self._last = entry.name, layer
