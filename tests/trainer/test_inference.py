@@ -23,6 +23,7 @@ def test_a_model_is_computed_in_float32_on_a_cpu_unless_told_otherwise(hf_model)
     assert usual.quantize is None and dict(usual.model.mesh.shape) == {
         "data": 1,
         "fsdp": 2,
+        "expert": 1,
         "tensor": 1,
         "sequence": 4,
     }
