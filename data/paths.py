@@ -370,8 +370,13 @@ def checkpoint_path(path: str | Path, field: str) -> Path:
 
 
 def cache_folder(name: str) -> Path:
-    """Returns a folder for what can be made again, in $LONGSTRIPE_CACHE or ~/.cache/longstripe."""
-    return Path(os.environ.get("LONGSTRIPE_CACHE") or "~/.cache/longstripe").expanduser() / name
+    """Returns a folder for what can be made again, in $LONGSTRIPE_CACHE or ~/.cache/longstripe.
+
+    Raises:
+      UserError: $LONGSTRIPE_CACHE names a store.
+    """
+    folder = os.environ.get("LONGSTRIPE_CACHE") or "~/.cache/longstripe"
+    return on_this_machine(folder).expanduser() / name
 
 
 def file_digest(path: str | Path) -> str:

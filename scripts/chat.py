@@ -41,6 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--question",
         nargs="+",
+        type=entry.free_text,
         default=[],
         metavar="TEXT",
         help="ask these instead of reading the terminal",

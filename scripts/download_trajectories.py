@@ -89,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--address",
+        type=entry.free_text,
         default=ADDRESS,
         help="of the archives or a copy of them; {domain}/{algorithm}.zip is "
         "appended (default %(default)s)",

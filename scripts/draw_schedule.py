@@ -3,7 +3,6 @@
 python -m scripts.draw_schedule [--output docs/schedules] [--ranks 4] [--schedules ring ...]
 """
 
-import argparse
 import pathlib
 import sys
 import textwrap
@@ -20,6 +19,7 @@ from model.attention import get_schedule
 from model.attention.coords import MASKED, SKIP, Mask, TokenCoords, tile_bounds, tile_kind
 from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules.plan import Block, Round, Send, Task
+from trainer.entry import CommandParser
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -417,7 +417,7 @@ def _wrapped(lines: list[str], letters: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, which prints each file's name, and returns its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.draw_schedule",
         description=__doc__.splitlines()[0],
         allow_abbrev=False,

@@ -6,7 +6,6 @@ The script always writes the same bytes (tests/data/test_fixtures.py compares).
 data/fixtures/README.md, which it also writes, describes the files.
 """
 
-import argparse
 import io
 import json
 import random
@@ -19,6 +18,7 @@ import numpy as np
 from data.synthetic import tasks
 from data.synthetic.wording import wording_like
 from data.templates.built_in import VICUNA, VICUNA_SYSTEM
+from trainer.entry import CommandParser
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "fixtures"
 SEED = 20240229  # an arbitrary date, never tuned
@@ -399,7 +399,7 @@ and the people exist nowhere.
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.make_fixtures", description=__doc__.splitlines()[0]
     )
     parser.add_argument(

@@ -5,7 +5,6 @@ python -m scripts.make_preferences FOLDER
 The questions of the two files are about different things. A model that learns from them answers briefly.
 """
 
-import argparse
 import json
 import pathlib
 import sys
@@ -87,7 +86,7 @@ def pairs(held_out: bool, seed: int = 0) -> Iterator[dict[str, str]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Writes both files."""
-    parser = argparse.ArgumentParser(
+    parser = entry.CommandParser(
         prog="python -m scripts.make_preferences", description=__doc__.splitlines()[0]
     )
     parser.add_argument(

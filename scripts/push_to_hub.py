@@ -49,7 +49,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run", action="store_true", help="only list what would be sent; needs no token"
     )
-    parser.add_argument("--message", default="Upload by Longstripe", help="the commit's message")
+    parser.add_argument(
+        "--message",
+        type=entry.free_text,
+        default="Upload by Longstripe",
+        help="the commit's message",
+    )
     return parser
 
 

@@ -5,7 +5,6 @@ Needs pip and the packages gguf and transformers. Quantized weights are dequanti
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -20,6 +19,8 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
+
+from trainer.entry import CommandParser
 
 # The files of a complete folder; it is renamed as a whole, so that an incomplete one comes from
 # elsewhere.
@@ -130,7 +131,7 @@ def is_complete(out: Path) -> bool:
 
 def run(model: WheelModel, command: str, description: str, argv: Sequence[str] | None) -> int:
     """Runs a command that makes a model; returns its exit status, an error being one line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"python -m {command}",
         allow_abbrev=False,
         description=f"{description} Does nothing if the folder is complete.",

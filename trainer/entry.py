@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from data.errors import UserError
 from data.folders import named_errors
 from data.hub import no_downloads
 from data.printable import printable_output
@@ -43,6 +44,16 @@ def at_least_one(text: str) -> int:
     raise argparse.ArgumentTypeError(f"found {text}; a whole number, at least 1, is needed")
 
 
+def store_path(text: str) -> str:
+    """The argparse type of a path that may also be in a store, such as gs://, where the command reads or writes it."""
+    return text
+
+
+def free_text(text: str) -> str:
+    """The argparse type of a text that is no path, such as a question, and may look like one."""
+    return text
+
+
 class NoDownload(argparse.Action):
     """The argparse action of --no-download: models of the hub are read from its cache alone."""
 
@@ -64,22 +75,47 @@ class NoDownload(argparse.Action):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with the flag or value that is nearest to a misspelt one."""
+    """An argument parser whose errors are one line, with the flag or value that is nearest to a misspelt one.
+
+    A value that names a store, such as gs://bucket/folder, is refused unless the option's type is `store_path` or
+    `free_text`: a command that does not know stores would take it for a folder of this machine named `gs:`.
+    """
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
         """As of argparse; raises SystemExit(2) after one line for what it does not know."""
         words = list(sys.argv[1:] if args is None else args)
         # A misspelt flag is named before the required one that it may have been meant to be.
+        known = self._known_options()
         for word in words[: words.index("--")] if "--" in words else words:
-            if (
-                re.match("--[a-z]", word)
-                and word.partition("=")[0] not in self._option_string_actions
-            ):
+            if re.match("--[a-z]", word) and word.partition("=")[0] not in known:
                 self._refuse(word)
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
             self._refuse(unknown[0])
         return parsed
+
+    def _known_options(self) -> set[str]:
+        """The option strings of this parser and of its subcommands."""
+        inner = [
+            parser
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for parser in action.choices.values()
+        ]
+        return {*self._option_string_actions}.union(
+            *(parser._option_string_actions for parser in inner)
+        )
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """One value of an option; refuses that of a store where the option takes none."""
+        if ":/" in arg_string and action.type not in (store_path, free_text):
+            from data.paths import on_this_machine
+
+            try:
+                on_this_machine(arg_string)
+            except UserError as error:
+                raise argparse.ArgumentError(action, str(error)) from None
+        return super()._get_value(action, arg_string)  # type: ignore[misc]
 
     def _refuse(self, word: str) -> NoReturn:
         self.error(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from data.paths import on_this_machine
 from data.sources import TURN_FORMATS
 from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
     Raises:
       ValueError: there is none, or one of another architecture; one line that says what would work.
     """
-    folder = best_or_itself(Path(path).expanduser())
+    folder = best_or_itself(on_this_machine(path).expanduser())
     if (folder / peft.CONFIG).is_file() and not (folder / "config.json").exists():
         return open_adapter(path)
     if folder.is_dir() and not (folder / "config.json").exists():
@@ -72,7 +73,7 @@ def adapter_source(path: str) -> tuple[AdapterSource, str]:
     Raises:
       ValueError: there is none, or one of a kind that is not supported.
     """
-    folder = best_or_itself(Path(path).expanduser())
+    folder = best_or_itself(on_this_machine(path).expanduser())
     if not folder.is_dir() and hub_name(path):
         folder = resolve_model_path(path)
     is_checkpoint = folder.is_dir() and not (folder / peft.CONFIG).is_file()

@@ -26,6 +26,7 @@ from typing import Any
 from data.errors import UserError
 
 from .devices import GPU_MEMORY_SHARE, GPUS, TPUS
+from .entry import CommandParser
 from .host import host_bytes
 
 
@@ -224,7 +225,7 @@ def read_plan(path: str) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Prints the lines to evaluate in a shell, or with --why each flag with its reason."""
     about = __doc__.splitlines()[0]
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m trainer.xla_flags", description=about, allow_abbrev=False
     )
     parser.add_argument("platform", choices=sorted(FLAGS))

@@ -13,6 +13,7 @@ from typing import Any
 
 from data.errors import UserError
 from scripts.benchmarks.results import ROOT
+from trainer.entry import CommandParser
 
 
 def make_parser(name: str, docstring: str) -> argparse.ArgumentParser:
@@ -20,7 +21,7 @@ def make_parser(name: str, docstring: str) -> argparse.ArgumentParser:
 
     Its description is the first line of the module's docstring.
     """
-    return argparse.ArgumentParser(
+    return CommandParser(
         prog=f"python -m scripts.benchmarks.{name}".rstrip("."),
         allow_abbrev=False,
         description=docstring.splitlines()[0],

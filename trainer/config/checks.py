@@ -1,6 +1,9 @@
 """The rules between the sections of a configuration; those within one section are in its dataclass (trainer.config.schema)."""
 
+import dataclasses
+
 from data.errors import UserError
+from data.paths import on_this_machine
 
 from .numbers import refusal
 from .schema import DataConfig, ModelConfig, RunConfig, require
@@ -17,6 +20,7 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
     """
     if reason := refusal(config):
         raise UserError(f"{source}: {reason}")
+    _check_stores(config, source)
     try:
         if config.trajectories.path:
             _check_trajectories(config)
@@ -33,6 +37,35 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
     except ValueError as error:
         raise UserError(f"{source}: {error}") from error
     return config
+
+
+# Fields whose paths may be in a store, such as gs://, and texts that are no paths.
+IN_STORES = (
+    "data.path",
+    "data.sources.path",
+    "data.held_out_path",
+    "data.prepared",
+    "compile_cache",
+)
+TEXTS = ("samples.prompts",)
+
+
+def _check_stores(value: object, source: str, field: str = "") -> None:
+    """Raises UserError if a field that must be a path of this machine, whichever it is, names a store."""
+    if field in IN_STORES or field in TEXTS:
+        return
+    if isinstance(value, str):
+        try:
+            on_this_machine(value)
+        except UserError as error:
+            raise UserError(f"{source}: {field}: {error}") from None
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            _check_stores(entry, source, field)
+    elif isinstance(value, dict) or dataclasses.is_dataclass(value):
+        entries = value if isinstance(value, dict) else vars(value)
+        for name, entry in entries.items():
+            _check_stores(entry, source, f"{field}.{name}".lstrip("."))
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
+from data.paths import on_this_machine
 from data.printable import printable
 from model.attention.choice import LIMITS
 from model.config import ADJUSTABLE
@@ -70,7 +71,7 @@ def check_version(written: Mapping[str, Any], source: str) -> None:
 def _read(recipe: str) -> dict[str, Any]:
     """The recipe at a path, as a dict whose version and names are checked."""
     try:
-        text = pathlib.Path(recipe).read_text(encoding="utf-8")
+        text = on_this_machine(recipe).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         folder = pathlib.Path(recipe).parent
         recipes = sorted(str(path) for path in folder.glob("*.yaml")) if folder.is_dir() else []
