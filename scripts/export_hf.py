@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer import entry
 
@@ -55,6 +57,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="the model that the adapters belong to: its name on the hub, which the "
         "export then gives, or a folder, where it is not at the path that they name",
+    )
+    parser.add_argument(
+        "--fuse-experts",
+        action="store_true",
+        help="of a mixture: write all experts of a layer in one tensor, as transformers 5 holds them "
+        "in memory; otherwise as the model is published",
     )
     parser.add_argument(
         "--verify",
@@ -115,21 +123,28 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.average:
             params = {**params, **stored_average(checkpoint)}
         is_adapter = (checkpoint / "assets" / peft.CONFIG).is_file()
+        library = "peft" if is_adapter and not arguments.merge else "transformers"
         if not is_adapter and (arguments.merge or arguments.base or arguments.dequantize):
             flag = "merge" if arguments.merge else "base" if arguments.base else "dequantize"
             raise UserError(f"--{flag}: {checkpoint} holds a whole model, without adapters")
+        if arguments.fuse_experts and not (config.num_experts and library == "transformers"):
+            found = "a model without experts" if library == "transformers" else "adapters alone"
+            raise UserError(f"--fuse-experts: {checkpoint} holds {found}; leave it out")
         if arguments.verify and is_adapter and not arguments.merge:
             raise UserError(
                 "--verify: compares whole models, found adapters alone; add --merge, or leave it out"
             )
         base = None
-        library = "peft" if is_adapter and not arguments.merge else "transformers"
 
         def finish(folder: Path) -> None:
             write_card(checkpoint, config, folder, library=library, base=base)
 
+        def write(params: Mapping[str, Any], assets: Path) -> None:
+            stacked = arguments.fuse_experts
+            write_hf(params, config, assets, out, finish=finish, stacked=stacked)
+
         if not is_adapter:
-            write_hf(params, config, checkpoint / "assets", out, finish=finish)
+            write(params, checkpoint / "assets")
         else:
             adapter, named = peft.read_config(checkpoint / "assets")
             base = arguments.base or hub_name(named)
@@ -151,13 +166,7 @@ def main(argv: list[str] | None = None) -> int:
                     source = open_adapter(str(checkpoint), arguments.base)
                     stored = source.base.stored(stack)
                     base_weights = dequantized(stored, config) if arguments.dequantize else stored
-                    write_hf(
-                        merged(base_weights, params, config),
-                        config,
-                        checkpoint / "assets",
-                        out,
-                        finish=finish,
-                    )
+                    write(merged(base_weights, params, config), checkpoint / "assets")
         print("opening the folder with transformers", file=sys.stderr, flush=True)
         if library == "transformers":
             check_config(out, config)

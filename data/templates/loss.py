@@ -84,20 +84,32 @@ def _block_is_trained(
 
 
 def _turns(rendered: Rendered) -> dict[int, _Turn]:
-    """Returns where turns are in the text, by number; turns without text are absent."""
+    """Returns where turns are in the text, by number; turns without text are absent.
+
+    What a template writes of a call once more after it, such as its name in the heading of the
+    result, is not the assistant's.
+    """
     places: list[
         tuple[int, int, int, str]
     ] = []  # (start, end, turn, field) of the text of turns, in order
+    own: dict[int, list[int]] = {}  # turn -> numbers of its places
+    written: set[tuple] = set()  # what of calls has been written
+    repeated: set[int] = set()  # places of what has been written before
     at = 0
-    for length, source, _ in rendered.runs:
+    for length, source, offset in rendered.runs:
         if source is not None:
+            part = (id(source), offset, length)
+            if source.field == "tool_calls" and part in written:
+                repeated.add(len(places))
+            written.add(part)
+            own.setdefault(source.turn, []).append(len(places))
             places.append((at, at + length, source.turn, source.field))
         at += length
-    own: dict[int, list[int]] = {}  # turn -> numbers of its places
-    for number, (_, _, turn, _) in enumerate(places):
-        own.setdefault(turn, []).append(number)
     turns = {}
     for turn, numbers in own.items():
+        following = numbers[-1] + 1
+        while numbers[-1] in repeated:
+            numbers.pop()
         first, last = numbers[0], numbers[-1]
         turns[turn] = _Turn(
             places[first][0],
@@ -105,7 +117,7 @@ def _turns(rendered: Rendered) -> dict[int, _Turn]:
             last - first + 1 == len(numbers),
             [places[n][:2] for n in numbers],
             places[first - 1][1] if first else 0,
-            places[last + 1][0] if last + 1 < len(places) else at,
+            places[following][0] if following < len(places) else at,
             places[last][3],
         )
     return turns

@@ -123,6 +123,8 @@ class Family:
       interleaved: experts' tensors have their inputs first, and in a shared one the numbers of
         gate_proj and up_proj alternate.
       fused: tensors of the files that hold the weights of several projections, one below the other: module -> projections.
+      stored_as: methods of quantization, as config.json names them, that experts are published in
+        and are read from.
       trained_lengths: max_position_embeddings of published models -> the length that they were trained at, where it is less.
       presets: published sizes: fields of TransformerConfig, and `rope`, a mapping of RopeConfig's.
     """
@@ -139,6 +141,7 @@ class Family:
     stacked: Mapping[str, str] = dataclasses.field(default_factory=lambda: STACKED)
     interleaved: bool = False
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    stored_as: tuple[str, ...] = ()
     trained_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
@@ -162,7 +165,7 @@ class Family:
         for name, spelling in self.spelled.items():
             if spelling in config:
                 config[name] = config.pop(spelling)
-        _check_quantization(config.pop("quantization_config", None))
+        _check_quantization(config.pop("quantization_config", None), self.stored_as)
         for name, neutral in NEUTRAL.items():
             if name in config and name not in self.takes and config[name] not in neutral:
                 instead = _INSTEAD.get(
@@ -230,8 +233,11 @@ def _check_types(config: Mapping[str, Any]) -> None:
             )
 
 
-def _check_quantization(config: Mapping[str, Any] | None) -> None:
-    """Raises ValueError unless weights are as they are, or bitsandbytes' NF4 with double quantization."""
+def _check_quantization(config: Mapping[str, Any] | None, methods: tuple[str, ...]) -> None:
+    """Raises ValueError unless weights are as they are, in one of these methods, or in bitsandbytes'
+    NF4 with double quantization."""
+    if config and config.get("quant_method") in methods:
+        return
     nf4 = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,

@@ -105,5 +105,6 @@ GPT_OSS = GptOss(
     tensors=_TENSORS,
     stacked=_TENSORS,
     interleaved=True,
+    stored_as=("mxfp4",),
     presets={"gpt-oss-20b": _sizes(24, 32), "gpt-oss-120b": _sizes(36, 128)},
 )

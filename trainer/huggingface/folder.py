@@ -25,6 +25,7 @@ from model.rope import inverse_frequencies
 from model.rope_config import RopeConfig
 
 from .bitsandbytes import is_nf4, parts
+from .mxfp4 import with_matrices
 from .table import DTYPES, HFEntry
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -214,7 +215,8 @@ def weights_fingerprint(folder: str | Path) -> str:
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Tensor name -> opened safetensors file that holds it. The files are closed with `stack`.
 
-    If several files hold a tensor, it is read from the one that the index names.
+    If several files hold a tensor, it is read from the one that the index names. Codes of MXFP4 are
+    read as the matrices that they stand for.
     """
     index_file = folder / "model.safetensors.index.json"
     indexed: dict[str, Path] = {}
@@ -254,7 +256,10 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
                 f"{index_file}: tensor {name} is not in {path.name}, the file that it names; download the folder "
                 "again"
             )
-    return tensors
+    try:
+        return with_matrices(tensors)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
 def _read_index(index_file: Path) -> dict[str, Path]:

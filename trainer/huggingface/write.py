@@ -37,6 +37,7 @@ def write_hf(
     max_shard_bytes: int = 5 * 10**9,
     finish: Callable[[Path], None] | None = None,
     nf4: bool = False,
+    stacked: bool = False,
 ) -> None:
     """Writes a Hugging Face folder that transformers loads: weights, config, generation config,
     tokenizer, template.
@@ -53,6 +54,7 @@ def write_hf(
       max_shard_bytes: weights above this size are split into several files with an index.
       finish: called with the folder before it becomes `out`, to add files.
       nf4: write the layers' projections as codes of bitsandbytes' NF4 with double quantization.
+      stacked: write all experts of a layer in one tensor, as of `hf_layout`.
 
     Raises:
       UserError: `out` is not empty, or cannot be written.
@@ -60,7 +62,7 @@ def write_hf(
         tensor.
     """
     assets, out = Path(assets), new_folder(out)
-    layout = hf_layout(config)
+    layout = hf_layout(config, stacked)
     check_params({name: tuple(value.shape) for name, value in params.items()}, config)
     common, exceptions = source_dtype(assets)
     if (mask := trained_mask(assets)) != Mask():

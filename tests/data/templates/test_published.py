@@ -241,3 +241,25 @@ def test_ids_and_masks_are_transformers(pair, name):
             can_write = re.search(r"\b(reasoning_content|thinking)\b", TEMPLATES[name])
             assert (REASONING_LEFT_OUT in notes) == (not can_write), case
             assert ("Hm." in ours.decode(ids)) == bool(can_write) or notes, case
+
+
+def test_harmony_trains_on_what_its_training_form_marks(pair):
+    """But for the generation prompt: a call, not the name of its tool before the result."""
+    tokenizer, _ = pair
+    start, role = tokenizer.controls["<|start|>"].id, tokenizer.encode("assistant")
+    for case, (turns, tools) in CASES.items():
+        masks = []
+        for name in ("gptoss", "gptoss_training"):
+            ours = copy.copy(tokenizer)
+            ours.chat_template = TEMPLATES[name]
+            segments = encode_conversation(
+                list(map(message, turns)), "tokenizer", ours, tools=tools or ()
+            ).segments
+            ids, mask = ids_and_mask(segments)
+            masks.append(mask)
+        prompt = [start, *role]
+        for i in range(len(ids)):
+            begins = masks[1][i] and not (i and masks[1][i - 1])
+            if begins and ids[i : i + len(prompt)] == prompt:
+                masks[1][i : i + len(prompt)] = [0] * len(prompt)
+        assert masks[0] == masks[1], case

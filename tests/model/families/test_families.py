@@ -399,7 +399,7 @@ def test_import_then_export_gives_the_same_bytes(model, tmp_path):
 
 @pytest.mark.parametrize("model", marked("qwen3_moe"), indirect=True)
 def test_experts_in_one_tensor_are_read_as_those_in_their_own(model, tmp_path):
-    """As transformers 5 holds them in memory, and as the models are published."""
+    """As transformers 5 holds them in memory, and as the models are published; and written so."""
     truth, folder, config = model
     if not config.num_experts:
         pytest.skip("no mixture")
@@ -412,6 +412,15 @@ def test_experts_in_one_tensor_are_read_as_those_in_their_own(model, tmp_path):
         assert params.keys() == stacked.keys()
         for name, array in params.items():
             assert np.array_equal(array, stacked[name]), name
+    copy_assets(folder, tmp_path / "assets")
+    write_hf(params, config, tmp_path / "assets", tmp_path / "fused", stacked=True)
+    theirs, exported = (
+        safetensors.torch.load_file(tmp_path / kind / "model.safetensors")
+        for kind in ("stacked", "fused")
+    )
+    assert theirs.keys() == exported.keys()
+    for name, tensor in theirs.items():
+        assert tensor.dtype == exported[name].dtype and torch.equal(tensor, exported[name]), name
 
 
 MEMORY = {
