@@ -69,8 +69,7 @@ def read_document(path: str | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--document: {path} cannot be read ({getattr(error, 'strerror', None) or error}); a "
-            "text in UTF-8 "
-            "would work"
+            "text in UTF-8 would work"
         ) from None
     if not text:
         raise UserError(f"--document: {path} is empty")
@@ -98,8 +97,7 @@ class Talk:
         if not self.respondent.template:
             raise UserError(
                 f"{opened.about['checkpoint']}: its tokenizer has no chat template; --template, "
-                "with that of the "
-                "conversations it was trained on, such as vicuna_v1.1, would work"
+                "with that of the conversations it was trained on, such as vicuna_v1.1, would work"
             )
         self.turns: list[Message] = []
         needed = len(self._ids([self._user("")])) + 8 * (new_tokens + 64)
@@ -142,8 +140,7 @@ class Talk:
         if len(ids) > longest:
             raise UserError(
                 f"the conversation has {len(ids):,} tokens, and {longest:,} fit; /new begins "
-                "another, --length "
-                "makes room for longer ones"
+                "another, --length makes room for longer ones"
             )
         generated: list[int] = []
 

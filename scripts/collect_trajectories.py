@@ -259,8 +259,7 @@ class Collection:
             search.update(returns, [result[1:] for result in results])
             on_iteration(
                 f"search {search.iteration} of {iterations}: returns {returns.min():.1f} to "
-                f"{returns.max():.1f}, "
-                f"mean {returns.mean():.1f}"
+                f"{returns.max():.1f}, mean {returns.mean():.1f}"
             )
         if search.iteration == iterations:
             # Nothing is learned from a part of an iteration; with more episodes it is played again,
@@ -333,8 +332,7 @@ def _workers(count: int) -> Iterator[Executor]:
     except BrokenProcessPool:
         raise UserError(
             "a process that played an episode was killed, perhaps for want of memory; the same "
-            "command goes on, "
-            "and a smaller --workers takes less"
+            "command goes on, and a smaller --workers takes less"
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)
@@ -391,8 +389,7 @@ def claim(path: Path, description: dict[str, Any]) -> None:
         name = different[0]
         raise UserError(
             f"{path}: was begun with {name} {begun.get(name)}, now {description[name]}; the same "
-            "options, or "
-            "another --output, would work"
+            "options, or another --output, would work"
         )
     [(policy, count)] = description["episodes"].items()
     if path.exists() and begun["episodes"].get(policy, 0) >= count:

@@ -94,8 +94,7 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
         if option not in READ and value not in (None, False):
             raise UserError(
                 f"--{option.replace('_', '-')}: a comparison of schedules does not read it; leave "
-                "it out, and give "
-                f"axes as {', '.join(f'--{axis}' for axis in AXES)}"
+                f"it out, and give axes as {', '.join(f'--{axis}' for axis in AXES)}"
             )
     for option in ("model", "context"):
         if getattr(args, option) is None:
@@ -113,8 +112,7 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
         if planned is None or planned.hardware is None:
             raise UserError(
                 "--compare: needs a --machine that the cost model lists, or one of them as "
-                "--hardware: "
-                f"{', '.join(HARDWARE)}"
+                f"--hardware: {', '.join(HARDWARE)}"
             )
         hardware = planned.hardware
         if not any(getattr(args, axis) for axis in AXES):
@@ -150,9 +148,8 @@ def compare(args: argparse.Namespace) -> int:
     )
     print(
         f"{args.model} on {args.hardware or args.topology}, a training step, the fastest first; "
-        "from matrix products at full "
-        "rate alone to as slow as the slowest step that others measured on such machines; exposed: "
-        "waiting for transfers"
+        "from matrix products at full rate alone to as slow as the slowest step that others "
+        "measured on such machines; exposed: waiting for transfers"
     )
     print(f"{'schedule':20} {'layout':10} {'step, s':>18} {'exposed, s':>10} {'MFU, 0..1':>17}")
     for row in rows:
@@ -174,8 +171,7 @@ def compare(args: argparse.Namespace) -> int:
     for row in rounds:
         print(
             f"{row['pass']:8} round {row['round']:3}  {1e3 * row['seconds']:10.3f} ms, of it "
-            "computing "
-            f"{1e3 * row['compute_seconds']:10.3f}"
+            f"computing {1e3 * row['compute_seconds']:10.3f}"
         )
     if args.output:
         with open(args.output, "w", encoding="utf-8") as file:

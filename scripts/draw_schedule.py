@@ -40,9 +40,8 @@ CASES: dict[str, Any] = {
 SHARED_HEADS = ("ulysses", "usp")  # in these, ranks compute the same tiles for different heads
 CAPTION = (
     "Rows are queries, columns keys, in the order in which ranks hold them. Bars: tiles that each "
-    "rank computes in the "
-    "round; the line is the busiest, for whom all wait. Below: what is sent meanwhile, by which "
-    "ranks, how many ranks on."
+    "rank computes in the round; the line is the busiest, for whom all wait. Below: what is sent "
+    "meanwhile, by which ranks, how many ranks on."
 )
 TILES, TOKENS = 4, 4  # tiles on a side of a block, tokens on a side of a tile
 CELL = 8  # image points on a side of a tile, which has a stripe for each rank that shares its heads

@@ -18,9 +18,8 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description=(
             "Makes a checkpoint (model and assets, no optimizer state) from a Hugging Face LLaMA. "
-            "Training and evaluation also "
-            "read Hugging Face folders directly; a checkpoint has checksums and is read in "
-            "parallel, which is faster."
+            "Training and evaluation also read Hugging Face folders directly; a checkpoint has "
+            "checksums and is read in parallel, which is faster."
         ),
     )
     parser.add_argument(

@@ -215,8 +215,7 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Meas
     if args.skip < 0 or not steps:
         raise UserError(
             f"--skip {args.skip} --batches {args.batches}: the split {split} has {total} batches "
-            f"of {size} rows in "
-            "its first epoch; "
+            f"of {size} rows in its first epoch; "
             + ("fewer to skip" if total else "a smaller --train.batch_size")
             + " would work"
         )

@@ -158,8 +158,7 @@ def work(args: argparse.Namespace) -> None:
             fewer = f", or --count {len(questions)}," if questions else ""
             raise UserError(
                 f"{args.book}: has {len(questions)} questions for {name}, of {args.count} that are "
-                "needed; a "
-                f"longer book{fewer} would work"
+                f"needed; a longer book{fewer} would work"
             )
         write(folder, name, questions)
         print(f"{folder / name}.yaml: {args.count} questions of {args.book.name}")

@@ -33,10 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description=(
             "Uploads a folder of scripts.export_hf to the Hugging Face hub, into a new, private "
-            "repository unless --public is "
-            "given, or into an existing one as it is. Only the files of an export are sent, with "
-            "LICENSE and NOTICE, and "
-            "listed first. The token is that of `hf auth login` or of HF_TOKEN."
+            "repository unless --public is given, or into an existing one as it is. Only the files "
+            "of an export are sent, with LICENSE and NOTICE, and listed first. The token is that "
+            "of `hf auth login` or of HF_TOKEN."
         ),
     )
     parser.add_argument(
@@ -136,8 +135,7 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
         )  # a hub may repeat it
         raise UserError(
             f"{repository}: {api.endpoint} answered {error.response.status_code} ({reason}); a "
-            "token that may "
-            "write to this owner's repositories would work"
+            "token that may write to this owner's repositories would work"
         ) from None
     except (
         Exception
@@ -145,8 +143,7 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
         reason = printable(f"{type(error).__name__}: {error}").replace(token, "hf_...")
         raise UserError(
             f"{repository}: not pushed to {api.endpoint} ({reason}); a network, or the same "
-            "command again, would "
-            "work"
+            "command again, would work"
         ) from error
     return str(address)
 

@@ -16,12 +16,9 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description=(
             "Writes a Hugging Face folder whose layers' projections are codes of NF4 with double "
-            "quantization. "
-            "transformers loads "
-            "it with bitsandbytes, and training beside adapters (adapter.quantize nf4) takes the "
-            "codes "
-            "as they are, so that its "
-            "start quantizes nothing. Needs no accelerator, and memory for one matrix."
+            "quantization. transformers loads it with bitsandbytes, and training beside adapters "
+            "(adapter.quantize nf4) takes the codes as they are, so that its start quantizes "
+            "nothing. Needs no accelerator, and memory for one matrix."
         ),
     )
     parser.add_argument(
@@ -64,8 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         if not isinstance(source, StoredSource):
             raise UserError(
                 f"{arguments.model}: an adapter, whose codes would not hold the sum; python -m "
-                "scripts.export_hf "
-                "--merge makes a whole model of it, which can be quantized"
+                "scripts.export_hf --merge makes a whole model of it, which can be quantized"
             )
         # Refuses sizes that no whole number of blocks fills.
         dataclasses.replace(source.config, adapter=AdapterConfig(rank=1, quantize="nf4"))

@@ -83,9 +83,8 @@ def describe(row: dict) -> str:
     )
     return (
         f"Line retrieval, {row['num_lines']} lines, held-out cases: {row['right']} of "
-        f"{row['cases']} right, "
-        f"{row['accuracy']:.0%} (95% interval {row['low']:.0%} to {row['high']:.0%}); chance "
-        f"{row['chance']:.0%}: {verdict}"
+        f"{row['cases']} right, {row['accuracy']:.0%} (95% interval {row['low']:.0%} to "
+        f"{row['high']:.0%}); chance {row['chance']:.0%}: {verdict}"
     )
 
 

@@ -103,8 +103,7 @@ def describe(run: str, status: Status, now: float, price_per_hour: float | None 
     if price_per_hour is not None and (seconds := metrics.get("wall_seconds")) is not None:
         lines.append(
             f"cost         {seconds / 3600 * price_per_hour:,.2f} for {seconds / 3600:.1f} hours "
-            "of training; idle "
-            "time is billed too"
+            "of training; idle time is billed too"
         )
     return "\n".join(lines)
 

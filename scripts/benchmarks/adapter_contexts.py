@@ -63,16 +63,14 @@ DEPENDS_ON = (
 )
 FACTS = [
     "Unsloth's figures are of its benchmarks page for Llama 3.1 (8B) Instruct: QLoRA in 4 bits of "
-    "all linear layers, rank 32, "
-    "one row, padded to the length, measured; the page does not name the GPUs. Its checkpoints lie "
-    "in the host's memory, so "
-    "that they stand beside ours with a host's. It has no row for 141 GB.",
+    "all linear layers, rank 32, one row, padded to the length, measured; the page does not name "
+    "the GPUs. Its checkpoints lie in the host's memory, so that they stand beside ours with a "
+    "host's. It has no row for 141 GB.",
     "Ours are compiled for the named GPU and not run; a program may use 95% of the memory that the "
     "driver reports.",
     f"Of a host's {HOST_GIB} GiB, {HOST_LEFT_GIB} are left to the system.",
     "Attention is exact. Seconds of a step lie between matrix products alone at the full rate and "
-    "the slowest step that "
-    "others measured.",
+    "the slowest step that others measured.",
 ]
 
 

@@ -144,8 +144,7 @@ def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> 
             spread = max(row["all_seconds"]) / min(row["all_seconds"])
             print(
                 f"{length:7} {row['case']:18} {row['tile']:5} {row['seconds']:9.3f} {spread:18.2f} "
-                f"{row['speedup']:9.3f} "
-                f"{row['bound']:6.3f}",
+                f"{row['speedup']:9.3f} {row['bound']:6.3f}",
                 flush=True,
             )
     return rows

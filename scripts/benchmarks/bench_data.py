@@ -167,8 +167,7 @@ def work(args: argparse.Namespace) -> None:
     if counted != (RECORDS, NOT_HUMAN) or not result["every_record_accounted_for"]:
         raise UserError(
             f"{path}: {RECORDS} whole records are known, of which {NOT_HUMAN} do not begin with a "
-            "human turn; "
-            f"found {result}"
+            f"human turn; found {result}"
         )
     if args.tokenizer:
         tokenizer = Tokenizer.load(args.tokenizer)

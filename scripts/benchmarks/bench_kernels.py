@@ -131,8 +131,7 @@ def figures(case: Case, row: Row, measured: dict, ours: dict, device: dict) -> d
 
 HEADER = (
     f"{'length':>7} {'block':8} {'pass':16} {'peer':13} {'ms':>9} {'cpu ms':>9} {'TFLOP/s':>8} "
-    f"{'of matmul':>9} "
-    f"{'peak MiB':>9} {'ours is':>8}"
+    f"{'of matmul':>9} {'peak MiB':>9} {'ours is':>8}"
 )
 
 
@@ -159,8 +158,7 @@ def work(args: argparse.Namespace) -> None:
     kv_heads = f" ({args.kv_heads} of keys)" if args.kv_heads else ""
     title = (
         f"{device['device']}: batch 1, {args.heads} heads of {args.head_dim}{kv_heads}, "
-        f"{args.dtype}; matrix products "
-        f"{device['matmul_flops'] / 1e12:.3f} TFLOP/s"
+        f"{args.dtype}; matrix products {device['matmul_flops'] / 1e12:.3f} TFLOP/s"
     )
     print(title, HEADER, sep="\n", flush=True)
     rows = measure_all(args, peers, device)

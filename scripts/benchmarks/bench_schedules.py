@@ -271,8 +271,7 @@ def overlap_table(names, topology: str, tokens: int) -> list[dict]:
             direction = "backward" if transfer.backward else "forward"
             print(
                 f"{name}: {transfer.kind:18} {transfer.times:5.0f} x {transfer.nbytes:11,} bytes  "
-                f"{direction:8}"
-                f"  behind {behind}",
+                f"{direction:8}  behind {behind}",
                 flush=True,
             )
     return rows

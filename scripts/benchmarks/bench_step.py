@@ -250,17 +250,15 @@ def report(args) -> None:
     rows = [row for length in args.lengths for row in compare(length, args)]
     print(
         f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'planned':>8} "
-        f"{'matmul GFLOP/s':>15} "
-        f"{'share':>7} {'MFU':>6}"
+        f"{'matmul GFLOP/s':>15} {'share':>7} {'MFU':>6}"
     )
     for row in rows:
         peak = row["device_gib"] or row["peak_gib"]
         planned = f"{row['planned_gib']:.2f}" if row["device_gib"] and row["planned_gib"] else "-"
         print(
             f"{row['side']:8} {row['length']:7} {row['tokens_per_second']:9.1f} "
-            f"{row['step_seconds']:8.2f} {peak:9.2f} "
-            f"{planned:>8} {row['matmul_gflops']:15.1f} {_percent(row['share_of_matmul']):>7} "
-            f"{_percent(row['mfu']):>6}"
+            f"{row['step_seconds']:8.2f} {peak:9.2f} {planned:>8} {row['matmul_gflops']:15.1f} "
+            f"{_percent(row['share_of_matmul']):>7} {_percent(row['mfu']):>6}"
         )
     speeds = {(row["side"], row["length"]): row["tokens_per_second"] for row in rows}
     for length in args.lengths:

@@ -160,8 +160,7 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
         f'A line, as in "line amber-otter: 41234", takes 6 tokens. Up to {LINES[-1]:,} lines, '
         "keys and numbers are in no training text; with more, no pair of them is.",
         "Windows, layers, steps and learning rates were chosen by trying, on held-out losses and "
-        "on line retrieval; "
-        "docs/notes/retrieval.md says what was tried.",
+        "on line retrieval; docs/notes/retrieval.md says what was tried.",
         "One training seed; 95% intervals are Wilson's.",
     ]
     tables = {

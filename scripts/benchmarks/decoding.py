@@ -108,8 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             note="docs/notes/retrieval.md",
             facts=[
                 "SmolLM2-135M's sizes, float32, chunks of 4,096 tokens; the tokens are a small "
-                "model's, "
-                "equal but where transformers' two best logits are within 1e-3."
+                "model's, equal but where transformers' two best logits are within 1e-3."
             ],
         ),
     )

@@ -96,8 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     answers = [tokenizer.decode(ids).strip().splitlines()[0] for ids in (answer, expected_answer)]
     print(
         f"loss on {len(text):,} tokens: {losses.mean():.6f}, transformers {expected.mean():.6f}; "
-        "of a token, at most "
-        f"{largest:.1e} apart\n{QUESTION} {answers[0]}"
+        f"of a token, at most {largest:.1e} apart\n{QUESTION} {answers[0]}"
     )
     rows = {
         "loss": row(

@@ -71,8 +71,7 @@ FACTS = [
     "500 steps were measured first, with 5 evaluation seeds, and were too few: held-out losses "
     "were still falling.",
     f"A step takes {EPISODES_IN_A_STEP} episodes. Agentic Transformers take their first steps with "
-    "one episode in a "
-    "context: 200 of 500, 500 of 2000.",
+    "one episode in a context: 200 of 500, 500 of 2000.",
     "One training seed, 0, unless a table names others; all asked for the best return in the data.",
     "The three walker tasks learn from the episodes of all three, each with its own rewards.",
     "Minutes are of training, with its evaluations and saves; of two methods that share a first "

@@ -217,8 +217,7 @@ def compare(
         text = row["failed"]
     print(
         f"{kernel:8} {dtype:9} {head_dim:4} {case:34} {text} "
-        f"{'' if row['held'] else 'ABOVE THE LIMIT'} "
-        f"({time.perf_counter() - start:.1f} s)",
+        f"{'' if row['held'] else 'ABOVE THE LIMIT'} ({time.perf_counter() - start:.1f} s)",
         flush=True,
     )
     return row

@@ -322,13 +322,6 @@ PEERS: dict[str, Callable[[Case, Block], Callable]] = {
 # The peers that can run on each kind of device.
 ON_DEVICE = {
     "cpu": ("ours", "torch-sdpa", "jax-xla"),
-    "gpu": (
-        "ours",
-        "ours-triton",
-        "flash-attn-3",
-        "jax-cudnn",
-        "torch-sdpa",
-        "jax-xla",
-    ),
+    "gpu": ("ours", "ours-triton", "flash-attn-3", "jax-cudnn", "torch-sdpa", "jax-xla"),
     "tpu": ("ours", "splash", "jax-xla"),
 }

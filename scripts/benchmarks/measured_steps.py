@@ -99,8 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         span = f"{row['low']:.3g} to {row['high']:.3g}"
         print(
             f"{row['label']:52} {row['measured']:9.2f} {row['estimated']:9.2f} "
-            f"{row['error']:+6.0%} {span:>18}  "
-            f"{row['source']}"
+            f"{row['error']:+6.0%} {span:>18}  {row['source']}"
         )
     worst = {
         machines: {"factor": slowest(machines)[0], "step": slowest(machines)[1].label}
@@ -114,8 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     for row in ours:
         print(
             f"{row['machine']:9} {row['length']:9,} tokens, {row['remat']}: {row['low']:.3g} to "
-            f"{row['high']:.3g} s; "
-            f"measured: {', '.join(row['peers']) or 'nothing'}"
+            f"{row['high']:.3g} s; measured: {', '.join(row['peers']) or 'nothing'}"
         )
     args.output.mkdir(parents=True, exist_ok=True)
     write_json(

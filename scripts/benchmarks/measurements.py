@@ -84,8 +84,7 @@ def step_beside_torch(name: str, options: str) -> tuple[str, ...]:
     """Returns Python's arguments to time a step of Llama 3.2 1B's shape, ours and theirs."""
     return benchmark(
         "bench_step --model llama-3.2-1b --dtype bfloat16 --turns 1 --loss-chunk 4096 "
-        "--torch-liger "
-        f"{options} --output {{out}}/{name}"
+        f"--torch-liger {options} --output {{out}}/{name}"
     )
 
 
@@ -93,27 +92,22 @@ IDENTITY_FACTS = (
     "FastChat's dummy_conversation.json; fsdp 2 x sequence 4, striped ring, float32, steps of 2 x "
     "256 tokens.",
     "LoRA with the 120 steps of the recipe without adapters had 6 of 10 and a held-out loss of "
-    "0.070. Both recipes of adapters "
-    "were given 240 steps after that was seen.",
+    "0.070. Both recipes of adapters were given 240 steps after that was seen.",
 )
 TABLE3_FACTS = (
     "Cells of `contexts`: device memory only / with host memory (the paper's); of `like for like`: "
-    "ours (the paper's). The "
-    "longest contexts' plans are in docs/plans/table3.json.",
+    "ours (the paper's). The longest contexts' plans are in docs/plans/table3.json.",
     "A cell's double was refused by the compiler, or not compiled where its arrays on the host "
-    "alone take more than it has: "
-    "`rings` says which.",
+    "alone take more than it has: `rings` says which.",
     "Hours by the cost model, with as much of the largest transfer beside compute as the compiled "
     "step hides.",
     "A100: CUDA's compiler, memory 79.2 GiB; vanilla there with "
-    "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, without which "
-    "the compiler fails.",
+    "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, without which the compiler fails.",
 )
 GPU_FACTS = (
     "Kernels beside peers: 8 heads of 128, batch 1. Kernels alone: 32 query heads on 8 key heads.",
     "Steps: one row of one document, AdamW in float32; the loss in chunks of 4,096 tokens for "
-    "`everything` and at 128K, of "
-    "1,024 otherwise.",
+    "`everything` and at 128K, of 1,024 otherwise.",
 )
 STEP_FACTS = (
     "Random weights and tokens, all weights trained, AdamW: weights and moments in float32, "
@@ -153,8 +147,7 @@ MEASUREMENTS = {
         (
             benchmark(
                 "bench_schedules overlap --schedules ring 'ring bidirectional' 'attention2d "
-                "overlap' "
-                "balanced 'balanced split' --tokens 512 --output {out}/overlap.json"
+                "overlap' balanced 'balanced split' --tokens 512 --output {out}/overlap.json"
             ),
         ),
         (MODEL, "planning/compiled/*.py", "trainer/step.py"),

@@ -122,12 +122,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "memory": (
         "Memory and contexts",
         {
-            "Memory": (
-                "activation_memory",
-                "memory_1m",
-                "megatron_memory",
-                "export_memory",
-            ),
+            "Memory": ("activation_memory", "memory_1m", "megatron_memory", "export_memory"),
             "Longest contexts": ("contexts", "adapter_contexts"),
             "Ring Attention's Table 3": ("table3",),
             "Plans of recipes and pods": ("recipes", "pods"),

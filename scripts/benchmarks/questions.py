@@ -103,13 +103,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     facts = [
         f"{args.layers} layers of SmolLM2-135M's sizes; questions of {QUESTION} tokens, answers of "
-        f"{ANSWER}; {args.fresh} "
-        "of the prefills were measured."
+        f"{ANSWER}; {args.fresh} of the prefills were measured."
     ]
     command = (
         f"python -m scripts.benchmarks.questions --context {args.context} --questions "
-        f"{args.questions} --layers "
-        f"{args.layers}"
+        f"{args.questions} --layers {args.layers}"
     )
     save(
         "questions",

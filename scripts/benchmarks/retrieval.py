@@ -255,8 +255,7 @@ def save_result(
             "SmolLM2-135M-Instruct before and after practising retrieval",
             rows,
             "python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --text "
-            "TEXT.txt "
-            "--book BOOK.txt",
+            "TEXT.txt --book BOOK.txt",
             DEPENDS_ON,
             tables=tables,
             facts=facts,

@@ -154,14 +154,12 @@ class QueuedSlices(Slices):
         if not (self.request.type and self.request.version):
             raise Refused(
                 "--type and --version are missing, such as --type v5p-128 --version "
-                "v2-alpha-tpuv5; or, for Compute "
-                "Engine, --machine-type and --topology"
+                "v2-alpha-tpuv5; or, for Compute Engine, --machine-type and --topology"
             )
         if self.request.type.startswith("tpu7x"):
             raise Refused(
                 "the Cloud TPU API has no tpu7x: --machine-type tpu7x-standard-4t --topology 4x4x4 "
-                "requests it from "
-                "Compute Engine"
+                "requests it from Compute Engine"
             )
         if self.request.flex_start:
             raise Refused("--flex-start is Compute Engine's: --machine-type and --topology")
@@ -301,8 +299,7 @@ class GroupSlices(Slices):
         ):
             raise Refused(
                 f"--machine-type: found {request.machine_type}; needs one of Compute Engine's "
-                "TPUs, such as "
-                "ct5p-hightpu-4t, ct6e-standard-4t, tpu7x-standard-4t"
+                "TPUs, such as ct5p-hightpu-4t, ct6e-standard-4t, tpu7x-standard-4t"
             )
         if request.topology and not re.fullmatch(r"\d+x\d+(x\d+)?", request.topology):
             raise Refused(
@@ -312,8 +309,7 @@ class GroupSlices(Slices):
         if self._chips % self._chips_per_host:
             raise Refused(
                 f"--topology: {request.topology} has {self._chips} chips, which hosts of "
-                f"{self._chips_per_host} do "
-                "not divide"
+                f"{self._chips_per_host} do not divide"
             )
         _check_one_way(request)
 

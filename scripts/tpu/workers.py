@@ -48,8 +48,7 @@ def files_to_send(root: Path = ROOT) -> list[str]:
         if (size := (root / name).lstat().st_size) > LARGEST_UNTRACKED:
             raise Refused(
                 f"{name} ({size / 2**20:.0f} MiB) would be sent to every worker: name it in "
-                ".gitignore, or "
-                "git add it"
+                ".gitignore, or git add it"
             )
     return sorted({name for name in [*listed("--cached"), *new] if os.path.lexists(root / name)})
 
@@ -122,8 +121,7 @@ def words_to_run(command: Sequence[str]) -> list[str]:
         return words
     raise Refused(
         "which command? After -- follow train.py's options, such as -- --config configs/NAME.yaml, "
-        "or a command of "
-        "the project, such as -- python -m scripts.export_hf RUN HF_DIR"
+        "or a command of the project, such as -- python -m scripts.export_hf RUN HF_DIR"
     )
 
 

@@ -9,15 +9,16 @@ from planning.costs.step import Sizes, TrainingStep, estimate
 from scripts.benchmarks import paper_rows as paper
 from scripts.benchmarks.paper_predictions.row import Row, bytes_received, training_step
 
+_row = functools.partial(Row, "Attention2D")
+
 # The paper's lengths and batches are lost; these span what fits. A large batch makes the
 # parameters' transfers negligible.
 LENGTHS = tuple(2**power for power in range(13, 19))
 BATCHES = (1, 64)
 ATTENTION2D_MISS = (
     "lengths, batches and the Ethernet's speed are lost: Azure's 80 and 40 Gbit/s assumed (a "
-    "faster card "
-    "would help the collectives alone), and 1 row and 64 as batches (with 1 both sides wait for "
-    "weights)"
+    "faster card would help the collectives alone), and 1 row and 64 as batches (with 1 both sides "
+    "wait for weights)"
 )
 
 
@@ -68,8 +69,7 @@ def attention2d() -> list[Row]:
             for overlap in (False, True)
         }
         figures += [
-            Row(
-                "Attention2D",
+            _row(
                 figure,
                 f"{model} {'O' if overlap else 'NO'}, 64 GPUs, {batch} x {length} tokens",
                 None,
@@ -83,22 +83,14 @@ def attention2d() -> list[Row]:
                 extreme = max if claim.endswith("most") else min
                 place, text = claim.split(", ", 1)
                 claims.append(
-                    Row(
-                        "Attention2D",
-                        place,
-                        text,
-                        speedup,
-                        extreme(speedups.values()),
-                        note=ATTENTION2D_MISS,
-                    )
+                    _row(place, text, speedup, extreme(speedups.values()), note=ATTENTION2D_MISS)
                 )
     block = _gpt("13B", "a100-ethernet", 64, 2**17, 1, "ring", "zigzag").block
     ring, grid = (
         sum(bytes_received(schedule, "striped", 64, block)) for schedule in ("ring", "attention2d")
     )
     claims.append(
-        Row(
-            "Attention2D",
+        _row(
             "Figures 4 and 6",
             "bytes received by ring over Attention2D, P = 64",
             None,
@@ -120,8 +112,7 @@ def _attention2d_figure_5() -> list[Row]:
                 for ranks in (16, 64)
             )
             rows.append(
-                Row(
-                    "Attention2D",
+                _row(
                     "Figure 5",
                     f"2.7B {schedule}: time on 16 over time on 64 GPUs, {length} tokens",
                     None,

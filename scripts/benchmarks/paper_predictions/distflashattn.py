@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from model.attention.schedules.plan import GATHER, Block, Send, everyone
@@ -14,8 +15,13 @@ from planning.costs.tiles import tile_counts
 from scripts.benchmarks import paper_rows as paper
 from scripts.benchmarks.paper_predictions.row import Row, bytes_received, training_step
 
+_row = functools.partial(Row, "DistFlashAttn")
+
 THOUSAND = 1024  # the paper's K
 SLOWER_KERNELS = "real kernels are below the best published rates used here"
+RING_MISS = (
+    "products over a head's 128 as fast as others here; likely a float32 softmax, and dropout"
+)
 BOTH_SIDES = "both sides' misses; the slower one's kernels miss more"
 # Six gathers and four reduce-scatters of a layer's activations, and the forward's four again for
 # remat (Appendix C).
@@ -73,13 +79,8 @@ def _distflash_figure_5() -> list[Row]:
         forward, _ = rounds(schedule, 8, "contiguous", Block(1, 1, 1, 1, 2), (1, 1))
         counted = counts.sum() / sum(planned.tiles.max() for planned in forward)
         rows.append(
-            Row(
-                "DistFlashAttn",
-                "Section 4.6",
-                f"{schedule}: expected speed-up, 8 GPUs",
-                expected,
-                counted,
-                digits=1,
+            _row(
+                "Section 4.6", f"{schedule}: expected speed-up, 8 GPUs", expected, counted, digits=1
             )
         )
         job = _distflash("llama-7b", 1, 256 * THOUSAND, schedule=schedule)
@@ -91,8 +92,7 @@ def _distflash_figure_5() -> list[Row]:
             else ", whole in the paper"
         )
         rows.append(
-            Row(
-                "DistFlashAttn",
+            _row(
                 "Figure 5",
                 f"{schedule}: measured speed-up at 256K",
                 measured,
@@ -111,8 +111,7 @@ def _distflash_idle() -> list[Row]:
         idle = 1 - work / (ranks * sum(planned.tiles.max() for planned in forward))
         printed = 1 / (2 * ranks) if ranks % 2 == 0 else 0.0
         rows.append(
-            Row(
-                "DistFlashAttn",
+            _row(
                 "Equation 2",
                 f"idle share, P = {ranks}",
                 printed,
@@ -130,8 +129,7 @@ def _distflash_overhead() -> list[Row]:
         )
     )
     rows = [
-        Row(
-            "DistFlashAttn",
+        _row(
             "Section 3.3",
             "attention forward of a layer, 64K on one A100, s",
             paper.DISTFLASH_FIGURE_4_SECONDS,
@@ -160,8 +158,7 @@ def _distflash_overhead() -> list[Row]:
                 )
                 label = f"waiting over computing, {overlap}, {length}K on 2 x 8, {name}"
                 rows.append(
-                    Row(
-                        "DistFlashAttn",
+                    _row(
                         "Section 4.6",
                         label,
                         overhead,
@@ -178,8 +175,7 @@ def _distflash_overhead() -> list[Row]:
         for overlap in (False, True)
     )
     rows.append(
-        Row(
-            "DistFlashAttn",
+        _row(
             "Section 1",
             "end-to-end speed-up by overlap, 128K on 2 x 8",
             paper.DISTFLASH_OVERLAP_SPEEDUP,
@@ -197,8 +193,7 @@ def _distflash_volume() -> list[Row]:
         # P large.
         pairs = (tile_counts(ranks, 1, 1, "contiguous") > 0).sum() - ranks
         rows.append(
-            Row(
-                "DistFlashAttn",
+            _row(
                 "Appendix C",
                 f"K, V, dK, dV received a worker, P = {ranks}, in N d",
                 paper.DISTFLASH_VOLUME["DistFlashAttn"],
@@ -212,23 +207,20 @@ def _distflash_volume() -> list[Row]:
         volume = sum(bytes_received("balanced", "contiguous", ranks, block))
         whole = block.queries * ranks  # N d
         rows.append(
-            Row(
-                "DistFlashAttn",
+            _row(
                 "Appendix C",
                 f"DistFlashAttn with helpers, received a worker, P = {ranks}, in N d",
                 paper.DISTFLASH_VOLUME["DistFlashAttn"],
                 volume / whole,
                 note=(
-                    "a helped block costs the backward q, dout and dQ, where K, V, dK, dV are "
-                    "four blocks of d; "
-                    "their code sends out too"
+                    "a helped block costs the backward q, dout and dQ, where K, V, dK, dV are four "
+                    "blocks of d; their code sends out too"
                 ),
             )
         )
         volume = MEGATRON_COLLECTIVES * (ranks - 1) * block.queries / whole
         rows.append(
-            Row(
-                "DistFlashAttn",
+            _row(
                 "Appendix C",
                 f"Megatron-LM, received a worker, P = {ranks}, in N d",
                 paper.DISTFLASH_VOLUME["Megatron-LM"],
@@ -282,122 +274,62 @@ def ring_self_attention_seconds(nodes: int, length: int) -> float:
     )
 
 
+def _compared(table: str, system: str, label: str, printed, predicted, note: str) -> list[Row]:
+    """Returns the seconds of another system and of DistFlashAttn, and their ratio.
+
+    Args:
+      printed, predicted: (seconds of the other system, of DistFlashAttn).
+      note: the reason of the other system's miss.
+    """
+    (slow, fast), (their_seconds, our_seconds) = printed, predicted
+    return [
+        _row(table, f"{system}, {label}, s", slow, their_seconds, note=note),
+        _row(table, f"DistFlashAttn, {label}, s", fast, our_seconds, note=SLOWER_KERNELS),
+        _row(
+            table, f"speed-up, {label}", slow / fast, their_seconds / our_seconds, note=BOTH_SIDES
+        ),
+    ]
+
+
 def _distflash_table_1() -> list[Row]:
     rows = []
     for model, table in paper.DISTFLASH_TABLE_1.items():
-        for (nodes, shard), (megatron, ours) in table.items():
+        for (nodes, shard), printed in table.items():
             length = shard * THOUSAND * 8 * nodes
             label = f"{model} {nodes} x 8, {shard}K a GPU"
-            slow, fast = (
-                megatron_seconds(model, nodes, length),
-                estimate(_distflash(model, nodes, length)).seconds,
-            )
-            rows += [
-                Row(
-                    "DistFlashAttn",
-                    "Table 1",
-                    f"Megatron-LM, {label}, s",
-                    megatron,
-                    slow,
-                    note=SLOWER_KERNELS,
-                ),
-                Row(
-                    "DistFlashAttn",
-                    "Table 1",
-                    f"DistFlashAttn, {label}, s",
-                    ours,
-                    fast,
-                    note=SLOWER_KERNELS,
-                ),
-                Row(
-                    "DistFlashAttn",
-                    "Table 1",
-                    f"speed-up, {label}",
-                    megatron / ours,
-                    slow / fast,
-                    note=BOTH_SIDES,
-                ),
-            ]
+            theirs = megatron_seconds(model, nodes, length)
+            ours = estimate(_distflash(model, nodes, length)).seconds
+            predicted = theirs, ours
+            rows += _compared("Table 1", "Megatron-LM", label, printed, predicted, SLOWER_KERNELS)
     return rows
 
 
 def _distflash_table_3() -> list[Row]:
     rows = []
-    for (nodes, length), (slow, fast) in paper.DISTFLASH_TABLE_3.items():
-        label = f"{nodes} x 8, {length}K"
-        dense = ring_self_attention_seconds(nodes, length * THOUSAND)
+    for (nodes, length), printed in paper.DISTFLASH_TABLE_3.items():
+        theirs = ring_self_attention_seconds(nodes, length * THOUSAND)
         ours = estimate(_distflash("llama-7b", nodes, length * THOUSAND)).seconds
-        rows += [
-            Row(
-                "DistFlashAttn",
-                "Table 3",
-                f"Ring Self-Attention, {label}, s",
-                slow,
-                dense,
-                note=(
-                    "products over a head's 128 as fast as others here; likely a float32 softmax, "
-                    "and dropout"
-                ),
-            ),
-            Row(
-                "DistFlashAttn",
-                "Table 3",
-                f"DistFlashAttn, {label}, s",
-                fast,
-                ours,
-                note=SLOWER_KERNELS,
-            ),
-            Row(
-                "DistFlashAttn",
-                "Table 3",
-                f"speed-up, {label}",
-                slow / fast,
-                dense / ours,
-                note=BOTH_SIDES,
-            ),
-        ]
+        label, system = f"{nodes} x 8, {length}K", "Ring Self-Attention"
+        rows += _compared("Table 3", system, label, printed, (theirs, ours), RING_MISS)
     return rows
 
 
 def _distflash_table_4() -> list[Row]:
     rows = []
-    for (nodes, shard), (slow, fast) in paper.DISTFLASH_TABLE_4.items():
+    for (nodes, shard), printed in paper.DISTFLASH_TABLE_4.items():
         length, label = shard * THOUSAND * 8 * nodes, f"llama-7b {nodes} x 8, {shard}K a GPU"
-        ulysses = _ulysses("llama-7b", nodes, length)
-        ours = estimate(_distflash("llama-7b", nodes, length)).seconds
-        rows += [
-            Row(
-                "DistFlashAttn",
-                "Table 4",
-                f"DeepSpeed-Ulysses, {label}, s",
-                slow,
-                ulysses,
-                note=SLOWER_KERNELS,
-            ),
-            Row(
-                "DistFlashAttn",
-                "Table 4",
-                f"speed-up, {label}",
-                slow / fast,
-                ulysses / ours,
-                note=BOTH_SIDES,
-            ),
-        ]
-    length = 32 * THOUSAND * 16
-    speedup = (
-        _ulysses("llama-33h", 2, length) / estimate(_distflash("llama-33h", 2, length)).seconds
-    )
-    rows.append(
-        Row(
-            "DistFlashAttn",
-            "Table 4, section 4.5",
-            "speed-up, llama-33h 2 x 8, 32K a GPU",
-            paper.DISTFLASH_TABLE_4_33H,
-            speedup,
-            note=BOTH_SIDES,
+        theirs = _ulysses("llama-7b", nodes, length)
+        predicted = theirs, estimate(_distflash("llama-7b", nodes, length)).seconds
+        ulysses, _, ratio = _compared(
+            "Table 4", "DeepSpeed-Ulysses", label, printed, predicted, SLOWER_KERNELS
         )
-    )
-    return rows
+        rows += [ulysses, ratio]  # DistFlashAttn's own seconds are in Table 1
+    length = 32 * THOUSAND * 16
+    ours = estimate(_distflash("llama-33h", 2, length)).seconds
+    speedup = _ulysses("llama-33h", 2, length) / ours
+    label = "speed-up, llama-33h 2 x 8, 32K a GPU"
+    place = "Table 4, section 4.5"
+    return [*rows, _row(place, label, paper.DISTFLASH_TABLE_4_33H, speedup, note=BOTH_SIDES)]
 
 
 def _ulysses(model: str, nodes: int, length: int) -> float:
@@ -416,17 +348,15 @@ def _distflash_remat() -> list[Row]:
             forward = 1 / job.hardware.attention
             backward = job.backward_products / FORWARD_PRODUCTS / job.hardware.attention_backward
             rows.append(
-                Row(
-                    "DistFlashAttn",
+                _row(
                     "Table 5",
                     f"remat-aware speed-up, {shard}K a GPU, {nodes} x 8",
                     speedup,
                     ratio,
                     note=(
-                        "the table's body, and with it the number of nodes, is lost; kernels "
-                        "alone can give "
-                        f"{(2 * forward + backward) / (forward + backward):.2f} at these rates, "
-                        "transfers more"
+                        "the table's body, and with it the number of nodes, is lost; kernels alone "
+                        f"can give {(2 * forward + backward) / (forward + backward):.2f} at these "
+                        "rates, transfers more"
                     ),
                 )
             )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 from model.attention.schedules.plan import Block
 from planning.costs.step import Sizes
 from scripts.benchmarks import paper_rows as paper
 from scripts.benchmarks.paper_predictions.row import Row
+
+_row = functools.partial(Row, "Ring Attention")
 
 
 def ring_attention() -> list[Row]:
@@ -34,8 +38,7 @@ def _ring_table_1() -> list[Row]:
     for name, formula in paper.RING_TABLE_1.items():
         printed, predicted, reason = values[formula]
         rows.append(
-            Row(
-                "Ring Attention",
+            _row(
                 "Table 1",
                 f"{name}: {formula}",
                 float(printed),
@@ -53,8 +56,7 @@ def _ring_table_2() -> list[Row]:
         # equally long at c = F / B.
         least = tflops * 1e12 / (bandwidth * 1e9) / 1e3
         rows.append(
-            Row(
-                "Ring Attention",
+            _row(
                 "Table 2",
                 f"{name}: minimal block, thousands",
                 tokens,
@@ -67,14 +69,7 @@ def _ring_table_2() -> list[Row]:
             )
         )
         rows.append(
-            Row(
-                "Ring Attention",
-                "Table 2",
-                f"{name}: minimal sequence, thousands",
-                length,
-                6 * least,
-                goal=0.01,
-            )
+            _row("Table 2", f"{name}: minimal sequence, thousands", length, 6 * least, goal=0.01)
         )
     return rows
 
@@ -82,8 +77,7 @@ def _ring_table_2() -> list[Row]:
 def _ring_appendix_c() -> list[Row]:
     name, longer, ratio = paper.RING_FIGURE_5_RATIO
     rows = [
-        Row(
-            "Ring Attention",
+        _row(
             "Appendix C, text",
             f"{name}: {longer} x 4K",
             ratio,
@@ -94,8 +88,7 @@ def _ring_appendix_c() -> list[Row]:
     ]
     name, longer, times = paper.RING_FIGURE_5_MILLION
     rows.append(
-        Row(
-            "Ring Attention",
+        _row(
             "Appendix C, text",
             f"{name}: 1M, 'approximately {times[0]}-{times[1]} times'",
             None,
@@ -104,8 +97,7 @@ def _ring_appendix_c() -> list[Row]:
         )
     )
     rows += [
-        Row(
-            "Ring Attention",
+        _row(
             "Figure 5",
             f"{name}: {longer} x 4K",
             None,

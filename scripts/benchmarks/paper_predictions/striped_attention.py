@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from model.attention.schedules.plan import Block
@@ -9,6 +10,8 @@ from model.config import TransformerConfig
 from planning.costs.rounds import rounds
 from scripts.benchmarks import paper_rows as paper
 from scripts.benchmarks.paper_predictions.row import Row
+
+_row = functools.partial(Row, "Striped Attention")
 
 # The price of an attention FLOP in others: on A100 attention in TF32 runs at half the rate of
 # bfloat16.
@@ -28,8 +31,7 @@ def striped_attention() -> list[Row]:
             length = number * shards if table == "Table 5" else number
             label = f"{device} {model} {tensor} x {shards}, {length} tokens"
             bounds.append(
-                Row(
-                    "Striped Attention",
+                _row(
                     table,
                     f"TMS {label}",
                     bound,
@@ -38,8 +40,7 @@ def striped_attention() -> list[Row]:
                 )
             )
             measured.append(
-                Row(
-                    "Striped Attention",
+                _row(
                     table,
                     f"speed-up {label}",
                     speedup,
@@ -53,9 +54,7 @@ def striped_attention() -> list[Row]:
                 model, 262144, shards, STRIPED_ATTENTION_COST[device], paper.STRIPED_TILES[device]
             )
             label = f"speed-up {device} {model} 2 x {shards}, 262144 tokens"
-            measured.append(
-                Row("Striped Attention", "Table 2", label, speedup, predicted, note=STRIPED_MISS)
-            )
+            measured.append(_row("Table 2", label, speedup, predicted, note=STRIPED_MISS))
     return bounds + measured
 
 
