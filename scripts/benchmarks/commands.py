@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -58,16 +59,21 @@ class ProcessFailed(UserError):
         self.reason = reason
 
 
-def python(*command: str) -> None:
+def python(command: str, **values: object) -> None:
     """Prints and runs a Python command of this repository, from the repository's folder.
+
+    Args:
+      command: Python's arguments, separated by spaces.
+      values: text that replaces `{name}` in them, and may contain spaces.
 
     Raises:
       ProcessFailed: its exit status is not 0.
     """
-    print("$ python " + " ".join(command), flush=True)
-    status = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+    words = [word.format(**values) for word in command.split()]
+    print("$ python " + shlex.join(words), flush=True)
+    status = subprocess.run([sys.executable, *words], cwd=ROOT, check=False).returncode
     if status:
-        raise ProcessFailed([*command], f"ended with {status}")
+        raise ProcessFailed(words, f"ended with {status}")
 
 
 def in_own_process(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:

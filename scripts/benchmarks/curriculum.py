@@ -28,17 +28,8 @@ from trainer import entry
 
 RECIPE = "configs/extension/lines_16k.yaml"
 LIKE = "data/fixtures/line_cases.jsonl"
-LINES = (
-    20,
-    50,
-    100,
-    200,
-    500,
-    1000,
-    2000,
-    2700,
-    3400,
-)  # 2,700 fill the trained length; 3,490 keys are in no training text
+# 2,700 lines fill the trained length; 3,490 keys are in no training text.
+LINES = (20, 50, 100, 200, 500, 1000, 2000, 2700, 3400)
 LONGER = (5400, 10800)  # of keys and numbers that training texts have, but in no pair of them
 CASES, LONGER_CASES, QUESTIONS = 96, 48, 8  # of generated records; about each of them
 NEW_TOKENS = 16
@@ -61,7 +52,7 @@ def recipe() -> dict:
 
 def train_staged(folder: Path) -> Path:
     """Trains the recipe, unless that is done; returns the run's folder."""
-    python("train.py", "--config", RECIPE, "--run_dir", str(folder))
+    python("train.py --config {recipe} --run_dir {run}", recipe=RECIPE, run=folder)
     return folder
 
 
@@ -71,24 +62,14 @@ def train_alone(folder: Path, staged: Path) -> Path:
     Returns the run's folder.
     """
     last = recipe()["stages"][-1]
-    step = (
-        json.loads((staged / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])[
-            "wall_seconds"
-        ]
-        / last["steps"]
-    )
+    metrics = (staged / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    step = json.loads(metrics[-1])["wall_seconds"] / last["steps"]
     python(
-        "train.py",
-        "--config",
-        RECIPE,
-        "--run_dir",
-        str(folder),
-        "--stages",
-        "[]",
-        "--data.context_length",
-        str(last["context_length"]),
-        "--train.steps",
-        str(round(seconds(staged) / step)),
+        "train.py --config {recipe} --run_dir {run} --stages [] "
+        f"--data.context_length {last['context_length']} "
+        f"--train.steps {round(seconds(staged) / step)}",
+        recipe=RECIPE,
+        run=folder,
     )
     return folder
 
@@ -96,32 +77,19 @@ def train_alone(folder: Path, staged: Path) -> Path:
 def evaluate(checkpoint: Path) -> list[Score]:
     """Answers the questions, unless that is done; returns the scores, by the number of lines."""
     scores: list[Score] = []
-    for name, lines, cases, options in (
-        ("lines", LINES, CASES, ["--unseen"]),
-        ("longer", LONGER, LONGER_CASES, []),
+    for name, lines, cases, option in (
+        ("lines", LINES, CASES, "--unseen"),
+        ("longer", LONGER, LONGER_CASES, ""),
     ):
         folder = checkpoint / name
         if not (folder / "results.json").exists():
             python(
-                "-m",
-                "eval.line_retrieval",
-                "--checkpoint",
-                str(checkpoint),
-                "--output",
-                str(folder),
-                "--like",
-                LIKE,
-                *options,
-                "--lines",
-                *map(str, lines),
-                "--count",
-                str(cases),
-                "--questions",
-                str(QUESTIONS),
-                "--max-new-tokens",
-                str(NEW_TOKENS),
-                "--compute-dtype",
-                "float32",
+                "-m eval.line_retrieval --checkpoint {checkpoint} --output {folder} --like {like} "
+                f"--lines {' '.join(map(str, lines))} --count {cases} --questions {QUESTIONS} "
+                f"--max-new-tokens {NEW_TOKENS} --compute-dtype float32 {option}",
+                checkpoint=checkpoint,
+                folder=folder,
+                like=LIKE,
             )
         scores += sorted(read(folder), key=lambda score: score.num_lines)
     return [dataclasses.replace(score, family="lines") for score in scores]  # one curve in the plot

@@ -63,20 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     memory = memory_rows(args.context)
-    python(
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "slow",
-        "-n",
-        "1",
-        "tests/model/test_decode.py",
-        "-k",
-        TEST,
-    )
+    python(f"-m pytest -q -p no:cacheprovider -m slow -n 1 tests/model/test_decode.py -k {TEST}")
     totals = [total for _, total, _ in memory]
     rows = {
         "memory": row(

@@ -39,20 +39,16 @@ def train(args: argparse.Namespace) -> Path:
     folder = Path(args.output) / "run"
     source = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))["data"]["sources"][0]
     python(
-        "train.py",
-        "--config",
-        RECIPE,
-        "--model.path",
-        args.model,
-        "--run_dir",
-        str(folder),
-        "--data.sources",
-        json.dumps([{**source, "path": args.text}]),
+        "train.py --config {recipe} --model.path {model} --run_dir {run} --data.sources {sources}",
+        recipe=RECIPE,
+        model=args.model,
+        run=folder,
+        sources=json.dumps([{**source, "path": args.text}]),
     )
     return folder
 
 
-def losses(checkpoint: str, args: argparse.Namespace, name: str, *options: str) -> dict:
+def losses(checkpoint: str, args: argparse.Namespace, name: str, options: str = "") -> dict:
     """Predicts the book unless done; returns the losses of targets beyond KNOWN tokens.
 
     Args:
@@ -67,23 +63,13 @@ def losses(checkpoint: str, args: argparse.Namespace, name: str, *options: str) 
     table = Path(args.output) / name / "loss_by_position.json"
     if not table.exists():
         python(
-            "-m",
-            "scripts.loss_by_position",
-            "--config",
-            RECIPE,
-            "--checkpoint",
-            checkpoint,
-            "--output",
-            str(table.parent),
-            "--batches",
-            str(ROWS),
-            "--split",
-            "train",
-            "--without-earlier",
-            *map(str, PIECES),
-            "--data.sources",
-            json.dumps([{"path": args.book, "format": "text"}]),
-            *options,
+            "-m scripts.loss_by_position --config {recipe} --checkpoint {checkpoint} "
+            f"--output {{output}} --batches {ROWS} --split train "
+            f"--without-earlier {' '.join(map(str, PIECES))} --data.sources {{sources}} {options}",
+            recipe=RECIPE,
+            checkpoint=checkpoint,
+            output=table.parent,
+            sources=json.dumps([{"path": args.book, "format": "text"}]),
         )
     result = json.loads(table.read_text(encoding="utf-8"))
     curves, gains = (
@@ -182,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     before = (
-        losses(args.model, args, "as_it_is", "--model.overrides", "{}"),
+        losses(args.model, args, "as_it_is", "--model.overrides {{}}"),
         losses(args.model, args, "rescaled"),
     )
     trained = train(args)

@@ -117,50 +117,25 @@ def run_one(task: str, method: str, seed: int, args: argparse.Namespace) -> dict
         if in_context > 1:
             take_first_stage(folder, seed)
         python(
-            "train.py",
-            "--config",
-            RECIPE,
-            "--name",
-            task,
-            "--trajectories.task",
-            task,
-            "--run_dir",
-            str(folder),
-            "--trajectories.path",
-            args.data,
-            "--data.prepared",
-            str(Path(args.output) / "prepared"),
-            "--data.context_length",
-            str(in_context * tokens),
-            "--train.batch_size",
-            str(EPISODES_IN_A_STEP // in_context),
-            "--train.steps",
-            str(args.steps),
-            "--stages",
-            json.dumps(stages(in_context, tokens, args.steps)),
-            "--model.seed",
-            str(seed),
-            "--data.seed",
-            str(seed),
-            *(
-                text
-                for field, value in options.items()
-                for text in (f"--trajectories.{field}", str(value))
-            ),
+            f"train.py --config {RECIPE} --name {task} --trajectories.task {task} --run_dir {{run}} "
+            "--trajectories.path {data} --data.prepared {prepared} "
+            f"--data.context_length {in_context * tokens} "
+            f"--train.batch_size {EPISODES_IN_A_STEP // in_context} --train.steps {args.steps} "
+            f"--stages {{stages}} --model.seed {seed} --data.seed {seed} "
+            + " ".join(f"--trajectories.{field} {value}" for field, value in options.items()),
+            run=folder,
+            data=args.data,
+            prepared=Path(args.output) / "prepared",
+            stages=json.dumps(stages(in_context, tokens, args.steps)),
         )
     if (
         not results.exists()
         or len(json.loads(results.read_text(encoding="utf-8"))["returns"]) < args.seeds
     ):
         python(
-            "-m",
-            "eval.in_context",
-            "--checkpoint",
-            str(folder),
-            "--output",
-            str(results.parent),
-            "--seeds",
-            str(args.seeds),
+            f"-m eval.in_context --checkpoint {{run}} --output {{output}} --seeds {args.seeds}",
+            run=folder,
+            output=results.parent,
         )
     return json.loads(results.read_text(encoding="utf-8")) | {"minutes": seconds(folder) / 60}
 

@@ -50,28 +50,13 @@ def evaluate(checkpoint: str, args: argparse.Namespace, name: str) -> Path:
     folder = Path(args.output) / name
     if not (folder / "results.json").exists():
         python(
-            "-m",
-            "eval.line_retrieval",
-            "--checkpoint",
-            checkpoint,
-            "--output",
-            str(folder),
-            "--like",
-            args.like,
-            "--lines",
-            *map(str, LINES),
-            "--count",
-            str(CASES),
-            "--questions",
-            str(QUESTIONS),
-            "--cases",
-            args.like,
-            "--limit",
-            str(args.limit),
-            "--max-new-tokens",
-            str(NEW_TOKENS),
-            "--compute-dtype",
-            "float32",
+            "-m eval.line_retrieval --checkpoint {checkpoint} --output {folder} --like {like} "
+            f"--lines {' '.join(map(str, LINES))} --count {CASES} --questions {QUESTIONS} "
+            f"--cases {{like}} --limit {args.limit} --max-new-tokens {NEW_TOKENS} "
+            "--compute-dtype float32",
+            checkpoint=checkpoint,
+            folder=folder,
+            like=args.like,
         )
     return folder
 
@@ -87,15 +72,11 @@ def train(args: argparse.Namespace) -> Path:
         .replace("BOOK.txt", str(text))
     )
     python(
-        "train.py",
-        "--config",
-        RECIPE,
-        "--model.path",
-        args.model,
-        "--run_dir",
-        str(folder),
-        "--data.sources",
-        json.dumps(yaml.safe_load(recipe)["data"]["sources"]),
+        "train.py --config {recipe} --model.path {model} --run_dir {run} --data.sources {sources}",
+        recipe=RECIPE,
+        model=args.model,
+        run=folder,
+        sources=json.dumps(yaml.safe_load(recipe)["data"]["sources"]),
     )
     return folder
 
@@ -105,33 +86,15 @@ def book_losses(run_folder: Path, args: argparse.Namespace) -> list[float]:
     table = Path(args.output) / "book" / "loss_by_position.json"
     if not table.exists():
         python(
-            "-m",
-            "scripts.loss_by_position",
-            "--config",
-            RECIPE,
-            "--checkpoint",
-            args.model,
-            str(run_folder),
-            "--output",
-            str(table.parent),
-            "--batches",
-            "8",
-            "--split",
-            "train",
-            "--model.path",
-            args.model,
-            "--stages",
-            "[]",
-            "--data.sources",
-            json.dumps([{"path": args.book, "format": "text"}]),
-            "--data.held_out_fraction",
-            "0",
-            "--data.context_length",
-            "1024",
-            "--train.batch_size",
-            "1",
-            "--train.steps",
-            "8",
+            "-m scripts.loss_by_position --config {recipe} --checkpoint {model} {run} "
+            "--output {output} --batches 8 --split train --model.path {model} --stages [] "
+            "--data.sources {sources} --data.held_out_fraction 0 --data.context_length 1024 "
+            "--train.batch_size 1 --train.steps 8",
+            recipe=RECIPE,
+            model=args.model,
+            run=run_folder,
+            output=table.parent,
+            sources=json.dumps([{"path": args.book, "format": "text"}]),
         )
     curves = json.loads(table.read_text(encoding="utf-8"))["curves"]
     totals = [
@@ -148,24 +111,14 @@ def short_tasks(checkpoint: str, args: argparse.Namespace, name: str) -> dict[st
     """Returns lm-eval's result of each short task of the book, made and answered unless done."""
     tasks, folder = Path(args.output) / "short_tasks", Path(args.output) / f"{name}_short"
     if not (folder / "results.json").exists():
-        python("-m", "scripts.make_short_tasks", args.book, "--output", str(tasks))
+        python("-m scripts.make_short_tasks {book} --output {tasks}", book=args.book, tasks=tasks)
         python(
-            "-m",
-            "eval.harness",
-            "--checkpoint",
-            checkpoint,
-            "--tasks",
-            ",".join(SHORT_TASKS),
-            "--include-path",
-            str(tasks),
-            "--output",
-            str(folder),
-            "--length",
-            "1024",
-            "--max-new-tokens",
-            "8",
-            "--compute-dtype",
-            "float32",
+            f"-m eval.harness --checkpoint {{checkpoint}} --tasks {','.join(SHORT_TASKS)} "
+            "--include-path {tasks} --output {folder} --length 1024 --max-new-tokens 8 "
+            "--compute-dtype float32",
+            checkpoint=checkpoint,
+            tasks=tasks,
+            folder=folder,
         )
     rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
     return {task: next(row for row in rows if row["task"] == f"{task} acc") for task in SHORT_TASKS}
