@@ -1,4 +1,5 @@
-"""What a run's folder holds for its report: metrics, evaluations with their cases, losses by position."""
+"""What a run's folder holds for its report: metrics, evaluations with their cases, losses by
+position."""
 
 from __future__ import annotations
 
@@ -18,11 +19,8 @@ from trainer.run.directory import EARLIER_STAGES
 from trainer.run.results import evaluated, is_of_run
 
 CONFIG = "config.yaml"
-COUNTS = (
-    "step",
-    "tokens_seen",
-    "compile_seconds",
-)  # in rows of metrics, since the beginning of the run or of the stage
+# In rows of metrics, since the beginning of the run or of the stage.
+COUNTS = ("step", "tokens_seen", "compile_seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +29,8 @@ class Score:
 
     Attributes:
       size: length of the context, in `unit`.
-      folder: of the evaluation, where a run has several whose rows are of the same key without it; else empty.
+      folder: of the evaluation, where a run has several whose rows are of the same key without it;
+        else empty.
     """
 
     evaluation: str
@@ -80,7 +79,8 @@ class Run:
 
     Attributes:
       config: of the run; of one with stages that of the last stage that has begun.
-      logs: the rows of each JSONL file of metrics, by name; of a run with stages those of all stages, one after the other.
+      logs: the rows of each JSONL file of metrics, by name; of a run with stages those of all
+        stages, one after the other.
       curves: losses by position, by the checkpoint's name.
     """
 
@@ -106,10 +106,12 @@ class Run:
 def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     """Returns what a run's folder holds, with the evaluations in other folders.
 
-    Results of another model than the run's checkpoints are named in a warning where they lie in the run's folder.
+    Results of another model than the run's checkpoints are named in a warning where they lie in the
+    run's folder.
 
     Raises:
-      UserError: it is no run, a file in it cannot be read, or `evaluations` have results of another model.
+      UserError: it is no run, a file in it cannot be read, or `evaluations` have results of another
+        model.
     """
     stages = _stage_folders(folder)
     if not stages:
@@ -138,8 +140,8 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
 
 
 def _check_model(evaluation: Evaluation, run: Path) -> None:
-    """Raises UserError for an evaluation outside of the run's folder that is of another model than its checkpoints, and
-    warns of one within it."""
+    """Raises UserError for an evaluation outside of the run's folder that is of another model than
+    its checkpoints, and warns of one within it."""
     if is_of_run(evaluation.about, run):
         return
     found = (
@@ -163,7 +165,8 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _stage_folders(folder: Path) -> list[Path]:
-    """Returns the folders of a run's stages that have begun, in order; of a run without stages its own, if it is one."""
+    """Returns the folders of a run's stages that have begun, in order; of a run without stages its
+    own, if it is one."""
     earlier = sorted(
         (folder / EARLIER_STAGES).glob("*"), key=lambda path: (len(path.name), path.name)
     )
@@ -171,7 +174,8 @@ def _stage_folders(folder: Path) -> list[Path]:
 
 
 def _logs(stages: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Returns the rows of each JSONL file of metrics over all stages, with the counts of a stage added to those before it."""
+    """Returns the rows of each JSONL file of metrics over all stages, with the counts of a stage
+    added to those before it."""
     logs: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     before: dict[str, float] = dict.fromkeys(COUNTS, 0)
     for stage in stages:
@@ -287,7 +291,8 @@ def _evaluation_of(path: Path, content: dict[str, Any]) -> Evaluation | None:
 
 
 def scores_by_run(runs: Sequence[Run]) -> list[list[Score]]:
-    """Returns each run's scores. Those whose key a run has in several evaluations are told apart by their folders."""
+    """Returns each run's scores. Those whose key a run has in several evaluations are told apart by
+    their folders."""
     repeated = set()
     for run in runs:
         counts = collections.Counter(

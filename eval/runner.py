@@ -50,9 +50,11 @@ def add_flags(
     """Adds the flags that all commands share that ask a model questions.
 
     Args:
-      new_tokens: default of --max-new-tokens; None for a test that says itself how long its answers are.
+      new_tokens: default of --max-new-tokens; None for a test that says itself how long its answers
+        are.
       evaluation: also those that evaluations share.
-      continues: whether the evaluation keeps its answers in a journal, which its help for --output then says.
+      continues: whether the evaluation keeps its answers in a journal, which its help for --output
+        then says.
     """
     if evaluation:
         parser.add_argument(
@@ -185,13 +187,14 @@ class Prompt:
 
     @property
     def draw(self) -> int:
-        """The number that tells its sampling from other prompts', 28 bits of its key: whatever was asked before, and in
-        whatever order, its answer is the same."""
+        """The number that tells its sampling from other prompts', 28 bits of its key: whatever was
+        asked before, and in whatever order, its answer is the same."""
         return int(self.key[:7], 16)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> list[int]:
-    """Returns the ids of a prompt: its turns in the chat template, or plain text without a template."""
+    """Returns the ids of a prompt: its turns in the chat template, or plain text without a
+    template."""
     prefix = tokenizer.encode(prompt.prefix) if prompt.prefix else []
     turns = (Message("user", prompt.text),) if isinstance(prompt.text, str) else prompt.text
     if template:
@@ -208,7 +211,8 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> li
 def stop_ids(
     config: TransformerConfig, tokenizer: Tokenizer, template: str | None
 ) -> tuple[int, ...]:
-    """Returns the ids that end an answer: the model's and the tokenizer's EOS, and the template's end of a turn."""
+    """Returns the ids that end an answer: the model's and the tokenizer's EOS, and the template's
+    end of a turn."""
     eos = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
     ends = end_ids(template, tokenizer) if template else ()
     return tuple(
@@ -217,7 +221,8 @@ def stop_ids(
 
 
 def padded_length(length: int, multiple: int) -> int:
-    """Returns the length to compile for: a multiple of `multiple`, rounded up so that few lengths need to be compiled.
+    """Returns the length to compile for: a multiple of `multiple`, rounded up so that few lengths
+    need to be compiled.
 
     For lengths that are large compared with `multiple`, at most an eighth is added.
     """
@@ -267,8 +272,8 @@ class Respondent:
     ) -> list[Answer]:
         """Returns the answer to each prompt.
 
-        Prompts of similar lengths are answered together, those with a common beginning one after the other, so that it is
-        computed once.
+        Prompts of similar lengths are answered together, those with a common beginning one after
+        the other, so that it is computed once.
 
         Args:
           params: the model's parameters.
@@ -308,7 +313,8 @@ class Respondent:
     ) -> Iterator[tuple[int, int, list[str]]]:
         """Yields capacity, new tokens, and the keys of at most `rows` prompts.
 
-        Neighbours in the order of their ids have the longest common beginnings; each row of the batches gets a run of them.
+        Neighbours in the order of their ids have the longest common beginnings; each row of the
+        batches gets a run of them.
         """
         groups: dict[tuple[int, int], list[str]] = {}
         for key, prompt in prompts.items():
@@ -322,10 +328,11 @@ class Respondent:
                 yield capacity, new_tokens, keys[number::run]
 
     def capacity(self, tokens: int) -> int:
-        """Returns the tokens to compile for where prompt and answer have so many, rounded up so that few have to be compiled.
+        """Returns the tokens to compile for where prompt and answer have so many, rounded up so
+        that few have to be compiled.
 
-        Under RoPE rules that depend on it (`model.cache.CachedModel`) it is the same on every mesh, and is not rounded up
-        beyond the model's original length.
+        Under RoPE rules that depend on it (`model.cache.CachedModel`) it is the same on every mesh,
+        and is not rounded up beyond the model's original length.
         """
         config = self.model.config
         originals = [
@@ -364,9 +371,8 @@ class Respondent:
         needed = generator.cached.bytes_per_device + sum(
             x.addressable_shards[0].data.nbytes for x in params.values()
         )
-        if (
-            self.limit is not None and 2 * needed > self.limit
-        ):  # else there is no doubt, and no need to compile for it
+        # Else there is no doubt, and no need to compile for it.
+        if self.limit is not None and 2 * needed > self.limit:
             fitting = generator.longest_prompt(self.limit)
             if fitting + new_tokens < capacity:
                 rows = "" if self.rows == 1 else "fewer --rows, "
@@ -380,7 +386,8 @@ class Respondent:
 
 
 def memory_limit(device: Any, devices: int, gib: float | None) -> int | None:
-    """Returns the bytes of a device that may be used: `gib`, else what its runtime says; on a CPU its share of the machine."""
+    """Returns the bytes of a device that may be used: `gib`, else what its runtime says; on a CPU
+    its share of the machine."""
     if gib is not None:
         return int(gib * 2**30)
     if limit := (device.memory_stats() or {}).get("bytes_limit"):
@@ -392,14 +399,16 @@ def memory_limit(device: Any, devices: int, gib: float | None) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model that a command line names, ready to answer, with its parameters, and what results.json says about it."""
+    """A model that a command line names, ready to answer, with its parameters, and what
+    results.json says about it."""
 
     respondent: Respondent
     params: dict
     about: dict[str, Any]
 
     def answer(self, prompts: Sequence[Prompt], output: str | Path) -> list[Answer]:
-        """Returns the answer to each prompt, and shows the progress; answers in the folder `output` are not asked for again."""
+        """Returns the answer to each prompt, and shows the progress; answers in the folder `output`
+        are not asked for again."""
         names = ("model", "reads", "quantize", "template", "compute_dtype", "sampling")
         journal = Journal(
             Path(output) / JOURNAL, {name: self.about[name] for name in names if name in self.about}
@@ -451,14 +460,15 @@ class _AnswerProgress:
 
 
 def _reads(config: TransformerConfig, tokenizer: Tokenizer) -> str:
-    """Returns a hash of what decides about an answer beside weights and flags: the model's configuration, tokenizer and
-    template."""
+    """Returns a hash of what decides about an answer beside weights and flags: the model's
+    configuration, tokenizer and template."""
     parts = (repr(config), tokenizer.fingerprint, tokenizer.chat_template or "")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def open_respondent(args: argparse.Namespace) -> LoadedModel:
-    """Opens the model that the shared flags describe: the model on its mesh, then what asks it, then what is said of it."""
+    """Opens the model that the shared flags describe: the model on its mesh, then what asks it,
+    then what is said of it."""
     # Imported only now, so that a wrong option is reported at once.
     from model.decode import Sampling
     from trainer.config.schema import MeshConfig

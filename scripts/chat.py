@@ -175,9 +175,8 @@ def pieces(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[s
             yield text[len(given) :]
             given = text
     text = decode(generated).strip()
-    if not text.startswith(
-        given
-    ):  # a later token has changed what a tokenizer writes for those before it
+    # A later token has changed what a tokenizer writes for those before it.
+    if not text.startswith(given):
         yield f"\n{text}"
     elif text != given:
         yield text[len(given) :]

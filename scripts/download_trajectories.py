@@ -37,9 +37,8 @@ def run(args: argparse.Namespace) -> None:
     """Downloads and unpacks what is missing."""
     root = Path(args.output).expanduser()
     for algorithm in args.algorithm:
-        archive_folder(
-            root, args.domain, algorithm
-        )  # an unknown name is refused before the first hour
+        # An unknown name is refused before the first hour.
+        archive_folder(root, args.domain, algorithm)
     output_folder(root)
     columns = (
         TextColumn("{task.description}"),

@@ -23,12 +23,8 @@ LAYOUTS = ("contiguous", "striped")
 DEVICES = 4
 TILE = 4  # tokens on a side of a tile
 LENGTH = DEVICES * TILE * 4  # four tiles on a side of each device's block
-HOLDERS = [
-    "#4477aa",
-    "#66ccee",
-    "#228833",
-    "#ccbb44",
-]  # Paul Tol's bright scheme, for all kinds of colour vision
+# Paul Tol's bright scheme, for all kinds of colour vision.
+HOLDERS = ["#4477aa", "#66ccee", "#228833", "#ccbb44"]
 KINDS = {"full": "#5a5566", "masked": "#e6a04b", "skip": "#eeeeee"}
 DESCRIPTIONS = {
     "full": "computed without a mask",

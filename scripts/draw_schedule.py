@@ -60,23 +60,14 @@ COLOURS = (
     )
     / 255
 )
-SKIPPED, IDLE = (
-    np.array([0.86] * 3),
-    np.array([0.975] * 3),
-)  # colours of tiles that are skipped, or not in this round
+# Colours of tiles that are skipped, or not in this round.
+SKIPPED, IDLE = np.array([0.86] * 3), np.array([0.975] * 3)
 TEXT_COLOUR = "#2b2b2b"
 # Sizes in inches.
-WIDTH, HEIGHT = (
-    12.0,
-    9.0,
-)  # of a picture at most, so that a screen shows all of it at the width of a page
-LABELS, GAP, TITLE, BARS, TEXT_LINE = (
-    0.6,
-    0.14,
-    0.2,
-    0.5,
-    0.15,
-)  # of row labels, gaps, titles, bars, a line of text
+# A picture of at most this size fits on a screen at the width of a page.
+WIDTH, HEIGHT = 12.0, 9.0
+# Sizes of row labels, gaps, titles, bars, and a line of text.
+LABELS, GAP, TITLE, BARS, TEXT_LINE = 0.6, 0.14, 0.2, 0.5, 0.15
 SIDE = 2.6  # of a panel, at most
 PANEL_LETTERS, CAPTION_LETTERS = 16, 13.5  # letters in an inch
 MIN_WIDTH = 8.0
@@ -164,9 +155,8 @@ def describe(send: Send, size: int) -> str:
         step = f"+{distance}" if distance <= size // 2 else f"−{size - distance}"
         senders = "all" if len(sources) == size else ",".join(map(str, sources))
         return f"{send.arrays}: {senders} → {step}"
-    if (
-        send.kind == "collective-permute"
-    ):  # rings of neighbours, in which the longest step leads back to the first rank
+    # Rings of neighbours, in which the longest step leads back to the first rank.
+    if send.kind == "collective-permute":
         return f"{send.arrays}: all → −1 in rows of {max(abs(a - b) for a, b in send.pairs) + 1}"
     groups = sorted(
         {tuple(sorted({source, *(b for a, b in send.pairs if a == source)})) for source in sources}
@@ -239,9 +229,8 @@ def panel_rows(name: str, size: int) -> list[list[Panel]]:
         size: number of ranks.
     """
     block = Block(batch=1, tokens=TILES * TOKENS, query_heads=size, kv_heads=size, head_dim=8)
-    dense = (
-        name == "ring_self_attention"
-    )  # computes whole blocks by matrix products, the same under every layout
+    # Computes whole blocks by matrix products, the same under every layout.
+    dense = name == "ring_self_attention"
     rows = []
     for layout in LAYOUTS[:1] if dense else LAYOUTS:
         rounds = with_sends(get_schedule(CASES[name], size, layout).plan(size, block).forward, size)

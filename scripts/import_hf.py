@@ -54,9 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.huggingface.folder import folder_config, resolve_model_path
         from trainer.huggingface.read import read_hf
 
-        new_folder(
-            checkpoint_path(arguments.checkpoint, "CHECKPOINT")
-        )  # before reading all weights, which takes long
+        # Before reading all weights, which takes long.
+        new_folder(checkpoint_path(arguments.checkpoint, "CHECKPOINT"))
         source = resolve_model_path(arguments.hf_dir)
         config = folder_config(source)
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])

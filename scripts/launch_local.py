@@ -34,11 +34,8 @@ from .run_status import read_status, run_folder
 GRACE_SECONDS = 10
 # Processes that fail by the same error end within this time of each other.
 TOGETHER_SECONDS = 2
-FINAL_LINES = (
-    b"error: ",
-    b"preempted ",
-    b"stopped",
-)  # how the one line begins with which train.py ends
+# How the one line begins with which train.py ends.
+FINAL_LINES = (b"error: ", b"preempted ", b"stopped")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
 

@@ -130,9 +130,10 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
             commit_message=message,
         )
     except HfHubHTTPError as error:
+        # A hub may repeat it.
         reason = printable(error.server_message or str(error).splitlines()[0]).replace(
             token, "hf_..."
-        )  # a hub may repeat it
+        )
         raise UserError(
             f"{repository}: {api.endpoint} answered {error.response.status_code} ({reason}); a "
             "token that may write to this owner's repositories would work"

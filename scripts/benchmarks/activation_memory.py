@@ -48,9 +48,8 @@ def measure(topology: str, tokens: int, layers: int, hidden: int) -> dict:
     )
     start = time.perf_counter()
     plan = memory(compile_step(config, devices, tokens * len(devices), remat="nothing"))
-    block = (
-        tokens * hidden * 2 / 2**20
-    )  # one block of tokens x hidden in bfloat16; c x h in the paper
+    # One block of tokens x hidden in bfloat16; c x h in the paper.
+    block = tokens * hidden * 2 / 2**20
     return {
         "topology": topology,
         "devices": len(devices),

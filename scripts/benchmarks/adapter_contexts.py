@@ -34,10 +34,8 @@ RECIPE = "configs/adapters/llama31_8b_qlora_24gb.yaml"
 PRESET, RANK = "llama-3.1-8b", 32
 STEP = 8192  # tokens: the chunks of queries below are then whole chunks of projections
 PROBES = (8 * STEP, 32 * STEP)
-HOST_GIB, HOST_LEFT_GIB = (
-    128,
-    8,
-)  # of a host, and of it left to the system and to what reads the data
+# Memory of the host, and the part left to the system and the data loader.
+HOST_GIB, HOST_LEFT_GIB = 128, 8
 GROUPS = {"attention_groups": 8}  # one for each key/value head
 QUERY_CHUNKS = {**GROUPS, "query_chunks": 8}
 EVERY: list[dict[str, Any]] = [{"remat": "offload_every_k", "every_k": k} for k in (2, 4)]

@@ -37,9 +37,8 @@ def computed_tiles(
     computed: list[tuple[int, ...]] = []  # rank, index of the first query and of the first key
     kernel = counted_kernel(lambda *tile: computed.append(tuple(map(int, tile))), TILE, TILE)
     mesh = Mesh(np.array(jax.devices()[:size]), ("sequence",))
-    q = jnp.ones(
-        (1, length, size, 2)
-    )  # as many heads as ranks, so that every schedule can divide them
+    # As many heads as ranks, so that every schedule can divide them.
+    q = jnp.ones((1, length, size, 2))
     coords = TokenCoords(jnp.asarray(order[None], jnp.int32), jnp.ones((1, length), jnp.int32))
 
     def forward(q, k, v):

@@ -1,11 +1,9 @@
 """Compares schedules: bytes received, balance (tiles and seconds), and transfers that are hidden.
 
 python -m scripts.benchmarks.bench_schedules bytes [--ranks 4 16 64 256] [--output FILE.json]
-python -m scripts.benchmarks.bench_schedules balance [--ranks 2 3 4 8] [--output FILE.json]
-python -m scripts.benchmarks.bench_schedules overlap [--schedules ring ...] [--topology v5e:2x4]
-[--output FILE.json] python -m scripts.benchmarks.bench_schedules time [--lengths 2048 ... 32768]
-[--tiles 16] [--output FILE.json] python -m scripts.benchmarks.bench_schedules distflashattn
-[--ranks 4 16]
+python -m scripts.benchmarks.bench_schedules balance [--ranks 2 3 4 8]
+python -m scripts.benchmarks.bench_schedules overlap [--schedules ring] [--topology v5e:2x4]
+python -m scripts.benchmarks.bench_schedules time [--lengths 2048 ... 32768] [--tiles 16]
 """
 
 from __future__ import annotations
@@ -277,34 +275,6 @@ def overlap_table(names, topology: str, tokens: int) -> list[dict]:
     return rows
 
 
-def volume_table(ranks) -> list[dict]:
-    """Prints and returns what a device receives with full heads, in N d, beside Appendix C.
-
-    By the plan, whose bytes the compiled texts confirm (command `bytes`), in float32 so that
-    everything counts alike. Coordinates, lse and delta are included; the paper's count has none.
-    """
-    block = plan.Block(batch=1, tokens=1024, query_heads=8, kv_heads=8, head_dim=128, itemsize=4)
-    rows = []
-    print(
-        "DistFlashAttn, Appendix C: forward 1, backward 2, together 3; Megatron-LM with "
-        "recomputation 14. Ours, on average:"
-    )
-    for size in ranks:
-        planned = case("balanced", size, block.tokens)[0].plan(size, block)
-        volume = {
-            direction: float(plan.received(rounds, size).mean() / (size * block.queries))
-            for direction, rounds in zip(("forward", "backward"), planned, strict=True)
-        }
-        rows.append({"ranks": size, **volume, "together": sum(volume.values())})
-        print(
-            f"P {size:4}  "
-            + "  ".join(f"{name} {x:.3f}" for name, x in rows[-1].items() if name != "ranks")
-            + f"  (the paper's, at this P: 3 (P - 1) / P = {3 * (size - 1) / size:.3f})",
-            flush=True,
-        )
-    return rows
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line; `run` of the result makes the table."""
     parser = make_parser("bench_schedules", __doc__)
@@ -348,14 +318,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--schedules", nargs="+", default=["ring"], choices=CASES, help="schedules"
     )
     overlap.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
-    volume = command(
-        "distflashattn",
-        "elements received beside DistFlashAttn's Appendix C, 3 N d and 14 N d",
-        lambda args: volume_table(args.ranks),
-    )
-    volume.add_argument(
-        "--ranks", type=int, nargs="+", default=[4, 16], choices=PODS, help="numbers of ranks"
-    )
     add_time(
         command(
             "time",

@@ -164,9 +164,8 @@ def jax_matmul_rate(dtype: str) -> float:
     import jax
     import jax.numpy as jnp
 
-    if (
-        jax.default_backend() != "cpu"
-    ):  # a single small product would measure how fast the host starts it
+    # A single small product would measure how fast the host starts it.
+    if jax.default_backend() != "cpu":
         return measure_products(dtype)["matmul_flops"]
     a, multiply = jnp.ones((2048, 2048), dtype), jax.jit(jnp.matmul)
     return matmul_rate(lambda: multiply(a, a).block_until_ready())

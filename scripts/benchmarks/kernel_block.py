@@ -125,9 +125,10 @@ def refuse_dense(case: Case, copies: int) -> None:
         copies * 4 * case.heads * case.length**2,
         os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     )
+    # Linux: memory that caches use is available too.
     if MEMORY.exists() and (
         available := re.search(r"MemAvailable:\s+(\d+) kB", MEMORY.read_text())
-    ):  # Linux: memory that caches use is available too
+    ):
         free = int(available[1]) * 1024
     if needed > 0.7 * free:
         raise LeftOut(

@@ -61,9 +61,8 @@ def _memory_readers() -> tuple[Callable[[], int], Callable[[], int], bool]:
         stats = jax.devices()[0].memory_stats
         return lambda: stats()["bytes_in_use"], lambda: stats()["peak_bytes_in_use"], False
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # Linux: resets the peak, so that compiling does not count
+        # Linux: resets the peak, so that compiling does not count.
+        Path("/proc/self/clear_refs").write_text("5")
     return lambda: _host_bytes("VmRSS"), lambda: _host_bytes("VmHWM"), True
 
 

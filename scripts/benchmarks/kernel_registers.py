@@ -33,22 +33,16 @@ from trainer import entry
 
 NAME = "kernel_registers"
 PTXAS_PACKAGE = "nvidia-cuda-nvcc"
-COMPILED = (
-    ("mosaic", "h100"),
-    ("triton", "h100"),
-    ("triton", "b200"),
-)  # Mosaic's kernels need Hopper's matrix units
+# Mosaic's kernels need Hopper's matrix units.
+COMPILED = (("mosaic", "h100"), ("triton", "h100"), ("triton", "b200"))
 PRODUCTS = {"h100": "wgmma", "b200": "tcgen05"}
 COPIES = {"mosaic": "TMA", "triton": "cp.async"}
 KERNELS = ("forward", "dq", "dkv")
 HEAD_DIMS = (64, 128, 256)
 COMPILERS = ("jax", "jaxlib", "jax-cuda13-plugin", PTXAS_PACKAGE)
 TOKENS, HEADS, KV_HEADS = 4096, 4, 2
-CORE_REGISTERS, CORE_SHARED, SYSTEM_SHARED = (
-    65536,
-    228 * 1024,
-    1024,
-)  # of 9.0 and 10.0; what the system keeps a block
+# Of a core, compute capability 9.0 and 10.0; the system keeps SYSTEM_SHARED bytes per block.
+CORE_REGISTERS, CORE_SHARED, SYSTEM_SHARED = 65536, 228 * 1024, 1024
 WORSE = 1.03  # more registers or shared memory than this times the stored ones fail the check
 
 

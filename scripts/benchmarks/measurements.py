@@ -174,17 +174,6 @@ MEASUREMENTS = {
         summaries.bytes_received,
         "docs/notes/schedules.md",
     ),
-    "distflashattn_volume": Measurement(
-        "DistFlashAttn's Appendix C, units of N d with full heads",
-        (
-            benchmark(
-                "bench_schedules distflashattn --ranks 4 16 256 --output {out}/distflashattn.json"
-            ),
-        ),
-        (ATTENTION,),
-        summaries.distflashattn_volume,
-        "docs/notes/schedules.md",
-    ),
     "papers": Measurement(
         "The papers' printed numbers by the cost model",
         (benchmark("papers --output {out}/papers"),),

@@ -112,7 +112,6 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "Balance": ("balance", "balance_time"),
             "What schedules send, and what hides it": (
                 "bytes",
-                "distflashattn_volume",
                 "overlap",
                 "placement",
                 "launch_flags",
@@ -142,7 +141,6 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "SmolLM2-135M before and after practising retrieval": ("retrieval",),
             "SmolLM2-135M at twice the length it knows": ("extension",),
             "A curriculum of lengths, from scratch": ("curriculum",),
-            "Decoding, and many questions to one context": ("decoding", "questions"),
             "In-context reinforcement learning": ("in_context",),
         },
     ),

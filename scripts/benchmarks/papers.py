@@ -108,9 +108,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     figure = Figure(figsize=(9, 6), facecolor="white", layout="constrained")
     ticks = (0.25, 0.5, 1 / NEAR, 1, NEAR, 2, 4)
-    edges = [
-        NEAR ** (step / 9) for step in range(-57, 58, 2)
-    ]  # 1 is in the middle of a bar, NEAR at the end of one
+    # 1 is in the middle of a bar, NEAR at the end of one.
+    edges = [NEAR ** (step / 9) for step in range(-57, 58, 2)]
     panels = figure.subplots(len(SOURCES), 1, sharex=True)
     near = every = 0
     for axes, source in zip(panels, SOURCES, strict=True):

@@ -236,17 +236,6 @@ def bytes_received(out: Path) -> tuple[Rows, Tables]:
     }
 
 
-def distflashattn_volume(out: Path) -> tuple[Rows, Tables]:
-    return {
-        f"p{entry['ranks']}": row(
-            f"DistFlashAttn's volume, P = {entry['ranks']}, in N d",
-            f"{entry['together']:.3f}",
-            f"paper {3 * (entry['ranks'] - 1) / entry['ranks']:.3f}",
-        )
-        for entry in read_json(out / "distflashattn.json")
-    }, {}
-
-
 def overlap(out: Path) -> tuple[Rows, Tables]:
     rows, lines = {}, []
     measured = read_json(out / "overlap.json")

@@ -72,15 +72,13 @@ class Cell:
             {"remat": "offload"},
             {"remat": "offload_every_k", "every_k": k},
         ]
-        if (
-            self.memory == "ours" and self.devices < 64
-        ):  # shared by hundreds, parameters and moments are little
+        # Shared by hundreds, parameters and moments are little.
+        if self.memory == "ours" and self.devices < 64:
             on_host[0]["moments_on_host"] = on_host[1]["moments_on_host"] = on_host[1][
                 "parameters_on_host"
             ] = True
-        heads = (
-            {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}
-        )  # one after the other
+        # One after the other.
+        heads = {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}
         return [options | heads for options in ([device] if self.memory == "device" else on_host)]
 
     def on_host_gib(self, context: int, options: dict[str, Any]) -> float:

@@ -72,9 +72,8 @@ def _distflash(model: str, nodes: int, length: int, **changes) -> TrainingStep:
 
 def _distflash_figure_5() -> list[Row]:
     rows = []
-    counts = tile_counts(
-        8, 1, 1, "contiguous"
-    )  # a diagonal block counts as a whole one, as in the paper
+    # A diagonal block counts as a whole one, as in the paper.
+    counts = tile_counts(8, 1, 1, "contiguous")
     for schedule, (expected, measured) in paper.DISTFLASH_FIGURE_5.items():
         forward, _ = rounds(schedule, 8, "contiguous", Block(1, 1, 1, 1, 2), (1, 1))
         counted = counts.sum() / sum(planned.tiles.max() for planned in forward)

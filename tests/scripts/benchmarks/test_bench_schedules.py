@@ -1,25 +1,16 @@
-"""The tables of bench_schedules that need no device: communication volume beside DistFlashAttn's Appendix C."""
+"""The table of bytes: what the compiler sends is what the plan says, in the file as on the screen."""
 
 import json
-
-import pytest
 
 from scripts.benchmarks.bench_schedules import main
 
 
-def test_volume_is_below_the_papers_where_helpers_send_less(tmp_path, capsys):
-    assert (
-        main(["distflashattn", "--ranks", "4", "16", "--output", str(tmp_path / "volume.json")])
-        == 0
-    )
-    rows = json.loads((tmp_path / "volume.json").read_text())
-    assert [row["ranks"] for row in rows] == [4, 16] and "P   16" in capsys.readouterr().out
-    for row in rows:
-        assert row["forward"] + row["backward"] == pytest.approx(row["together"])
-        assert 0.95 < row["together"] / (3 * (row["ranks"] - 1) / row["ranks"]) < 1
-
-
-def test_a_command_line_without_a_table_is_an_error(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "command" in capsys.readouterr().err
+def test_a_ring_receives_what_its_plan_says(tmp_path, capsys):
+    file = tmp_path / "bytes.json"
+    command = "bytes --ranks 4 --schedules ring --tokens 128 --kernel reference --output"
+    assert main([*command.split(), str(file)]) == 0
+    (row,) = json.loads(file.read_text(encoding="utf-8"))
+    own_queries = 128 * 32 * 128 * 2
+    keys_and_values = 3 * own_queries // 2  # of three other ranks; 8 of 32 heads, K and V
+    assert keys_and_values <= row["forward"]["max_bytes"] <= 1.02 * keys_and_values
+    assert f"{row['forward']['max_bytes'] / own_queries:8.3f}" in capsys.readouterr().out

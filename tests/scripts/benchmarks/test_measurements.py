@@ -173,10 +173,6 @@ RAW = {  # files of each measurement -> row, what it finds, its verdict
         {"bytes.json": [{"schedule": "usp 4", "ranks": 4, **DIRECTIONS}]},
         {"usp_4": ("50.0%", "short")},
     ),
-    "distflashattn_volume": (
-        {"distflashattn.json": [{"ranks": 4, "together": 2.19}]},
-        {"p4": ("2.190", "no goal")},
-    ),
     "overlap": (
         {
             "overlap.json": [
