@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,8 @@ WOULD_WORK = (
 # The date that chat templates write, unless a recipe has another: one of its own, so that the same
 # data gives the same ids.
 TEMPLATE_DATE = datetime(2025, 1, 1)
+SHORT = 24
+"""Characters of a text whose ids are remembered, such as a heading's "user" and the line ends around it."""
 _NONCHARACTERS = re.compile("[\ufdd0\ufdd1]")
 
 
@@ -92,6 +94,9 @@ class Tokenizer:
                 )
             del self.controls[text]
         engine.forbid({control.id for control in self.controls.values()})
+        self._encode_short = lru_cache(1024)(
+            lambda text, beginning: engine.encode(_NONCHARACTERS.sub("\ufffd", text), beginning)
+        )
 
     def _set_special_tokens(self, config: dict[str, object], path: str) -> None:
         """Sets bos_token, bos_id and so on from the names in the tokenizer's files."""
@@ -192,7 +197,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text that begins a document, without BOS, EOS and control tokens."""
-        return self.encode_spans(text).ids
+        return list(self.encode_spans(text).ids)
 
     def encode_spans(self, text: str, beginning: bool = True) -> Spans:
         """Returns the ids of a text, and the offsets (start, end) of every token in `text`.
@@ -208,8 +213,9 @@ class Tokenizer:
         """
         if not text:
             return Spans([], [])
-        text = _NONCHARACTERS.sub("\ufffd", text)
-        return self._engine.encode(text, beginning)
+        if len(text) <= SHORT:
+            return self._encode_short(text, beginning)
+        return self._engine.encode(_NONCHARACTERS.sub("\ufffd", text), beginning)
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " n"], skip_control: bool = True) -> str:
         """Returns the text of ids, without control tokens or with their texts."""

@@ -143,6 +143,11 @@ class _Borders:
             tokenizer,
             tools,
         )
+        self._before: Sequence[Message] = ()
+        self._prompt: Rendered | None = None
+        """What the template writes before the first answer, with the generation prompt."""
+        self._prompt_tail: str | None = None
+        """Of that, what follows the text of the last turn."""
         self._heading: _Heading | None = None
         self._number = 0  # of the first control token that may follow an answer
         if len(messages) > MAX_CALL_TURNS and any(message.tool_calls for message in messages):
@@ -155,18 +160,29 @@ class _Borders:
         gap = self._text[turn.previous_end : turn.start]
         if not number or not gap:
             return turn.start
+        if self._prompt is None and self._heading is None:
+            self._prompt_before(number)
+        if gap == self._prompt_tail:
+            return turn.start
         if self._heading is None:
-            self._heading = self._find_heading(number)
+            self._heading = self._find_heading()
         length = self._heading.length_in(gap)
         return turn.start if length is None else turn.previous_end + length
 
-    def _find_heading(self, number: int) -> "_Heading":
-        """Returns the generation prompt before a turn."""
-        before = self._messages[:number]
+    def _prompt_before(self, number: int) -> None:
+        """Renders what precedes a turn, with the generation prompt."""
+        self._before = self._messages[:number]
         try:
-            prompt = self._template.render(before, self._tools, True)
+            self._prompt = self._template.render(self._before, self._tools, True)
+            # Where just this stands before an answer, the generation prompt ends where the answer
+            # begins: the usual case, for which nothing else has to be rendered.
+            self._prompt_tail = _tail(self._prompt)
         except TemplateError:  # the template accepts complete conversations only
-            return _Heading("")
+            self._heading = _Heading("")
+
+    def _find_heading(self) -> "_Heading":
+        """Returns the generation prompt that `_prompt_before` rendered."""
+        before, prompt = self._before, self._prompt
         try:
             without = self._template.render(before, self._tools).text
         except TemplateError:
@@ -177,12 +193,12 @@ class _Borders:
             return _Heading(heading, [control.end for control in controls])
         # The template has no generation prompt: what stands before any answer is not the
         # assistant's.
-        tail = _tail(prompt)
+        tail = self._prompt_tail
         try:
             answer = self._template.render([*before, Message("assistant", "a")], self._tools)
         except TemplateError:
             return _Heading("")
-        turn = _turns(answer).get(number)
+        turn = _turns(answer).get(len(before))
         usual = answer.text[turn.previous_end : turn.start] if turn else ""
         usual = usual[len(tail) :] if usual.startswith(tail) else ""
         return _Heading("", tail=tail, usual=usual if usual.strip() else "")
