@@ -44,7 +44,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     runner.add_flags(parser, new_tokens=None, continues=False)
     parser.add_argument(
         "--max-new-tokens",
-        type=entry.at_least_one,
+        type=entry.tokens,
         default=256,
         help="number of tokens of the longest answer "
         "to a task that does not say it (max_gen_toks); default 256",
@@ -59,7 +59,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="only the first so many questions of each task")
     parser.add_argument(
         "--length",
-        type=entry.at_least_one,
+        type=entry.tokens,
         help="tokens of the longest prompt with its answer (default: the trained length)",
     )
     parser.add_argument("--chat", action="store_true", help="ask in the model's chat template")

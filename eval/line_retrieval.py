@@ -20,6 +20,7 @@ from data.errors import UserError
 from data.paths import results_folder
 from eval import adapters, line_cases, line_report, runner, scoring, suite
 from eval.live_test import Count, LiveTest
+from model.attention.names import Tokens
 from trainer import entry
 from trainer.config.schema import require
 
@@ -43,7 +44,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens",
         nargs="+",
-        type=int,
+        type=entry.tokens,
         default=[],
         help="generate cases with as many lines as fill this many "
         "tokens of the model, with the answer",
@@ -169,7 +170,7 @@ class LiveLines(LiveTest):
 
     like: str | None = None
     """Case file whose wording lines take; our own wording unless given."""
-    max_new_tokens: int = 32
+    max_new_tokens: Tokens = 32
     """Tokens of an answer."""
 
     def __post_init__(self) -> None:

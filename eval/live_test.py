@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from eval.runner import Prompt
 from eval.suite import Case
+from model.attention.names import Tokens
 from trainer.config.schema import require
 
 Count = Callable[[Prompt], int]
@@ -22,13 +23,13 @@ class LiveTest(abc.ABC):
     """Its name in `eval.live.TESTS`."""
     every: int = 0
     """Steps between measurements; 0 measures only before the first and after the last step."""
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[Tokens, ...] = ()
     """Lengths of the cases, answers included; data.context_length where not given."""
     count: int = 20
     """Cases of each task and length."""
     rows: int = 0
     """Prompts answered together; mesh.data * mesh.fsdp where 0."""
-    chunk: int = 4096
+    chunk: Tokens = 4096
     """Tokens of a prompt that are computed at once."""
     name: str = ""
     """Name of its file in the run's folder and on boards; that of the test where not given."""

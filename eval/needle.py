@@ -123,9 +123,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens",
         nargs="+",
-        type=entry.at_least_one,
+        type=entry.tokens,
         required=True,
-        help="lengths, answers included",
+        help="lengths, answers included, such as 16K",
     )
     parser.add_argument(
         "--depths",

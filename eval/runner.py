@@ -85,7 +85,7 @@ def add_flags(
     if new_tokens is not None:
         parser.add_argument(
             "--max-new-tokens",
-            type=entry.at_least_one,
+            type=entry.tokens,
             default=new_tokens,
             help=f"number of tokens of the longest answer (default {new_tokens})",
         )
@@ -113,7 +113,7 @@ def add_flags(
     )
     parser.add_argument(
         "--chunk",
-        type=entry.at_least_one,
+        type=entry.tokens,
         default=4096,
         help="tokens of a prompt that are computed at once, over all devices (default 4096)",
     )

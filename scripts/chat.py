@@ -48,7 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--length",
-        type=entry.at_least_one,
+        type=entry.tokens,
         help="tokens of the longest conversation (default: "
         f"{LENGTH:,}, or what the document takes with eight turns)",
     )

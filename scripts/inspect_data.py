@@ -109,7 +109,7 @@ def show(argv: list[str]) -> None:
     Raises:
         UserError: the recipe or the data are wrong.
     """
-    from trainer.entry import CommandParser, NoDownload
+    from trainer.entry import CommandParser, NoDownload, tokens_or_0
 
     parser = CommandParser(
         prog="python -m scripts.inspect_data",
@@ -123,7 +123,10 @@ def show(argv: list[str]) -> None:
     )
     parser.add_argument("--rows", type=int, default=2, help="number of rows to show (default 2)")
     parser.add_argument(
-        "--tokens", type=int, default=600, help="number of tokens to show of each row (default 600)"
+        "--tokens",
+        type=tokens_or_0,
+        default=600,
+        help="number of tokens to show of each row (default 600)",
     )
     parser.add_argument(
         "--stage", type=int, help="of a recipe with stages, from 1 (default: the last)"

@@ -148,7 +148,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
     )
     parser.add_argument(
         "--without-earlier",
-        type=entry.at_least_one,
+        type=entry.tokens,
         nargs="+",
         default=[],
         metavar="W",

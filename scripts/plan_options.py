@@ -58,7 +58,7 @@ def parser() -> entry.CommandParser:
     )
     options.add_argument(
         "--context",
-        type=_checked(tokens_of),
+        type=entry.tokens,
         help="tokens in a row, such as 64K or 1M; with --search the first one tried",
     )
     options.add_argument("--mesh", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1")
@@ -106,7 +106,7 @@ def parser() -> entry.CommandParser:
         help="compares them on this machine of the cost model, such as v4 or a100-ethernet",
     )
     options.add_argument(
-        "--tokens", type=_checked(tokens_of), help="tokens to train on, such as 100M: adds hours"
+        "--tokens", type=entry.tokens, help="tokens to train on, such as 100M: adds hours"
     )
     options.add_argument("--price-per-device-hour", type=float, help="adds money")
     options.add_argument(
@@ -145,23 +145,6 @@ def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
             ) from None
 
     return checked
-
-
-def tokens_of(text: str) -> int:
-    """Returns a number of tokens: 4096, 64K, 1M, 1_048_576. K and M are 2^10 and 2^20.
-
-    Raises:
-      ValueError: no number of at least 1.
-    """
-    number = text.strip().replace(",", "").replace("_", "").lower()
-    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "b": 1 << 30}.get(number[-1:], 1)
-    try:
-        value = float(number[:-1] if factor > 1 else number) * factor
-    except ValueError:
-        value = 0.0
-    if value < 1 or value != int(value):
-        raise ValueError(f"found {text}; write a number of tokens such as 4096, 64K or 1M")
-    return int(value)
 
 
 def _add_memory_options(options: argparse.ArgumentParser) -> None:

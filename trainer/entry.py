@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from data.errors import UserError
 from data.folders import named_errors
 from data.hub import no_downloads
+from data.lengths import FORM, tokens_of
 from data.printable import printable_output
 from trainer.run.outcome import (
     STOPPED,
@@ -52,6 +53,21 @@ def store_path(text: str) -> str:
 def free_text(text: str) -> str:
     """The argparse type of a text that is no path, such as a question, and may look like one."""
     return text
+
+
+def tokens(text: str, least: int = 1) -> int:
+    """The argparse type of a number of tokens of at least 1, such as 4096, 64K or 1M."""
+    try:
+        if (number := tokens_of(text)) >= least:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"found {text}; write {FORM}")
+
+
+def tokens_or_0(text: str) -> int:
+    """The argparse type of a number of tokens where 0 has a meaning of its own."""
+    return tokens(text, least=0)
 
 
 class NoDownload(argparse.Action):

@@ -21,6 +21,7 @@ import numpy as np
 
 from data.errors import UserError
 from data.folders import sync
+from data.lengths import tokens_of
 from data.paths import cache_folder, on_this_machine
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise
@@ -90,7 +91,7 @@ class Spec(NamedTuple):
                 int(options.get("count", "2000")),
                 int(options.get("seed", "0")),
                 options.get("like"),
-                int(options.get("tokens", "0")),
+                tokens_of(options.get("tokens", "0")),
                 float(options.get("share", "0")),
             )
         except ValueError:

@@ -1,6 +1,17 @@
 """The names of mesh axes, layouts and schedules, which recipes and commands accept; kernels' are in `choice`. Read without
 JAX."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Tokens = int
+else:
+
+    class Tokens(int):
+        """The type of fields that hold a number of tokens, which recipes and flags may write as 64K
+        or 1M; the values themselves are plain numbers."""
+
+
 MESH_AXES = ("data", "fsdp", "expert", "tensor", "sequence")
 # The axes that a batch's rows are split over.
 BATCH_AXES = ("data", "fsdp", "expert")

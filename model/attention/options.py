@@ -4,7 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from .choice import KERNELS, LIMITS, Request, require
-from .names import LAYOUTS, SCHEDULES
+from .names import LAYOUTS, SCHEDULES, Tokens
 
 if TYPE_CHECKING:
     KernelName = str
@@ -28,14 +28,14 @@ class AttentionConfig:
     kernel: KernelName = "auto"
     """The block kernel; auto takes tpu on TPUs, mosaic on Hopper GPUs in bfloat16, gpu on NVIDIA
     GPUs otherwise, and xla elsewhere. The schedule ring_self_attention uses none, and no tiles."""
-    query_tile: int = 0
+    query_tile: Tokens = 0
     """Queries in a tile; 0 leaves it to the kernel."""
-    key_tile: int = 0
+    key_tile: Tokens = 0
     """Keys in a tile; 0 leaves it to the kernel."""
-    window: int | None = None
+    window: Tokens | None = None
     """Tokens that a query sees of its document, back from itself (sliding window); null: the
     model's own window, or all tokens before it if the model has none."""
-    global_tokens: int = 0
+    global_tokens: Tokens = 0
     """First tokens of each document that every later one sees beyond the window, which has to be
     given or be the model's own. Accelerators serve them by the kernel xla."""
 

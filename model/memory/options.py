@@ -4,6 +4,7 @@ plans."""
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..attention.names import Tokens
 from .policies import POLICIES, PREFETCH_POLICIES, QUERY_CHUNK_POLICIES, RematPolicy
 
 if TYPE_CHECKING:
@@ -46,13 +47,13 @@ class MemoryConfig:
     """Whether the next layer's weights arrive, and the gradients of the last one leave, along with
     the keys and values of the ring while a layer runs; with schedule ring and a remat other than
     every_k, offload_every_k and everything. Holds two layers' weights at a time."""
-    feed_forward_chunk: int = 2048
+    feed_forward_chunk: Tokens = 2048
     """Tokens of a chunk of the output projection and the feed-forward; 0, remat everything and
     mesh.sequence_parallel compute all at once."""
-    projection_chunk: int = 2048
+    projection_chunk: Tokens = 2048
     """Tokens of a chunk of the query, key and value projections; 0, remat everything and
     mesh.sequence_parallel compute all at once."""
-    loss_chunk: int = 1024
+    loss_chunk: Tokens = 1024
     """Tokens whose logits exist at a time; 0 computes all at once."""
 
     def __post_init__(self) -> None:

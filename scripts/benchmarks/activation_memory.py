@@ -95,7 +95,9 @@ def main(argv: list[str] | None = None) -> int:
         default=TOPOLOGIES,
         help="generation:shape, from few devices to many",
     )
-    parser.add_argument("--tokens", type=int, default=65536, help="on each device (default 65536)")
+    parser.add_argument(
+        "--tokens", type=entry.tokens, default=65536, help="on each device (default 65536)"
+    )
     parser.add_argument("--layers", type=int, default=2, help="of the model (default 2)")
     parser.add_argument(
         "--hidden", type=int, default=256, help="its width, a multiple of 128 (default 256)"

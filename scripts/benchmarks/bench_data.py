@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--context-lengths",
         "--context_lengths",
-        type=int,
+        type=entry.tokens,
         nargs="+",
         default=[16384, 131072],
         help="(default 16384 131072)",

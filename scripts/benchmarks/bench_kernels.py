@@ -176,7 +176,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser("bench_kernels", __doc__)
     parser.add_argument(
         "--lengths",
-        type=int,
+        type=entry.tokens,
         nargs="+",
         default=[4096, 8192, 16384],
         help="tokens of a block (4096..131072)",
@@ -205,7 +205,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kernel", default="auto", help="our kernel (default auto)")
     parser.add_argument(
         "--tile",
-        type=int,
+        type=entry.tokens_or_0,
         default=0,
         help="our tiles' length (default: the kernel's own, as in training)",
     )

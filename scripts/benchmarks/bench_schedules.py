@@ -317,7 +317,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     overlap.add_argument(
         "--schedules", nargs="+", default=["ring"], choices=CASES, help="schedules"
     )
-    overlap.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
+    overlap.add_argument(
+        "--tokens", type=entry.tokens, default=2048, help="tokens of a rank (default 2048)"
+    )
     add_time(
         command(
             "time",
@@ -341,7 +343,9 @@ def add_bytes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedules", nargs="+", default=list(CASES), choices=CASES, help="schedules"
     )
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
+    parser.add_argument(
+        "--tokens", type=entry.tokens, default=2048, help="tokens of a rank (default 2048)"
+    )
     parser.add_argument(
         "--topology",
         default="",
@@ -359,7 +363,7 @@ def add_time(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command `time`."""
     parser.add_argument(
         "--lengths",
-        type=int,
+        type=entry.tokens,
         nargs="+",
         default=[2048, 4096, 8192, 16384, 32768],
         help="tokens in all",

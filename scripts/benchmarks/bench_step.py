@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser("bench_step", __doc__)
     parser.add_argument(
         "--lengths",
-        type=int,
+        type=entry.tokens,
         nargs="+",
         default=[2048, 4096],
         help="tokens in the row (default 2048 4096)",
@@ -309,12 +309,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kernel", default="auto", help="our attention kernel (default auto)")
     parser.add_argument(
         "--chunk",
-        type=int,
+        type=entry.tokens_or_0,
         default=0,
         help="our tokens of a chunk of projections (default: the trainer's)",
     )
     parser.add_argument(
-        "--loss-chunk", "--loss_chunk", type=int, default=1024, help="of the loss (default 1024)"
+        "--loss-chunk",
+        "--loss_chunk",
+        type=entry.tokens_or_0,
+        default=1024,
+        help="of the loss (default 1024)",
     )
     parser.add_argument(
         "--moments-on-host",

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="the folder that scripts.make_gemma3 makes")
     parser.add_argument("--book", required=True, metavar="BOOK.txt", help="a text")
     parser.add_argument(
-        "--tokens", type=int, default=2048, help="tokens of the book (default 2048)"
+        "--tokens", type=entry.tokens, default=2048, help="tokens of the book (default 2048)"
     )
     args = parser.parse_args(argv)
 

@@ -371,7 +371,11 @@ def main(argv: list[str] | None = None) -> int:
         help="head sizes (default all)",
     )
     parser.add_argument(
-        "--long", type=int, default=0, metavar="TOKENS", help="one long row, in a window, instead"
+        "--long",
+        type=entry.tokens_or_0,
+        default=0,
+        metavar="TOKENS",
+        help="one long row, in a window, instead",
     )
     add_output_folder(parser, "runs/kernel_exactness")
     return entry.run(lambda: work(parser.parse_args(argv)))

@@ -90,7 +90,7 @@ def work(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("kernel_parts", __doc__)
-    parser.add_argument("--length", type=int, default=32768, help="tokens (default 32768)")
+    parser.add_argument("--length", type=entry.tokens, default=32768, help="tokens (default 32768)")
     parser.add_argument(
         "--head-dims",
         "--head_dims",

@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser("rings", __doc__)
     parser.add_argument(
         "--lengths",
-        type=int,
+        type=entry.tokens,
         nargs="+",
         default=[4096, 8192, 16384, 32768],
         help="tokens over both devices",

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import pathlib
+import re
 
 import pytest
 
@@ -18,6 +19,8 @@ COMMANDS = sorted(
     }
     - INNER
 )
+# The beginnings of the help of flags that take a number of tokens.
+TOKENS = r"(number of |our )?tokens\b(?! are)|lengths,"
 
 
 def test_the_commands_are_known():
@@ -26,7 +29,7 @@ def test_the_commands_are_known():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_printed(command, capsys, monkeypatch):
-    """And says of each flag what it does."""
+    """And says of each flag what it does; a number of tokens may be written 64K."""
     parsers = []
     print_help = argparse.ArgumentParser.print_help
     monkeypatch.setattr(
@@ -38,6 +41,8 @@ def test_help_is_printed(command, capsys, monkeypatch):
         importlib.import_module(command).main(["--help"])
     assert stopped.value.code in (0, None)
     assert "usage: " in capsys.readouterr().out
-    assert [
-        action.dest for parser in parsers for action in parser._actions if not action.help
-    ] == []
+    actions = [action for parser in parsers for action in parser._actions]
+    assert [action.dest for action in actions if not action.help] == []
+    for action in actions:
+        if re.match(TOKENS, action.help) or action.dest in ("tokens", "length", "lengths"):
+            assert action.type("64K") == 65536, action.dest

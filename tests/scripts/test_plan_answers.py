@@ -9,7 +9,6 @@ import yaml
 
 import train
 from scripts import plan
-from scripts.plan_options import tokens_of
 from trainer.config.load import load
 
 MODEL = ["--model", "llama-3.1-8b"]
@@ -279,18 +278,3 @@ def test_a_typo_is_one_line_before_anything_compiles(argv, mend, capsys, monkeyp
         status = exit.code
     said = capsys.readouterr().err
     assert status == 2 and mend in said and said.count("\n") == 1 and said.startswith("error: ")
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("4096", 4096),
-        ("64K", 65536),
-        ("1m", 1 << 20),
-        ("1_048_576", 1 << 20),
-        ("131,072", 131072),
-        ("1.5K", 1536),
-    ],
-)
-def test_tokens(text, tokens):
-    assert tokens_of(text) == tokens

@@ -8,8 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 import jsonargparse
+from jsonargparse.typing import register_type
 
 from data.errors import UserError
+from data.lengths import FORM, tokens_of
+from model.attention.names import Tokens
 
 from .command_line import CommandLine
 from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, check_keys, field_names, suggestion
@@ -40,6 +43,7 @@ class _Value(NamedTuple):
 def parser() -> jsonargparse.ArgumentParser:
     """The parser of RunConfig's fields. It is made on demand, since its settings are global to the process."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    _register_tokens()
     # Abbreviations are off because `--mesh.seq` would be taken silently.
     made = jsonargparse.ArgumentParser(
         prog="train.py", description="Fine-tune a model.", exit_on_error=False, allow_abbrev=False
@@ -47,6 +51,23 @@ def parser() -> jsonargparse.ArgumentParser:
     made.add_argument("--config", metavar="RECIPE.yaml", help="The recipe (required).")
     made.add_class_arguments(RunConfig)
     return made
+
+
+def _register_tokens() -> None:
+    """Makes jsonargparse read fields of the type Tokens: 64K, 1M or a plain number, which stays an int."""
+
+    def number(value: Any) -> int:
+        if not isinstance(value, str):
+            raise ValueError(f"found {value!r}; write {FORM}")
+        return tokens_of(value)
+
+    register_type(
+        Tokens,
+        serializer=int,
+        deserializer=number,
+        type_check=lambda value, _: type(value) is int,
+        fail_already_registered=False,
+    )
 
 
 def help_text(section: str = "") -> str:
@@ -116,6 +137,7 @@ def section(cls: type[_Section], written: Mapping[str, Any], field: str) -> _Sec
     kinds = typing.get_type_hints(cls)
     values = [_Value(f"{field}.{name}", kinds[name], value) for name, value in written.items()]
     _refuse_null(values, "configuration")
+    _register_tokens()
     made = jsonargparse.ArgumentParser(exit_on_error=False)
     for name in written:
         made.add_argument(f"--{name}", type=kinds[name])
@@ -199,11 +221,14 @@ def describe(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(map(describe, arguments))
     if origin is tuple:
-        return f"list of {describe(arguments[0])}"
+        tokens = "numbers of tokens such as 4096 or 64K"
+        return f"list of {tokens if arguments[0] is Tokens else describe(arguments[0])}"
     if origin is dict:
         return "mapping"
     if kind is type(None):
         return "null"
+    if kind is Tokens:
+        return FORM
     if kind is float:
         return "a finite number"
     if dataclasses.is_dataclass(kind):

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from data.clean import CleanConfig
 from data.conversation import DEFAULT_TEMPLATE
+from data.lengths import with_lengths
 from data.tokenizer import TEMPLATE_DATE
 from data.trajectories.options import TrajectoryConfig
 from model.adapter import AdapterConfig
-from model.attention.names import MESH_AXES
+from model.attention.names import MESH_AXES, Tokens
 from model.attention.options import AttentionConfig
 from model.config import ADJUSTABLE, POSITIONS
 from model.memory.options import MemoryConfig
@@ -24,6 +25,8 @@ from model.memory.options import MemoryConfig
 from .preference import PreferenceConfig
 
 VERSION = 2
+# Fields of Hugging Face's config.json that hold a number of tokens, read in model.overrides and stages.rope as 64K too.
+_LENGTHS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
 
 
 def require(valid: bool, field: str, value: object, needs: str) -> None:
@@ -63,6 +66,7 @@ class ModelConfig:
     """Seed of the initialiser of a model from scratch."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "overrides", with_lengths(self.overrides, _LENGTHS))
         require(
             not (self.path and self.preset),
             "model.preset",
@@ -126,8 +130,9 @@ class DataConfig:
     """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own `train: false` leaves it out."""
     sources: tuple[SourceConfig, ...] = ()
     """The sources, each {path, format, template, weight, fields, add_bos}."""
-    context_length: int = 4096
-    """Tokens in a packed row; a multiple of mesh.sequence, for the layout zigzag of twice that."""
+    context_length: Tokens = 4096
+    """Tokens in a packed row, such as 65536 or 64K (K and M are 2^10 and 2^20, in every field of tokens); a multiple of
+    mesh.sequence, for the layout zigzag of twice that."""
     prepared: str = "prepared"
     """Folder that keeps the tokenized data sets; one in a store (gs://, s3://) is read through the cache on this machine."""
     held_out_fraction: float = 0.05
@@ -517,7 +522,7 @@ class LoggingConfig:
 class StageConfig:
     """A part of a curriculum of lengths; what it leaves out is as in the other sections."""
 
-    context_length: int
+    context_length: Tokens
     """Tokens in a row; replaces data.context_length."""
     steps: int = 0
     """Optimizer steps; train.steps where 0."""
@@ -537,6 +542,7 @@ class StageConfig:
     """Fields rope_theta, rope_scaling and max_position_embeddings from this stage on, as in model.overrides."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rope", with_lengths(self.rope, _LENGTHS))
         _require_at_least(self, "stages", 1, "context_length")
         _require_at_least(
             self, "stages", 0, "steps", "batch_size", "in_context", "accumulation", "learning_rate"
@@ -575,7 +581,7 @@ class SampleConfig:
     """The users' first turns, or beginnings of a text where the recipe has no chat template; none are answered unless given."""
     every: int = 0
     """Steps between answers; 0 answers only before the first and after the last step."""
-    new_tokens: int = 64
+    new_tokens: Tokens = 64
     """Tokens of the longest answer."""
 
     def __post_init__(self) -> None:

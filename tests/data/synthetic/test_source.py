@@ -89,6 +89,7 @@ def test_tokens_decide_how_many_exercises_there_are():
     assert len(records) == 40
     tokens = sum(count(turn["value"]) for record in records for turn in record["conversations"])
     assert 0.8 * 60000 < tokens < 1.2 * 60000
+    assert Spec.parse("synthetic:lines?tokens=4M").tokens == 4 << 20
 
 
 def test_a_further_question_repeats_its_share_of_the_lines():

@@ -1,15 +1,20 @@
 """Tests of trainer/config/load.py: recipes, overrides, and for each mistake an error that names field and remedy."""
 
 import dataclasses
+import re
 import subprocess
 import sys
+import typing
 from typing import Any, Literal
 
+import docstring_parser
 import pytest
 import yaml
 
 import train
 from data.errors import UserError
+from eval.live import TESTS
+from eval.live_test import LiveTest
 from trainer.config import fields, parsing
 from trainer.config.load import dump, load, resolved
 from trainer.config.schema import SourceConfig
@@ -53,6 +58,51 @@ def test_defaults_overrides_and_name(tmp_path):
     assert config.data.sources[1].weight == 0.5
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.train.steps = 8
+
+
+def test_lengths_may_be_written_as_64K(tmp_path):
+    change = {
+        "data": {"context_length": "64K"},
+        "memory": {"feed_forward_chunk": "2k", "loss_chunk": 0},
+        "attention": {"window": "4K"},
+        "model": {"overrides": {"max_position_embeddings": "128K"}},
+    }
+    config = load(["--config", write(tmp_path, change)])
+    assert config.data.context_length == 65536 and type(config.data.context_length) is int
+    assert (config.memory.feed_forward_chunk, config.memory.loss_chunk) == (2048, 0)
+    assert config.attention.window == 4096
+    assert config.model.overrides["max_position_embeddings"] == 131072
+    assert again(tmp_path, config) == config
+    rope = {"max_position_embeddings": "1M"}
+    stages = [{"context_length": "16K", "rope": rope}, {"context_length": 1 << 20}]
+    first, last = load(["--config", write(tmp_path, {"stages": stages})]).stages
+    assert (first.context_length, last.context_length) == (16384, 1 << 20)
+    assert first.rope == {"max_position_embeddings": 1 << 20}
+    for flag, length in (("1M", 1 << 20), ("1_024", 1024)):
+        flags = ["--data.context_length", flag, "--attention.window", "null"]
+        config = load(["--config", write(tmp_path), *flags])
+        assert (config.data.context_length, config.attention.window) == (length, None)
+    flags = ["--model.overrides.max_position_embeddings", "32k"]
+    config = load(["--config", write(tmp_path), *flags])
+    assert config.model.overrides["max_position_embeddings"] == 32768
+    for text, needs in (("64X", "such as 4096, 64K or 1M"), ("-5", "at least 1")):
+        with pytest.raises(UserError, match=f"data.context_length: found {text}, .*{needs}"):
+            load(["--config", write(tmp_path), "--data.context_length", text])
+
+
+def test_every_field_of_tokens_may_be_written_as_64K():
+    """Whose text begins with tokens, or that counts them under another name."""
+    sections = [*fields.SECTIONS.values(), *fields.LISTS.values(), LiveTest, *TESTS.values()]
+    named, typed = set(), set()
+    for section in sections:
+        hints = typing.get_type_hints(section)
+        for field in docstring_parser.parse_from_object(section).params:
+            name = f"{section.__name__}.{field.arg_name}"
+            if "Tokens" in str(hints[field.arg_name]):
+                typed.add(name)
+            if re.match("(Tokens|Lengths|First tokens|Queries|Keys) ", field.description):
+                named.add(name)
+    assert typed == named and {"MemoryConfig.loss_chunk", "LiveTest.tokens"} <= typed
 
 
 def test_resolved_round_trips_through_yaml(tmp_path):
