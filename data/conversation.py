@@ -1,4 +1,5 @@
-"""The kinds of records that sources produce: conversations, plain texts, token ids and preferences."""
+"""The kinds of records that sources produce: conversations, plain texts, token ids, preferences and labelled
+completions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -110,4 +111,17 @@ class Preference:
     line: int = field(default=0, compare=False)
 
 
-Record = Conversation | Text | Tokens | Preference
+@dataclass(frozen=True)
+class Labelled:
+    """A conversation whose last turns, the completion, are called desirable or not; other fields as in Conversation."""
+
+    id: str
+    conversation: Conversation
+    desirable: bool
+    source: int = 0
+    record: int = 0
+    file: str = field(default="", compare=False)
+    line: int = field(default=0, compare=False)
+
+
+Record = Conversation | Text | Tokens | Preference | Labelled

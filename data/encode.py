@@ -20,6 +20,7 @@ from jaxtyping import Int32, UInt8
 
 from data.conversation import (
     Conversation,
+    Labelled,
     Message,
     Preference,
     Record,
@@ -33,6 +34,7 @@ from data.tokenizer import Tokenizer
 
 NO_TARGET = "no trained token"
 LONG_PAIR = "a pair longer than context_length"
+NOT_PAIRED = "a completion with a `label`, which only preference.loss kto learns from"
 CUT_PROMPT = "longer than context_length, cut at the prompt's beginning"
 FOREIGN_ID = "an id that the tokenizer does not have"
 CUT = "longer than context_length, cut"
@@ -47,6 +49,8 @@ class TokenDocument(NamedTuple):
     """1 where token i is trained on as a target."""
     chosen: int = 0
     """Of two completions, each after their prompt, the number of tokens of the chosen one, which stands first."""
+    label: int = -1
+    """1 for a desirable completion, 0 for an undesirable one, -1 for what has no label."""
 
 
 class _Slices(Sequence):
@@ -104,12 +108,16 @@ class Encoder:
     dropped."""
     add_bos: tuple[bool, ...] = ()
     """Whether each source's texts begin with BOS; without an entry, as the tokenizer does."""
+    unpaired: bool = False
+    """Whether the completions of a preference are documents of their own, with labels."""
 
     def encode(self, record: Record) -> Encoded:
         """Returns the documents of one record, or why there are none."""
         changes: set[str] = set()
         if isinstance(record, Preference):
             return self._encode_preference(record)
+        if isinstance(record, Labelled):
+            return self._encode_labelled(record)
         if isinstance(record, Conversation):
             try:
                 parts = self._encode_conversation(
@@ -186,17 +194,17 @@ class Encoder:
         return _Rendered(TokenDocument(tokens, mask), notes)
 
     def _encode_preference(self, record: Preference) -> Encoded:
-        """Returns one document of both conversations, the chosen one first, each with its own prompt."""
-        template, notes, parts = self.templates[record.source], set(), []
-        for conversation in (record.chosen, record.rejected):
-            try:
-                rendered = self._render(conversation.messages, template, conversation.tools)
-            except TemplateError as error:
-                return Encoded([], drop_reason=str(error))
-            notes |= rendered.notes
-            parts.append(_with_completion_whole(rendered.document, conversation.messages))
-        if not all(part.loss_mask[1:].any() for part in parts):
-            return Encoded([], drop_reason=NO_TARGET)
+        """Returns one document of both conversations, the chosen one first, each with its own prompt;
+        or two documents where completions are unpaired."""
+        conversations = (record.chosen, record.rejected)
+        encoded = self._encode_completions(conversations, record.source)
+        if encoded.drop_reason or self.unpaired:
+            labelled = [
+                document._replace(label=label)
+                for document, label in zip(encoded.documents, (1, 0), strict=False)
+            ]
+            return replace(encoded, documents=labelled)
+        notes, parts = set(encoded.changes), list(encoded.documents)
         excess = sum(len(part.tokens) for part in parts) - self.context_length
         if excess > 0:
             cut = -(-excess // 2)
@@ -209,6 +217,35 @@ class Encoder:
             np.concatenate(arrays) for arrays in zip(*(p[:2] for p in parts), strict=True)
         )
         return Encoded([TokenDocument(tokens, masks, len(parts[0].tokens))], frozenset(notes))
+
+    def _encode_labelled(self, record: Labelled) -> Encoded:
+        """Returns a document of a completion after its prompt."""
+        if not self.unpaired:
+            return Encoded([], drop_reason=NOT_PAIRED)
+        encoded = self._encode_completions((record.conversation,), record.source)
+        return replace(
+            encoded,
+            documents=[
+                document._replace(label=int(record.desirable)) for document in encoded.documents
+            ],
+        )
+
+    def _encode_completions(self, conversations: Sequence[Conversation], source: int) -> Encoded:
+        """Returns a document of each conversation, in whose loss is all that follows its prompt."""
+        notes: set[str] = set()
+        documents = []
+        for conversation in conversations:
+            try:
+                rendered = self._render(
+                    conversation.messages, self.templates[source], conversation.tools
+                )
+            except TemplateError as error:
+                return Encoded([], drop_reason=str(error))
+            notes |= rendered.notes
+            documents.append(_with_completion_whole(rendered.document, conversation.messages))
+        if not all(document.loss_mask[1:].any() for document in documents):
+            return Encoded([], drop_reason=NO_TARGET)
+        return Encoded(documents, frozenset(notes))
 
     def _encode_text(self, record: Text) -> TokenDocument:
         """Returns a text with BOS and EOS as configured, in the loss after `prompt` characters.

@@ -1,4 +1,7 @@
-"""Rows of preference pairs: both completions of a pair in one row, each a document with its own copy of the prompt."""
+"""Rows of preference pairs: both completions of a pair in one row, each a document with its own copy of the prompt.
+
+Of a labelled completion the second document is its prompt with the completion of another record.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import NotRequired
@@ -23,8 +26,14 @@ class PairBatch(Batch):
     """Pairs over trained tokens of chosen completions, both of the whole batch: the weight with which a sum over a
     completion's tokens becomes a mean over the batch's, where losses are divided by the number of pairs."""
 
+    labels: NotRequired[Float32[np.ndarray, "*B P"]]
+    """1 where a labelled completion is desirable, otherwise 0."""
+    label_shares: NotRequired[Float32[np.ndarray, "*B P 2"]]
+    """The weights with which values of labelled completions become a mean over the whole batch's desirable ones, and over its
+    undesirable ones, where sums are divided by the number of pairs; not numbers where the batch has none."""
 
-PAIR_ARRAYS = ("pairs", "references", "chosen_shares")
+
+PAIR_ARRAYS = ("pairs", "references", "chosen_shares", "labels", "label_shares")
 
 
 class PairLoader(Loader):
@@ -33,6 +42,7 @@ class PairLoader(Loader):
     Attributes:
         places: P, the most pairs that a row may hold.
         references: float32 [documents, 2], see `PairBatch.references`; None leaves the array out.
+        labelled: whether the documents are completions with labels.
     """
 
     references: Float32[np.ndarray, "documents 2"] | None = None
@@ -41,6 +51,7 @@ class PairLoader(Loader):
         """Makes a loader of pairs, which all fit a row; arguments as of `Loader`."""
         super().__init__(documents, context_length, batch_size, seed)
         self.places = context_length // int(documents.lengths.min())
+        self.labelled = bool((documents.labels >= 0).all())
 
     def _documents(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
         for piece in pieces:
@@ -58,6 +69,9 @@ class PairLoader(Loader):
         if self.references is not None:
             row["references"] = np.zeros((self.places, 2), np.float32)
             row["references"][: len(numbers)] = self.references[numbers]
+        if self.labelled:
+            row["labels"] = np.zeros(self.places, np.float32)
+            row["labels"][: len(numbers)] = self.documents.labels[numbers]
         return row
 
     def row_pairs(self, number: int) -> Int64[np.ndarray, " n"]:
@@ -72,12 +86,25 @@ class PairLoader(Loader):
     ) -> PairBatch:
         """Returns the rows of a step, see `Loader.batch`, with `chosen_shares`."""
         batch = super().batch(step, rows, indices)
-        return self._with_shares(batch, [piece.document for piece in self._step_pieces(step)])
+        return self._with_shares(
+            batch, np.array([piece.document for piece in self._step_pieces(step)])
+        )
 
-    def _with_shares(self, batch: PairBatch, numbers: Sequence[int]) -> PairBatch:
+    def _with_shares(self, batch: PairBatch, numbers: Int[np.ndarray, " n"]) -> PairBatch:
         tokens = int(self.documents.chosen_trained[numbers].sum())
         batch["chosen_shares"] = batch["pairs"] * np.float32(len(numbers) / max(tokens, 1))
+        if self.labelled:
+            batch["label_shares"] = self._label_shares(batch, numbers)
         return batch
+
+    def _label_shares(
+        self, batch: PairBatch, numbers: Int[np.ndarray, " n"]
+    ) -> Float32[np.ndarray, "B P 2"]:
+        desirable = np.stack([batch["labels"], 1 - batch["labels"]], -1) * batch["pairs"][..., None]
+        first = self.documents.labels[numbers].sum()
+        counts = np.array([first, len(numbers) - first], np.float32)
+        with np.errstate(divide="ignore", invalid="ignore"):  # 0 x infinity is not a number
+            return desirable * (np.float32(len(numbers)) / counts)
 
     def epoch_batches(
         self,
@@ -85,11 +112,7 @@ class PairLoader(Loader):
         rows: Sequence[int] | None = None,
         indices: Int[np.ndarray, " T"] | None = None,
     ) -> Iterator[PairBatch]:
-        """Yields the rows of an epoch, see `Loader.epoch_batches`, with `chosen_shares`."""
-        plan = self._plan(epoch)
-        for number, batch in enumerate(super().epoch_batches(epoch, rows, indices)):
-            first = number * self.batch_size
-            step = range(first, min(first + self.batch_size, len(plan)))
-            yield self._with_shares(
-                batch, [piece.document for row in step for piece in plan.row(row)]
-            )
+        """Yields the rows of an epoch, see `Loader.epoch_batches`, with `chosen_shares`, all of the whole epoch."""
+        numbers = self._plan(epoch).pieces[:, 0]
+        for batch in super().epoch_batches(epoch, rows, indices):
+            yield self._with_shares(batch, numbers)

@@ -1,8 +1,8 @@
-"""Records of preferences, a prompt with a chosen and a rejected completion, read as two conversations.
+"""Records of preferences: a prompt with a chosen and a rejected completion, or with one and its label.
 
 The shapes are TRL's: an explicit `prompt` beside completions, or completions that are whole conversations
-and share their first turns. Texts become turns of user and assistant, dialogues of `Human:` and
-`Assistant:` several.
+and share their first turns; or `completion` and `label`. Texts become turns of user and assistant,
+dialogues of `Human:` and `Assistant:` several.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 
 from data import shapes
 from data.clean import CleanConfig, Cleaned, Cleaner, own_id
-from data.conversation import Conversation, Message, Preference
+from data.conversation import Conversation, Labelled, Message, Preference
 from data.fields import first_present, renamed, shown_fields, unread_of
 from data.reasons import DUPLICATE, NOT_A_RECORD, Drop
 from data.turns import role_of
@@ -23,18 +23,22 @@ from data.turns import role_of
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
 PROMPTS = ("prompt", "question", "instruction", "query", *shapes.TURN_LISTS)
-TARGETS = ("prompt", "chosen", "rejected", "system", "tools", "id")
+COMPLETIONS = ("completion", "response")
+LABEL = "label"
+TARGETS = ("prompt", "chosen", "rejected", "completion", LABEL, "system", "tools", "id")
 """What a source's `fields` may stand for."""
 # A dialogue as a text, as Anthropic's HH-RLHF has it.
 _DIALOGUE = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _CONTEXT = (*shapes.SYSTEM_FIELDS, *shapes.TOOL_FIELDS)
-NO_PREFERENCE = "no `chosen` and `rejected`: it has "
+NO_PREFERENCE = "no `chosen` and `rejected`, and no `completion` and `label`: it has "
+NO_LABEL = "a `label` that is neither true nor false"
 NOT_A_COMPLETION = "a completion that is no text or list of turns: "
 NOT_A_PROMPT = "a prompt that is no text or list of turns: "
 SAME = "the chosen completion equals the rejected one"
 OTHER_PROMPTS = "the completions answer different prompts"
 NO_PROMPT = "completions without a prompt"
+NO_ANSWER = "the turns after the prompt do not begin with the assistant's"
 
 
 @dataclass
@@ -52,7 +56,7 @@ class PreferenceReader:
     fields: Mapping[str, str] = field(default_factory=dict)
     _seen: set[bytes] = field(default_factory=set)
 
-    def read(self, raw: object) -> tuple[Preference, set[str], set[str]]:
+    def read(self, raw: object) -> tuple[Preference | Labelled, set[str], set[str]]:
         """Returns a record, what was changed in it, and its fields that have a value and were not read.
 
         Raises:
@@ -63,7 +67,7 @@ class PreferenceReader:
         record = renamed(raw, self.fields)
         chosen_name, rejected_name = (first_present(record, names) for names in (CHOSEN, REJECTED))
         if chosen_name is None or rejected_name is None:
-            raise Drop(NO_PREFERENCE + shown_fields(record))
+            return self._read_labelled(record)
         prompt_name = first_present(record, PROMPTS)
         prompt = _prompt_turns(record[prompt_name], prompt_name) if prompt_name else []
         # What stands beside both completions is read, or named, with each conversation.
@@ -79,11 +83,7 @@ class PreferenceReader:
         if prompt_name and used_prompt:
             read.add(prompt_name)
         chosen, rejected = (_with_completion_trained(cleaned, number) for number in (0, 1))
-        content = json.dumps([_said(chosen), _said(rejected)])
-        digest = hashlib.sha256(content.encode()).digest()[:16]
-        if self.clean.duplicates and digest in self._seen:
-            raise Drop(DUPLICATE)
-        self._seen.add(digest)
+        digest = self._digest([_said(chosen), _said(rejected)])
         changes = cleaned[0].changes | cleaned[1].changes
         unread = cleaned[0].unread | cleaned[1].unread | unread_of(record, read, "record")
         preference = Preference(
@@ -92,6 +92,43 @@ class PreferenceReader:
             Conversation("", tuple(rejected), tools=cleaned[1].tools),
         )
         return preference, changes, unread
+
+    def _read_labelled(self, record: dict) -> tuple[Labelled, set[str], set[str]]:
+        """Returns what `read` does of a record with one completion and its label."""
+        name, label = first_present(record, COMPLETIONS), record.get(LABEL)
+        if name is None or label is None:
+            raise Drop(NO_PREFERENCE + shown_fields(record))
+        if label not in (True, False):  # 1 and 0 are equal to them
+            raise Drop(NO_LABEL)
+        prompt_name = first_present(record, PROMPTS)
+        prompt = _prompt_turns(record[prompt_name], prompt_name) if prompt_name else []
+        turns, is_whole = _completion_turns(record[name], name)
+        if is_whole or not prompt:
+            raise Drop(NO_PROMPT)
+        cleaned = self._clean(record, prompt + turns, name)
+        start = len(cleaned.messages) - len(turns)
+        if start < 1 or cleaned.messages[start].role != "assistant":
+            raise Drop(f"{name}: {NO_ANSWER}")
+        messages = tuple(_trained_from(cleaned.messages, start))
+        digest = self._digest([_said(messages), bool(label)])
+        read = {name, LABEL, *([prompt_name] if prompt_name else []), *_CONTEXT}
+        record_id = own_id(record)
+        if record_id is not None:
+            read.add("id")
+        labelled = Labelled(
+            record_id or digest.hex()[:16],
+            Conversation("", messages, tools=cleaned.tools),
+            bool(label),
+        )
+        return labelled, cleaned.changes, cleaned.unread | unread_of(record, read, "record")
+
+    def _digest(self, said: list) -> bytes:
+        """Returns a hash of what a record says; raises Drop where an earlier one said it."""
+        digest = hashlib.sha256(json.dumps(said).encode()).digest()[:16]
+        if self.clean.duplicates and digest in self._seen:
+            raise Drop(DUPLICATE)
+        self._seen.add(digest)
+        return digest
 
     def _clean(self, record: Mapping, turns: list, name: str) -> Cleaned:
         """Returns the turns of the conversation with one completion, cleaned as any other."""
@@ -171,9 +208,13 @@ def _with_completion_trained(conversations: Sequence[Cleaned], number: int) -> l
         len(turns) == prompt or turns[prompt].role != "assistant" for turns in (chosen, rejected)
     ):
         raise Drop(OTHER_PROMPTS)
-    messages = conversations[number].messages
+    return _trained_from(conversations[number].messages, prompt)
+
+
+def _trained_from(messages: Sequence[Message], start: int) -> list[Message]:
+    """Returns turns of which none before `start` is trained on."""
     return [
-        replace(message, train=message.train and index >= prompt)
+        replace(message, train=message.train and index >= start)
         for index, message in enumerate(messages)
     ]
 

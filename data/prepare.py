@@ -17,6 +17,7 @@ from data.conversation import Tokens
 from data.encode import Encoder, encode_all
 from data.errors import UserError
 from data.folders import building
+from data.mismatched import with_mismatched
 from data.prepared import Prepared
 from data.record_store import write_records
 from data.report import MOST_DROPPED, Report
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import tqdm
 
 # To be changed with every change to the documents, so that existing folders are not reused.
-RULES = "prepare-6"
+RULES = "prepare-7"
 WORTH_PROCESSES = (
     1 << 23
 )  # bytes of a source from which on several processes, which take seconds to start, encode it
@@ -47,6 +48,7 @@ def prepare(
     clean: CleanConfig = CleanConfig(),
     train_on: str = "all",
     cut_prompts: bool = False,
+    unpaired: bool = False,
     progress: bool = True,
     key: str | None = None,
 ) -> Prepared:
@@ -73,6 +75,8 @@ def prepare(
       train_on: train on `all` assistant turns, or only on the `last` one.
       cut_prompts: whether a preference pair that is too long loses the beginning of its
         prompt, or is dropped.
+      unpaired: whether each completion of a preference is a document of its own, with a label and
+        the completion of another record after the same prompt, as KTO needs them.
       progress: whether to show a progress bar.
       key: the folder's name, if another process has prepared it: then no source is read.
 
@@ -110,6 +114,7 @@ def prepare(
         clean,
         train_on,
         cut_prompts,
+        unpaired,
     )
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
@@ -144,6 +149,7 @@ class _Job:
     clean: CleanConfig
     train_on: str
     cut_prompts: bool
+    unpaired: bool
 
     @cached_property
     def alternating(self) -> list[bool]:
@@ -173,6 +179,7 @@ class _Job:
             "clean": asdict(self.clean),
             "train_on": self.train_on,
             "cut_prompts": self.cut_prompts,
+            "unpaired": self.unpaired,
             "template_date": self._template_date(),
             "sources": [
                 [
@@ -224,12 +231,21 @@ class _Job:
             self.train_on,
             self.cut_prompts,
             self.add_bos,
+            self.unpaired,
         )
         for number, source in enumerate(self.sources):
             records = source_readers.read(
                 source, report, number, progress_bar.update, self.clean, self.alternating[number]
             )
-            for record, encoded in encode_all(encoder, records, _processes_for(source)):
+            encoded_records = encode_all(encoder, records, _processes_for(source))
+            if self.unpaired:
+                encoded_records = with_mismatched(
+                    encoded_records,
+                    lambda record, number=number: self.is_held_out(number, record.id),
+                    self.context_length,
+                    self.cut_prompts,
+                )
+            for record, encoded in encoded_records:
                 source_report = report.sources[-1]
                 if encoded.drop_reason is not None:
                     content = (
@@ -241,7 +257,7 @@ class _Job:
                     continue
                 source_report.count_kept(encoded.changes)
                 held_out = self.is_held_out(number, record.id)
-                for tokens, mask, chosen in encoded.documents:
+                for tokens, mask, chosen, label in encoded.documents:
                     key = index.add(
                         len(tokens),
                         int(mask[1:].sum()),
@@ -249,6 +265,7 @@ class _Job:
                         held_out,
                         chosen,
                         int(mask[1:chosen].sum()),
+                        label,
                     )
                     yield (
                         key,

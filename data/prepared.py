@@ -49,6 +49,8 @@ class Documents:
     """Number of tokens of the chosen one of two completions, which stands first; 0 where there are not two."""
     chosen_trained: Int32[np.ndarray, " N"]
     """Number of the chosen completion's tokens that are trained on."""
+    labels: Int32[np.ndarray, " N"]
+    """1 where the first of two completions is desirable, 0 where it is not, -1 where there is no label."""
     weights: Float64[np.ndarray, " N"]
     """Average number of times that each document is used in an epoch."""
     fingerprint: str
@@ -79,6 +81,7 @@ class Documents:
         self.sources = index["source"][numbers]
         self.chosen = index["chosen"][numbers]
         self.chosen_trained = index["chosen_trained"][numbers]
+        self.labels = index["label"][numbers]
         self.weights = weights[self.sources] if len(numbers) else np.zeros(0)
 
     def __len__(self) -> int:
@@ -139,11 +142,12 @@ class Index:
             "held_out": [],
             "chosen": [],
             "chosen_trained": [],
+            "label": [],
         }
 
     def add(self, *values: int) -> int:
         """Adds a document by its length, trained tokens, source, whether it is held out, and, where it is a pair of
-        completions, the length and trained tokens of the first; returns its number."""
+        completions, the length, trained tokens and label of the first; returns its number."""
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
         return len(self._columns["length"]) - 1

@@ -11,7 +11,7 @@ import numpy as np
 
 from data import hub, paths, preference, tables
 from data.clean import CleanConfig, Cleaner
-from data.conversation import DEFAULT_TEMPLATE, Conversation, Preference, Record
+from data.conversation import DEFAULT_TEMPLATE, Conversation, Record
 from data.errors import UserError
 from data.fields import (
     RECORD_TARGETS,
@@ -67,7 +67,8 @@ FORMATS = {
     ),
     "preference": Format(
         (*_JSON, *tables.SUFFIXES),
-        "records with `prompt`, `chosen` and `rejected`, or conversations `chosen` and `rejected` that begin alike, or the "
+        "records with `prompt`, `chosen` and `rejected`, or conversations `chosen` and `rejected` that begin alike, or "
+        "`prompt`, `completion` and `label`, or the "
         "source's `fields`, such as {question: prompt, better: chosen, worse: rejected}, would work",
     ),
     "tokens": Format(
@@ -92,7 +93,7 @@ class Source:
     """`sharegpt` (records with `conversations` of from/value, or `messages` of role/content),
     `text` (a plain text file is one document; records have `text`, or `prompt` and `completion`),
     `tokens` (a .npy file, or records with `tokens`) or `preference` (records with `prompt`,
-    `chosen` and `rejected`)."""
+    `chosen` and `rejected`, or `prompt`, `completion` and `label`)."""
     template: str = DEFAULT_TEMPLATE
     """Name of the conversations' chat template, one of data.templates.NAMES."""
     weight: float = 1.0
@@ -354,7 +355,7 @@ def _parser(source: Source, clean: CleanConfig, alternating: bool, report: Sourc
     if source.format == "preference":
         reader = PreferenceReader(clean, alternating, source.fields)
 
-        def parse_preference(raw: object, number: int, record_number: int) -> Preference:
+        def parse_preference(raw: object, number: int, record_number: int) -> Record:
             if number < 0:
                 return PreferenceReader(clean, alternating, source.fields).read(raw)[0]
             pair, changes, unread = reader.read(raw)

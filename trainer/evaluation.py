@@ -77,5 +77,6 @@ class HeldOutLoss:
             **{
                 f"held_out_{name}": float(value / sums.weight)
                 for name, value in sums.measures.items()
+                if not np.isnan(value)
             },
         }

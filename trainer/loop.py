@@ -133,7 +133,11 @@ class _Training:
         )
         self.watchdog = watchdog
         self.builder = StepBuilder.of(
-            config, objective.model, objective.loss, objective.abstract_batch()
+            config,
+            objective.model,
+            objective.loss,
+            objective.abstract_batch(),
+            objective.totals,
         )
         self.meter = Meter(
             objective.model.config, objective.model.mesh.devices.flat, mask=objective.model.mask
@@ -431,7 +435,9 @@ class _Training:
         by_source = zip(self.objective.sources, map(float, metrics.loss_by_source), strict=True)
         named |= {BY_SOURCE + source: loss for source, loss in by_source if not math.isnan(loss)}
         named |= {AUXILIARY + name: float(loss) for name, loss in metrics.auxiliary.items()}
-        return named | {name: float(value) for name, value in metrics.measures.items()}
+        measures = {name: float(value) for name, value in metrics.measures.items()}
+        # A mean over what the batch has none of is not a number.
+        return named | {name: x for name, x in measures.items() if not math.isnan(x)}
 
     def _check_finite(self, metrics: StepMetrics) -> bool:
         """Returns whether the loss and the gradient are finite; if not, reports the step and its records.

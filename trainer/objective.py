@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -107,6 +107,14 @@ class Objective(abc.ABC):
           losses, and whatever else metrics report, by its name there. The step adds up the sums of all
           parts of a batch and divides once.
         """
+
+    def totals(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
+        """Returns what the loss of a part of a batch needs to know of the whole one, as sums over the tokens of `batch`.
+
+        The step adds them up over the parts and puts them into each part under the same names. {} where a batch's loss is
+        no more than the sum of its parts'.
+        """
+        return {}
 
     @abc.abstractmethod
     def abstract_batch(self) -> AbstractBatch:

@@ -9,13 +9,13 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float32
+from jaxtyping import Float, Float32
 
 from data.batch import Batch, permute
 from data.errors import UserError
@@ -29,12 +29,14 @@ from model.loss import LossSums, SourceSums
 from .config.preference import PreferenceConfig
 from .mesh import LocalPart
 from .objective import DeviceBatch, HostBatch, LossParams
-from .preference_loss import Pairs, pair_losses
+from .preference_loss import Pairs, labelled_losses, mismatched_kl, pair_losses
 from .reference import LogLikelihoods, reference_log_likelihoods
 from .streaming import in_host_memory
 from .text import TextObjective, text_batch
 
 T = TypeVar("T")
+KL_TOTALS = "kl_totals"
+"""Name in a part of a batch for the whole batch's `_kl_totals`."""
 
 
 def preference_batch(
@@ -51,24 +53,29 @@ def preference_batch(
         return jax.ShapeDtypeStruct((rows, *shape), jnp.float32, sharding=sharding)
 
     references = {"references": array(places, 2)} if config.needs_reference else {}
+    labels = {"labels": array(places), "label_shares": array(places, 2)} if config.labelled else {}
     return {
         **text_batch(rows, length, mesh),
         "pairs": array(places),
         "chosen_shares": array(places),
         **references,
+        **labels,
     }
 
 
 def preference_loss(
     model: LanguageModel, config: PreferenceConfig, params: LossParams, batch: DeviceBatch
 ) -> LossSums:
-    """Returns the sums over a batch's pairs of their losses, and of their rewards and log-likelihoods under TRL's names."""
-    present = batch["pairs"]
-    tokens, _ = _split(batch)
-    sums = model.document_sums(params, tokens, 2 * present.shape[1])
-    log_likelihoods, counts = (x.reshape(*present.shape, 2) for x in sums)
-    references = batch.get("references", jnp.zeros_like(counts))
-    losses = pair_losses(Pairs(log_likelihoods, references, counts), config)
+    """Returns the sums over a batch's pairs of their losses, and of their rewards and log-likelihoods under TRL's names.
+
+    Args:
+      batch: see `preference_batch`; a part of a larger batch of labelled completions has that one's KL_TOTALS.
+    """
+    pairs = _pairs(model, params, batch)
+    if config.labelled:
+        return _labelled_loss(pairs, config, batch)
+    present, log_likelihoods = batch["pairs"], pairs.log_likelihoods
+    losses = pair_losses(pairs, config)
     cross_entropy = -jnp.sum(log_likelihoods[..., 0] * batch["chosen_shares"])
     sft_weight = 1.0 if config.loss == "orpo" else config.sft_weight
     chosen, rejected = (jax.lax.stop_gradient(losses.rewards[..., i]) for i in range(2))
@@ -80,14 +87,59 @@ def preference_loss(
         "logps/chosen": jax.lax.stop_gradient(log_likelihoods[..., 0]),
         "logps/rejected": jax.lax.stop_gradient(log_likelihoods[..., 1]),
     }
-    none = jnp.zeros(0, jnp.float32)
-    return LossSums(
+    return _loss_sums(
         jnp.sum(losses.loss * present) + sft_weight * cross_entropy,
         jnp.sum(present),
-        SourceSums(none, none),
-        {},
         {name: jnp.sum(x * present) for name, x in each.items()},
     )
+
+
+def _pairs(model: LanguageModel, params: LossParams, batch: DeviceBatch) -> Pairs:
+    """Returns the log-likelihoods of a batch's pairs."""
+    present = batch["pairs"]
+    tokens, _ = _split(batch)
+    sums = model.document_sums(params, tokens, 2 * present.shape[1])
+    log_likelihoods, counts = (x.reshape(*present.shape, 2) for x in sums)
+    return Pairs(log_likelihoods, batch.get("references", jnp.zeros_like(counts)), counts)
+
+
+def _labelled_loss(pairs: Pairs, config: PreferenceConfig, batch: DeviceBatch) -> LossSums:
+    """Returns the sums over a batch's labelled completions; see `preference_loss`."""
+    present = batch["pairs"]
+    kl = mismatched_kl(*batch.get(KL_TOTALS, _kl_totals(pairs, present)))
+    losses = labelled_losses(pairs, batch["labels"], kl, config)
+    count = jnp.sum(present)
+
+    def mean_sums(x: jax.Array) -> list[jax.Array]:
+        """Sums that, divided by the number of completions, are the means of the desirable ones and of the others."""
+        shares = batch["label_shares"]
+        return list(jnp.where(shares == 0, 0.0, x[..., None] * shares).sum((0, 1)))
+
+    desirable, undesirable = mean_sums(jax.lax.stop_gradient(losses.rewards[..., 0]))
+    logps = mean_sums(jax.lax.stop_gradient(pairs.log_likelihoods[..., 0]))
+    measures = {
+        "rewards/chosen": desirable,
+        "rewards/rejected": undesirable,
+        "rewards/margins": desirable - undesirable,
+        "logps/chosen": logps[0],
+        "logps/rejected": logps[1],
+        "kl": kl * count,
+    }
+    return _loss_sums(jnp.sum(losses.loss * present), count, measures)
+
+
+def _kl_totals(pairs: Pairs, present: Float[jax.Array, "B P"]) -> tuple[jax.Array, jax.Array]:
+    """Returns what `mismatched_kl` takes, of a batch or a part of one."""
+    ratios = (pairs.log_likelihoods - pairs.references)[..., 1]
+    return jnp.sum(ratios * present), jnp.sum(present)
+
+
+def _loss_sums(
+    total: jax.Array, weight: jax.Array, measures: dict[str, Float[jax.Array, ""]]
+) -> LossSums:
+    """Returns sums that are of no source and have no auxiliary losses."""
+    none = jnp.zeros(0, jnp.float32)
+    return LossSums(total, weight, SourceSums(none, none), {}, measures)
 
 
 class PreferenceObjective(TextObjective):
@@ -179,6 +231,12 @@ class PreferenceObjective(TextObjective):
         """See `preference_loss`."""
         return preference_loss(self.model, self.config.preference, params, batch)
 
+    def totals(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
+        """Returns what KTO's reference point is made of, which is the whole batch's; see `mismatched_kl`."""
+        if not self.config.preference.labelled:
+            return {}
+        return {KL_TOTALS: _kl_totals(_pairs(self.model, params, batch), batch["pairs"])}
+
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See `preference_batch`."""
         rows, length = self.config.train.batch_size, self.config.data.context_length
@@ -207,8 +265,9 @@ class PreferenceObjective(TextObjective):
 
 def _split(batch: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
     """Returns the arrays of tokens [B, L] and those of pairs [B, P, ...]."""
+    others = (*PAIR_ARRAYS, KL_TOTALS)
     return (
-        {name: x for name, x in batch.items() if name not in PAIR_ARRAYS},
+        {name: x for name, x in batch.items() if name not in others},
         {name: x for name, x in batch.items() if name in PAIR_ARRAYS},
     )
 

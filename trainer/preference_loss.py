@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax.nn import log_sigmoid, relu
+from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Float
 
 from .config.preference import PreferenceConfig
@@ -28,7 +29,7 @@ class PairLosses(NamedTuple):
     """Each pair's loss and rewards; meaningless, and finite, where there is no pair."""
 
     loss: Float[Array, "B P"]
-    rewards: Float[Array, "B P 2"]
+    rewards: Float[Array, "B P C"]
 
 
 def pair_losses(pairs: Pairs, config: PreferenceConfig) -> PairLosses:
@@ -46,6 +47,35 @@ def pair_losses(pairs: Pairs, config: PreferenceConfig) -> PairLosses:
     averaged = config.loss in ("ipo", "sigmoid_norm")
     margin = _difference(ratios / tokens if averaged else ratios)
     return PairLosses(_by_margin(margin, config), config.beta * ratios)
+
+
+def labelled_losses(
+    pairs: Pairs,
+    labels: Float[Array, "B P"],
+    kl: Float[Array, ""],
+    config: PreferenceConfig,
+) -> PairLosses:
+    """Returns the losses of labelled completions, and their rewards [B, P, 1]; the formula is that of TRL's KTOTrainer.
+
+    Args:
+      labels: 1 where a completion, the first of a pair, is desirable.
+      kl: the reference point, see `mismatched_kl`.
+    """
+    ratios = (pairs.log_likelihoods - pairs.references)[..., 0]
+    sign = 2 * labels - 1
+    weights = jnp.where(labels > 0, config.desirable_weight, config.undesirable_weight)
+    loss = weights * (1 - sigmoid(sign * config.beta * (ratios - kl)))
+    return PairLosses(loss, config.beta * ratios[..., None])
+
+
+def mismatched_kl(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
+    """Returns KTO's estimate of the divergence from the reference: the mean log-ratio of completions after other
+    records' prompts, at least 0; without gradient.
+
+    Args:
+      total: sum of the log-ratios over the whole batch; count: how many there are.
+    """
+    return jax.lax.stop_gradient(jnp.maximum(total / jnp.maximum(count, 1.0), 0.0))
 
 
 def _difference(x: Float[Array, "B P 2"]) -> Float[Array, "B P"]:

@@ -50,6 +50,10 @@ class StepMetrics(NamedTuple):
     """Other quantities of the objective, by name, divided by the same weight."""
 
 
+Totals = Callable[[LossParams, DeviceBatch], dict[str, Any]]
+"""See `Objective.totals`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StepBuilder:
     """Builds the compiled steps of a model and a loss.
@@ -65,6 +69,7 @@ class StepBuilder:
       memory_config: whether moments and parameters are in the host's memory; gradients are always on the device.
       trainable_pattern: regular expression for the names of the parameters that are trained.
       seed: of dropout.
+      totals: see `Objective.totals`; None stands for none.
     """
 
     model: TrainableModel
@@ -75,6 +80,7 @@ class StepBuilder:
     memory_config: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     trainable_pattern: str = ".*"
     seed: int = 0
+    totals: Totals | None = None
 
     @classmethod
     def of(
@@ -83,6 +89,7 @@ class StepBuilder:
         model: TrainableModel,
         loss: Callable[..., LossSums],
         abstract_batch: AbstractBatch,
+        totals: Totals | None = None,
     ) -> StepBuilder:
         """Returns the builder of the steps that a run's configuration describes."""
         return cls(
@@ -94,6 +101,7 @@ class StepBuilder:
             config.memory,
             config.model.trainable,
             config.model.seed,
+            totals,
         )
 
     @functools.cached_property
@@ -189,7 +197,8 @@ class StepBuilder:
         """Returns the lowered evaluation step, from all parameters and a batch to `LossSums`."""
 
         def evaluate(params, batch):
-            return self._over_parts(functools.partial(self.loss, params), batch)
+            whole = self._whole_batch(params, batch)
+            return self._over_parts(lambda part: self.loss(params, {**part, **whole}), batch)
 
         return jax.jit(evaluate).lower(self.abstract_params, self.abstract_batch)
 
@@ -214,7 +223,8 @@ class StepBuilder:
         adapter = self.model.config.adapter
         if adapter is not None and adapter.dropout_rate:
             batch = {**batch, "dropout": token_keys(self.seed, step, batch["index"])}
-        whole = self._whole_batch(trainable, frozen, batch)
+        params: LossParams = {**trainable, **frozen}
+        whole = self._whole_batch(params, batch) | self._router_totals(params, batch)
         sums, gradient = self._over_parts(
             lambda part: self._sums_and_gradient(trainable, frozen, {**part, **whole}), batch
         )
@@ -233,12 +243,17 @@ class StepBuilder:
         metrics = StepMetrics(loss, sums.weight, norm, rate, by_source, auxiliary, measures)
         return *self._update(trainable, optimizer_state, gradient, finite), metrics
 
-    def _whole_batch(self, trainable: Params, frozen: Params, batch: DeviceBatch) -> dict[str, Any]:
-        """Returns what the loss of a part needs to know of the whole batch: of a mixture's routers,
-        whose losses are no sums over parts, the totals, from a forward pass over all parts."""
+    def _whole_batch(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
+        """Returns what the loss of a part needs to know of the whole batch, from a forward pass over all parts."""
+        if self.train_config.accumulation == 1 or self.totals is None:
+            return {}
+        return self._over_parts(functools.partial(self.totals, params), batch)
+
+    def _router_totals(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
+        """Returns the totals of a mixture's routers, whose losses are no sums over parts, as `_whole_batch`."""
         if self.train_config.accumulation == 1 or not self.model.config.has_router_losses:
             return {}
-        count = functools.partial(self.model.router_totals, {**trainable, **frozen})
+        count = functools.partial(self.model.router_totals, params)
         return {ROUTER_TOTALS: self._over_parts(count, batch)}
 
     def _update(

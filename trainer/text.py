@@ -103,6 +103,7 @@ def prepare_text(
         clean=data.clean,
         train_on=data.train_on,
         cut_prompts=config.preference.long_pairs == "cut_prompt",
+        unpaired=config.preference.labelled,
         held_out_fraction=0.0 if held_out else data.held_out_fraction,
         progress=progress and sys.stderr.isatty(),
         key=key,

@@ -103,7 +103,7 @@ def test_earlier_answers_are_part_of_the_prompt():
     [
         (
             {"prompt": "Which?", "chosen": "This."},
-            "no `chosen` and `rejected`: it has the fields prompt, chosen",
+            "no `chosen` and `rejected`, and no `completion` and `label`: it has the fields prompt, chosen",
         ),
         (
             {"prompt": "Which?", "chosen": "This.", "rejected": " This. "},
@@ -142,3 +142,44 @@ def test_a_pair_is_a_duplicate_only_if_both_completions_are():
     kept = PreferenceReader(CleanConfig(duplicates=False))
     for _ in range(2):
         kept.read({"prompt": "Which?", "chosen": "This.", "rejected": "That."})
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "Which?", "completion": "This.", "label": True},
+        {"question": "Which?", "response": "This.", "label": 1},
+        {"prompt": turns("Which?"), "completion": turns("This.", first="assistant"), "label": True},
+    ],
+)
+def test_labelled_completions(record):
+    labelled, changes, unread = read({**record, "origin": "web"})
+    assert said(labelled.conversation) == GOOD and labelled.desirable is True
+    assert not changes and unread == {"record field `origin`"}
+    assert read({**record, "label": False})[0].desirable is False
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"label": "good"}, "a `label` that is neither true nor false"),
+        ({"label": 2}, "a `label` that is neither true nor false"),
+        ({"label": None}, "no `chosen` and `rejected`, and no `completion` and `label`"),
+        ({"completion": " "}, "completion: "),
+        ({"completion": 3}, "a completion that is no text or list of turns: `completion`"),
+        ({"prompt": None}, "completions without a prompt"),
+    ],
+)
+def test_labelled_completions_that_cannot_be_used(change, reason):
+    with pytest.raises(Drop) as dropped:
+        read({"prompt": "Which?", "completion": "This.", "label": True, **change})
+    assert str(dropped.value).startswith(reason)
+
+
+def test_the_same_completion_with_another_label_is_no_duplicate():
+    reader = PreferenceReader()
+    record = {"prompt": "Which?", "completion": "This.", "label": True}
+    reader.read(record)
+    reader.read({**record, "label": False})
+    with pytest.raises(Drop, match="duplicate"):
+        reader.read(record)

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import pathlib
 import re
-import shutil
 from types import SimpleNamespace
 
 import jax
@@ -13,32 +11,33 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from jax.sharding import Mesh
 
 from data.errors import UserError
 from data.templates import jinja_template
 from tests import small_model
+from tests.small_preference import (
+    LENGTH,
+    ROWS,
+    changed_model,
+    loss_and_gradient,
+    make_config,
+    open_objective,
+    same_gradients,
+    trained,
+    words,
+)
 from trainer.config.checks import check
 from trainer.config.preference import PreferenceConfig
 from trainer.config.schema import (
-    DataConfig,
-    LoggingConfig,
     MeshConfig,
-    ModelConfig,
-    RunConfig,
     SourceConfig,
-    TrainConfig,
 )
-from trainer.huggingface.table import hf_layout
-from trainer.mesh import make_mesh
-from trainer.preference import PreferenceObjective, preference_loss
+from trainer.preference import PreferenceObjective
 from trainer.preference_loss import Pairs, pair_losses
-from trainer.step import StepBuilder
 from trainer.text import longest_document
 
-LENGTH, ROWS, PAIRS = 128, 4, 12
+PAIRS = 12
 TRL_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "robust", "ipo")
-WIDE = MeshConfig(fsdp=2, tensor=2, sequence=2, simulate=8)
 NAMES = (
     "rewards/chosen",
     "rewards/rejected",
@@ -47,10 +46,6 @@ NAMES = (
     "logps/chosen",
     "logps/rejected",
 )
-
-
-def words(count: int, seed: int) -> str:
-    return " ".join(np.random.default_rng(seed).choice(["red", "blue", "old", "big", "cat"], count))
 
 
 @pytest.fixture(scope="module")
@@ -66,43 +61,6 @@ def folder(tmp_path_factory):
     ]
     (folder / "pairs.json").write_text(json.dumps(records), encoding="utf-8")
     return folder
-
-
-@pytest.fixture(scope="module")
-def models(folder, hf_model):
-    """The folders of the reference, which training begins with, and of a policy that differs from it."""
-    model = transformers.LlamaForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    policy = pathlib.Path(shutil.copytree(hf_model, folder / "policy"))
-    model.save_pretrained(policy)
-    return hf_model, policy
-
-
-def make_config(folder, model, mesh=WIDE, **preference) -> RunConfig:
-    return RunConfig(
-        name="preference",
-        run_dir=str(folder / "run"),
-        model=ModelConfig(path=str(model), compute_dtype="float32"),
-        data=DataConfig(
-            sources=(SourceConfig(str(folder / "pairs.json"), "preference", "plain"),),
-            context_length=LENGTH,
-            prepared=str(folder / "prepared"),
-            held_out_fraction=0.0,
-        ),
-        preference=PreferenceConfig(**preference),
-        mesh=mesh,
-        train=TrainConfig(steps=20, batch_size=ROWS),
-        logging=LoggingConfig(console=False, tensorboard=False),
-    )
-
-
-def open_objective(config: RunConfig) -> PreferenceObjective:
-    devices = jax.devices()[: config.mesh.devices]
-    mesh: Mesh = make_mesh(config.mesh, devices)
-    return PreferenceObjective(config, mesh)
 
 
 def examples(objective) -> list[dict]:
@@ -127,6 +85,12 @@ def examples(objective) -> list[dict]:
             )
             assert sides[1][0][: prompts[1]] == pairs[-1]["prompt_ids"]
     return pairs
+
+
+@pytest.fixture(scope="module")
+def models(folder, hf_model):
+    """The folders of the reference, which training begins with, and of a policy that differs from it."""
+    return hf_model, changed_model(hf_model, folder)
 
 
 @pytest.fixture(scope="module")
@@ -171,16 +135,6 @@ def trl(folder, models):
     return compute
 
 
-def loss_and_gradient(objective, params, batch):
-    def total(params):
-        sums = preference_loss(objective.model, objective.config.preference, params, batch)
-        return sums.total / sums.weight, sums
-
-    (value, sums), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
-    measures = {name: float(x / sums.weight) for name, x in sums.measures.items()}
-    return float(value), measures, gradient
-
-
 @pytest.mark.parametrize("loss", TRL_LOSSES)
 def test_loss_metrics_and_gradients_are_trls(folder, models, trl, loss):
     smoothing = 0.1 if loss == "robust" else 0.0
@@ -197,16 +151,8 @@ def test_loss_metrics_and_gradients_are_trls(folder, models, trl, loss):
     rounding = 4 * 130 * float(np.finfo(np.float32).eps) * options["beta"]
     expected_measures = {name: metrics[name] for name in NAMES}
     assert measures == pytest.approx(expected_measures, rel=1e-5, abs=rounding)
-    compared = 0
-    for entry in hf_layout(objective.model.config):
-        for layer, name in enumerate(entry.hf_names()):
-            ours = np.asarray(gradient[entry.name])[() if entry.layers is None else layer]
-            ours = entry.to_hf(ours[tuple(map(slice, entry.layer_shape))])
-            error = np.linalg.norm(ours - gradients[name]) / np.linalg.norm(gradients[name])
-            # The completions' gradients nearly cancel: TRL's own in float32 are as far from these.
-            assert error < 1e-4, (name, error)
-            compared += 1
-    assert compared == len(gradients)
+    # The completions' gradients nearly cancel: TRL's own in float32 are as far from these.
+    same_gradients(objective.model.config, gradient, gradients, 1e-4)
 
 
 def test_the_chosen_completions_cross_entropy_is_trls(folder, models, trl):
@@ -270,24 +216,6 @@ def test_ids_and_completions_are_those_of_trls_own_tokenization(folder, models):
     assert ours == theirs and len(ours) == 2
     objective.write_assets(folder / "assets")
     assert "<|im_start|>" in (folder / "assets" / "chat_template.jinja").read_text()
-
-
-def trained(config) -> list[dict]:
-    """Twenty steps: the loss and the measures of each."""
-    objective = open_objective(config)
-    builder = StepBuilder.of(config, objective.model, objective.loss, objective.abstract_batch())
-    step = builder.lower_train().compile()
-    params = objective.read_params()
-    trainable = {name: params[name] for name in builder.trainable}
-    state, rows = builder.init_optimizer(trainable), []
-    batches = objective.batches(0)
-    for number in range(config.train.steps):
-        batch = objective.to_device(next(batches))
-        trainable, state, metrics = step(trainable, {}, state, batch, np.int32(number))
-        rows.append(
-            {"loss": float(metrics.loss), **{n: float(x) for n, x in metrics.measures.items()}}
-        )
-    return rows
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "orpo"])

@@ -108,7 +108,7 @@ def _check_preference(config: RunConfig) -> None:
         loss is not None or not any(pairs),
         "preference.loss",
         loss,
-        "a loss, such as sigmoid (DPO), for sources of format preference",
+        "a loss, such as sigmoid (DPO) or kto, for sources of format preference",
     )
     require(
         loss is None or all(pairs),

@@ -97,7 +97,8 @@ class SourceConfig:
     key_values, variables and copying."""
     format: str = "sharegpt"
     """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with `text`), tokens (.npy, or
-    JSON with `tokens` and perhaps `loss_mask`) or preference (`prompt`, `chosen` and `rejected`)."""
+    JSON with `tokens` and perhaps `loss_mask`) or preference (`prompt`, `chosen` and `rejected`, or `completion`
+    and `label`)."""
     template: str | None = None
     """Chat template of this source's conversations; data.template where not given."""
     weight: float = 1.0

@@ -1,0 +1,91 @@
+"""Completions after the prompts of other records, from which KTO estimates its KL term.
+
+TRL's KTOTrainer gives each prompt the completion of the record before it, in blocks of a batch. Here the
+record before it is that of the whole source, and the first record gets the last one's completion, so that
+the pairs are the same whatever the batches are.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from data.conversation import Record
+from data.encode import CUT_PROMPT, Encoded, TokenDocument
+
+LONG_TWICE = "longer than context_length with its prompt a second time, for the KL term"
+CUT_COMPLETION = "the other record's completion for the KL term cut to fit context_length"
+
+
+def with_mismatched(
+    encoded: Iterable[tuple[Record, Encoded]],
+    is_held_out: Callable[[Record], bool],
+    length: int,
+    cut_prompts: bool,
+) -> Iterator[tuple[Record, Encoded]]:
+    """Yields records with documents of a completion after its prompt, and then the prompt again with
+    the completion of the record before it in its split. The first records of the splits come last.
+
+    Args:
+      encoded: records with a document for each labelled completion, or why they are dropped.
+      length: the most tokens that a document may have.
+      cut_prompts: whether a document that is too long loses the beginning of its prompt, or is
+        dropped.
+    """
+    first: dict[bool, tuple[Record, Encoded]] = {}
+    before: dict[bool, Sequence[TokenDocument]] = {}
+    for record, found in encoded:
+        if found.drop_reason is not None:
+            yield record, found
+            continue
+        split = is_held_out(record)
+        if split in first:
+            yield record, _joined(found, before[split], length, cut_prompts)
+        else:
+            first[split] = (record, found)
+        before[split] = found.documents
+    for split, (record, found) in first.items():
+        yield record, _joined(found, before[split], length, cut_prompts)
+
+
+def _joined(
+    encoded: Encoded, others: Sequence[TokenDocument], length: int, cut_prompts: bool
+) -> Encoded:
+    """Returns a record's documents, each with one of the other record's completions."""
+    notes, documents = set(encoded.changes), []
+    for number, document in enumerate(encoded.documents):
+        joined = _with_completion(document, others[number % len(others)], length, cut_prompts)
+        if joined is None:
+            return Encoded([], drop_reason=LONG_TWICE)
+        documents.append(joined[0])
+        notes |= joined[1]
+    return replace(encoded, documents=documents, changes=frozenset(notes))
+
+
+def _with_completion(
+    document: TokenDocument, other: TokenDocument, length: int, cut_prompts: bool
+) -> tuple[TokenDocument, set[str]] | None:
+    """Returns a document and, after its prompt a second time, the completion of another one; and what
+    was cut. None where it does not fit."""
+    notes = set()
+    prompt, start = int(document.loss_mask.argmax()), int(other.loss_mask.argmax())
+    excess = len(document.tokens) + prompt + 1 - length
+    if excess > 0:
+        cut = -(-excess // 2)
+        if not cut_prompts or cut >= prompt:
+            return None
+        document = document._replace(
+            tokens=document.tokens[cut:], loss_mask=document.loss_mask[cut:]
+        )
+        prompt -= cut
+        notes.add(CUT_PROMPT)
+    end = start + length - len(document.tokens) - prompt
+    if end < len(other.tokens):
+        notes.add(CUT_COMPLETION)
+    parts = (document, document, other)
+    pieces = (slice(None), slice(prompt), slice(start, end))
+    tokens, masks = (
+        np.concatenate([part[field][piece] for part, piece in zip(parts, pieces, strict=True)])
+        for field in (0, 1)
+    )
+    return TokenDocument(tokens, masks, len(document.tokens), document.label), notes

@@ -1,0 +1,111 @@
+"""Small runs on preferences, and what tests compare of them."""
+
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import torch
+import transformers
+from jax.sharding import Mesh
+
+from trainer.config.preference import PreferenceConfig
+from trainer.config.schema import (
+    DataConfig,
+    LoggingConfig,
+    MeshConfig,
+    ModelConfig,
+    RunConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from trainer.huggingface.table import hf_layout
+from trainer.mesh import make_mesh
+from trainer.preference import PreferenceObjective, preference_loss
+from trainer.step import StepBuilder
+
+LENGTH, ROWS = 128, 4
+WIDE = MeshConfig(fsdp=2, tensor=2, sequence=2, simulate=8)
+
+
+def words(count: int, seed: int) -> str:
+    return " ".join(np.random.default_rng(seed).choice(["red", "blue", "old", "big", "cat"], count))
+
+
+def changed_model(hf_model, folder) -> pathlib.Path:
+    """The folder of a policy that differs from the model that training begins with."""
+    model = transformers.LlamaForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    policy = pathlib.Path(shutil.copytree(hf_model, folder / "policy"))
+    model.save_pretrained(policy)
+    return policy
+
+
+def make_config(folder, model, mesh=WIDE, **preference) -> RunConfig:
+    return RunConfig(
+        name="preference",
+        run_dir=str(folder / "run"),
+        model=ModelConfig(path=str(model), compute_dtype="float32"),
+        data=DataConfig(
+            sources=(SourceConfig(str(folder / "pairs.json"), "preference", "plain"),),
+            context_length=LENGTH,
+            prepared=str(folder / "prepared"),
+            held_out_fraction=0.0,
+        ),
+        preference=PreferenceConfig(**preference),
+        mesh=mesh,
+        train=TrainConfig(steps=20, batch_size=ROWS),
+        logging=LoggingConfig(console=False, tensorboard=False),
+    )
+
+
+def open_objective(config: RunConfig) -> PreferenceObjective:
+    devices = jax.devices()[: config.mesh.devices]
+    mesh: Mesh = make_mesh(config.mesh, devices)
+    return PreferenceObjective(config, mesh)
+
+
+def loss_and_gradient(objective, params, batch):
+    def total(params):
+        sums = preference_loss(objective.model, objective.config.preference, params, batch)
+        return sums.total / sums.weight, sums
+
+    (value, sums), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    measures = {name: float(x / sums.weight) for name, x in sums.measures.items()}
+    return float(value), measures, gradient
+
+
+def same_gradients(config, gradient, expected, tolerance):
+    """Compares a gradient with one under Hugging Face's names, tensor by tensor."""
+    compared = 0
+    for entry in hf_layout(config):
+        for layer, name in enumerate(entry.hf_names()):
+            ours = np.asarray(gradient[entry.name])[() if entry.layers is None else layer]
+            ours = entry.to_hf(ours[tuple(map(slice, entry.layer_shape))])
+            error = np.linalg.norm(ours - expected[name]) / np.linalg.norm(expected[name])
+            assert error < tolerance, (name, error)
+            compared += 1
+    assert compared == len(expected)
+
+
+def trained(config) -> list[dict]:
+    """Twenty steps: the loss and the measures of each."""
+    objective = open_objective(config)
+    builder = StepBuilder.of(
+        config, objective.model, objective.loss, objective.abstract_batch(), objective.totals
+    )
+    step = builder.lower_train().compile()
+    params = objective.read_params()
+    trainable = {name: params[name] for name in builder.trainable}
+    state, rows = builder.init_optimizer(trainable), []
+    batches = objective.batches(0)
+    for number in range(config.train.steps):
+        batch = objective.to_device(next(batches))
+        trainable, state, metrics = step(trainable, {}, state, batch, np.int32(number))
+        rows.append(
+            {"loss": float(metrics.loss), **{n: float(x) for n, x in metrics.measures.items()}}
+        )
+    return rows

@@ -1,0 +1,228 @@
+"""KTO beside TRL: labelled completions, whose KL term is that of the whole batch however it is computed."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from data.mismatched import CUT_COMPLETION, LONG_TWICE
+from tests import small_model
+from tests.small_preference import (
+    LENGTH,
+    ROWS,
+    changed_model,
+    loss_and_gradient,
+    make_config,
+    open_objective,
+    same_gradients,
+    trained,
+    words,
+)
+from trainer.config.preference import PreferenceConfig
+from trainer.config.schema import MeshConfig
+
+RECORDS = 13
+NAMES = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+    "kl",
+)
+# Log-ratios are differences of some 130 nats in float32.
+ROUNDING = 4 * 130 * float(np.finfo(np.float32).eps)
+OPTIONS = {"loss": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.8}
+
+
+def write(folder, records):
+    (folder / "pairs.json").write_text(json.dumps(records), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kto")
+    write(
+        folder,
+        [
+            {
+                "prompt": f"Say {number}: {words(3, number)}",
+                "completion": words(2 + number % 5, 100 + number),
+                "label": number % 3 != 0,
+            }
+            for number in range(RECORDS)
+        ],
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(folder, hf_model):
+    return hf_model, changed_model(hf_model, folder)
+
+
+def parts(document, chosen):
+    """The prompt, the completion and the other record's completion of a prepared document."""
+    first, second = document.loss_mask[:chosen].argmax(), document.loss_mask[chosen:].argmax()
+    tokens = document.tokens.tolist()
+    assert tokens[:first] == tokens[chosen : chosen + second]
+    return tokens[:first], tokens[first:chosen], tokens[chosen + second :]
+
+
+def examples(objective, rows=range(ROWS)) -> list[dict]:
+    """The pairs of these rows as TRL takes them."""
+    documents = objective.prepared.train
+    found = []
+    for row in rows:
+        for number in objective.loader.row_pairs(row):
+            prompt, completion, other = parts(documents[int(number)], int(documents.chosen[number]))
+            found.append(
+                {
+                    "prompt_ids": prompt,
+                    "completion_ids": completion,
+                    "KL_completion_ids": other,
+                    "label": bool(documents.labels[number]),
+                }
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def trl(folder, models):
+    """TRL's trainer in float64, with the policy and the reference."""
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    reference, policy = (
+        transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float64)
+        for model in models
+    )
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
+    arguments = KTOConfig(
+        output_dir=str(folder / "trl"),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        beta=OPTIONS["beta"],
+        desirable_weight=OPTIONS["desirable_weight"],
+        undesirable_weight=OPTIONS["undesirable_weight"],
+        per_device_train_batch_size=2,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+    )
+    return KTOTrainer(
+        model=policy,
+        ref_model=reference,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(small_model.TOKENIZER),
+    )
+
+
+def test_loss_metrics_and_gradients_are_trls(folder, models, trl):
+    objective = open_objective(make_config(folder, models[0], **OPTIONS))
+    params = open_objective(make_config(folder, models[1], loss="kto")).read_params()
+    batch = objective.to_device(next(objective.batches(0)))
+    found = examples(objective)
+    assert len(found) == RECORDS > ROWS, "several records share a row"
+    value, measures, gradient = loss_and_gradient(objective, params, batch)
+    trl.model.zero_grad()
+    expected = trl._compute_loss(trl.model, trl.data_collator(found), False)
+    expected.backward()
+    metrics = {name: values[-1] for name, values in trl._metrics["eval"].items()}
+    assert metrics["kl"] > 0
+    assert value == pytest.approx(expected.item(), rel=1e-5)
+    expected_measures = {name: metrics[name] for name in NAMES}
+    assert measures == pytest.approx(expected_measures, rel=1e-5, abs=ROUNDING)
+    gradients = {name: p.grad.numpy() for name, p in trl.model.named_parameters()}
+    same_gradients(objective.model.config, gradient, gradients, 1e-4)
+
+
+def test_other_completions_are_those_of_the_record_before(folder, models):
+    documents = open_objective(make_config(folder, models[0], loss="kto")).prepared.train
+    found = [parts(documents[i], int(documents.chosen[i])) for i in range(RECORDS)]
+    # The first record is stored last, since its other completion is the last record's.
+    assert [other for *_, other in found[1:]] == [completion for _, completion, _ in found[:-1]]
+    assert found[0][2] == found[-1][1]
+    assert documents.labels.tolist() == [int(i % 3 != 0) for i in (*range(1, RECORDS), 0)]
+
+
+def test_twenty_steps_are_the_same_on_any_mesh_and_in_parts(folder, models):
+    one = make_config(folder, models[0], MeshConfig(), **OPTIONS)
+    wide = make_config(folder, models[0], **OPTIONS)
+    wide = dataclasses.replace(wide, train=dataclasses.replace(wide.train, accumulation=2))
+    expected = trained(one)
+    assert expected[-1]["loss"] < expected[0]["loss"]
+    assert max(row["kl"] for row in expected) > 0.01, "the KL term takes part"
+    for row, other in zip(trained(wide), expected, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row == pytest.approx(other, rel=1e-5, abs=ROUNDING)
+
+
+def test_a_mean_over_no_records_is_not_a_number(tmp_path, models):
+    write(tmp_path, [{"prompt": "Say:", "completion": x, "label": True} for x in ("red", "blue")])
+    objective = open_objective(make_config(tmp_path, models[0], loss="kto"))
+    batch = objective.to_device(next(objective.batches(0)))
+    value, measures, gradient = loss_and_gradient(objective, objective.read_params(), batch)
+    assert np.isfinite(value) and all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+    missing = {name for name, x in measures.items() if np.isnan(x)}
+    assert missing == {"rewards/rejected", "rewards/margins", "logps/rejected"}
+
+
+def test_pairs_are_two_labelled_completions_as_in_trl(tmp_path, models):
+    pairs = [{"prompt": f"Say {x}:", "chosen": f"{x} red", "rejected": f"{x} blue"} for x in "xyz"]
+    write(tmp_path, pairs)
+    objective = open_objective(make_config(tmp_path, models[0], loss="kto"))
+    documents = objective.prepared.train
+    assert documents.labels.tolist() == [1, 0] * 3
+    for i in range(6):
+        prompt, completion, other = (
+            objective.tokenizer.decode(ids) for ids in parts(documents[i], int(documents.chosen[i]))
+        )
+        own = prompt.split("Say ")[1][0]
+        assert own in completion and own not in other, "the other completion is of another prompt"
+        assert ("red" in completion) == ("red" in other) == bool(documents.labels[i])
+
+
+@pytest.mark.parametrize("long_pairs", ["drop", "cut_prompt"])
+def test_records_that_do_not_fit_a_row_twice(tmp_path, models, long_pairs):
+    records = [
+        {"prompt": words(60, 1), "completion": "red", "label": True},
+        {"prompt": "Say:", "completion": words(70, 2), "label": False},
+        {"prompt": words(20, 3), "completion": words(10, 4), "label": False},
+    ]
+    write(tmp_path, records)
+    prepared = open_objective(
+        make_config(tmp_path, models[0], loss="kto", long_pairs=long_pairs)
+    ).prepared
+    (report,) = prepared.report.sources
+    assert (prepared.train.lengths <= LENGTH).all()
+    assert CUT_COMPLETION in report.repaired
+    assert report.dropped == ({LONG_TWICE: 1} if long_pairs == "drop" else {})
+
+
+def test_a_labelled_record_needs_kto_and_a_pair_does_not(tmp_path, models):
+    write(
+        tmp_path,
+        [
+            {"prompt": "Say:", "completion": "red", "label": True},
+            {"prompt": "Say:", "chosen": "red", "rejected": "blue"},
+        ],
+    )
+    prepared = open_objective(make_config(tmp_path, models[0], loss="simpo")).prepared
+    (report,) = prepared.report.sources
+    assert report.dropped == {
+        "a completion with a `label`, which only preference.loss kto learns from": 1
+    }
+
+
+@pytest.mark.parametrize("change", [{"sft_weight": 0.5}, {"desirable_weight": -1.0}])
+def test_options_that_kto_does_not_take(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        PreferenceConfig("kto", **change)
+    with pytest.raises(ValueError, match=r"preference\.undesirable_weight: found 2\.0, needs 1"):
+        PreferenceConfig("sigmoid", undesirable_weight=2.0)
