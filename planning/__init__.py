@@ -1,1 +1,1 @@
-"""What a training job takes on machines that are not at hand: plans by the real compilers, and estimated times."""
+"""What a training job needs on absent machines: plans by their compilers, estimated times."""

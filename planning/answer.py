@@ -1,6 +1,7 @@
-"""What a job takes, answered at once: memory by parts, time as a range with its source, price, and what to change.
+"""An immediate answer: memory by component, a time range and its source, price, advice.
 
-Nothing is compiled. `scripts.plan` prints these lines before its compiled proof, `train.py --dry-run` beside what it counts.
+Nothing is compiled. `scripts.plan` prints these lines before it compiles, `train.py --dry-run` with
+the counts of the data.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ MOST_CONTEXT = 1 << 30
 
 
 def choose(job: Job) -> Job | None:
-    """Returns the job on the mesh and under the memory policy that are thought fastest of those that fit; None if none fits.
+    """Returns the job with the fastest mesh and memory policy that fit; None if none fits.
 
-    The schedule stays. On each mesh the first policy that fits is the fastest one. What surely fits goes before what perhaps
-    fits, and what the cost model thinks faster, by the high end of its range, goes before what it thinks slower.
+    The schedule stays. On each mesh the first policy that fits is the fastest. Candidates that
+    certainly fit come before those that may fit, and then the high end of the cost model's range
+    decides.
     """
     best: tuple[tuple[bool, float], Job] | None = None
     for candidate in _first_fitting(job):
@@ -36,10 +38,10 @@ def choose(job: Job) -> Job | None:
 
 
 def longest(job: Job, choose_mesh: bool = True) -> Job | None:
-    """Returns the job with the longest rows, doubling from its own, that fit by the estimate; None if its own do not.
+    """Returns the job at the longest context that fits, by doubling; None if none does.
 
     Args:
-      choose_mesh: whether any mesh may hold them; otherwise any memory policy on the job's own mesh.
+      choose_mesh: whether to try every mesh; otherwise only memory policies on the job's mesh.
     """
     best = None
     while job.context <= MOST_CONTEXT:
@@ -59,7 +61,7 @@ def longest(job: Job, choose_mesh: bool = True) -> Job | None:
 
 
 def _first_fitting(job: Job) -> Iterator[Job]:
-    """Yields on each mesh the first policy that fits, and otherwise the first that perhaps fits."""
+    """Yields for each mesh the first policy that fits, else the first that may fit."""
     for mesh in meshes(job):
         candidates = [
             (candidate, estimate_memory(candidate).fits)
@@ -75,7 +77,7 @@ def _first_fitting(job: Job) -> Iterator[Job]:
 
 
 def _time_range(job: Job):
-    """The job's time range; None where the cost model has no rule for the job or does not list the machine."""
+    """The job's time range; None if the cost model lacks the job's schedule or the machine."""
     try:
         return job.time_range()
     except ValueError:
@@ -118,16 +120,18 @@ def flags(job: Job) -> str:
 
 
 def memory_lines(memory: MemoryEstimate) -> list[str]:
-    """Returns the device's and the host's memory by parts, and the range of their sum."""
+    """Returns device and host memory by component, and the range of their sum."""
     digits = 2 if memory.total >= 1 else 4
     lines = [
-        "memory of a device, GiB (working memory: gradients, a layer's weights and activations, logits)"
+        "memory of a device, GiB (working memory: gradients, a layer's weights and activations, "
+        "logits)"
     ]
     lines += [f"  {name:20} {size:9.{digits}f}" for name, size in memory.parts.items()]
     ends = f"{memory.low:.{digits}f} to {memory.high:.{digits}f}"
     share = f"{memory.low_share:g} to {memory.high_share:g}"
     lines.append(
-        f"  {'estimate':20} {memory.total:9.{digits}f}   {ends}: compiled plans took {share} of their estimates"
+        f"  {'estimate':20} {memory.total:9.{digits}f}   {ends}: compiled plans took {share} of "
+        "their estimates"
     )
     if memory.device_gib is not None:
         lines.append(f"  {'a program may use':20} {memory.device_gib:9.2f}")
@@ -141,7 +145,10 @@ def memory_lines(memory: MemoryEstimate) -> list[str]:
 def verdict(memory: MemoryEstimate) -> str:
     """Returns whether the job fits, in one line."""
     if memory.host_gib is not None and memory.on_host > memory.host_gib:
-        return f"does not fit: {memory.on_host:.2f} GiB of the host's memory for each device, which has {memory.host_gib:.2f}"
+        return (
+            f"does not fit: {memory.on_host:.2f} GiB of the host's memory for each device, which "
+            f"has {memory.host_gib:.2f}"
+        )
     if memory.device_gib is None:
         return (
             "whether it fits is not known: this machine's memory is not; --gpu-memory GIB gives it"
@@ -149,22 +156,25 @@ def verdict(memory: MemoryEstimate) -> str:
     return {
         "yes": "fits, by the estimate",
         "no": "does not fit, by the estimate",
-        "perhaps": "perhaps fits: a device's memory lies within the estimate's range, and only the compiler can tell",
+        "perhaps": (
+            "perhaps fits: a device's memory lies within the estimate's range, and only the "
+            "compiler can tell"
+        ),
     }[memory.fits]
 
 
 def time_figures(
     job: Job, *, tokens: float | None = None, price: float | None = None
 ) -> dict[str, tuple[float, float]]:
-    """Returns the ranges (low, high) of a step's time and of what follows from it, by the names that reports give them.
+    """Returns (low, high) of a step's time and derived figures, by their names in reports.
 
-    These are "seconds of a step", "tokens a second" of all devices, and "MFU", a share from 0 to 1; none where the cost model
-    does not list the machine.
+    These are "seconds of a step", "tokens a second" over all devices, and "MFU", a share from 0 to
+    1; empty if the cost model does not list the machine.
 
     Args:
       tokens: to train on; adds "hours".
-      price: of a device-hour; adds what all devices cost: the "price" of training on `tokens`, or without `tokens` the
-        "price of 1,000 steps".
+      price: per device-hour; adds the cost of all devices: the "price" of training on `tokens`, or
+        without `tokens` the "price of 1,000 steps".
     """
     seconds = _time_range(job)
     estimate = job.estimate() if seconds else None
@@ -196,7 +206,8 @@ def time_lines(job: Job, **options: Any) -> list[str]:
     if not figures or job.hardware is None:
         return ["time: not estimated; the cost model does not list this machine"]
     lines = [
-        f"time: from matrix products at the full rate of {job.hardware.peak / 1e12:,.0f} TFLOP/s alone,",
+        f"time: from matrix products at the full rate of {job.hardware.peak / 1e12:,.0f} TFLOP/s "
+        "alone,",
         f"      to {_high_end(job)}",
     ]
     return lines + [
@@ -205,12 +216,12 @@ def time_lines(job: Job, **options: Any) -> list[str]:
 
 
 def _high_end(job: Job) -> str:
-    """Returns where the high end of the job's time range comes from."""
+    """Returns the source of the high end of the job's time range."""
     estimate, seconds = job.estimate(), _time_range(job)
     assert job.hardware is not None and estimate is not None and seconds is not None
     if seconds.high <= estimate.seconds:
         return (
-            "what the cost model says at the kernels' published rates (planning/costs/hardware.py)"
+            "the cost model's estimate at the kernels' published rates (planning/costs/hardware.py)"
         )
     factor, step = slowest(kind(job.hardware))
     return (
@@ -225,7 +236,7 @@ def _number(value: float) -> str:
 
 
 def advice(job: Job) -> Iterator[str]:
-    """Yields what would make a job fit, one change a line: another mesh or policy, a shorter row, more devices."""
+    """Yields changes that would make a job fit: mesh, policy, shorter rows, more devices."""
     if job.device_gib is None:
         return
     candidate = choose(job)
@@ -240,8 +251,8 @@ def advice(job: Job) -> Iterator[str]:
     )
     if shorter is not None:
         yield (
-            f"rows of {shorter.context:,} tokens fit here, with {settings(shorter)}: --context {shorter.context} "
-            f"{flags(shorter)}"
+            f"rows of {shorter.context:,} tokens fit here, with {settings(shorter)}: --context "
+            f"{shorter.context} {flags(shorter)}"
         )
     for times in (2, 4, 8, 16, 32, 64):
         count = device_count(job.topology) * times
@@ -251,7 +262,7 @@ def advice(job: Job) -> Iterator[str]:
 
 
 def _first(jobs: Iterable[Job]) -> Job | None:
-    """The choice for the first of the jobs whose choice fits."""
+    """Returns `choose` of the first job for which it finds something."""
     chosen = (choose(job) for job in jobs)
     return next(
         (job for job in chosen if job is not None and estimate_memory(job).fits == "yes"), None
@@ -259,7 +270,7 @@ def _first(jobs: Iterable[Job]) -> Job | None:
 
 
 def _enough(job: Job, devices: int) -> bool:
-    """Whether so many devices would hold the job with the rows split over all of them."""
+    """Returns the job with its rows split over `count` devices, if that fits."""
     if job.context % (2 * devices):
         return False
     spread = changed(

@@ -1,7 +1,8 @@
-"""What a run would do, without doing it: rows, epochs and padding of its data, memory, time, and disk for its checkpoints.
+"""Describes a run without running it: rows, epochs, padding, memory, time, checkpoint disk.
 
-`python train.py --config RECIPE.yaml --dry-run [MACHINE]` prints it. The data are prepared as the run would prepare them,
-and kept for it; no device is asked, nothing is compiled, and the run's folder is not made.
+`python train.py --config RECIPE.yaml --dry-run [MACHINE]` prints it. The data are prepared as the
+run would prepare them, and kept for it; no device is used, nothing is compiled, and the run's
+folder is not created.
 """
 
 from __future__ import annotations
@@ -36,23 +37,24 @@ def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None)
 
     Args:
       machine: where it would run; "" leaves out what depends on the machine.
-      gpu_memory: GiB of a GPU, in place of the table's figure; what the user typed.
+      gpu_memory: GiB per GPU as the user typed it, instead of the table's figure.
 
     Raises:
-      UserError, ValueError: the model or the data cannot be used, or the machine has not the devices of the mesh.
+      UserError, ValueError: the model or the data cannot be used, or the machine lacks devices for
+        the mesh.
     """
     topology = topology_of(machine) if machine else f"{ANY_GPU}:{config.mesh.devices}"
     if device_count(topology) != config.mesh.devices:
         raise UserError(
-            f"--dry-run: {machine} has {device_count(topology)} devices, the mesh takes {config.mesh.product}; "
-            "python -m scripts.plan finds a mesh"
+            f"--dry-run: {machine} has {device_count(topology)} devices, the mesh takes "
+            f"{config.mesh.product}; python -m scripts.plan finds a mesh"
         )
     usable_gib = None if gpu_memory is None else GPU_MEMORY_SHARE * gpu_gib(gpu_memory)
     stages, fits = stages_of(config), True
     for number, stage in enumerate(stages, 1):
         if len(stages) > 1:
             print(f"stage {number} of {len(stages)}")
-        # A later stage begins with the model of the one before, which has the first one's shape.
+        # A later stage begins with the previous one's model, which has the first one's shape.
         continued = dataclasses.replace(
             stage,
             model=dataclasses.replace(
@@ -99,13 +101,13 @@ def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | N
         if memory.fits == "no":
             print(*(f"  {line}" for line in answer.advice(job)), sep="\n")
     else:
-        print("time, and whether it fits: name the machine, such as --dry-run 8xH100")
+        print("to see the time and whether it fits, name the machine, such as --dry-run 8xH100")
     print(*_disk_lines(config, model), "", sep="\n")
     return memory.fits != "no"
 
 
 def _describe_text(config: RunConfig) -> tuple[TransformerConfig, RunConfig]:
-    """Prepares the data and prints their rows, epochs and padding; returns the model's shape, and the run with its steps."""
+    """Prepares the data, prints rows, epochs and padding; returns the model's shape and the run."""
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     prepared = prepare_text(config, tokenizer)
     data = config.data
@@ -115,18 +117,19 @@ def _describe_text(config: RunConfig) -> tuple[TransformerConfig, RunConfig]:
     documents = prepared.train
     print(prepared.report.summary())
     print(
-        f"data: {len(documents):,} documents of {int(documents.lengths.sum()):,} tokens, {_share(documents)} of them in "
-        f"the loss; {len(prepared.held_out):,} documents held out"
+        f"data: {len(documents):,} documents of {int(documents.lengths.sum()):,} tokens, "
+        f"{_share(documents)} of them in the loss; {len(prepared.held_out):,} documents held out"
     )
     print(
-        f"rows: {rows:,} of {data.context_length:,} tokens in an epoch, {loader.padding_share:.1%} padding"
+        f"rows: {rows:,} of {data.context_length:,} tokens in an epoch, "
+        f"{loader.padding_share:.1%} padding"
     )
     longest = longest_document(prepared)
     if warning := length_warning(source, config.model, longest):
         print(f"warning: {warning}")
     print(
-        f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} epochs, "
-        f"{seen * data.context_length:,} tokens"
+        f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} "
+        f"epochs, {seen * data.context_length:,} tokens"
     )
     return source.config.with_length(data.context_length), dataclasses.replace(config, train=train)
 
@@ -137,16 +140,17 @@ def _share(documents) -> str:
 
 
 def _disk_lines(config: RunConfig, model: TransformerConfig) -> Iterator[str]:
-    """Yields the size of a checkpoint, what the run's checkpoints take together, and what the disk has."""
+    """Yields the size of a checkpoint, of all the run's checkpoints, and the free disk space."""
     parameters, moments = checkpoint_bytes(config, model)
     every, steps = config.checkpoint.every or config.train.steps, config.train.steps
     saved = math.ceil(steps / every)
-    # A new checkpoint is whole before the oldest one goes, and the best one stays.
+    # A new checkpoint is complete before the oldest one is deleted, and the best one stays.
     most = min(saved, config.checkpoint.keep + 1 + bool(config.checkpoint.best))
     total = most * (parameters + moments)
     yield (
-        f"disk: {'1 checkpoint' if saved == 1 else f'{saved:,} checkpoints'} of {_size(parameters + moments)} (parameters "
-        f"{_size(parameters)}, moments {_size(moments)}), at most {most} at a time: {_size(total)} in {config.folder}"
+        f"disk: {'1 checkpoint' if saved == 1 else f'{saved:,} checkpoints'} of "
+        f"{_size(parameters + moments)} (parameters {_size(parameters)}, moments "
+        f"{_size(moments)}), at most {most} at a time: {_size(total)} in {config.folder}"
     )
     parent = next(
         folder
@@ -154,7 +158,10 @@ def _disk_lines(config: RunConfig, model: TransformerConfig) -> Iterator[str]:
         if folder.is_dir()
     )
     if (free := shutil.disk_usage(parent).free) < total:
-        yield f"disk: only {_size(free)} are free there; checkpoint.keep, checkpoint.every or another --run_dir help"
+        yield (
+            f"disk: only {_size(free)} are free there; checkpoint.keep, checkpoint.every or "
+            "another --run_dir would help"
+        )
 
 
 def _size(count: float) -> str:

@@ -1,7 +1,7 @@
-"""Machines by the names that people and clouds give them: 8xH100, 2x8xH100, v5p-32, v6e-8, 4xA100-40GB, RTX4090.
+"""Machines by their usual names: 8xH100, 2x8xH100, v5p-32, v6e-8, 4xA100-40GB, RTX4090.
 
-`topology_of` turns such a name into the topology that the rest of planning and the compilers use: generation:shape for TPUs
-(v5p:2x2x4), chip:hosts x GPUs for GPUs (h100:2x8). Imports no JAX.
+`topology_of` turns such a name into the topology that the rest of planning and the compilers use:
+generation:shape for TPUs (v5p:2x2x4), chip:hosts x GPUs for GPUs (h100:2x8). Imports no JAX.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import re
 
 from trainer.devices import GPUS, TPUS, Device
 
-# A GPU of which nothing but the memory is known, which then has to be given: --gpu-memory 24.
+# An unlisted GPU, whose memory the user has to give: --gpu-memory 24.
 ANY_GPU = "gpu"
-EXAMPLES = "8xH100, 2x8xH100 (2 hosts of 8), 4xA100-40GB, RTX4090, v5p-32, v6e-8 or a topology such as v4:4x4x4"
+EXAMPLES = (
+    "8xH100, 2x8xH100 (2 hosts of 8), 4xA100-40GB, RTX4090, v5p-32, v6e-8 or a topology such as "
+    "v4:4x4x4"
+)
 # Other names of the same devices.
 _ALIASES = {
     "v5litepod": "v5e",
@@ -28,9 +31,10 @@ _ALIASES = {
     "rtx-4090": "rtx4090",
     "rtx-3090": "rtx3090",
 }
-# Of these generations Cloud TPU counts cores, two a chip: v5p-32 has 16 chips.
+# For these generations Cloud TPU counts cores, two per chip: v5p-32 has 16 chips.
 _COUNTED_IN_CORES = ("v3", "v4", "v5p")
-# Chips -> shape of the slice that Cloud TPU makes unless asked for another (cloud.google.com/tpu/docs, a page a generation).
+# Chips -> Cloud TPU's default shape of a slice (cloud.google.com/tpu/docs, a page for each
+# generation).
 _TORUS = {
     4: "2x2x1",
     8: "2x2x2",
@@ -57,19 +61,20 @@ _V3 = {
     1024: "32x32",
 }
 _SLICES = {"v3": _V3, "v4": _TORUS, "v5p": _TORUS, "v5e": _FLAT, "v6e": _FLAT}
-# TPU chips of one virtual machine, the most that a single process drives.
+# TPU chips per virtual machine, the most that one process drives.
 _CHIPS_OF_A_HOST = {"v3": 4, "v4": 4, "v5p": 4, "v5e": 8, "v6e": 8}
 
 
 def topology_of(name: str) -> str:
-    """Returns the topology that a machine's name means; a topology is returned as it is.
+    """Returns the topology of a machine's name; a topology is returned unchanged.
 
     Args:
-      name: [hosts x] number x GPU (8xH100, 2x8xH100, RTX4090), [slices x] accelerator type of Cloud TPU (v5p-32, 2xv5e-256),
-        or a topology (v4:4x4x4, 2xv5e:16x16, h100:8, a100:4x8; 2xh100:8 is h100:2x8). Case and blanks do not matter.
+      name: [hosts x] number x GPU (8xH100, 2x8xH100, RTX4090), [slices x] accelerator type of Cloud
+        TPU (v5p-32, 2xv5e-256), or a topology (v4:4x4x4, 2xv5e:16x16, h100:8, a100:4x8; 2xh100:8 is
+        h100:2x8). Case and spaces do not matter.
 
     Raises:
-      ValueError: no such machine; one line with the nearest name and what there is.
+      ValueError: no such machine; one line with the nearest name and the choices.
     """
     text = re.sub(r"\s+", "", name.lower()).replace("*", "x")
     if ":" in text:
@@ -91,8 +96,8 @@ def topology_of(name: str) -> str:
     chip = _known(_ALIASES.get(chip, chip), name, known)
     if chip in _SLICES:
         raise ValueError(
-            f"--machine: found {name!r}; a slice of TPUs is written {chip}-8, as Cloud TPU names it, or "
-            f"{chip}:{_SLICES[chip][4]}"
+            f"--machine: found {name!r}; a slice of TPUs is written {chip}-8, as Cloud TPU names "
+            f"it, or {chip}:{_SLICES[chip][4]}"
         )
     hosts, count = (
         _counts(name, first or "1", second) if second else _counts(name, "1", first or "1")
@@ -100,7 +105,8 @@ def topology_of(name: str) -> str:
     if count > 8 and count % 8 == 0:
         raise ValueError(
             f"--machine: found {name!r}, one host of {count} GPUs; "
-            f"{hosts * count // 8}x8x{chip.upper()} is hosts of 8, {chip}:{hosts}x{count} hosts of {count}"
+            f"{hosts * count // 8}x8x{chip.upper()} is hosts of 8, {chip}:{hosts}x{count} hosts of "
+            f"{count}"
         )
     return f"{chip}:{hosts}x{count}" if hosts > 1 else f"{chip}:{count}"
 
@@ -114,7 +120,7 @@ def _counts(name: str, *numbers: str) -> list[int]:
 
 
 def _slice(name: str, slices: str | None, generation: str, count: int) -> str:
-    """The topology of a slice by Cloud TPU's accelerator type."""
+    """The topology of a slice named by Cloud TPU's accelerator type."""
     shapes = _SLICES[_known(generation, name, tuple(_SLICES))]
     cores = 2 if generation in _COUNTED_IN_CORES else 1
     if count % cores or count // cores not in shapes:
@@ -127,16 +133,17 @@ def _slice(name: str, slices: str | None, generation: str, count: int) -> str:
 
 
 def _in_slices(topology: str, slices: int) -> str:
-    """Returns the topology of so many slices of TPUs."""
+    """Returns the topology of `slices` slices of TPUs."""
     return f"{slices}x{topology}" if slices > 1 else topology
 
 
 def _checked_topology(text: str, name: str) -> str:
-    """Returns a topology as `split_topology` takes it: a number before GPUs is their number of hosts."""
+    """Normalizes a topology for `split_topology`: a number before GPUs becomes their hosts."""
     slices, chip, shape = split_topology(text)
     if not re.fullmatch(r"\d+(x\d+){0,2}", shape):
         raise ValueError(
-            f"--machine: found {name!r}; after the colon stands a shape, such as v4:4x4x4, h100:8 or a100:4x8"
+            f"--machine: found {name!r}; after the colon stands a shape, such as v4:4x4x4, h100:8 "
+            "or a100:4x8"
         )
     counts = _counts(name, str(slices), *shape.split("x"))
     chip = _known(_ALIASES.get(chip, chip), name, (*TPUS, *GPUS, ANY_GPU))
@@ -146,20 +153,22 @@ def _checked_topology(text: str, name: str) -> str:
         return _in_slices(topology, slices)
     if len(own_shape) > 2:
         raise ValueError(
-            f"--machine: found {name!r}; {chip}:8 would work, or hosts x GPUs of a host such as {chip}:4x8"
+            f"--machine: found {name!r}; {chip}:8 would work, or hosts x GPUs of a host such as "
+            f"{chip}:4x8"
         )
     return topology
 
 
 def _known(chip: str, name: str, known: tuple[str, ...]) -> str:
-    """Returns the chip, or raises ValueError with the nearest one and all of them."""
+    """Returns the chip. Raises ValueError, which names the nearest chip and all others."""
     if chip in known:
         return chip
     near = difflib.get_close_matches(chip, known, n=1, cutoff=0.5)
     meant = f" (did you mean {near[0] if near[0] in TPUS else near[0].upper()}?)" if near else ""
     raise ValueError(
-        f"--machine: found {name!r}; no device is called {chip}{meant}; TPUs are {', '.join(TPUS)}, GPUs "
-        f"{', '.join(chip.upper() for chip in GPUS)}, and any other with --gpu-memory GIB"
+        f"--machine: found {name!r}; no device is called {chip}{meant}; TPUs are "
+        f"{', '.join(TPUS)}, GPUs {', '.join(chip.upper() for chip in GPUS)}, and any other with "
+        "--gpu-memory GIB"
     )
 
 
@@ -188,7 +197,7 @@ def device_of(topology: str) -> Device | None:
 
 
 def host_gib(topology: str) -> float | None:
-    """Each device's share of the host's memory in GiB; None for devices that the table does not list."""
+    """Each device's share of host memory in GiB; None for devices that the table does not list."""
     device = device_of(topology)
     if device is not None and device.box_host_gib is not None:
         return device.box_host_gib / gpus_per_host(topology)
@@ -196,16 +205,16 @@ def host_gib(topology: str) -> float | None:
 
 
 def memory_gib(topology: str) -> float | None:
-    """The memory of a device that a program may use, in GiB; None for devices that the table does not list."""
+    """The device memory that a program may use, in GiB; None for unlisted devices."""
     device = device_of(topology)
     return None if device is None else device.usable_gib
 
 
 def gpu_gib(text: str) -> float:
-    """Returns the memory of a GPU that a user gave, in GiB.
+    """Returns the GPU memory that a user gave, in GiB.
 
     Raises:
-      ValueError: no positive number.
+      ValueError: not a positive number.
     """
     try:
         gib = float(text)
@@ -217,23 +226,23 @@ def gpu_gib(text: str) -> float:
 
 
 def gpus_per_host(topology: str) -> int:
-    """The GPUs of one host, which are one process's: 8 of h100:8 and of a100:4x8."""
+    """The GPUs of one host, driven by one process: 8 of h100:8 and of a100:4x8."""
     return int(split_topology(topology)[2].rpartition("x")[2])
 
 
 def hosts(topology: str) -> int:
-    """The hosts of a topology, of TPUs as Cloud TPU divides a slice into virtual machines."""
+    """The hosts of a topology; for TPUs, Cloud TPU's virtual machines of a slice."""
     slices, generation, shape = split_topology(topology)
     if generation not in TPUS:
         return math.prod(map(int, shape.split("x"))) // gpus_per_host(topology)
     chips = math.prod(map(int, shape.split("x")))
-    # A slice of more than 8 v5e or v6e chips has machines of 4.
+    # A slice of more than 8 v5e or v6e chips has virtual machines of 4.
     of_a_host = _CHIPS_OF_A_HOST[generation] if chips <= 8 else 4
     return slices * max(1, chips // of_a_host)
 
 
 def accelerator_type(topology: str) -> str | None:
-    """Cloud TPU's name of a slice (v5p-32 for v5p:2x2x4); None where the shape has no name, and for GPUs."""
+    """Cloud TPU's name of a slice (v5p-32 for v5p:2x2x4); None if there is none."""
     _, generation, shape = split_topology(topology)
     if generation not in _SLICES:
         return None

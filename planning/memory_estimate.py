@@ -1,9 +1,10 @@
-"""The memory of a step without a compiler: the parts that are known, and an estimate of what a step works with.
+"""A step's memory without a compiler: the known parts, and an estimate of working memory.
 
-Known are parameters, moments and what the layers keep (`planning.parts`). What else exists at the step's peak (gradients, a
-layer's gathered weights and activations, logits) is estimated as so many arrays of each kind. The numbers of arrays were chosen
-by least squares over the plans of text models in docs/plans, which real compilers made, after these had been seen, and rounded.
-The range is what those plans were of their estimates at worst; tests/planning/test_memory_estimate.py compares them.
+Parameters, moments and what the layers keep are known (`planning.parts`). The rest of the step's
+peak (gradients, a layer's gathered weights and activations, logits) is estimated as a number of
+arrays of each kind. These numbers were fitted by least squares to the compiled plans of text models
+in docs/plans, and rounded. The range covers the worst of those plans;
+tests/planning/test_memory_estimate.py compares them.
 """
 
 from __future__ import annotations
@@ -19,30 +20,33 @@ from .machines import is_gpu
 from .parts import declared_once, device_tokens, host_parts_gib, parts_gib, trained_names
 from .plan import Job
 
-# Arrays of [tokens, hidden], [tokens, query heads x head size] and [tokens, key heads x head size] in bfloat16; of a layer's
-# and of the head's weights in bfloat16; of the gradients in float32; and of a loss chunk's logits in float32.
+# Arrays of [tokens, hidden], [tokens, query heads x head size] and [tokens, key heads x head size]
+# in bfloat16; of a layer's and of the head's weights in bfloat16; of the gradients in float32; and
+# of a loss chunk's logits in float32.
 HIDDEN, QUERIES, KEYS, LAYER_WEIGHTS, HEAD_WEIGHTS, GRADIENTS, LOGITS = 5, 6, 14, 2, 1, 1, 4
-# Bits of a number in NF4 while its layer runs, when the second quantization of its scales is undone.
+# Bits per NF4 number while its layer runs, with its scales dequantized.
 NF4_BITS = 4.63
-# The smallest and the largest share of its estimate that a compiled plan took.
+# The smallest and the largest ratio of a compiled plan to its estimate.
 LOW, HIGH = 0.7, 1.3
-# The same where a TPU's layer inputs lie on the host and its attention outputs do not, by one plan: Qwen3-32B, 1M, v5p-64. Its
-# compiler takes 27 GiB beside 33 of attention outputs that nothing here explains.
+# The same on a TPU with layer inputs on the host and attention outputs on the device, by one plan:
+# Qwen3-32B, 1M, v5p-64. Its compiler takes 27 GiB on top of 33 of attention outputs; nothing here
+# explains them.
 HIGH_KEPT_ON_TPU = 1.5
-# The smallest share beside adapters, by the plans of the recipes in configs/adapters: of long rows on one device less exists at
-# a time than the arrays above say. Set after these plans were seen.
+# The smallest ratio with adapters, by the plans of the recipes in configs/adapters: of long rows on
+# one device, less exists at a time than the arrays above say. Set after these plans were seen.
 LOW_OF_ADAPTERS = 0.55
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """What a step is estimated to take on each device and of its host, in GiB.
+    """A step's estimated memory per device and on its host, in GiB.
 
     Attributes:
-      parts: of the device's memory; the last one, `working memory`, is itself an estimate.
+      parts: of the device's memory; the last one, `working memory`, is an estimate.
       host_parts: of the host's memory; these are known.
-      device_gib, host_gib: what a program may use; None where it is not known.
-      high_share, low_share: the largest and the smallest share of such an estimate that a compiled plan took.
+      device_gib, host_gib: what a program may use; None if unknown.
+      high_share, low_share: the largest and the smallest ratio of a compiled plan to such an
+        estimate.
     """
 
     parts: dict[str, float]
@@ -59,12 +63,12 @@ class MemoryEstimate:
 
     @property
     def low(self) -> float:
-        """The least that a step of this estimate may take."""
+        """The low end of the estimate's range."""
         return self.low_share * self.total
 
     @property
     def high(self) -> float:
-        """The most that a step of this estimate may take."""
+        """The high end of the estimate's range."""
         return self.high_share * self.total
 
     @property
@@ -74,7 +78,7 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> Literal["yes", "perhaps", "no"]:
-        """Whether the step fits: `perhaps` where the memory lies within the range, and only a compiler can tell."""
+        """Whether the step fits; `perhaps` if only a compiler can tell."""
         if self.host_gib is not None and self.on_host > self.host_gib:
             return "no"
         if self.device_gib is None:
@@ -106,7 +110,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
 
 
 def _working_bytes(job: Job) -> float:
-    """What exists on a device at the step's peak beside the known parts, in bytes."""
+    """Bytes on a device at the step's peak, without the known parts."""
     model, memory, mesh = job.model, job.memory, job.run.mesh
     tokens, tensor = device_tokens(job.run), mesh.tensor
     queries = (
@@ -117,14 +121,15 @@ def _working_bytes(job: Job) -> float:
         / memory.query_chunks
     )
     keys = model.num_key_value_heads * model.head_dim / tensor / memory.attention_groups
-    # Of a chunk of tokens, rows of all experts' inputs, widths and outputs, and their gradients.
+    # For a chunk of tokens: rows of all experts' inputs, hidden layers and outputs, with their
+    # gradients.
     rows = min(tokens, memory.feed_forward_chunk or tokens) * (model.num_experts_per_tok or 0)
     routed = 2 * rows * (HIDDEN * model.hidden_size + 3 * model.expert_width / tensor)
     activations = routed + 2 * tokens * (
         HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys
     )
     layer, head = stored_layer_weights(model) / tensor, head_weights(model) / tensor
-    # Of a quantized layer the codes are gathered, and one projection at a time is dequantized.
+    # A quantized layer gathers codes, and dequantizes one projection at a time.
     bits = {"none": 16, "nf4": NF4_BITS, "int8": 8}[job.run.adapter.quantize]
     dequantized = (
         0
@@ -142,6 +147,6 @@ def _working_bytes(job: Job) -> float:
 
 
 def _trained_numbers(job: Job) -> int:
-    """The numbers of all trained parameters."""
+    """The number of trained parameters."""
     declared = declared_once(job.model.with_adapter(job.run.adapter))
     return sum(math.prod(declared[name].shape) for name in trained_names(job.run, job.model))

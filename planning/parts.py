@@ -1,4 +1,4 @@
-"""What is known of a step's memory before it is compiled: lower bounds by which a search skips hopeless candidates."""
+"""The known parts of a step's memory: lower bounds by which a search skips candidates."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from .compiled import GIB
 def parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
     """The known parts of a device's memory in GiB.
 
-    These are the float32 parameters and the moments of those that are trained, as if split evenly, and what the layers keep
-    for the backward pass: of c tokens a device, for each layer the input takes 2 c E bytes in bfloat16, attention's output
-    and log-sum-exp 2 c H D + 4 c H bytes, and so on.
+    These are the float32 parameters, the moments of trained ones, as if split evenly, and what the
+    layers keep
+    for the backward pass: of c tokens a device, for each layer the input takes 2 c E bytes in
+    bfloat16, attention's output and log-sum-exp 2 c H D + 4 c H bytes, and so on.
     """
     memory, tensor = run.memory, run.mesh.tensor
     tokens = device_tokens(run)
@@ -48,7 +49,7 @@ def parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
 
 
 def host_parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
-    """The known parts of the host's memory for each device in GiB: what layers keep there, parameters and moments."""
+    """The known parts of host memory in GiB per device: kept layer inputs, parameters, moments."""
     memory = run.memory
     _, host_inputs = _kept_inputs(memory, model.num_hidden_layers)
     parameters, moments = state_bytes(run, model)
@@ -64,22 +65,22 @@ def host_parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]
 
 
 def _kept_inputs(memory: MemoryConfig, layers: int) -> tuple[float, float]:
-    """How many layers' inputs exist at a time (on the device, on the host).
+    """The number of layer inputs that exist at a time (on the device, on the host).
 
-    With every_k = k these are layers / k inputs that are kept, and in the backward pass k more of the group at work.
+    With every_k = k, layers / k inputs are kept; the backward pass adds the k of the current group.
     """
     inputs = layers / memory.every_k + memory.every_k if memory.policy.every_k else layers
     return (0, inputs) if memory.policy.inputs == "host" else (inputs, 0)
 
 
 def _attention_bytes(run: RunConfig, model: TransformerConfig) -> float:
-    """A device's bytes of all layers' attention output, bfloat16, and log-sum-exp, float32."""
+    """Bytes per device of all layers' attention outputs (bfloat16) and log-sum-exps (float32)."""
     heads = model.num_attention_heads / run.mesh.tensor
     return model.num_hidden_layers * device_tokens(run) * heads * (2 * model.head_dim + 4)
 
 
 def device_tokens(run: RunConfig) -> float:
-    """The tokens of a device that are computed at a time."""
+    """The tokens that a device computes at a time."""
     mesh = run.mesh
     return (
         run.data.context_length
@@ -90,8 +91,11 @@ def device_tokens(run: RunConfig) -> float:
 
 
 def state_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]:
-    """A device's bytes of (parameters, moments of the trained ones). Parameters are float32; the base of adapters lies in the
-    compute dtype, or is quantized. An average of the trained weights, in float32, counts as a moment."""
+    """Bytes per device of (parameters, moments of trained ones).
+
+    Parameters are float32; an adapter's base is in the compute dtype, or quantized. An average of
+    the trained weights, in float32, counts as a moment.
+    """
     declared, mesh = declared_once(model.with_adapter(run.adapter)), run.mesh
     trained = trained_names(run, model)
 
@@ -117,7 +121,7 @@ def state_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]
 
 
 def checkpoint_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]:
-    """The bytes of a checkpoint's (float32 parameters, moments). Beside adapters, the base is not saved."""
+    """A checkpoint's bytes of (float32 parameters, moments); an adapter's base is not saved."""
     parameters, moments = (
         size * run.mesh.devices / run.mesh.data for size in state_bytes(run, model)
     )
@@ -139,5 +143,5 @@ def trained_names(run: RunConfig, model: TransformerConfig) -> list[str]:
 
 @functools.cache
 def declared_once(model: TransformerConfig) -> dict[str, Parameter]:
-    """The model's parameters by name; a search asks for them for every candidate, and flax takes its time."""
+    """The model's parameters by name, cached: flax is slow, and a search needs them often."""
     return declare(model)

@@ -1,7 +1,7 @@
-"""What a training step takes on absent devices: compiles the step that `train.py` runs for them, and reads the result.
+"""Plans a training step on absent devices: compiles train.py's step for them and reads it.
 
-Memory, collectives and refusals are the real compiler's. Times are estimates of the cost model (`planning.costs`), since
-nothing was run.
+Memory, collectives and refusals come from the real compiler. Times are the cost model's estimates
+(`planning.costs`), since nothing runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ from .memory_options import MEMORY_OPTIONS
 from .parts import device_tokens, parts_gib
 from .topology import topology_devices
 
-# Chip -> its hardware in the cost model, (in one box, in several boxes), where these have names of their own.
+# Chip -> its hardware in the cost model (in one box, in several boxes), if these are named
+# separately.
 GPU_HARDWARE = {
     "a100": ("a100-nvlink", "a100-infiniband"),
     "a100-40gb": ("a100-40gb-nvlink", "a100-40gb-infiniband"),
@@ -65,20 +66,20 @@ GPU_HARDWARE = {
     "rtx4090": ("rtx4090", ""),
     "l40s": ("l40s", ""),
 }
-# Where the compilers read flags, and the packages that are the compilers: libtpu; the CUDA plugin, and ptxas.
+# The variables of compiler flags, and the compilers' packages: libtpu; the CUDA plugin, and ptxas.
 VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 TPU_COMPILER, GPU_COMPILER = (
     ("libtpu",),
     ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc"),
 )
-# A run with all defaults. A plan needs no more of the model's path and the data than that the checks find some.
+# A run with all defaults. A plan only needs some path of a model and of data, for the checks.
 DEFAULT_RECIPE = RunConfig(
     model=ModelConfig(path="-"), data=DataConfig(sources=(SourceConfig("-"),))
 )
 
 
 def made_with(topology: str) -> dict[str, str]:
-    """The installed versions of Python, jax, jaxlib and of the packages that compile for these devices."""
+    """The versions of Python, jax, jaxlib and the packages that compile for these devices."""
     compiler = GPU_COMPILER if is_gpu(topology) else TPU_COMPILER
     versions = {"python": platform.python_version()}
     for package in ("jax", "jaxlib", *compiler):
@@ -88,7 +89,7 @@ def made_with(topology: str) -> dict[str, str]:
 
 
 def changed(run: RunConfig, **sections: Any) -> RunConfig:
-    """A run's configuration with other sections: each a mapping of the fields that change, or a whole section."""
+    """A run's configuration with changed sections: mappings of fields, or whole sections."""
     return dataclasses.replace(
         run,
         **{
@@ -105,14 +106,15 @@ class Job:
     """A training step to be planned.
 
     Attributes:
-      run: the recipe, with the mesh, the context length and the batch size to be planned.
+      run: the recipe, with the mesh, context length and batch size to plan.
       model: the model's shape.
       topology: the devices; see `topology_devices`.
-      name: what reports call the model.
-      group_per_key_head: whether attention runs in one group of heads for each key/value head of a device, whatever the mesh;
-        stands in place of the option `attention_groups`.
-      host_gib: each device's share of the host's memory; a plan that needs more does not fit. None sets no limit.
-      own_device_gib: what a program may use of a device's memory, in place of the table's figure.
+      name: of the model, in reports.
+      group_per_key_head: run attention in one group of heads per key/value head of a device,
+        whatever the mesh; replaces the option `attention_groups`.
+      host_gib: each device's share of host memory; a plan that needs more does not fit. None sets
+        no limit.
+      own_device_gib: device memory that a program may use, instead of the table's figure.
     """
 
     run: RunConfig
@@ -135,7 +137,7 @@ class Job:
         recipe: RunConfig = DEFAULT_RECIPE,
         **sections: Any,
     ) -> Job:
-        """A job with these sections of a recipe changed, such as memory={"remat": "offload"}.
+        """A job with changed sections of a recipe, such as memory={"remat": "offload"}.
 
         Args:
           model: a preset, or a shape.
@@ -162,7 +164,7 @@ class Job:
 
     @property
     def device_gib(self) -> float | None:
-        """What a program may use of a device's memory in GiB; None for devices that the table does not list."""
+        """GiB of a device's memory that a program may use; None for unlisted devices."""
         return self.own_device_gib or memory_gib(self.topology)
 
     @property
@@ -188,7 +190,7 @@ class Job:
         )
 
     def compile_to_text(self) -> tuple[jax.stages.Compiled, str | None]:
-        """The compiled step, and its text where the compiler gives it. Raises what `compile_run` raises."""
+        """The compiled step, and its text if the compiler gives it. Raises as `compile_run`."""
         if is_gpu(self.topology) or not dump.NEEDED:
             compiled = self.compile()
             return compiled, compiled.as_text()
@@ -219,7 +221,7 @@ class Job:
 
         Args:
           causal: False counts every query-key pair. A sliding window is not modelled.
-          overlap: False lets no transfer run beside compute.
+          overlap: False hides no transfer under compute.
 
         Raises:
           ValueError: the cost model has no rule for the job.
@@ -228,19 +230,19 @@ class Job:
         return None if job is None else costs.estimate(dataclasses.replace(job, overlap=overlap))
 
     def time_range(self) -> costs.TimeRange | None:
-        """The seconds between which a step lies (`costs.measured`); None and ValueError as of `estimate`."""
+        """The range of a step's seconds (`costs.measured`); otherwise as `estimate`."""
         job = self._training_step()
         return None if job is None else costs.time_range(job)
 
     @property
     def hardware(self) -> costs.Hardware | None:
-        """The machine as the cost model has it; None where it does not list it."""
+        """The cost model's hardware; None if it does not list the machine."""
         _, generation, shape = split_topology(self.topology)
         one_box, several_boxes = GPU_HARDWARE.get(generation, (generation, generation))
         return costs.HARDWARE.get(several_boxes if "x" in shape else one_box)
 
     def _training_step(self, causal: bool = True) -> costs.TrainingStep | None:
-        """The job as the cost model has it."""
+        """The cost model's step of the job."""
         hardware = self.hardware
         if hardware is None:
             return None
@@ -269,14 +271,14 @@ class Job:
 
 
 def sizes_text(needs_gib: float, has_gib: float) -> str:
-    """What is needed of what is available. Less than a MiB is a core's scalar memory, which is given in KiB."""
+    """Needed and available memory; less than a MiB is a core's scalar memory, in KiB."""
     if has_gib * 2**10 < 1:
         return f"needs {needs_gib * 2**20:.1f} KiB of {has_gib * 2**20:.1f} of scalar memory"
     return f"needs {needs_gib:.2f} GiB of {has_gib:.2f}"
 
 
 class DoesNotFit(Exception):
-    """A memory is too small for a job.
+    """A job needs more memory than there is.
 
     Attributes:
       needs_gib, has_gib: the sizes, in GiB.
@@ -289,7 +291,7 @@ class DoesNotFit(Exception):
         parts: dict[str, float] | None = None,
         memory: str = "",
     ):
-        """`parts`: what was known before compiling, in GiB; `memory`: which memory, where it is not the device's."""
+        """`parts`: known before compiling, in GiB; `memory`: which one, if not the device's."""
         largest = sorted((parts or {}).items(), key=lambda item: -item[1])
         listed = (
             f"; of it {', '.join(f'{name} {size:.2f}' for name, size in largest if size)}"
@@ -315,13 +317,13 @@ def compile_step(
     flags: dict[str, str | bool] | None = None,
     **memory: Any,
 ) -> jax.stages.Compiled:
-    """The compiled training step of a model on these devices, by a recipe of which a few things change.
+    """Compiles the training step of a model on these devices, by a recipe with some changes.
 
     Args:
       context: tokens in a row; batch: rows.
       mesh: None puts all devices on the sequence axis.
-      schedule: in place of the recipe's; kernel, flags: as of `compile_run`.
-      memory: options of the section `memory` in place of the recipe's.
+      schedule: instead of the recipe's; kernel, flags: as for `compile_run`.
+      memory: options that replace the recipe's section `memory`.
 
     Raises:
       DoesNotFit, UserError, ValueError: as `compile_run`.
@@ -353,14 +355,14 @@ def compile_run(
     kernel: Kernel | None = None,
     flags: dict[str, str | bool] | None = None,
 ) -> jax.stages.Compiled:
-    """The compiled training step that a run would execute on these devices.
+    """Compiles the training step that a run would execute on these devices.
 
     Args:
-      schedule, kernel: in place of those that the run names.
-      flags: {name: value} of the compiler, for this step alone.
+      schedule, kernel: instead of the run's.
+      flags: {name: value} of the compiler, for this step only.
 
     Raises:
-      DoesNotFit: the compiler refuses the step because of its memory.
+      DoesNotFit: the step needs too much memory.
       UserError, ValueError: a mesh, a length or an option that cannot work.
     """
     check(run, "plan")
@@ -383,7 +385,7 @@ def compile_run(
 def _model_and_batch(
     run: RunConfig, model: TransformerConfig, mesh: Mesh
 ) -> tuple[LanguageModel | AgenticTransformer, AbstractBatch]:
-    """Returns the model that the run trains, of text or of trajectories, and a batch's shapes."""
+    """Returns the run's model, of text or of trajectories, and a batch's shapes."""
     rows, length = run.train.batch_size, run.data.context_length
     if not run.trajectories.path:
         return build_language_model(run, model, mesh), text_batch(rows, length, mesh)
@@ -393,24 +395,31 @@ def _model_and_batch(
 
 
 def plan(job: Job) -> dict[str, Any]:
-    """Returns a job's plan, as `python -m scripts.plan` writes it as JSON. Keys that end in `_gib` are GiB on each device.
+    """Returns a job's plan, which `python -m scripts.plan` writes as JSON.
+
+    Keys that end in `_gib` are GiB per device.
 
     Returns:
       A dictionary, flat but for `mesh`, `made_with` and `communication`:
-        jax, made_with, model, topology, devices, context, batch, tokens_per_device, schedule: the question, and `made_with`
-          the versions of Python, jax, jaxlib and the compiler, and the user's flags by environment variable.
-        mesh: the fields of MeshConfig; remat, attention_groups, query_chunks, prefetch, ...: the memory options.
-        compile_seconds, and the compiler's figures: arguments_gib, outputs_gib, temporaries_gib, peak_gib, host_gib, ...
-        device_gib, left_gib: what the device has, and what of it the step leaves; of_it_..._gib: parts of peak_gib.
-        communication: {kind of collective: {times, received_gib, hidden}}, `hidden` a share from 0 to 1; None without a text.
+        jax, made_with, model, topology, devices, context, batch, tokens_per_device, schedule: the
+        question, and `made_with`
+          the versions of Python, jax, jaxlib and the compiler, and the user's flags by environment
+          variable.
+        mesh: the fields of MeshConfig; remat, attention_groups, query_chunks, prefetch, ...: the
+          memory options.
+        compile_seconds, and the compiler's figures: arguments_gib, outputs_gib, temporaries_gib,
+        peak_gib, host_gib, ...
+        device_gib, left_gib: the device's memory, and what the step leaves of it; of_it_..._gib:
+          parts of peak_gib.
+        communication: {kind of collective: {times, received_gib, hidden}}, `hidden` from 0 to 1;
+          None without a text.
 
     Raises:
       DoesNotFit: the device's or the host's memory is too small.
       UserError, ValueError: as `compile_run`.
     """
-    user_flags = {
-        name: os.environ[name] for name in VARIABLES if os.environ.get(name)
-    }  # before a topology adds its own
+    # Before a topology adds its flags.
+    user_flags = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     start = time.perf_counter()
     parts = parts_gib(job.run, job.model)
     try:
@@ -435,7 +444,7 @@ def plan(job: Job) -> dict[str, Any]:
 
 
 def check_fits(job: Job, sizes: dict[str, float], parts: dict[str, float]) -> None:
-    """DoesNotFit where a compiled step is too large after all: the CUDA compiler refuses nothing, and none knows the host."""
+    """Raises DoesNotFit; CUDA's compiler never refuses, and none checks host memory."""
     device_gib = job.device_gib
     if device_gib is not None and sizes["peak"] > device_gib:
         taken = (
@@ -447,7 +456,7 @@ def check_fits(job: Job, sizes: dict[str, float], parts: dict[str, float]) -> No
 
 
 def _described(job: Job, devices: int) -> dict[str, Any]:
-    """The job as a flat dictionary; 0 attention_groups mean one for each key head of a device."""
+    """The job as a flat dictionary; attention_groups = 0 means one per key head of a device."""
     options = {name: getattr(job.run.memory, name) for name in MEMORY_OPTIONS}
     if job.group_per_key_head:
         options["attention_groups"] = 0

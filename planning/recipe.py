@@ -1,4 +1,4 @@
-"""Writes a planned job as a recipe that train.py takes as it is, with the command of its launcher in its head."""
+"""Writes a planned job as a recipe for train.py, with its launch command in the header."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _RUNTIMES = {
 
 
 def launcher(job: Job, options: str) -> str:
-    """Returns the shell command that trains on the job's machine; below a comment where each host has to run it.
+    """Returns the shell command that trains on the job's machine.
+
+    If each host has to run it, a comment says so.
 
     Args:
       options: those of train.py.
@@ -43,7 +45,10 @@ def launcher(job: Job, options: str) -> str:
                 "" if hosts(job.topology) == 1 else f"# on each of {hosts(job.topology)} hosts:\n"
             )
             return f'{each}eval "$(python -m trainer.xla_flags tpu)" && python train.py {options}'
-        return f"scripts/launch_tpu.sh run NAME --zone ZONE --type {kind} --version {_RUNTIMES[generation]} -- {options}"
+        return (
+            f"scripts/launch_tpu.sh run NAME --zone ZONE --type {kind} --version "
+            f"{_RUNTIMES[generation]} -- {options}"
+        )
     if "x" in shape:
         return (
             f"sbatch --nodes {hosts(job.topology)} --gpus-per-node {gpus_per_host(job.topology)} "
@@ -52,7 +57,7 @@ def launcher(job: Job, options: str) -> str:
     return f'eval "$(python -m trainer.xla_flags gpu)" && python train.py {options}'
 
 
-# What a written recipe trains with where the planned one says nothing: as the shipped recipes of pretrained models have it.
+# Defaults of a written recipe, as in the shipped recipes of pretrained models.
 LEARNING_RATE, ADAPTERS_LEARNING_RATE, WARMUP_FRACTION, EPOCHS = 1e-5, 1e-4, 0.03, 1
 
 
@@ -61,13 +66,14 @@ def recipe_of(
 ) -> dict[str, Any]:
     """Returns a recipe, as a mapping of sections, that runs the planned job.
 
-    The data are not known yet: the recipe trains for epochs, not steps, and warms up over a share of them.
+    The data are not known yet, so the recipe trains for epochs, not steps, and warms up over a
+    share of them.
 
     Args:
       job: the plan's model, mesh, memory options, context and batch.
-      base: the recipe that was planned; {} if none was.
-      model_path: the model's folder or hub name, to be written; None leaves it to the command line.
-      template: the chat template; None for the base's, or else the default one.
+      base: the planned recipe; {} if there was none.
+      model_path: the model's folder or hub name to write; None leaves it to the command line.
+      template: the chat template; None for the base's, or else the default.
     """
     run, default = job.run, RunConfig()
     mesh = {axis: getattr(run.mesh, axis) for axis in MESH_AXES if getattr(run.mesh, axis) > 1}
@@ -90,7 +96,8 @@ def recipe_of(
         "layout": run.attention.layout,
     }
     recipe["memory"] = memory
-    if "trajectories" in base:  # these are drawn without end, and their models begin from scratch
+    # Episodes are drawn without end, and their models train from scratch.
+    if "trajectories" in base:
         recipe["data"] = {**base.get("data", {}), "context_length": job.context}
         recipe["train"] = {
             "steps": default.train.steps,
@@ -116,7 +123,7 @@ def recipe_of(
 
 
 def names_model(recipe: Mapping[str, Any]) -> bool:
-    """Returns whether a recipe says which model it trains, by its path or as a shape; else the command line has to."""
+    """Returns whether a recipe names its model, by path or shape; else the command line must."""
     section = recipe.get("model", {})
     return bool(
         section.get("path")
@@ -126,15 +133,15 @@ def names_model(recipe: Mapping[str, Any]) -> bool:
 
 
 def _positions(job: Job, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the POSITIONS that a pretrained model needs for the job's context beside those that its recipe gives."""
-    if "rope_theta" in overrides:  # the recipe has seen to the length
+    """Returns the POSITIONS that a pretrained model still needs for the job's context."""
+    if "rope_theta" in overrides:  # the recipe sets the length
         return {}
     own = {name: overrides[name] for name in POSITIONS if name in overrides}
     return (job.model.with_positions(**own) if own else job.model).extended(job.context)
 
 
 def _optimizer(job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the section `optimizer` that a planned recipe has, with a rate and a warm-up where it gives none."""
+    """Returns a planned recipe's `optimizer`, with a default rate and warm-up."""
     rate = ADAPTERS_LEARNING_RATE if job.run.adapter.rank else LEARNING_RATE
     warmup = (
         {}
@@ -145,19 +152,21 @@ def _optimizer(job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template_lines(recipe: Mapping[str, Any]) -> list[str]:
-    """Returns the line of the head that explains the chat template `tokenizer`, if the recipe has it."""
+    """Returns the header's line about the chat template `tokenizer`, if the recipe has it."""
     if recipe.get("data", {}).get("template") != DEFAULT_TEMPLATE:
         return []
     return [
-        "Template  the model's own; a base model has none: data.template vicuna_v1.1, chatml, ..., by docs/data.md"
+        "Template  the model's own; a base model has none: data.template vicuna_v1.1, chatml, "
+        "..., by docs/data.md"
     ]
 
 
 def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | None) -> str:
-    """Returns the recipe's text: a head with the job, its commands and its estimates, then the recipe as YAML.
+    """Returns a header with the job, its commands and estimates, then the recipe as YAML.
 
     Args:
-      path: of the recipe's file, for the commands; model: --model of the planning command, None where the recipe has it.
+      path: of the recipe's file, for the commands; model: --model of the planning command, None if
+        the recipe names it.
     """
     options = f"--config {path}" + ("" if names_model(recipe) else " --model.path HF_DIR")
     data = recipe.get("data", {})

@@ -1,6 +1,6 @@
-"""Searches for a job's best plan: the fastest mesh, schedule and policy that fit, and the longest context that fits.
+"""Searches for a job's fastest mesh, schedule and policy that fit, and its longest context.
 
-The cost model decides in which order the candidates are tried; the compiler decides what fits.
+The cost model orders the candidates; the compiler decides what fits.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .machines import device_count
 from .parts import host_parts_gib, parts_gib
 from .plan import DoesNotFit, Job
 
-# The schedules that are tried; of those that the cost model thinks alike, the first goes first.
+# The schedules to try; of equals by the cost model, the first is tried first.
 SCHEDULES = ("ring", "ulysses", "attention2d")
 QUERY_CHUNKS = 8
 
 
 def best_every_k(layers: int) -> int:
-    """The `every_k` that keeps the fewest inputs of layers at a time: layers / k that are kept, and k of the group at work."""
+    """The `every_k` that keeps the fewest layer inputs: layers / k, and k of the current group."""
     return min((k for k in range(1, layers + 1) if layers % k == 0), key=lambda k: layers / k + k)
 
 
 def policies(job: Job) -> list[Job]:
-    """The job under each memory policy, from the fastest to the one that takes the least of the device's memory."""
+    """The job under each memory policy, from the fastest to the smallest in device memory."""
     grouped = dataclasses.replace(job, group_per_key_head=True)
     every_k = {"remat": "offload_every_k", "every_k": best_every_k(job.model.num_hidden_layers)}
     jobs = [
@@ -61,11 +61,12 @@ def policies(job: Job) -> list[Job]:
 
 
 def candidates(job: Job) -> list[Job]:
-    """The job on every mesh of its devices, with every schedule and memory policy, the fastest first by the cost model: by the
-    high end of its range.
+    """The job on every mesh, with every schedule and memory policy, the fastest first.
 
-    Candidates whose parameters, moments and kept activations alone are too large are left out, and so are those that the cost
-    model has no rule for.
+    The high end of the cost model's range decides.
+
+    Candidates whose parameters, moments and kept activations are already too large are left out, as
+    are those that the cost model has no rule for.
     """
     ranked = []
     for mesh, schedule in itertools.product(meshes(job), SCHEDULES):
@@ -80,10 +81,11 @@ def candidates(job: Job) -> list[Job]:
                 seconds = candidate.time_range()
             except ValueError:
                 continue
-            # Estimates that differ by less than a percent or so are alike: then the policy that keeps more goes first, and
-            # the schedule named first.
+            # Estimates within a percent or so are equal: then the policy that keeps more goes
+            # first, and the schedule named first.
             rank = float(f"{seconds.high:.2g}") if seconds else 0, number
-            # The cost model assumes that weights arrive while a layer computes; where prefetching achieves that, it goes first.
+            # The cost model assumes that weights arrive while a layer computes; prefetching, which
+            # achieves that, goes first.
             if (
                 schedule == "ring"
                 and mesh.sequence > 1
@@ -95,7 +97,7 @@ def candidates(job: Job) -> list[Job]:
 
 
 def _may_fit(job: Job) -> bool:
-    """Whether the parts that are known before compiling fit on the device and on the host."""
+    """Whether the known parts fit on the device and on the host."""
     for parts, limit in ((parts_gib, job.device_gib), (host_parts_gib, job.host_gib)):
         if limit is not None and sum(parts(job.run, job.model).values()) > limit:
             return False
@@ -103,11 +105,13 @@ def _may_fit(job: Job) -> bool:
 
 
 def meshes(job: Job) -> list[MeshConfig]:
-    """The meshes of all devices: tensor parallelism splits key heads evenly, and the rows of a part of the batch, of which
-    `train.accumulation` are computed one after the other, go to fsdp before a row is split.
+    """The meshes of all devices.
+
+    Tensor parallelism splits key heads evenly, and the rows of a microbatch (of
+    `train.accumulation`) go to fsdp before a row is split.
 
     Raises:
-      ValueError: the batch does not divide into these parts, so that train.py refuses it on every mesh.
+      ValueError: the batch does not divide into microbatches, so train.py refuses it on every mesh.
     """
     devices, key_heads = device_count(job.topology), job.model.num_key_value_heads
     rows, remainder = divmod(job.batch, job.run.train.accumulation)
@@ -135,16 +139,16 @@ def search(
     on_try: Callable[[Job, Any], None] = _ignore,
     most: int = 1 << 31,
 ) -> tuple[Job | None, dict[str, Any] | None, DoesNotFit | None]:
-    """The longest context, doubling from the job's own up to `most`, in the first of its candidates that fits.
+    """The longest context that fits, doubling from the job's up to `most`.
 
     Args:
-      candidates: makes a job's candidates, in the order in which they are tried; one that is too large is not tried at longer
-        contexts.
-      on_try: called with each job that was tried, and its plan or refusal.
+      candidates: makes a job's candidates, in the order to try; one that is too large is not tried
+        at longer contexts.
+      on_try: called with each tried job and its plan or refusal.
 
     Returns:
-      (the longest job that fits, its plan, the last refusal of the next longer one). The job and the plan are None where not
-      even the first context fits.
+      (the longest job that fits, its plan, the last refusal of the next longer one). The job and
+      the plan are None if not even the first context fits.
     """
     longest, best, refusal = None, None, None
     refused: list[Job] = []

@@ -1,7 +1,8 @@
-"""Devices of machines that are absent, as their compilers describe them; the one file that knows how to ask the compilers.
+"""Absent machines' devices, as their compilers describe them; the only file that asks them.
 
-A step lowered for such devices is compiled by the real compiler: its memory plan, its collectives and their schedule are those
-of the machine. TPUs need the `libtpu` wheel, GPUs need JAX's CUDA plugin and its compiler's wheels; neither needs the device.
+A step lowered for such devices goes through the real compiler: its memory plan, its collectives and
+their schedule are the machine's. TPUs need the `libtpu` wheel, GPUs need JAX's CUDA plugin and its
+compiler's wheels; neither needs the device.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def topology_devices(name: str) -> list[jax.Device]:
     """The devices of a topology, to lower for.
 
     Args:
-      name: TPUs as generation:shape (v4:4x4x4, v5e:16x16) or several slices of it (2xv5e:16x16); GPUs as chip:number or
-        chip:hosts x GPUs a host (h100:8, a100:4x8).
+      name: TPUs as generation:shape (v4:4x4x4, v5e:16x16) or several slices of it (2xv5e:16x16);
+        GPUs as chip:number or chip:hosts x GPUs per host (h100:8, a100:4x8).
 
     Raises:
       ValueError: the compiler does not know the topology, or is not installed.
@@ -36,8 +37,9 @@ def topology_devices(name: str) -> list[jax.Device]:
         return _gpus(name, generation, gpu, shape)
     if generation == ANY_GPU:
         raise ValueError(
-            f"topology: {name!r} cannot be compiled for, since the CUDA compiler has no description of it here; "
-            f"described are {', '.join(GPUS)}, and the estimate needs no compiler"
+            f"topology: {name!r} cannot be compiled for, since the CUDA compiler has no "
+            f"description of it here; described are {', '.join(GPUS)}, and the estimate needs no "
+            "compiler"
         )
     return _tpus(name, slices, generation, shape)
 
@@ -45,7 +47,7 @@ def topology_devices(name: str) -> list[jax.Device]:
 def _tpus(name: str, slices: int, generation: str, shape: str) -> list[jax.Device]:
     from jax.experimental import topologies
 
-    # Several processes may hold the compiler at once, and none of them has a TPU to ask about itself.
+    # Several processes may use the compiler at once, and there is no TPU to query for metadata.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     options = {"chip_config_name": "megacore"} if generation == "v4" else {}
@@ -56,15 +58,15 @@ def _tpus(name: str, slices: int, generation: str, shape: str) -> list[jax.Devic
             ).devices
     except Exception as error:
         raise ValueError(
-            f"topology: {name!r} is not known to the TPU compiler ({str(error).splitlines()[0]}); write "
-            "generation:shape, such as v4:4x4x4 or v5e:16x16 (the compiler comes with `libtpu`), or "
-            f"chip:number for GPUs ({', '.join(GPUS)})"
+            f"topology: {name!r} is not known to the TPU compiler ({str(error).splitlines()[0]}); "
+            "write generation:shape, such as v4:4x4x4 or v5e:16x16 (the compiler comes with "
+            f"`libtpu`), or chip:number for GPUs ({', '.join(GPUS)})"
         ) from None
 
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Drops what is written to stderr: without a TPU, the compiler's library prints warnings there that look like failures."""
+    """Drops stderr: without a TPU, the compiler prints warnings that look like failures."""
     sys.stderr.flush()
     stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -78,15 +80,16 @@ def _silent_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling(every: float = 30.0) -> Iterator[None]:
-    """Says on stderr how long the compiler has been at work, and drops what the compiler itself writes there.
+    """Reports compile time on stderr, and drops what the compiler writes there.
 
-    A compiler's refusal reaches the caller as an exception with the same figures; on stderr it is a dump of its memory.
+    A refusal reaches the caller as an exception with the same figures; on stderr it is a memory
+    dump.
 
     Args:
       every: seconds between lines.
 
     Raises:
-      ValueError: the compiler fails for another reason than memory; its message's first line.
+      ValueError: the compiler fails for another reason than memory; the first line of its message.
     """
     start, done = time.monotonic(), threading.Event()
     with open(os.dup(2), "w", encoding="utf-8") as stderr, _silent_stderr():
@@ -112,13 +115,15 @@ def _gpus(name: str, chip: str, gpu: Gpu, shape: str) -> list[jax.Device]:
     hosts, _, gpus_per_host = shape.rpartition("x")
     if not (gpus_per_host.isdigit() and (hosts or "1").isdigit()):
         raise ValueError(
-            f"topology: found {name!r}; write {chip}:8 for 8 GPUs of one host, {chip}:4x8 for 4 hosts of 8"
+            f"topology: found {name!r}; write {chip}:8 for 8 GPUs of one host, {chip}:4x8 for 4 "
+            "hosts of 8"
         )
-    # An absent GPU cannot time kernels, so autotuning is off; the scheduler that overlaps transfers is the one a run would use.
+    # An absent GPU cannot time kernels, so autotuning is off; the latency-hiding scheduler is on,
+    # as in a run.
     flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_latency_hiding_scheduler=true"
     user_flags = os.environ.get("XLA_FLAGS", "")
     if flags not in user_flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {user_flags}"  # the user's flags come last, and so win
+        os.environ["XLA_FLAGS"] = f"{flags} {user_flags}"  # the user's flags come last, so they win
     try:
         return topologies.get_topology_desc(
             platform="cuda",
@@ -134,16 +139,18 @@ def _gpus(name: str, chip: str, gpu: Gpu, shape: str) -> list[jax.Device]:
 
 
 def _target(gpu: Gpu) -> str:
-    """The GPU in the text form in which the CUDA compiler takes it (XLA's GpuTargetConfigProto).
+    """The GPU as text for the CUDA compiler (XLA's GpuTargetConfigProto).
 
-    The system keeps 1 KiB of a core's shared memory. The other limits on threads, blocks and registers are
-    those of all capabilities in the table (CUDA C++ Programming Guide, technical specifications of 8.0, 8.9, 9.0 and 10.0).
+    The system keeps 1 KiB of a core's shared memory. The other limits on threads, blocks and
+    registers are the same for all capabilities in the table (CUDA C++ Programming Guide, technical
+    specifications of 8.0, 8.9, 9.0 and 10.0).
     """
     assert gpu.memory_gib is not None
     major, minor = gpu.compute_capability
     return f"""
         gpu_device_info {{
-          threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: {gpu.threads_per_core}
+          threads_per_block_limit: 1024  threads_per_warp: 32
+          threads_per_core_limit: {gpu.threads_per_core}
           shared_memory_per_block: 49152  shared_memory_per_core: {gpu.shared_memory_per_core}
           shared_memory_per_block_optin: {gpu.shared_memory_per_core - 1024}
           core_count: {gpu.cores}  fpus_per_core: {gpu.fpus_per_core}

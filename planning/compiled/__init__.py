@@ -1,8 +1,9 @@
-"""Reads a compiled step: its memory, its collectives, the bytes that they move, and what runs while they do.
+"""Reads a compiled step: its memory, its collectives, their bytes, and what hides them.
 
-XLA reports a program's memory in figures, but describes the program itself only as text (HLO). `text` parses it into
-computations and instructions; from these `transfers` counts the bytes that each device receives, and `overlap` finds the
-compute that runs between a collective's start and its end. `refusal` reads the message of a compiler that is out of memory.
+XLA reports a program's memory as numbers, but the program itself only as text (HLO). `text` parses
+it into computations and instructions; from these `transfers` counts the bytes that each device
+receives, and `overlap` finds the compute that runs between a collective's start and its end.
+`refusal` reads the message of a compiler that is out of memory.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ GIB = 2**30
 
 
 def memory(compiled: jax.stages.Compiled) -> dict[str, float]:
-    """The compiler's memory plan in GiB a device.
+    """The compiler's memory plan in GiB per device.
 
-    `arguments`, `outputs`, `aliased` (outputs that take the place of donated arguments) and `temporaries` are on the device;
-    `host` is all of the host's memory; `peak` is the device's sum, which counts donated buffers once.
+    `arguments`, `outputs`, `aliased` (outputs stored in donated arguments) and `temporaries` are
+    device memory; `host` is all host memory; `peak` is the device's total, in which donated buffers
+    count once.
     """
     plan: Any = compiled.memory_analysis()
     sizes = {

@@ -1,4 +1,4 @@
-"""What a compiled step sends, in a few figures: bytes by kind of collective, and the share that arrives beside compute."""
+"""Summarizes what a compiled step sends: bytes by collective, and the share hidden by compute."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .transfers import received, transfers
 
 
 def communication(text: str, devices: int) -> dict[str, dict[str, float]]:
-    """The figures of each kind of collective, for one step and the device that receives most.
+    """Figures of each kind of collective, for one step on the device that receives most.
 
     Args:
-      text: the compiled step, as `compiled.as_text()` gives it.
+      text: of the compiled step, `compiled.as_text()`.
 
     Returns:
-      kind -> `times` that a collective of this kind runs, `received_gib`, and `hidden`: the share of the results' bytes that
+      kind -> `times` it runs, `received_gib`, and `hidden`: the share of the received bytes that
       arrive while a kernel or a matrix product runs.
     """
     moved, under_way = transfers(text, devices), crossings(text)
@@ -29,7 +29,7 @@ def communication(text: str, devices: int) -> dict[str, dict[str, float]]:
 
 
 def _hidden_share(crossings: list[Crossing]) -> float:
-    """The share of the results' bytes that arrive behind a kernel or a matrix product; 0 where nothing arrives."""
+    """The share of received bytes that a kernel or a matrix product hides; 0 if there are none."""
     hidden = sum(
         crossing.nbytes * crossing.times
         for crossing in crossings

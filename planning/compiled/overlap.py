@@ -1,8 +1,9 @@
-"""Finds the collectives of a compiled, scheduled text that run beside compute: what stands between their start and their end.
+"""Finds what hides the collectives of a scheduled text: compute between their start and end.
 
-A transfer is hidden by an attention kernel if one stands between the two: a Pallas kernel (a custom call), or the loop that
-is the blockwise kernel in plain XLA (it multiplies matrices and communicates nothing). Start and end must be in one
-computation, and so in one iteration of a loop. A collective that is not split into start and end hides behind nothing.
+An attention kernel between the two hides the transfer: a Pallas kernel (a custom call), or the loop
+of the blockwise kernel in plain XLA (it multiplies matrices and communicates nothing). Start and
+end must be in one computation, so in one iteration of a loop. Nothing hides a collective that is
+not split into start and end.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from .text import ArrayType, Instruction, Module, arrays, parse
 from .transfers import COLLECTIVES, is_carried_on, results
 
 PRODUCTS = ("dot", "convolution")
-# What may wrap a collective: the TPU's async-collective fusions, a reduce-scatter as one instruction, SparseCore programs.
+# What may wrap a collective: the TPU's async-collective fusions, a fused reduce-scatter, SparseCore
+# programs.
 WRAPPERS = ("fusion", "async-start", "custom-call-start")
 KERNEL_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
 
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """One collective, and what runs while it is under way.
+    """One collective, and what runs while it is in flight.
 
     Attributes:
       kind: one of COLLECTIVES; name: the instruction; computation: the one that contains it.
@@ -31,7 +33,8 @@ class Crossing:
       results: the arrays that arrive, with the compiler's shapes.
       times: how often it runs.
       kernels: attention kernels between start and end.
-      products: other instructions there that multiply matrices, or the collective itself where it is fused with a product.
+      products: other instructions there that multiply matrices, or the collective itself where it
+        is fused with a product.
     """
 
     kind: str
@@ -56,14 +59,15 @@ class Crossing:
 
 
 def crossings(text: str) -> list[Crossing]:
-    """Every collective of a scheduled text that runs, with what hides it.
+    """Every collective that a scheduled text runs, with what hides it.
 
     Raises:
-      ValueError: the text is not scheduled, so that its order is not that of execution.
+      ValueError: the text is not scheduled: its order is not the order of execution.
     """
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
         raise ValueError(
-            "compiled text: it is not scheduled, so it does not tell what runs between a start and its end"
+            "compiled text: it is not scheduled, so it does not tell what runs between a start "
+            "and its end"
         )
     module = parse(text)
     reader = _Reader(module)
@@ -82,7 +86,7 @@ class _Reader:
     def __init__(self, module: Module):
         self.module = module
         self.contents = functools.cache(self._contents)
-        # Computations that are a wrapper's inside: the wrapper stands for what is in them, and in what they call.
+        # Computations inside a wrapper: the wrapper stands for them and for all that they call.
         self.fused: set[str] = set()
         remaining = [
             called
@@ -101,7 +105,7 @@ class _Reader:
                 ]
 
     def _contents(self, computation: str) -> frozenset[str]:
-        """The opcodes in a computation and in all that it calls; for custom calls, their targets."""
+        """The opcodes in a computation and in those it calls; for custom calls, their targets."""
         opcodes: set[str] = set()
         for instruction in self.module.computations.get(computation, []):
             target = (
@@ -151,7 +155,7 @@ class _Reader:
         )
 
     def _origin(self, start: Instruction, kind: str) -> str:
-        """The operation's name as JAX wrote it; that of a wrapper may be its neighbour's, so the collective inside is asked."""
+        """The operation's name in JAX, of a wrapper the wrapped collective's."""
         inside = [
             instruction.rest
             for called in start.called
@@ -163,17 +167,15 @@ class _Reader:
 
     def _results(self, start: Instruction) -> list[ArrayType]:
         """The arrays that arrive."""
-        if start.opcode in (
-            "async-start",
-            "custom-call-start",
-        ):  # its own type may be that of a SparseCore's queues
+        # Its own type may be that of a SparseCore's queues.
+        if start.opcode in ("async-start", "custom-call-start"):
             return arrays(self.module.computations[start.called[0]][-1].type)
         if start.opcode in WRAPPERS and "-start" in start.opcode + start.name:
             return arrays(start.type)[1:2]  # of (operand, result, flags)
         return results(start)
 
     def between(self, instructions: list[Instruction], start: Instruction) -> list[Instruction]:
-        """What runs from the start to its end; nothing where it is not split in two, or ends in another computation."""
+        """What runs from start to end; empty if unsplit or ended in another computation."""
         if "-start" not in start.opcode + start.name:
             return []
         under_way = {start.name}
@@ -189,7 +191,7 @@ class _Reader:
         return []
 
     def is_kernel(self, instruction: Instruction) -> bool:
-        """Whether this is a Pallas kernel, alone or chosen at run time, or a loop that multiplies and communicates nothing."""
+        """Whether this is a Pallas kernel, or a loop that multiplies and does not communicate."""
         if instruction.opcode == "custom-call":
             return (instruction.attribute("custom_call_target") or "").strip('"') in KERNEL_TARGETS
         inside = self._inside(instruction)

@@ -1,7 +1,7 @@
-"""Reads the sizes out of a compiler's refusal of a program that needs too much memory.
+"""Reads the sizes from a compiler's out-of-memory message.
 
-JAX raises a `JaxRuntimeError` whose code is RESOURCE_EXHAUSTED. How much the program needs, and how much there is, stands
-nowhere but in the words of its message, so this file reads these; the tests hold the messages as they were recorded.
+JAX raises a `JaxRuntimeError` whose code is RESOURCE_EXHAUSTED. Only the text of its message says
+how much the program needs and how much there is. The tests hold recorded messages.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ from . import GIB
 # The TPU compiler's abbreviations, in GiB.
 _UNITS = {"K": 2**-20, "M": 2**-10, "G": 1.0, "T": 2.0**10}
 _ABBREVIATED = (
-    # The device's memory: "... required for HLO temporaries (129.06G) exceeds available HBM (15.75G). ..."
+    # The device's memory: "... required for HLO temporaries (129.06G) exceeds available HBM
+    # (15.75G). ..."
     r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)",
-    # A core's scalar memory, which holds a kernel's tables of tiles: "... in memory space smem. Used 25.2K of 16.0K smem. ..."
+    # A core's scalar memory, which holds a kernel's tables of tiles: "... in memory space smem.
+    # Used 25.2K of 16.0K smem. ..."
     r"Ran out of memory in memory space smem. Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])",
 )
-# The host's memory, in bytes: "Allocation (size=171798691840) would exceed memory (size=137438953472) :: ..."
+# The host's memory, in bytes: "Allocation (size=171798691840) would exceed memory
+# (size=137438953472) :: ..."
 _IN_BYTES = r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)"
 
 
 def refused_gib(message: str) -> tuple[float, float]:
-    """(needed, available) GiB of the memory that a refused program exhausts.
+    """Returns (needed, available) GiB of the exhausted memory.
 
     Args:
-      message: of a JaxRuntimeError with the code RESOURCE_EXHAUSTED, from the TPU compiler.
+      message: of the TPU compiler's JaxRuntimeError with the code RESOURCE_EXHAUSTED.
 
     Raises:
-      RuntimeError: the message is worded in another way.
+      RuntimeError: the message has another form.
     """
     if match := re.search(_IN_BYTES, message):
         return int(match[1]) / GIB, int(match[2]) / GIB

@@ -1,8 +1,9 @@
-"""Parses the text of a compiled program into computations and instructions, and counts how often each computation runs.
+"""Parses a compiled program's text into computations, and counts how often each runs.
 
-The text is XLA's HLO as `compiled.as_text()` prints it after scheduling. Which collectives the compiler chose, and where it put
-their starts and ends, is nowhere else to be read: JAX offers the program as this text, or as a protocol buffer whose schema
-comes with neither JAX nor libtpu. Each line of a computation is one instruction:
+The text is XLA's HLO as `compiled.as_text()` prints it after scheduling. Nothing else tells which
+collectives the compiler chose and where they start and end: JAX offers the program as this text, or
+as a protocol buffer whose schema comes with neither JAX nor libtpu. Each line of a computation is
+one instruction:
 
     %name = type opcode(%operand, ...), attribute=value, ...
 """
@@ -24,7 +25,8 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
     r"|(?:branch_computations|called_computations)=\{([^}]*)\}"
 )
-# Values of attributes: braces within braces, counted groups ([2,4]<=[8]T(1,0)), axes of a mesh, or one word.
+# Values of attributes: braces within braces, counted groups ([2,4]<=[8]T(1,0)), axes of a mesh, or
+# one word.
 _VALUE = (
     r"(\{(?:[^{}]|\{[^{}]*\})*\}"
     r"|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
@@ -36,7 +38,7 @@ _WIDTH = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
 
 
 class ArrayType(NamedTuple):
-    """One array of a type: its dtype as XLA writes it, and its number of elements."""
+    """One array of a type: its dtype in XLA's spelling, and its number of elements."""
 
     dtype: str
     elements: int
@@ -55,7 +57,8 @@ class Instruction:
     Attributes:
       type: the result's type as written.
       rest: what follows the opcode, the operands in parentheses first.
-      index: the line's number in its computation; in a scheduled text this is the order of execution.
+      index: the line's number in its computation; in a scheduled text this is the order of
+        execution.
     """
 
     name: str
@@ -70,12 +73,12 @@ class Instruction:
         return re.findall(r"%([\w.\-]+)", self.rest[1 : _closing(self.rest)])
 
     def attribute(self, name: str) -> str | None:
-        """An attribute's value as written; None where the instruction has no such attribute."""
+        """An attribute's value as written; None if the instruction lacks it."""
         match = re.search(rf"\b{name}={_VALUE}", self.rest)
         return match and match[1]
 
     def required(self, name: str) -> str:
-        """An attribute's value as written. Raises ValueError where the instruction has no such attribute."""
+        """An attribute's value as written. Raises ValueError if the instruction lacks it."""
         value = self.attribute(name)
         if value is None:
             raise ValueError(f"compiled text: {self.opcode} {self.name} has no attribute {name}")
@@ -92,14 +95,14 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program: its computations by name, each a list of instructions, and the name of the one that is run."""
+    """A compiled program: computations (lists of instructions) by name, and the entry's name."""
 
     computations: dict[str, list[Instruction]]
     entry: str
 
     @functools.cached_property
     def runs(self) -> dict[str, float]:
-        """How often each computation runs; NaN inside a loop whose number of iterations is not in the text."""
+        """How often each computation runs; NaN in a loop whose trip count is not in the text."""
         total = dict.fromkeys(self.computations, 0.0)
         self._add_runs(self.entry, 1.0, total)
         return total
@@ -126,10 +129,10 @@ class Module:
                     self._add_runs(called, times * iterations, total)
 
     def trip_count(self, computation: str, loop: Instruction) -> float:
-        """The iterations of a `while` that counts up to a constant by one; NaN for any other loop.
+        """The trip count of a `while` that counts by one to a constant; NaN for other loops.
 
-        The compiler notes the number itself on most loops. On others it follows from the loop's condition, a comparison of an
-        element of its state with a constant, and the constant at which that element starts.
+        The compiler notes the count on most loops. For others it follows from the condition, which
+        compares an element of the state with a constant, and that element's initial constant.
         """
         noted = re.search(r'known_trip_count[^\d]*?"?n"?:"?(\d+)', loop.rest)
         if noted:
@@ -212,7 +215,7 @@ def _constant(instruction: Instruction) -> int:
 
 
 def _split(line: str) -> tuple[str, str, str] | None:
-    """`type opcode(rest` as (type, opcode, rest); the type of a tuple contains parentheses and spaces itself."""
+    """Splits `type opcode(rest` into three; a tuple's type contains parentheses and spaces."""
     depth = 0
     for end, letter in enumerate(line):
         depth += {"(": 1, "{": 1, ")": -1, "}": -1}.get(letter, 0)
@@ -223,7 +226,7 @@ def _split(line: str) -> tuple[str, str, str] | None:
 
 
 def _closing(text: str) -> int:
-    """The index at which the parenthesis that `text` begins with is closed; that of the last letter where it is not."""
+    """The index of the parenthesis that closes the first character, or of the last character."""
     depth = 0
     for index, letter in enumerate(text):
         depth += {"(": 1, ")": -1}.get(letter, 0)

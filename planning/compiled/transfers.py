@@ -1,6 +1,7 @@
-"""Counts what each device receives by the collectives of a compiled text, from their shapes, groups and loops.
+"""Counts what each device receives by a compiled text's collectives: shapes, groups, loops.
 
-The counting rules are those of `model.attention.schedules.plan`, so that a schedule's own plan can be compared.
+The counting rules are those of `model.attention.schedules.plan`, so that a schedule's own plan can
+be compared.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def transfers(text: str, devices: int) -> list[Transfer]:
     """Every collective that moves something.
 
     Raises:
-      ValueError: a collective is in a loop whose number of iterations is not in the text.
+      ValueError: a collective is in a loop whose trip count is not in the text.
     """
     module = parse(text)
     moved = []
@@ -53,7 +54,8 @@ def transfers(text: str, devices: int) -> list[Transfer]:
                 continue
             if math.isnan(times):
                 raise ValueError(
-                    f"compiled text: {instruction.name} is in a loop whose number of rounds is not in the text"
+                    f"compiled text: {instruction.name} is in a loop whose number of rounds is "
+                    "not in the text"
                 )
             nbytes = _received(instruction, kind, devices)
             if kind == "all-reduce" and computation in scatters:
@@ -61,14 +63,15 @@ def transfers(text: str, devices: int) -> list[Transfer]:
             if kind == "collective-permute" and scatters.intersection(
                 _origin(instruction, instructions).called[:1]
             ):
-                kind = "reduce-scatter"  # its shards are padded, and a permute moves the last rows to their device
+                # The shards are padded, and a permute moves the last rows to their device.
+                kind = "reduce-scatter"
             if nbytes.any():
                 moved.append(Transfer(kind, instruction.name, nbytes, times))
     return moved
 
 
 def is_carried_on(instruction: Instruction) -> bool:
-    """Whether a fusion carries on, or ends, a transfer that another has started; the transfer is written in each of them."""
+    """Whether a fusion continues a transfer that another started; each of them spells it out."""
     called = instruction.called
     return (
         instruction.opcode == "fusion"
@@ -78,7 +81,7 @@ def is_carried_on(instruction: Instruction) -> bool:
 
 
 def _carried_on(module: Module) -> set[str]:
-    """The computations in fusions that carry on or end a transfer."""
+    """The computations in fusions that continue or end a transfer."""
     return {
         called
         for instructions in module.computations.values()
@@ -89,7 +92,7 @@ def _carried_on(module: Module) -> set[str]:
 
 
 def collectives(text: str) -> collections.Counter[str]:
-    """How often each kind of collective is written in a compiled text; an asynchronous pair counts once."""
+    """Counts each kind of collective in a compiled text; an asynchronous pair counts once."""
     opcodes = (
         instruction.opcode
         for instructions in parse(text).computations.values()
@@ -101,7 +104,7 @@ def collectives(text: str) -> collections.Counter[str]:
 
 
 def received(moved: list[Transfer], kind: str | None = None) -> np.ndarray:
-    """The bytes that each device receives in all, by one kind of collective or by any: float64 [devices]."""
+    """Bytes received by each device, through one kind of collective or all: float64 [devices]."""
     return np.sum(
         [transfer.times * transfer.nbytes for transfer in moved if kind in (None, transfer.kind)],
         axis=0,
@@ -111,8 +114,8 @@ def received(moved: list[Transfer], kind: str | None = None) -> np.ndarray:
 def results(collective: Instruction) -> list[ArrayType]:
     """The arrays that a collective yields.
 
-    The type of a start is (operands, results, contexts of its own), with as many results as operands; that of an
-    all-reduce-start is the results alone.
+    The type of a start is (operands, results, contexts), with as many results as operands; an
+    all-reduce-start has only the results.
     """
     if not collective.opcode.endswith("-start"):
         return arrays(collective.type)
@@ -127,9 +130,9 @@ def groups(attribute: str | None, devices: int) -> list[list[int]]:
     """The groups of devices that communicate, from a `replica_groups` attribute.
 
     Args:
-      attribute: as lists, {{0,1},{2,3}}; as a reshaped and transposed count, [2,4]<=[4,2]T(1,0); or as axes of a mesh, whole
-        or in part, mesh['x'=2,'y'=4] {'x','y':(2)2}, where (2)2 is the part of size 2 behind a part of size 2. None or {}
-        means one group of all devices.
+      attribute: as lists, {{0,1},{2,3}}; as a reshaped and transposed count, [2,4]<=[4,2]T(1,0); or
+        as axes of a mesh, whole or in part, mesh['x'=2,'y'=4] {'x','y':(2)2}, where (2)2 is the
+        part of size 2 behind a part of size 2. None or {} means one group of all devices.
       devices: number of devices.
     """
     if not attribute or attribute == "{}":
@@ -148,7 +151,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _mesh_groups(axes: str, chosen: str) -> list[list[int]]:
-    """The groups of devices, in the order of the mesh, that differ in the chosen axes alone."""
+    """The groups of devices, in mesh order, that differ only in the chosen axes."""
     chosen_axes = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", chosen)
     # Axis -> (size before the chosen part, size of that part or 0 for the whole axis).
     parts = {name: (int(before or 1), int(size or 0)) for name, before, size in chosen_axes}
@@ -189,7 +192,7 @@ def _received(collective: Instruction, kind: str, devices: int) -> np.ndarray:
 
 
 def _origin(instruction: Instruction, instructions: list[Instruction]) -> Instruction:
-    """The instruction that made what this one passes on, whole or in part."""
+    """The instruction whose result this one passes on, whole or in part."""
     by_name = {other.name: other for other in instructions}
     while instruction.operands and (
         instruction.opcode.startswith("collective-permute") or instruction.opcode in _VIEWS

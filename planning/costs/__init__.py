@@ -1,12 +1,14 @@
-"""The cost model: how long a training step takes on absent hardware, and how much of that time waits for the network.
+"""The cost model: a training step's time on absent hardware, and its wait for the network.
 
     from planning.costs import HARDWARE, Sizes, TrainingStep, estimate
-    estimate(TrainingStep(Sizes.of(TransformerConfig.preset("llama-7b")), HARDWARE["v4"], length=1 << 20, sequence=64)).mfu
+    estimate(TrainingStep(Sizes.of(TransformerConfig.preset("llama-7b")), HARDWARE["v4"], length=1
+    << 20, sequence=64)).mfu
 
-`hardware` lists the machines, `kernel_rates` reads how fast our kernels are on TPUs, `network` times transfers, `tiles` counts
-the tiles that a kernel cannot skip, `rounds` reads from each schedule's own plan what it computes and sends, and `step` adds
-these up. `measured` has the steps that others measured, and makes of an estimate a range.
-`python -m scripts.benchmarks.papers` compares the estimates with the numbers that the papers print.
+`hardware` lists the machines, `kernel_rates` reads how fast our kernels are on TPUs, `network`
+times transfers, `tiles` counts the tiles that a kernel cannot skip, `rounds` reads from each
+schedule's plan what it computes and sends, and `step` adds these up. `measured` lists steps that
+others measured, and turns an estimate into a range. `python -m scripts.benchmarks.papers` compares
+the estimates with the papers' numbers.
 """
 
 from .hardware import HARDWARE, Hardware

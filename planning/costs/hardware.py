@@ -1,7 +1,7 @@
-"""The machines of the cost model: a device of `trainer.devices`, the rates its kernels reach, and the network between devices.
+"""The cost model's machines: a device, its kernels' rates, and the network between devices.
 
-Every constant comes from a vendor's sheet, a compiled text or a named measurement. A few were chosen or changed after the
-papers' rows had been compared with the model's: a comment beside each says so.
+Every constant comes from a vendor's sheet, a compiled text or a named measurement. A few were set
+after the papers' rows had been compared with the model's; a comment at each says so.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ GIGA, MICRO = 1e9, 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One device, the rates that its kernels reach, and the network that connects it to the others.
+    """One device, the rates its kernels reach, and its network.
 
     Attributes:
       device: peak and memory bandwidth.
       matmul: share of the peak that large matrix products reach.
-      attention, attention_backward: share of the peak that an attention kernel reaches on the tiles that it computes.
-      tile: (queries, keys) of the tile, or part of one, that the kernel either skips or computes whole.
+      attention, attention_backward: share of the peak that an attention kernel reaches on the tiles
+        that it computes.
+      tile: (queries, keys) of the unit that the kernel either skips or computes whole.
       matrix_units: of a TPU's core; None on GPUs.
-      fused_cores: cores of a chip that share the pairs of a batch row and a key head, where one kernel computes attention's
-        whole backward pass if they come out even; 0 where two kernels do.
+      fused_cores: cores of a chip that share the pairs of a batch row and a key head, if one kernel
+        computes attention's whole backward pass when they divide evenly; 0 if two kernels do.
       network: the connections between devices.
-      sources: figure -> where it comes from, the device's among them.
+      sources: figure -> its source, those of the device included.
     """
 
     device: Device
@@ -58,31 +59,39 @@ class Hardware:
 
 
 _JAX = (
-    "JAX's Pallas guide 'Matrix Multiplication': XLA's bfloat16 product of 8192 x 8192 on a v5e, 92.3% of its peak "
-    "(docs.jax.dev/en/latest/pallas/tpu/matmul.html); taken over for the other TPUs"
+    "JAX's Pallas guide 'Matrix Multiplication': XLA's bfloat16 product of 8192 x 8192 on a v5e, "
+    "92.3% of its peak (docs.jax.dev/en/latest/pallas/tpu/matmul.html); assumed for the other TPUs"
 )
 _MATMUL = 0.923
 _CYCLES = (
-    "our kernels' bundles for a tile (planning/costs/kernel_cycles.json, docs/notes/kernels.md), at most the rate of "
-    "matrix products; what waits for memory and the work between tiles are not in them: an upper bound"
+    "our kernels' bundles per tile (planning/costs/kernel_cycles.json, docs/notes/kernels.md), at "
+    "most the rate of matrix products; an upper bound, without waits for memory and the work "
+    "between tiles"
 )
 _NO_KERNEL = (
-    "no figure of a kernel at such lengths was found: the rate of matrix products, an upper bound"
+    "no kernel's rate at such lengths was found: the rate of matrix products, an upper bound"
 )
-_HOP = "How To Scale Your Model, chapter on inference: about 1 microsecond a hop (jax-ml.github.io/scaling-book)"
+_HOP = (
+    "How To Scale Your Model, chapter on inference: about 1 microsecond a hop "
+    "(jax-ml.github.io/scaling-book)"
+)
 _FA2 = (
-    "FlashAttention-2, arXiv 2307.08691, sections 1 and 4.1: up to 73% forward and 63% backward on an A100, "
-    "the backward counted as 2.5 forwards"
+    "FlashAttention-2, arXiv 2307.08691, sections 1 and 4.1: up to 73% forward and 63% backward on "
+    "an A100, the backward counted as 2.5 forwards"
 )
 _FA2_H100 = (
-    "FlashAttention-3, arXiv 2407.08608, abstract: FlashAttention-2 reaches 35% on an H100 (the kernel that the "
-    "papers use); FlashAttention-3 reaches up to 75%"
+    "FlashAttention-3, arXiv 2407.08608, abstract: FlashAttention-2 reaches 35% on an H100 (the "
+    "kernel that the papers use); FlashAttention-3 reaches up to 75%"
 )
 _GEMM = "FlashAttention-2, section 1: optimised GEMM reaches 80-90%; the lower end"
-_NCCL = "NCCL's own model of a ring (src/graph/tuning.cc, hwLat, protocol Simple): 3.4 us over NVLink, 5.7 PCIe, 9.6 network"
+_NCCL = (
+    "NCCL's own model of a ring (src/graph/tuning.cc, hwLat, protocol Simple): 3.4 us over "
+    "NVLink, 5.7 PCIe, 9.6 network"
+)
 _TCP = (
-    "NVIDIA/nccl issue 464: over TCP on a 100 Gbit/s card ncclSend to one rank reaches 28 Gbit/s, an all-reduce over 50; "
-    "more threads did not help. A rank is therefore given 28 Gbit/s, and a collective all of the card"
+    "NVIDIA/nccl issue 464: over TCP on a 100 Gbit/s card ncclSend to one rank reaches 28 Gbit/s, "
+    "an all-reduce over 50; more threads did not help. A rank is therefore given 28 Gbit/s, and a "
+    "collective all of the card"
 )
 
 
@@ -105,12 +114,20 @@ def _tpu(
             "matmul": _JAX,
             "attention": _CYCLES if rates else _NO_KERNEL,
             "latency": _HOP,
-            "matrix_units": f"cloud.google.com/tpu/docs/{name}: {units.count} of {units.size} x {units.size} in a core; rows a "
-            "cycle: 16 bundles between two products of 16 rows in the texts compiled for v5p, 8 for v6e",
-            "far_exposed": "compiled texts of v5e:8x8 (docs/results/placement.json): "
-            "of `balanced` 12% of the bytes run beside a "
-            "kernel, of attention2d's overlap none, of the ring all; v6e routes as v5e does",
-            "tile": "model/attention/kernels/tpu_options.py: the parts in which tiles of 1024 are masked; on v3 whole tiles",
+            "matrix_units": (
+                f"cloud.google.com/tpu/docs/{name}: {units.count} of {units.size} x {units.size} "
+                "per core; rows per cycle: 16 bundles between two products of 16 rows in the texts "
+                "compiled for v5p, 8 for v6e"
+            ),
+            "far_exposed": (
+                "compiled texts of v5e:8x8 (docs/results/placement.json): a kernel hides 12% of "
+                "the bytes of `balanced`, none of attention2d's overlap, all of the ring; v6e "
+                "routes as v5e does"
+            ),
+            "tile": (
+                "model/attention/kernels/tpu_options.py: the parts in which tiles of 1024 are "
+                "masked; on v3 whole tiles"
+            ),
         },
         units,
         fused_cores,
@@ -120,11 +137,11 @@ def _tpu(
 def _gpu(
     name: str, rates: tuple[float, float], latency: float, sources: dict[str, str], **between_nodes
 ) -> Hardware:
-    """A GPU, alone in its box or in one of several.
+    """A GPU, in one box or in several.
 
     Args:
       rates: attention's shares of the peak, forward and backward.
-      latency: inside a box.
+      latency: within a box.
       between_nodes: further fields of Network.
     """
     device = DEVICES[name]
@@ -139,20 +156,24 @@ def _gpu(
             "matmul": _GEMM,
             "attention": _FA2,
             "latency": _NCCL,
-            "tile": "FlashAttention-2, section 3.3: blocks of 64 or 128; DistFlashAttn, section 4.1: 128",
+            "tile": (
+                "FlashAttention-2, section 3.3: blocks of 64 or 128; DistFlashAttn, section 4.1: "
+                "128"
+            ),
             **sources,
         },
     )
 
 
 _A100_RATES, _FA2_H100_RATES = (0.73, 0.63), (0.35, 0.35)
-# Of 989 TFLOP/s, the backward counted as the seven products that our kernels make: 590 forward, 640 backward.
+# Of 989 TFLOP/s, the backward counted as the seven products that our kernels make: 590 forward, 640
+# backward.
 _OUR_RATES = (0.60, 0.65)
 _OURS = (
-    "our kernel on an H200, a causal row of 128K tokens, as a model calls it (docs/results/gpu.json); the machine's steps "
-    "had been seen when it was set"
+    "our kernel on an H200, a causal row of 128K tokens, as called by a model "
+    "(docs/results/gpu.json); set after the machine's steps had been seen"
 )
-_TAKEN_OVER = "no published figure of such a kernel on this GPU was found; taken over: "
+_TAKEN_OVER = "no published figure of such a kernel on this GPU was found; assumed: "
 _INFINIBAND = {"node": 8, "far_latency": 9.6 * MICRO}
 
 HARDWARE: dict[str, Hardware] = {
@@ -162,12 +183,13 @@ HARDWARE: dict[str, Hardware] = {
     "v5e": _tpu("v5e", MatrixUnits(4, 128), fused_cores=1, far_exposed=True),
     "v6e": _tpu("v6e", MatrixUnits(2, 256, rows=2), fused_cores=1, far_exposed=True),
     "a100-nvlink": _gpu("a100", _A100_RATES, 3.4 * MICRO, {}),
-    # DGX A100: eight GPUs, a network card for each, at 100 Gbit/s as in DistFlashAttn, section 4, and Ring Attention, Table 2.
+    # DGX A100: eight GPUs, each with a network card of 100 Gbit/s, as in DistFlashAttn, section 4,
+    # and Ring Attention, Table 2.
     "a100-infiniband": _gpu(
         "a100",
         _A100_RATES,
         3.4 * MICRO,
-        {"flow": "HDR100 InfiniBand, 100 Gbit/s; one card a GPU as in a DGX A100 (assumed)"},
+        {"flow": "HDR100 InfiniBand, 100 Gbit/s; one card per GPU as in a DGX A100 (assumed)"},
         flow=12.5 * GIGA,
         uplink=100 * GIGA,
         **_INFINIBAND,
@@ -179,10 +201,11 @@ HARDWARE: dict[str, Hardware] = {
         5.7 * MICRO,
         {
             "flow": _TCP,
-            "uplink": "Azure NC96ads_A100_v4: four A100 PCIe, 80 Gbit/s (learn.microsoft.com); assumed",
+            "uplink": "Azure NC96ads_A100_v4: four A100, 80 Gbit/s (learn.microsoft.com); assumed",
         },
-        # Both were set after the rows of Attention2D's Figure 4 had been seen. uplink: the paper names no speed, this is the
-        # speed of a cloud's node of the same kind. flow: first as fast as uplink, then what one TCP connection was measured at.
+        # Both were set after the rows of Attention2D's Figure 4 had been seen. uplink: the paper
+        # names no speed; this is a cloud node's of the same kind. flow: first the uplink's speed,
+        # then the measured speed of one TCP connection.
         node=4,
         flow=3.5 * GIGA,
         uplink=10 * GIGA,
@@ -194,7 +217,7 @@ HARDWARE: dict[str, Hardware] = {
         3.4 * MICRO,
         {
             "attention": _OURS + "; the H100 has the same cores",
-            "flow": "NVIDIA DGX H100 user guide: NDR 400 Gbit/s, one card a GPU",
+            "flow": "NVIDIA DGX H100 user guide: NDR 400 Gbit/s, one card per GPU",
         },
         flow=50 * GIGA,
         uplink=400 * GIGA,
@@ -205,7 +228,7 @@ HARDWARE: dict[str, Hardware] = {
         "a100-40gb",
         _A100_RATES,
         3.4 * MICRO,
-        {"flow": "HDR100 InfiniBand, as of a100-infiniband"},
+        {"flow": "HDR100 InfiniBand, as for a100-infiniband"},
         flow=12.5 * GIGA,
         uplink=100 * GIGA,
         **_INFINIBAND,
@@ -225,13 +248,13 @@ HARDWARE: dict[str, Hardware] = {
         3.4 * MICRO,
         {
             "attention": _TAKEN_OVER + _FA2_H100,
-            "flow": "NVIDIA DGX B200 user guide: NDR 400 Gbit/s, one card a GPU",
+            "flow": "NVIDIA DGX B200 user guide: NDR 400 Gbit/s, one card per GPU",
         },
         flow=50 * GIGA,
         uplink=400 * GIGA,
         **_INFINIBAND,
     ),
-    # Boxes of cards over PCIe; several such boxes are not modelled.
+    # One box of PCIe cards; several such boxes are not modelled.
     "rtx4090": _gpu("rtx4090", _A100_RATES, 5.7 * MICRO, {"attention": _TAKEN_OVER + _FA2}),
     "l40s": _gpu("l40s", _A100_RATES, 5.7 * MICRO, {"attention": _TAKEN_OVER + _FA2}),
     # Attention2D, section 4.3: nodes of one H100, Ethernet of unnamed speed.
@@ -242,9 +265,12 @@ HARDWARE: dict[str, Hardware] = {
         {
             "attention": _FA2_H100,
             "flow": _TCP,
-            "uplink": "Azure NC40ads_H100_v5: one H100, 40 Gbit/s Ethernet (learn.microsoft.com); assumed",
+            "uplink": (
+                "Azure NC40ads_H100_v5: one H100, 40 Gbit/s Ethernet (learn.microsoft.com); assumed"
+            ),
         },
-        # Both were set after the rows of Attention2D's Figure 6 had been seen, as those of a100-ethernet.
+        # Both were set after the rows of Attention2D's Figure 6 had been seen, as for
+        # a100-ethernet.
         node=1,
         flow=3.5 * GIGA,
         uplink=5 * GIGA,

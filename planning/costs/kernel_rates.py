@@ -1,7 +1,8 @@
-"""The rates of this project's TPU kernels, from the bundles that the TPU's compiler makes of a tile.
+"""The rates of this project's TPU kernels, from the compiler's bundles per tile.
 
-The table beside this file is written by `python -m scripts.benchmarks.kernel_cycles`. A bundle takes one cycle where nothing
-waits; a tile takes at least as many cycles as its products keep the matrix units busy.
+`python -m scripts.benchmarks.kernel_cycles` writes the table next to this file. A bundle takes one
+cycle if nothing waits; a tile takes at least the cycles for which its products keep the matrix
+units busy.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("kernel_cycles.json")
-# Matrix products of a tile. Two backward kernels both compute scores and dP again: three products for dQ, four for dK and dV.
-# One for all, as FlashAttention-2's in the papers' systems and ours on most TPUs, has five.
+# Matrix products of a tile. Two backward kernels both compute scores and dP again: three products
+# for dQ, four for dK and dV. One for all, as FlashAttention-2's in the papers' systems and ours on
+# most TPUs, has five.
 FORWARD_PRODUCTS, TWO_BACKWARD_KERNELS, ONE_BACKWARD_KERNEL = 2, 7, 5
 PRODUCTS = {"forward": FORWARD_PRODUCTS, "backward": ONE_BACKWARD_KERNEL}
 
@@ -24,8 +26,8 @@ class MatrixUnits:
 
     Attributes:
       count: how many.
-      size: rows and columns of each, which heads of fewer numbers fill in part.
-      rows: rows of bfloat16 that each takes in a cycle.
+      size: rows and columns of each; smaller heads fill it in part.
+      rows: bfloat16 rows that each takes per cycle.
     """
 
     count: int
@@ -33,11 +35,11 @@ class MatrixUnits:
     rows: int = 1
 
     def filled(self, head_dim: int) -> float:
-        """The share of a unit that an attention kernel's products use: all have the head size on one side."""
+        """The share of a unit that attention's products use; the head size is one side of all."""
         return min(1.0, head_dim / self.size)
 
     def cycles(self, flops: float, head_dim: int) -> float:
-        """Cycles in which so many FLOPs of an attention kernel keep all units busy."""
+        """The cycles for which `flops` of an attention kernel keep all units busy."""
         return flops / (2 * self.rows * self.count * self.size**2 * self.filled(head_dim))
 
 
@@ -47,10 +49,10 @@ def _table() -> dict:
 
 
 def kernel_rates(generation: str, units: MatrixUnits) -> tuple[float, float] | None:
-    """The shares of the matrix units' time that our forward and backward kernels use on a tile without a mask.
+    """The matrix units' utilization by our forward and backward kernels on an unmasked tile.
 
-    What waits for memory or for other units is not counted, nor is the work between tiles: upper bounds. None for a generation
-    whose bundles are not in the table.
+    Upper bounds: waits for memory and other units, and the work between tiles, are not counted.
+    None for a generation that the table lacks.
     """
     table = _table()
     if generation not in table["bundles"]:

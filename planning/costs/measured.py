@@ -1,9 +1,10 @@
-"""Training steps that were measured, most of them by others, and the range of a step's time that follows from them.
+"""Measured training steps, most of them by others, and the time ranges that follow from them.
 
-The low end of a range is the step's matrix products at the machine's full rate, with nothing waited for. The high end has the
-cost model's waiting too, and is longer by the worst factor by which a measured step on that kind of machine, TPUs or GPUs, was
-slower than that; or it is the estimate, where that is longer still. So no measured step is above its range; how wide the range
-is says how little is known. Three steps are our own, on one H200.
+The low end of a range is the step's matrix products at the machine's full rate, without waiting.
+The high end adds the cost model's waiting, times the worst factor by which a measured step on that
+kind of machine (TPUs or GPUs) exceeded it; or it is the estimate, if that is longer. So no measured
+step is above its range, and the width of the range shows how little is known. Three steps are our
+own, on one H200.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ class Measured(NamedTuple):
     """A training step that was measured.
 
     Attributes:
-      label: the program, the model and the machine.
+      label: program, model and machine.
       source: the public repository and its issue or pull request, or our result file.
-      job: our step of the same model, rows and machine, with the schedule and remat policy nearest to theirs.
+      job: our step with the same model, rows and machine, and the closest schedule and remat
+        policy.
       seconds: of their step.
     """
 
@@ -37,7 +39,7 @@ class Measured(NamedTuple):
 
 
 class TimeRange(NamedTuple):
-    """Seconds of a step: matrix products at the machine's full rate alone, and as slow as the slowest measured step was."""
+    """A step's seconds: matrix products alone at full rate, and as slow as the slowest measured."""
 
     low: float
     high: float
@@ -47,7 +49,7 @@ class TimeRange(NamedTuple):
 
 
 def _qwen3(layers: int, hidden: int, heads: int, intermediate: int) -> Sizes:
-    """The sizes of a dense Qwen3 (its config.json on Hugging Face); what it does not share with LLaMA costs nothing here."""
+    """A dense Qwen3's sizes (config.json on Hugging Face); its norms cost nothing here."""
     return Sizes.of(
         TransformerConfig(
             vocab_size=151936,
@@ -63,7 +65,7 @@ def _qwen3(layers: int, hidden: int, heads: int, intermediate: int) -> Sizes:
 
 # Ulysses' side of the grid; the ring has the other.
 _USP_16_4, _USP_8_8 = {"name": "ulysses", "degree": 4}, {"name": "ulysses", "degree": 8}
-# MaxText on 64 v5p chips, llama3-8b, one row over all chips, seconds at 64K, 128K and 256K.
+# MaxText on 64 v5p chips, llama3-8b, one row over all chips: seconds at 64K, 128K and 256K.
 _MAXTEXT_8B: tuple[tuple[str, Any, tuple[float, ...]], ...] = (
     ("all-gather", "all_gather", (1.09, 2.98, 9.71)),
     ("ring", "ring", (1.42, 3.71, 10.78)),
@@ -81,7 +83,7 @@ _QWEN3 = {
     "8B": _qwen3(36, 4096, 32, 12288),
     "32B": _qwen3(64, 5120, 64, 25600),
 }
-# TRL on H100s, one row over all of them, layer inputs offloaded: model, GPUs, tokens, seconds.
+# TRL on H100s, one row over all GPUs, layer inputs offloaded: model, GPUs, tokens, seconds.
 _TRL = (
     ("0.6B", 8, MILLION, 137),
     ("8B", 8, MILLION, 364),
@@ -102,7 +104,7 @@ _OURS = (
 
 @functools.cache
 def measured_steps() -> tuple[Measured, ...]:
-    """The steps that were measured, each with ours that is nearest."""
+    """The measured steps, each with our closest step."""
     v5p = HARDWARE["v5p"]
     llama3, llama2 = (
         Sizes.of(TransformerConfig.preset(name)) for name in ("llama-3.1-8b", "llama-7b")
@@ -184,7 +186,7 @@ def measured_steps() -> tuple[Measured, ...]:
 
 
 def full_rate(job: TrainingStep) -> Estimate:
-    """The estimate of a job on a machine whose matrix products all run at its full rate."""
+    """The estimate if all matrix products ran at the machine's full rate."""
     return estimate(
         dataclasses.replace(
             job,
@@ -196,13 +198,13 @@ def full_rate(job: TrainingStep) -> Estimate:
 
 
 def kind(hardware: Hardware) -> str:
-    """The kind of machine whose measured steps count for this one: TPU or GPU."""
+    """The kind of machine whose measured steps apply: TPU or GPU."""
     return "TPU" if hardware.network.torus else "GPU"
 
 
 @functools.cache
 def slowest(machines: str) -> tuple[float, Measured]:
-    """The worst factor of a measured step over ours at full rate on this kind of machine, and that step."""
+    """The worst ratio of a measured step to ours at full rate on such machines, and that step."""
     return max(
         (
             (step.seconds / full_rate(step.job).seconds, step)
@@ -217,7 +219,7 @@ def time_range(job: TrainingStep) -> TimeRange:
     """The range of a job's step.
 
     Raises:
-      ValueError: as of `estimate`.
+      ValueError: as for `estimate`.
     """
     fast = full_rate(job)
     return TimeRange(

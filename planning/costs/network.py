@@ -1,4 +1,4 @@
-"""The network model: how long the transfers of a round take on a torus of TPUs, or on boxes of GPUs."""
+"""The network model: the time of a round's transfers on a torus of TPUs or on boxes of GPUs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from model.attention.schedules.plan import EXCHANGE, PERMUTE, Pairs, Send, group
 class Network:
     """How the ranks are connected. Bandwidths are bytes/s one way, latencies are seconds.
 
-    A torus: the ranks in their order are a ring of neighbours. A transfer between ranks further apart passes through those
-    between them, the shorter way round. A collective has one axis of the torus to itself and uses both directions. (Times are
-    upper bounds: over several axes distant ranks have shorter ways, and a compiler can spread a collective over the axes.)
+    A torus: consecutive ranks are neighbours on a ring. A transfer between ranks further apart
+    passes through those between them, the shorter way round. A collective has one axis of the torus
+    to itself and uses both directions. (Times are
+    upper bounds: over several axes distant ranks have shorter ways, and a compiler can spread a
+    collective over the axes.)
 
-    Nodes, that is boxes of GPUs: inside its node a rank is connected to all others. Between nodes, permutes and collectives
+    Nodes (boxes of GPUs): within its node a rank is connected to all others. Between nodes,
+    permutes and collectives
     differ: a pair of ranks uses one network card, a collective spreads over all cards of a node.
 
     Attributes:
-      link: bandwidth of a link to a neighbour (torus), or of a rank inside its node.
-      latency: of a hop on the torus, or of a transfer inside a node.
+      link: bandwidth of a link to a neighbour (torus), or of a rank within its node.
+      latency: of a hop on the torus, or of a transfer within a node.
       torus: which of the two networks this is.
-      far_exposed: on a torus, whether a permute of which a hop passes over a neighbour runs beside no kernel.
+      far_exposed: on a torus, whether no kernel hides a permute that passes over a neighbour.
       node: ranks in a node; 0 puts all of them in one.
-      flow: what a rank receives at most from other nodes by permutes.
-      uplink: what a node receives at most from other nodes.
+      flow: the most that a rank receives from other nodes by permutes.
+      uplink: the most that a node receives from other nodes.
       far_latency: of a transfer between nodes.
     """
 
@@ -43,9 +46,9 @@ class Network:
     far_latency: float = 0.0
 
     def seconds(self, sends: Sequence[Send], ranks: int) -> float:
-        """The time of transfers that happen together: that of the busiest link of any kind, and the latencies.
+        """The time of simultaneous transfers: that of the busiest link, plus the latencies.
 
-        Permutes wait for their latencies at the same time; other collectives follow one another.
+        The latencies of permutes overlap; other collectives follow one another.
 
         Args:
           sends: the transfers, between ranks numbered from 0.
@@ -57,7 +60,7 @@ class Network:
         return self._torus_seconds(sends, ranks) if self.torus else self._node_seconds(sends, ranks)
 
     def overlaps(self, send: Send, ranks: int) -> bool:
-        """Whether a transfer can run beside a kernel: permutes do, but for `far_exposed`; other collectives are waited for."""
+        """Whether a kernel can hide a transfer: only permutes, except by `far_exposed`."""
         if send.kind != PERMUTE:
             return False
         return not self.far_exposed or all(
@@ -65,13 +68,15 @@ class Network:
         )
 
     def _torus_seconds(self, sends: Sequence[Send], ranks: int) -> float:
-        # load_change[direction, i]: by how much the load of link i differs from that of link i - 1, on the ring unrolled twice.
+        # load_change[direction, i]: the load of link i less that of link i - 1, on the ring
+        # unrolled twice.
         load_change = np.zeros((2, 2 * ranks + 1))
         shared_bytes, hops, farthest = 0.0, 0, 0
         for send in sends:
             if send.kind != PERMUTE:
                 size = len(groups(send.pairs)[0])
-                # In both directions: a gather halves its P - 1 blocks; in an exchange a block crosses P / 4 links on average.
+                # Both directions are used: a gather halves its P - 1 blocks; in an exchange a block
+                # crosses P / 4 links on average.
                 shared_bytes += send.nbytes * (
                     size**2 / 8 if send.kind == EXCHANGE else (size - 1) / 2
                 )
@@ -118,8 +123,9 @@ class Network:
 def _route(kind: str, pairs: Pairs) -> tuple[np.ndarray, np.ndarray, int, int]:
     """How a collective moves its bytes between neighbours: (sources, targets, times, steps).
 
-    Each pair (source, target) moves a send's bytes `times` times; that takes `steps` steps. Permutes and all-to-alls go
-    directly; every other collective passes along its line of n ranks, in which each sends n - 1 times to the next.
+    Each pair (source, target) moves a send's bytes `times` times; that takes `steps` steps.
+    Permutes and all-to-alls go directly; every other collective passes along its line of n ranks,
+    in which each sends n - 1 times to the next.
     """
     if kind in (PERMUTE, EXCHANGE):
         sources, targets = np.array(pairs).T

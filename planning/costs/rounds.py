@@ -1,4 +1,4 @@
-"""One layer's attention, round by round, as the schedule's own plan declares it: tiles to compute and transfers to make."""
+"""One layer's attention, round by round, from the schedule's plan: tiles and transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model.attention.schedules import Schedule, get_schedule, plan
 
 from .tiles import tile_counts
 
-# What a plan calls the transfers that bring results home.
+# What plans call the transfers that return results.
 RESULTS = ("out, lse", "dQ", "dK, dV")
 
 
@@ -20,9 +20,10 @@ class Round(NamedTuple):
     """One round of a layer's attention.
 
     Attributes:
-      tiles: float [ranks], the tiles that each rank computes, those of all its heads counted as one.
-      hidden: the transfers that run while the kernels do.
-      exposed: the transfers that are waited for.
+      tiles: float [ranks], the tiles that each rank computes; a tile of all its heads counts as
+        one.
+      hidden: transfers that run while the kernels do.
+      exposed: transfers that are waited for.
     """
 
     tiles: np.ndarray
@@ -40,8 +41,8 @@ def rounds(
 ) -> tuple[list[Round], list[Round]]:
     """The forward and the backward rounds of one layer's attention.
 
-    A round's permutes run under its kernels, as the schedules' loops are written. Whatever travels in a round without kernels,
-    and every other collective, is waited for.
+    A round's permutes run under its kernels, as in the schedules' loops. All transfers of a round
+    without kernels, and all other collectives, are waited for.
 
     Args:
       schedule: a name, a mapping of a name and options, or a schedule.
@@ -62,8 +63,9 @@ def rounds(
 def _shifted(rounds: Sequence[plan.Round]) -> list[plan.Round]:
     """The rounds, each with the permutes that run in it.
 
-    `balanced` lists with a round the inputs that it needs and the results that it makes; the inputs are fetched one round
-    earlier, and the results are sent home one round later. Such a plan is recognised by a first computing round without sends.
+    `balanced` lists with a round the inputs that it needs and the results that it makes; the inputs
+    are fetched one round earlier, and the results are returned one round later. Such a plan is
+    recognised by a first computing round without sends.
     """
     computing = [number for number, planned in enumerate(rounds) if planned.tasks]
     if len(computing) == 1 or rounds[computing[0]].sends:
@@ -90,7 +92,7 @@ def _round(
 def _computed(
     tasks: Iterable[plan.Task], counts: np.ndarray, block: plan.Block, tiles: tuple[int, int]
 ) -> np.ndarray:
-    """The tiles of each rank's tasks, float [ranks]; the parts into which a block is cut are taken to be equal."""
+    """The tiles of each rank's tasks, float [ranks]; the parts of a block are taken as equal."""
     computed = np.zeros(len(counts))
     for task in tasks:
         single = len(task.queries) == len(task.keys) == 1

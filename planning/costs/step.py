@@ -1,4 +1,4 @@
-"""Adds up the time of a training step: rounds to layers, layers to a step, and the share that waits for the network."""
+"""Adds up a training step's time, from rounds to layers to the step, and its network waits."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from .hardware import Hardware
 from .kernel_rates import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, TWO_BACKWARD_KERNELS
 from .rounds import Round, rounds
 
-# AdamW in float32 reads the parameter, two moments and the gradient of each weight, and writes three of them.
+# AdamW in float32 reads the parameter, two moments and the gradient of each weight, and writes
+# three of them.
 OPTIMIZER_BYTES = 28
 
 
 def _forwards(policy: RematPolicy) -> tuple[int, int]:
-    """What a layer computes in a whole step, in forward passes: (position-wise work, attention).
+    """A layer's compute in a whole step, in forward passes: (position-wise work, attention).
 
-    One forward pass, one more for each time that remat computes it again, and two for the backward pass of position-wise work;
-    the backward pass of attention is counted apart.
+    One forward pass, one more for each recomputation, and two for the backward pass of
+    position-wise work; attention's backward pass is counted separately.
     """
     work = 5 if policy.every_k else 3 if policy.products else 4
     return work, 1 if policy.attention else 3 if policy.every_k else 2
 
 
 REMAT = {name: _forwards(policy) for name, policy in POLICIES.items()}
-# Sums over `tensor` of hidden states: attention's and the feed-forward's output on the way forward, the gradients of what both
-# read on the way back. What the feed-forward reads is summed once more, whatever products are kept; where k layers are run
-# again from one input, the outputs of k - 1 of them are too.
+# Sums of hidden states over `tensor`: the outputs of attention and feed-forward in the forward
+# pass, the gradients of their inputs in the backward pass. The feed-forward's input is summed once
+# more, whatever products are kept; if k layers are recomputed from one input, so are the outputs of
+# k - 1 of them.
 FORWARD_SUMS, BACKWARD_SUMS, EVERY_K_SUMS = 2, 3, 2
-OUTER_SUMS = 2  # of the embedding's result and of the gradient of what the head reads
+OUTER_SUMS = 2  # the embedding's result and the gradient of the head's input
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of a transformer that the cost model needs; made by hand for models that are no LLaMA.
+    """The sizes of a transformer that the cost model needs; set by hand for non-LLaMA models.
 
     Attributes:
-      weights: in the matrices of one layer that a token is multiplied with.
-      stored: in all matrices of one layer, those of experts that a token does not go to among them;
-        0 for as many as `weights`.
+      weights: in the matrices of one layer that a token passes through.
+      stored: in all matrices of one layer, idle experts included; 0 for as many as `weights`.
       head_weights: in the matrix that makes logits.
     """
 
@@ -80,8 +81,10 @@ class Sizes:
         return self.layers * (self.stored or self.weights) + 2 * self.head_weights
 
     def needed_flops(self, tokens: float, pairs: float, frozen: bool = False) -> float:
-        """FLOPs of a training step over these tokens and visible query-key pairs, without what remat computes again, or
-        gradients of frozen weights."""
+        """FLOPs of a training step over these tokens and visible query-key pairs.
+
+        Recomputation and gradients of frozen weights are left out.
+        """
         weights = self.layers * self.weights + self.head_weights
         return training_flops(
             weights,
@@ -94,7 +97,9 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingStep:
-    """One training step of a model on a mesh, whose devices are ordered by data, fsdp, tensor and, as neighbours, sequence.
+    """One training step of a model on a mesh.
+
+    Devices are ordered by data, fsdp, tensor and sequence, whose ranks are neighbours.
 
     Attributes:
       length: tokens in a row.
@@ -103,19 +108,21 @@ class TrainingStep:
       schedule: a name, a mapping of a name and options, or a schedule.
       remat: a remat policy.
       causal: False computes every query-key pair.
-      overlap: whether transfers run beside compute where the schedule lets them; False adds them up.
+      overlap: whether transfers run under compute if the schedule allows; False adds them up.
       zero: whether the parameters are gathered from their shards.
-      partial: bytes of each number of a partial result on the wire.
+      partial: bytes of each number of a partial result as sent.
       tile: (queries, keys), in place of the hardware's.
-      backward_products: matrix products of a tile in attention's backward pass; 0: as many as this project's kernels have.
-      frozen: whether the matrices have no gradient, as beside adapters, whose own products and moments are left out.
-      weight_bytes: of each number of a layer's matrices as they lie and are gathered.
-      dequantizations: how often a pass through a layer dequantizes its matrices, of which each reads them and writes bfloat16;
-        0 if they are not quantized. A compiler that dequantizes a matrix once for all chunks of tokens makes this an upper
-        bound.
+      backward_products: matrix products of a tile in attention's backward pass; 0: as many as this
+        project's kernels have.
+      frozen: whether the matrices have no gradient, as with adapters, whose products and moments
+        are left out.
+      weight_bytes: of each number of a layer's matrices as stored and gathered.
+      dequantizations: how often a pass through a layer dequantizes its matrices, reading them and
+        writing bfloat16; 0 if they are not quantized. An upper bound: a compiler may dequantize a
+        matrix once for all chunks of tokens.
 
     Raises:
-      ValueError: a mesh or remat policy that does not work, in one line naming the field.
+      ValueError: an impossible mesh or remat policy, in one line naming the field.
     """
 
     sizes: Sizes
@@ -144,7 +151,8 @@ class TrainingStep:
             raise ValueError(f"remat: found {self.remat!r}; known: {', '.join(REMAT)}")
         if self.batch % (self.data * self.fsdp):
             raise ValueError(
-                f"batch: {self.batch} rows are not divisible by data x fsdp = {self.data * self.fsdp}"
+                f"batch: {self.batch} rows are not divisible by data x fsdp = "
+                f"{self.data * self.fsdp}"
             )
         if self.length % self.sequence:
             raise ValueError(
@@ -168,7 +176,7 @@ class TrainingStep:
 
     @property
     def tile_backward_products(self) -> int:
-        """Matrix products of a tile in attention's backward pass (`model.attention.kernels.tpu` chooses by the same rule)."""
+        """Matrix products of a tile in attention's backward pass, as `kernels.tpu` chooses."""
         if self.backward_products:
             return self.backward_products
         pairs, cores = self.block.batch * self.block.kv_heads, self.hardware.fused_cores
@@ -188,7 +196,7 @@ class TrainingStep:
         )
 
     def tiles(self) -> tuple[tuple[int, int], float]:
-        """((query tiles, key tiles) of a row's block, forward FLOPs of one tile for all rows and heads of the device)."""
+        """((query, key tiles) of a row's block, a tile's forward FLOPs for all rows and heads)."""
         block = self.block
         query_side, key_side = self.tile or self.hardware.tile
         count = math.ceil(block.tokens / query_side), math.ceil(block.tokens / key_side)
@@ -204,7 +212,7 @@ class TrainingStep:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A phase of a step: its seconds, and of these the seconds of the busiest device's compute."""
+    """A phase of a step: its seconds, and the busiest device's compute seconds among them."""
 
     seconds: float
     compute: float
@@ -263,7 +271,7 @@ def estimate(job: TrainingStep) -> Estimate:
     forward, backward = _total(forward_rounds), _total(backward_rounds)
     work, attention_forwards = REMAT[job.remat]
 
-    # Without gradients of weights a backward pass is one product, not two.
+    # Without weight gradients a backward pass is one product, not two.
     matrices, saved, scatters = (
         functools.partial(_matrices, job),
         int(job.frozen),
@@ -283,7 +291,8 @@ def estimate(job: TrainingStep) -> Estimate:
         + forward * (attention_forwards - 1)
         + backward
     )
-    # Under every policy the head's gradient is taken with its loss, so that its forward pass runs once.
+    # Under every policy the head's gradient is computed with its loss, so its forward pass runs
+    # once.
     head = matrices(sizes.head_weights, 3 - saved, OUTER_SUMS, gathers=2, scatters=scatters)
     shard = (
         0
@@ -315,7 +324,7 @@ def _total(phases) -> Phase:
 
 
 def _round(job: TrainingStep, planned: Round, seconds_per_tile: float) -> Phase:
-    """A round: its busiest rank or the hidden transfers, whichever takes longer, and then the exposed transfers."""
+    """A round: the slower of its busiest rank and hidden transfers, then the exposed transfers."""
     compute, network = float(max(planned.tiles)) * seconds_per_tile, job.hardware.network
     overlapped = tuple(send for send in planned.hidden if network.overlaps(send, job.sequence))
     waited = (*planned.exposed, *(send for send in planned.hidden if send not in overlapped))
@@ -324,7 +333,7 @@ def _round(job: TrainingStep, planned: Round, seconds_per_tile: float) -> Phase:
 
 
 def _dequantization(job: TrainingStep, passes: int) -> Phase:
-    """What dequantizes a layer in so many passes through it, bound by the memory."""
+    """The time to dequantize a layer in `passes` passes, bound by memory bandwidth."""
     moved = passes * job.dequantizations * job.sizes.weights / job.tensor * (job.weight_bytes + 2)
     seconds = moved / job.hardware.memory_bandwidth
     return Phase(seconds, seconds)
@@ -340,14 +349,17 @@ def _matrices(
     weight_bytes: float = 2,
     stored: int = 0,
 ) -> Phase:
-    """Position-wise work: so many forward passes through matrices of `weights` parameters, whose transfers run beside it.
+    """Position-wise work: `forwards` passes through matrices of `weights` parameters.
+
+    Their transfers run under it.
 
     Args:
       forwards: forward passes; a backward pass counts as two.
       sums: of hidden states over the tensor axis.
-      gathers, scatters: how often the parameters are gathered, and their gradients reduce-scattered (float32).
-      weight_bytes: of each number as it is gathered.
-      stored: the parameters that are gathered, if more than those that a token is multiplied with.
+      gathers, scatters: how often the parameters are gathered, and their gradients reduce-scattered
+        (float32).
+      weight_bytes: of each number as gathered.
+      stored: the parameters that are gathered, if more than `weights`.
     """
     hardware, network = job.hardware, job.hardware.network
     compute = forwards * 2 * weights / job.tensor * job.tokens / (hardware.peak * hardware.matmul)
@@ -358,7 +370,8 @@ def _matrices(
         transfer = gathers * network.seconds(
             (Send("weights", GATHER, weight_bytes * share, pairs),), job.devices
         ) + scatters * network.seconds((Send("gradients", SCATTER, 4 * share, pairs),), job.devices)
-    # Tensor parallelism sums the outputs of attention and feed-forward over its axis; nothing runs beside these sums.
+    # Tensor parallelism sums the outputs of attention and feed-forward over its axis; nothing runs
+    # beside these sums.
     summed = 0.0
     if job.tensor > 1:
         part = Send(
@@ -370,7 +383,7 @@ def _matrices(
 
 @functools.lru_cache(maxsize=32)
 def _shards(data: int, fsdp: int, tensor: int, sequence: int) -> Pairs:
-    """The pairs of devices that share the shards of one set of parameters."""
+    """The pairs of devices that share one set of parameters."""
     return everyone(
         [((d * fsdp + f) * tensor + t) * sequence + s for f in range(fsdp) for s in range(sequence)]
         for d in range(data)

@@ -1,4 +1,4 @@
-"""Counts the tiles of scores that a kernel cannot skip, for each pair of ranks."""
+"""Counts the tiles that a kernel cannot skip, for each pair of ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from model.attention.layout import permutation
 def tile_counts(
     ranks: int, query_tiles: int, key_tiles: int, layout: str, causal: bool = True
 ) -> np.ndarray:
-    """The tiles that are computed for the queries of rank p and the keys of rank k: int array [p, k].
+    """The tiles computed for the queries of rank p and the keys of rank k: int array [p, k].
 
-    The rule is that of `model.attention.coords`: a tile is skipped if its last query comes before its first key. The count
-    depends on the number of tiles in a block and not on their length (of two tokens or more), so a short sequence of one
-    document stands for the real one.
+    The rule is that of `model.attention.coords`: a tile is skipped if its last query comes before
+    its first key. The count depends on the number of tiles in a block and not on their length (two
+    tokens or more), so a short sequence of one document stands for the real one.
 
     Args:
       query_tiles, key_tiles: tiles of a block.
