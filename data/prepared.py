@@ -17,6 +17,7 @@ from data.folders import check_files, record_files
 from data.record_store import open_records, readable
 from data.report import Report, SourceReport
 from data.sources import Source
+from data.within import check_tree, read_json
 
 DROPPED = "dropped.jsonl"
 REPORT = "report.json"
@@ -209,14 +210,12 @@ def read(folder: Path) -> Stored:
     """
     name = INDEX
     try:
+        check_tree(folder)
         with np.load(folder / INDEX) as stored:
             index = {column: stored[column] for column in stored.files}
         check_files(folder, str(index.pop("files")))
         name = REPORT
-        reports = [
-            SourceReport.from_dict(state)
-            for state in json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        ]
+        reports = [SourceReport.from_dict(state) for state in read_json(folder / REPORT)]
         return Stored(index, reports)
     except (PermissionError, UserError):
         raise

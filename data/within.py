@@ -1,12 +1,17 @@
-"""Files of a folder that somebody else may have made: read only if they are inside it."""
+"""Files that somebody else may have made: read only if they are plain files, inside the folder that the user named."""
 
+import json
 import os
 import re
+import stat
 from pathlib import Path
+from typing import Any
 
 from data.errors import UserError
 from data.printable import printable
 
+MAX_TEXT_BYTES = 4 << 30
+MAX_JSON_BYTES = 256 << 20
 # A snapshot in the Hugging Face cache, whose files are links to the blobs of the same repository.
 _SNAPSHOT = re.compile(r"(?P<repository>.*/(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/.*)?")
 
@@ -46,6 +51,75 @@ def check_within(folder: str | Path, path: str | Path) -> None:
             )
         )
     if target.exists() and not (target.is_file() or target.is_dir()):
-        raise UserError(
-            printable(f"{path}: is neither a file nor a folder; a plain file would work")
-        )
+        raise _not_plain(path)
+
+
+def check_tree(folder: str | Path, root: str | Path | None = None) -> None:
+    """Checks every file and folder below a folder; errors as in `check_within`.
+
+    Args:
+      folder: as the user named it, or one inside.
+      root: as the user named it, where `folder` is inside.
+    """
+    root = folder if root is None else root
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                check_tree(entry.path, root)
+            elif not entry.is_file(follow_symlinks=False):
+                check_within(root, entry.path)
+
+
+def read_bytes(
+    path: str | Path, folder: str | Path | None = None, most: int = MAX_TEXT_BYTES
+) -> bytes:
+    """Returns the contents of a plain file; never waits for a pipe, and never reads a device.
+
+    Args:
+      path: the file.
+      folder: in which it must be, as in `check_within`; None for a file that the user names.
+      most: bytes.
+
+    Raises:
+      UserError: it is another kind of file, is larger, or leads out of the folder.
+      OSError: it cannot be read.
+    """
+    if folder is not None:
+        check_within(folder, path)
+    with open(path, "rb", opener=_without_waiting) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise _not_plain(path)
+        if status.st_size > most:
+            raise UserError(
+                printable(f"{path}: has {status.st_size:,} bytes; up to {most:,} would work")
+            )
+        return file.read(status.st_size)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_text(
+    path: str | Path, folder: str | Path | None = None, most: int = MAX_TEXT_BYTES
+) -> str:
+    """Returns a plain file's text; UnicodeDecodeError if it is not UTF-8, else as `read_bytes`."""
+    return read_bytes(path, folder, most).decode("utf-8")
+
+
+def read_json(path: str | Path, folder: str | Path | None = None) -> Any:
+    """Returns the value in a plain file; ValueError if it is not JSON, else as `read_bytes`."""
+    return parse_json(read_text(path, folder, MAX_JSON_BYTES))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns the value of a JSON text; ValueError also for one that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _not_plain(path: str | Path) -> UserError:
+    return UserError(printable(f"{path}: is neither a file nor a folder; a plain file would work"))

@@ -22,6 +22,7 @@ import numpy as np
 from data import printable
 from data.errors import UserError
 from data.paths import output_file
+from data.within import parse_json, read_text
 from eval.scoring import paired_interval
 from trainer import entry
 
@@ -128,9 +129,7 @@ def read(folder: Path) -> dict[Group, dict[Case, float]]:
     """
     path = folder / "cases.jsonl"
     try:
-        scores = scores_of(
-            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        )
+        scores = scores_of([parse_json(line) for line in read_text(path, folder).splitlines()])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: no cases of an evaluation ({type(error).__name__}: {error}); {WOULD_WORK}"

@@ -25,6 +25,7 @@ from data.errors import UserError
 from data.paths import PICTURE, PICTURE_METADATA, check_own, output_folder
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales
+from data.within import read_json
 from eval.scoring import bootstrap
 from trainer import entry
 
@@ -118,7 +119,7 @@ class Inputs:
                 f"--checkpoint: {assets.parent} holds no model of trajectories; one that train.py made from a "
                 "recipe with a section trajectories would work"
             )
-        fields = json.loads((assets / ASSET).read_text(encoding="utf-8"))
+        fields = read_json(assets / ASSET, assets.parent)
         sizes, scales, data = fields["sizes"], fields["scales"], fields["data"]
         return cls(
             fields["task"],

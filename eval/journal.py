@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from data.within import parse_json, read_bytes
 
 JOURNAL = "answers.jsonl"
 
@@ -59,9 +61,10 @@ class Journal:
 def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Returns the lines of a journal up to the first that is not whole, and the bytes that they take."""
     lines, offset = [], 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+    content = read_bytes(path, path.parent) if os.path.lexists(path) else b""
+    for line in content.splitlines(keepends=True):
         try:
-            lines.append(json.loads(line))
+            lines.append(parse_json(line))
         except ValueError:
             break
         if not line.endswith(b"\n"):

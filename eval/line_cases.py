@@ -22,6 +22,7 @@ from data.synthetic import words
 from data.synthetic.split import draw_keys, draw_values
 from data.synthetic.tasks import OWN_LINES
 from data.synthetic.wording import Wording, wording_like
+from data.within import parse_json, read_text
 
 __all__ = ["KEY_STYLES", "LineCase", "Wording", "generate", "read", "wording_like", "write"]
 FORM = 'a case is one line of JSON: {"prompt": "...", "expected_number": 7, "num_lines": 20, "correct_line": "..."}'
@@ -72,7 +73,7 @@ def read(path: str | pathlib.Path) -> list[LineCase]:
         UserError: the file cannot be read, contains no case, or a line is not a case.
     """
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path}: cannot read the line cases ({getattr(error, 'strerror', None) or error})"
@@ -92,8 +93,8 @@ def read(path: str | pathlib.Path) -> list[LineCase]:
 def _parse(line: str, location: str, source: str) -> LineCase:
     """Returns the case in one line of a file, which `location` names in messages."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         message = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise UserError(f"{location}: by itself not valid JSON ({message}); {FORM}") from error
     if not isinstance(record, dict):

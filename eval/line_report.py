@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from data import printable
 from data.errors import UserError
 from data.paths import PICTURE_METADATA
+from data.within import read_json
 from eval.scoring import Outcome, Score, score, wilson
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def read(folder: str | pathlib.Path) -> list[Score]:
     """
     path = pathlib.Path(folder) / "results.json"
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = read_json(path, folder)
         fields = [field.name for field in dataclasses.fields(Score)]
         rows = results["within_trained_length"] + results["beyond_trained_length"]
         return [Score(**{field: row[field] for field in fields}) for row in rows]

@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from data.errors import UserError
 from data.paths import results_folder
 from data.synthetic.tasks import Haystack, needles
+from data.within import read_text
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from trainer import entry
@@ -35,7 +35,7 @@ def read_haystack(path: str | None) -> Haystack:
     if path is None:
         return Haystack()
     try:
-        haystack = Haystack.of_text(Path(path).read_text(encoding="utf-8"))
+        haystack = Haystack.of_text(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--text: {path} cannot be read ({getattr(error, 'strerror', None) or error})"

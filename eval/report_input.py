@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from data.errors import UserError, first_line
+from data.within import read_json, read_text
+from trainer.config.yaml_text import InvalidYAML, parse
 from trainer.reporting.rows import read_rows
 from trainer.run.directory import EARLIER_STAGES
 from trainer.run.results import evaluated, is_of_run
@@ -124,19 +123,19 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     # By where it really is, since --evaluations may name folders of the run.
     files = sorted(
         {
-            path.resolve(): path
+            path.resolve(): (path, root)
             for root in (*evaluations, folder)
             for path in root.rglob("results.json")
         }.values()
     )
-    results = [evaluation for path in files if (evaluation := _evaluation(path))]
+    results = [evaluation for path, root in files if (evaluation := _evaluation(path, root))]
     for evaluation in results:
         _check_model(evaluation, folder)
     curves: dict[str, Any] = {}
     for root in (folder, *evaluations):
         for path in sorted(root.rglob("loss_by_position.json")):
-            curves |= _json(path).get("curves", {})
-    return Run(folder, _config(stages[-1] / CONFIG), _logs(stages), results, curves)
+            curves |= _json(path, root).get("curves", {})
+    return Run(folder, _config(stages[-1] / CONFIG, folder), _logs(stages, folder), results, curves)
 
 
 def _check_model(evaluation: Evaluation, run: Path) -> None:
@@ -152,10 +151,10 @@ def _check_model(evaluation: Evaluation, run: Path) -> None:
     print(f"warning: {found}; the report shows it all the same", file=sys.stderr)
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path, folder: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        config = parse(read_text(path, folder), str(path))
+    except (OSError, ValueError, InvalidYAML) as error:
         raise UserError(
             f"{path}: cannot be read ({first_line(error)}); the one that train.py wrote would work"
         ) from None
@@ -170,10 +169,10 @@ def _stage_folders(folder: Path) -> list[Path]:
     earlier = sorted(
         (folder / EARLIER_STAGES).glob("*"), key=lambda path: (len(path.name), path.name)
     )
-    return [stage for stage in (*earlier, folder) if (stage / CONFIG).is_file()]
+    return [stage for stage in (*earlier, folder) if (stage / CONFIG).exists()]
 
 
-def _logs(stages: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
+def _logs(stages: Sequence[Path], folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Returns the rows of each JSONL file of metrics over all stages, with the counts of a stage
     added to those before it."""
     logs: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
@@ -188,7 +187,7 @@ def _logs(stages: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
                     for name in COUNTS
                     if isinstance(row.get(name), int | float)
                 }
-                for row in read_rows(path)
+                for row in read_rows(path, folder)
                 if "step" in row
             ]
             ended |= {
@@ -200,10 +199,10 @@ def _logs(stages: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     return dict(logs)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(path, folder)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{path}: cannot be read ({error}); without it, the report can be made"
         ) from None
@@ -214,15 +213,15 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _evaluation(path: Path) -> Evaluation | None:
+def _evaluation(path: Path, folder: Path) -> Evaluation | None:
     """Returns the evaluation of a results.json, or None for one of another kind.
 
     Raises:
       UserError: it cannot be read, or lacks something.
     """
-    content = _json(path)
+    content = _json(path, folder)
     try:
-        return _evaluation_of(path, content)
+        return _evaluation_of(path, folder, content)
     except KeyError as error:
         raise UserError(
             f"{path}: a result has no {error}; without this file, the report can be made"
@@ -234,7 +233,7 @@ def _evaluation(path: Path) -> Evaluation | None:
         ) from None
 
 
-def _evaluation_of(path: Path, content: dict[str, Any]) -> Evaluation | None:
+def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> Evaluation | None:
     if "results" in content and "evaluation" in content:
         scores = [
             Score(
@@ -284,10 +283,9 @@ def _evaluation_of(path: Path, content: dict[str, Any]) -> Evaluation | None:
         ]
     else:
         return None
-    cases = (
-        read_rows(path.parent / "cases.jsonl") if (path.parent / "cases.jsonl").is_file() else []
-    )
-    return Evaluation(path, scores, content.get("about", {}), cases)
+    cases = path.parent / "cases.jsonl"
+    rows = read_rows(cases, folder) if cases.exists() else []
+    return Evaluation(path, scores, content.get("about", {}), rows)
 
 
 def scores_by_run(runs: Sequence[Run]) -> list[list[Score]]:

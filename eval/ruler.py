@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +20,7 @@ from data.errors import UserError
 from data.paths import results_folder
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise, Haystack
+from data.within import parse_json, read_text
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from eval.needle import read_haystack
@@ -113,7 +112,7 @@ def qa_cases(
     """
     questions = []
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--qa: {path} cannot be read ({getattr(error, 'strerror', None) or error})"
@@ -122,7 +121,7 @@ def qa_cases(
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             fields = row["question"], row["answers"], row["documents"]
             if not (
                 isinstance(fields[0], str)

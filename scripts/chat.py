@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.conversation import Message
 from data.errors import UserError
 from data.printable import printable
+from data.within import read_text
 from eval import runner
 from trainer import entry
 
@@ -65,7 +65,7 @@ def read_document(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        text = Path(path).read_text(encoding="utf-8").strip()
+        text = read_text(path).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--document: {path} cannot be read ({getattr(error, 'strerror', None) or error}); a "

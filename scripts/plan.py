@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.paths import check_own
+from data.within import read_text
 from scripts.compare_schedules import compare
 from scripts.plan_options import chooses, jobs_of, parser
 from trainer import entry
-from trainer.config.yaml_text import parse
+from trainer.config.yaml_text import MAX_BYTES, parse
 
 if TYPE_CHECKING:
     from planning.plan import DoesNotFit, Job
@@ -203,7 +204,7 @@ def write(job: Job, args: argparse.Namespace) -> None:
     from planning.recipe import names_model, recipe_of, recipe_text
     from trainer.config.load import load
 
-    base = parse(Path(args.config).read_text(encoding="utf-8"), args.config) if args.config else {}
+    base = parse(read_text(args.config, most=MAX_BYTES), args.config) if args.config else {}
     named = args.model if args.model and "/" in args.model else None
     recipe = recipe_of(job, base, named, args.template)
     check_own(args.write, b"python -m scripts.plan")

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.templates.built_in import NAMES
+from data.within import read_text
 from model.attention.names import MESH_AXES
 from model.memory.options import MemoryConfig
 from planning.machines import EXAMPLES, gpu_gib, is_gpu, topology_of
 from planning.memory_options import MEMORY_OPTIONS
 from trainer import entry
 from trainer.config.schema import AttentionConfig
-from trainer.config.yaml_text import parse
+from trainer.config.yaml_text import MAX_BYTES, parse
 
 if TYPE_CHECKING:
     from model.config import TransformerConfig
@@ -308,7 +309,7 @@ def _learns_from_trajectories(path: str) -> bool:
     from data.errors import UserError
 
     try:
-        recipe = parse(Path(path).read_text(encoding="utf-8"), path)
+        recipe = parse(read_text(path, most=MAX_BYTES), path)
     except (OSError, ValueError, UserError):
         return False
     return isinstance(recipe, dict) and "trajectories" in recipe

@@ -7,13 +7,13 @@ newest checkpoint's step is printed, as launchers need it.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
 from typing import Any, NamedTuple
 
 from data.errors import UserError
+from data.within import check_within, parse_json
 from trainer import entry
 
 LAST_BYTES = 65536  # of metrics.jsonl: far more than its last line
@@ -54,6 +54,8 @@ def read_status(run: str) -> Status:
     )
     metrics, logged, path = None, None, f"{folder}/metrics.jsonl"
     if system.exists(path):
+        if "file" in system.protocol:
+            check_within(folder, path)
         lines = (
             system.cat_file(path, start=-min(LAST_BYTES, system.size(path)))
             .decode(errors="replace")
@@ -75,7 +77,7 @@ def _modified(system: Any, path: str) -> float | None:
 def _row(line: str) -> dict[str, Any] | None:
     """Returns a whole line's row; None for a line that is cut."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) and "step" in row else None

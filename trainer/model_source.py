@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from data.paths import on_this_machine
 from data.sources import TURN_FORMATS
 from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
-from data.within import file_within
+from data.within import file_within, read_json
 from model.checks import is_int
 from model.config import POSITIONS, TransformerConfig
 
@@ -129,11 +128,9 @@ def _generation_ends(folder: Path) -> list[int]:
     path = folder / "generation_config.json"
     try:
         ends = (
-            json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            if file_within(folder, path.name)
-            else None
+            read_json(path, folder).get("eos_token_id") if file_within(folder, path.name) else None
         )
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError):
         raise ValueError(f"{path}: not a JSON object; download it again") from None
     return [id for id in (ends if isinstance(ends, list) else [ends]) if is_int(id) and id >= 0]
 

@@ -20,6 +20,7 @@ from data.trajectories.builder import PreparedTrajectories, prepare_trajectories
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import Decisions, Scales, cut, decisions, relabelled, row
 from data.trajectories.tasks import get_task
+from data.within import read_json
 from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention.layout import permutation
 from model.config import TransformerConfig
@@ -84,7 +85,7 @@ def stored_shape(assets: Path) -> TransformerConfig:
             f"{assets.parent}: no model of trajectories; a checkpoint that train.py made from a recipe with a "
             "section trajectories would work"
         )
-    fields = json.loads((assets / "config.json").read_text(encoding="utf-8"))
+    fields = read_json(assets / "config.json", assets)
     return TransformerConfig.from_hf_dict(
         fields | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     )

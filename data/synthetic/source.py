@@ -26,6 +26,7 @@ from data.paths import cache_folder, on_this_machine
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise
 from data.synthetic.wording import Wording, wording_like
+from data.within import read_bytes
 
 PREFIX = "synthetic:"
 RULES = "synthetic-4"  # to be changed with every change to the exercises
@@ -174,7 +175,7 @@ def write(path: str, context_length: int, count: Callable[[str], int], tokenizer
     """
     spec = Spec.parse(path)
     like = (
-        hashlib.sha256(Path(spec.like).read_bytes()).hexdigest()
+        hashlib.sha256(read_bytes(spec.like)).hexdigest()
         if spec.like and Path(spec.like).is_file()
         else spec.like
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import re
 
 from data.errors import UserError
+from data.within import parse_json, read_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +72,7 @@ def wording_like(path: str | pathlib.Path) -> Wording:
 def _first_case(path: str | pathlib.Path) -> tuple[str, str, int]:
     """Returns prompt, line in question and its number of a file's first case."""
     try:
-        with open(path, encoding="utf-8") as file:
-            case = json.loads(next(line for line in file if line.strip()))
+        case = parse_json(next(line for line in read_text(path).split("\n") if line.strip()))
         return str(case["prompt"]), str(case["correct_line"]), int(case["expected_number"])
     except (OSError, StopIteration, ValueError, KeyError, TypeError) as error:
         raise UserError(

@@ -18,6 +18,7 @@ from data import paths
 from data.errors import UserError
 from data.folders import building, check_files, record_files
 from data.record_store import open_records, readable, write_records
+from data.within import check_tree, read_json
 
 from .episodes import Episode, episode_files, episode_return, read_episode
 from .tasks import Task, get_task, relabel
@@ -138,9 +139,10 @@ def _read_or_warn(folder: Path) -> PreparedTrajectories | None:
 def _read(folder: Path) -> PreparedTrajectories:
     """Reads a prepared folder; raises UserError if it looks damaged without reading all of it."""
     try:
+        check_tree(folder)
         with np.load(folder / INDEX) as index:
             check_files(folder, str(index["files"]))
-            dropped = json.loads((folder / "dropped.json").read_text(encoding="utf-8"))
+            dropped = read_json(folder / "dropped.json")
             return PreparedTrajectories(folder, index["returns"], index["lengths"], tuple(dropped))
     except (PermissionError, UserError):
         raise
@@ -186,7 +188,7 @@ def _recorded_task(file: Path) -> str:
     """Returns the task whose rewards a file's folder says it has; "" if that is not known."""
     about = file.parent.parent / "collected.json"
     try:
-        return str(json.loads(about.read_text(encoding="utf-8"))["task"])
+        return str(read_json(about, about.parent)["task"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

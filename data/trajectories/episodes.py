@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float32, Float64
 
 from data.errors import UserError
+from data.within import check_within
 
 from .tasks import Task
 
@@ -120,11 +121,13 @@ def episode_files(root: Path, task: Task) -> list[Path]:
       root: has {domain}/{algorithm}/buffer below it, or is such a buffer itself.
 
     Raises:
-      UserError: there are none.
+      UserError: there are none, or one leads out of the folder.
     """
     files = sorted(root.glob(f"{task.domain}/*/buffer/*.npz")) or sorted(root.glob("*.npz"))
     if not files:
         raise UserError(
             f"{root}: found no episodes; needs {task.domain}/ALGORITHM/buffer/*.npz below it"
         )
+    for file in files:
+        check_within(root, file)
     return files

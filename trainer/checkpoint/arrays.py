@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import jax
 import tensorstore
 
+from data.within import read_json
 from trainer.checkpoint.manifest import DamagedError
 
 
@@ -22,9 +22,7 @@ def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
     """
     base = (folder / item).as_uri() + "/"
     try:
-        entries = json.loads((folder / item / "_METADATA").read_text(encoding="utf-8"))[
-            "tree_metadata"
-        ].values()
+        entries = read_json(folder / item / "_METADATA", folder)["tree_metadata"].values()
         names = [".".join(part["key"] for part in entry["key_metadata"]) for entry in entries]
         opening = {
             name: tensorstore.open(
@@ -38,7 +36,7 @@ def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
             for name in names
         }
         return {name: array.result() for name, array in opening.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(
             f"{folder}: finds no index of the arrays of {item} ({str(error).splitlines()[0]}); an older "
             "checkpoint would work, or a path without *, ?, [ and backslash"

@@ -12,6 +12,7 @@ from typing import Any
 
 from data.errors import is_transient
 from data.folders import sync
+from data.within import MAX_JSON_BYTES, check_tree, check_within, parse_json, read_bytes
 
 MANIFEST = "manifest.json"
 _FORMAT = "longstripe checkpoint"
@@ -69,7 +70,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
       OSError: a mount or disk fails, which says nothing about the files.
     """
     try:
-        data = (folder / MANIFEST).read_bytes()
+        data = read_bytes(folder / MANIFEST, folder, MAX_JSON_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise ForeignError(f"{folder}: not a checkpoint of this project (no {MANIFEST})") from None
     except OSError as error:  # such as a folder in its place
@@ -77,8 +78,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise
         raise DamagedError(f"{folder}: {MANIFEST} cannot be read ({error.strerror})") from None
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
+        content = parse_json(data)
+    except ValueError:
         raise DamagedError(f"{folder}: {MANIFEST} is damaged (not JSON)") from None
     if not isinstance(content, dict) or "format" not in content or "files" not in content:
         raise ForeignError(
@@ -115,8 +116,10 @@ def verify(folder: Path, items: Sequence[str] | None = None) -> dict[str, Any]:
     Raises:
       ForeignError: the folder is no checkpoint.
       DamagedError: names the first file, by name, that is missing or differs.
+      UserError: a link leads out of the folder.
     """
     content = read_manifest(folder)
+    check_tree(folder)
     records = [
         (name, record)
         for name, record in content["files"].items()
@@ -125,6 +128,7 @@ def verify(folder: Path, items: Sequence[str] | None = None) -> dict[str, Any]:
 
     def problem(name_and_record: tuple[str, dict[str, Any]]) -> str | None:
         name, record = name_and_record
+        check_within(folder, folder / name)
         try:
             size = (folder / name).stat().st_size
             if size != record["size"]:

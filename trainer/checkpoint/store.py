@@ -30,6 +30,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from data.paths import new_folder, on_this_machine
+from data.within import read_json
 from model.config import TransformerConfig
 from model.declarations import own_shapes
 from model.padding import fits
@@ -275,8 +276,9 @@ def assets_dir(path: str | Path) -> Path:
 
 def read_data(path: str | Path) -> dict[str, Any] | None:
     """The item `data` of the checkpoint at `path`; None if it has none."""
-    file = find_checkpoint(path) / "data" / "data.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    folder = find_checkpoint(path)
+    file = folder / "data" / "data.json"
+    return read_json(file, folder) if file.exists() else None
 
 
 def restore(

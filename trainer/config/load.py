@@ -12,6 +12,7 @@ import yaml
 from data.errors import UserError
 from data.paths import on_this_machine
 from data.printable import printable
+from data.within import read_text
 from model.attention.choice import LIMITS
 from model.config import ADJUSTABLE
 
@@ -19,7 +20,7 @@ from . import command_line
 from .checks import check
 from .fields import check_names, clean_set
 from .schema import STAGED, VERSION, RunConfig, SourceConfig
-from .yaml_text import parse
+from .yaml_text import MAX_BYTES, parse
 
 
 def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
@@ -71,7 +72,7 @@ def check_version(written: Mapping[str, Any], source: str) -> None:
 def _read(recipe: str) -> dict[str, Any]:
     """The recipe at a path, as a dict whose version and names are checked."""
     try:
-        text = on_this_machine(recipe).read_text(encoding="utf-8")
+        text = read_text(on_this_machine(recipe), most=MAX_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         folder = pathlib.Path(recipe).parent
         recipes = sorted(str(path) for path in folder.glob("*.yaml")) if folder.is_dir() else []
@@ -191,7 +192,7 @@ def _begun(folder: pathlib.Path) -> dict[str, Any]:
     opening the run reports."""
     for path in (folder / "stages" / "1" / "config.yaml", folder / "config.yaml"):
         try:
-            written = parse(path.read_text(encoding="utf-8"), str(path))
+            written = parse(read_text(path, folder, MAX_BYTES), str(path))
         except (OSError, ValueError, UserError):
             continue
         if isinstance(written, dict):

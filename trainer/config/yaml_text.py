@@ -8,7 +8,9 @@ import yaml
 
 from data.errors import UserError
 
+MAX_BYTES = 4 << 20  # of a file
 MAX_VALUES = 100_000  # in a document, with those that its aliases repeat
+_MAX_DEPTH = 100  # of brackets and of indents within each other
 _MERGE = "tag:yaml.org,2002:merge"  # the key `<<`, of which two in one mapping lose nothing
 
 
@@ -23,7 +25,18 @@ class _DuplicateKey(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that holds a key twice."""
+    """Refuses a mapping that holds a key twice, and early what is nested too deeply: PyYAML's time
+    grows with the square of the depth."""
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        if self.flow_level >= _MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
+
+    def add_indent(self, column: int) -> bool:
+        if len(self.indents) >= _MAX_DEPTH:
+            raise RecursionError
+        return super().add_indent(column)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

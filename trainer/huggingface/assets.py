@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -13,14 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from data.tokenizer import TEMPLATE_DATE, Tokenizer
-from data.within import file_within
+from data.within import file_within, read_json, read_text
 from model.adapter import Quantization
 from model.attention import Mask
 from model.config import TransformerConfig
 from model.rope_config import RopeConfig
+from trainer.config.yaml_text import MAX_BYTES, parse
 
 from .folder import SMALL_FILES, tensor_dtypes
 from .table import DTYPES
@@ -133,7 +133,7 @@ def write_config(config: TransformerConfig, assets: str | Path) -> None:
     """Writes the config.json of a trained model over that of its source in `assets`, if there is
     one. A warning names the fields that are left out; see `described`."""
     path = Path(assets) / "config.json"
-    source = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    source = _read_json(path) if path.is_file() else {}
     content, left_out = described(config, source) if source else (config.to_hf(), [])
     if left_out:
         warnings.warn(
@@ -173,7 +173,7 @@ def _ids(value: Any) -> set[Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path, path.parent)
 
 
 def _set_fields(path: Path, **fields: object) -> None:
@@ -205,10 +205,10 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
     """
     assets = Path(assets)
     if (assets / SOURCE_DTYPE_FILE).is_file():
-        content = json.loads((assets / SOURCE_DTYPE_FILE).read_text(encoding="utf-8"))
+        content = _read_json(assets / SOURCE_DTYPE_FILE)
         dtype, tensors = content["dtype"], content["tensors"]
     else:
-        config = json.loads((assets / "config.json").read_text(encoding="utf-8"))
+        config = _read_json(assets / "config.json")
         dtype, tensors = config.get("dtype") or config.get("torch_dtype") or "bfloat16", {}
     for name in (dtype, *tensors.values()):
         if name not in DTYPES.values():
@@ -240,5 +240,10 @@ def trained_date(assets: str | Path) -> datetime:
 
 def _recipe(assets: str | Path) -> dict[str, Any]:
     """Returns the run's configuration that lies in `assets`; empty where none does."""
-    recipe = Path(assets) / "run.yaml"
-    return (yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else None) or {}
+    return read_recipe(Path(assets) / "run.yaml", Path(assets))
+
+
+def read_recipe(path: Path, folder: Path) -> dict[str, Any]:
+    """Returns the run's configuration in a file of a folder; empty where there is none."""
+    recipe = parse(read_text(path, folder, MAX_BYTES), str(path)) if os.path.lexists(path) else None
+    return recipe if isinstance(recipe, dict) else {}

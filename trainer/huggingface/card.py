@@ -4,7 +4,6 @@ what the run measured."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import typing
 from collections.abc import Mapping
@@ -13,11 +12,13 @@ from typing import Any
 
 import yaml
 
+from data.within import read_json
 from model.config import TransformerConfig
 from trainer.config.schema import RunConfig
 from trainer.reporting.rows import read_rows
 from trainer.run.results import evaluated, is_of_checkpoint
 
+from .assets import read_recipe
 from .folder import hub_name
 
 LICENCE = (
@@ -43,7 +44,7 @@ def model_card(
       base: the path or name of the model that it was trained from; None for the one that the run's
         recipe names.
     """
-    run = _yaml(checkpoint / "assets" / "run.yaml")
+    run = read_recipe(checkpoint / "assets" / "run.yaml", checkpoint)
     name = run.get("name") or checkpoint.name
     base = base or (run.get("model") or {}).get("path")
     data = run.get("data") or {}
@@ -127,7 +128,7 @@ def _report(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
         key=lambda path: -path.stat().st_mtime,
     ):
         try:
-            reports = json.loads(path.read_text(encoding="utf-8"))
+            reports = read_json(path, path.parent)
         except (OSError, ValueError):
             continue
         by_path = {
@@ -147,7 +148,9 @@ def _results(checkpoint: Path) -> str:
         return ""
     for path in sorted(run.glob("*.jsonl")):
         rows = [
-            row for row in read_rows(path) if "step" in row and row["step"] <= int(checkpoint.name)
+            row
+            for row in read_rows(path, run)
+            if "step" in row and row["step"] <= int(checkpoint.name)
         ]
         for key in rows[-1] if rows else {}:
             # A loss that is not finite is null in the log.
@@ -161,7 +164,7 @@ def _results(checkpoint: Path) -> str:
                 lines.append(f"- {key}: {loss:.4g} at step {first}, {last_loss:.4g} at step {last}")
     for path in sorted(run.rglob("results.json")):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path, run)
         except (OSError, ValueError):
             continue
         about = content.get("about")
@@ -217,7 +220,3 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_folders(part) for part in value]
     return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
 import re
 import warnings
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from data import hub
 from data.paths import file_digest
-from data.within import file_within
+from data.within import check_within, file_within, read_json
 from model.config import TransformerConfig
 from model.rope import inverse_frequencies
 from model.rope_config import RopeConfig
@@ -208,6 +207,7 @@ def weights_fingerprint(folder: str | Path) -> str:
     see `file_digest`."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.safetensors")):
+        check_within(folder, path)
         digest.update(f"{path.name}\0{file_digest(path)}\0".encode())
     return digest.hexdigest()[:32]
 
@@ -267,9 +267,9 @@ def _read_index(index_file: Path) -> dict[str, Path]:
     file outside its folder."""
     folder = index_file.parent
     try:
-        weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index_file, folder)["weight_map"]
         indexed = {name: folder / file for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{index_file}: not a safetensors index ({error!r}); download it again"
         ) from None

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from data.folders import building, holds_files
 from data.paths import new_folder
-from data.within import file_within
+from data.within import file_within, read_json
 from model.adapter import ALL_LINEAR, ATTENTION, MAGNITUDE, PROJECTIONS, AdapterConfig
 from model.checks import as_float, require_int, require_number
 from model.config import TransformerConfig
@@ -259,14 +259,13 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
       ValueError: it is none, or of a kind that is not supported; one line that names the field.
     """
     path = Path(folder).expanduser() / CONFIG
-    file_within(path.parent, CONFIG)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, path.parent)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{folder}: no {CONFIG} here; a folder that peft has written has one"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error}); write it again") from None
     if not isinstance(content, dict):
         raise ValueError(
@@ -432,7 +431,7 @@ def check_tied(folder: Path, adapter: AdapterConfig) -> None:
         other as it is in the base.
     """
     path = folder / CONFIG
-    ensured = json.loads(path.read_text(encoding="utf-8")).get("ensure_weight_tying") is True
+    ensured = read_json(path, folder).get("ensure_weight_tying") is True
     for name in ("lm_head", "embed_tokens"):
         if adapter.trains(f"{name}.weight") and (name == "lm_head" or not ensured):
             raise ValueError(

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from data.within import parse_json, read_bytes
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects in the lines of a JSONL file; a line that is none, such as one that a crash cut off, is left out."""
+
+def read_rows(path: Path, folder: Path) -> list[dict[str, Any]]:
+    """Returns the objects in the lines of a JSONL file; a line that is none, such as one that a
+    crash cut off, is left out.
+
+    Args:
+      path: the file.
+      folder: in which it must be, as in `data.within.check_within`.
+    """
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_bytes(path, folder).decode("utf-8", "replace").splitlines():
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict):

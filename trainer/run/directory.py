@@ -25,6 +25,7 @@ other configuration is refused in a folder that has a run. `step` counts finishe
 import contextlib
 import dataclasses
 import itertools
+import os
 import pathlib
 import tempfile
 import time
@@ -33,10 +34,11 @@ from typing import Any, NamedTuple
 
 from data.errors import UserError
 from data.paths import checkpoint_path
+from data.within import check_within, read_text
 from trainer.config import load as configuration
 from trainer.config.fields import SECTIONS
 from trainer.config.schema import RunConfig, SourceConfig
-from trainer.config.yaml_text import InvalidYAML, parse
+from trainer.config.yaml_text import MAX_BYTES, InvalidYAML, parse
 from trainer.run.lock import held, require_free
 from trainer.run.logs import Written, cut_back, replace_file
 
@@ -248,7 +250,8 @@ def _require_writable(run: RunDirectory) -> None:
         for path in (folder, *(path for path in (run.checkpoints, run.assets) if path.is_dir())):
             tempfile.TemporaryFile(dir=path).close()
         for path in (run.metrics, run.held_out, run.lock):
-            if path.exists():
+            if os.path.lexists(path):
+                check_within(run.folder, path)
                 path.open("ab").close()
     except OSError as error:
         raise UserError(
@@ -281,7 +284,7 @@ def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
 def _require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> None:
     """Raises UserError, naming the first difference, unless the folder's run and `config` have the same identity."""
     try:
-        written = parse(run.config.read_text(encoding="utf-8"), str(run.config))
+        written = parse(read_text(run.config, run.folder, MAX_BYTES), str(run.config))
         configuration.check_version(written, str(run.config))
         old_fields = _identity(_with_defaults(written, configuration.resolved(RunConfig())))
     except (OSError, InvalidYAML, AttributeError, TypeError, UnicodeDecodeError) as error:

@@ -1,0 +1,299 @@
+"""What stands in a folder or file that a user names is read only if it is a plain file inside of it; else one line of error."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import prepared
+from data.prepare import prepare
+from data.report import Report
+from data.sources import Source, read
+from data.tokenizer import Tokenizer
+from data.trajectories import builder
+from eval import compare, report_input
+from eval.journal import Journal
+from scripts import import_hf, run_status
+from tests import small_model, small_run
+from tests.conftest import REPOSITORY
+from tests.data.trajectories import made
+from trainer.checkpoint import store
+from trainer.config import load as configuration
+from trainer.huggingface import assets, card, folder, peft
+from trainer.model_source import open_model
+from trainer.run.directory import check_run
+from trainer.run.outcome import WRONG_INPUT, outcome_of
+
+SECONDS = 5.0  # in which an error must have been said, on a busy machine
+
+
+class TooLong(BaseException):
+    """A reader still reads."""
+
+
+@contextlib.contextmanager
+def limited(seconds):
+    """Raises TooLong in the context's work when the time is over."""
+
+    def stop(number, frame):
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def read_model(path):
+    model = folder.folder_config(path)
+    Tokenizer.load(path)
+    assets.copy_assets(path, path.parent / "copied")
+    folder.weights_fingerprint(path)
+    open_model(str(path)).ending_at([])
+    return model
+
+
+def read_checkpoint(path):
+    found = store.find_checkpoint(path, ["model", "assets", "data"])
+    open_model(str(path))
+    assets.trained_date(found / "assets")
+    assets.source_dtype(found / "assets")
+    store.stored_shapes(found, "model")
+    store.read_data(path)
+    card.model_card(found, small_model.CONFIG)
+
+
+def read_adapter(path):
+    peft.read_config(path)
+    peft.read_adapter(path, None)
+
+
+def read_data(path, format="sharegpt"):
+    list(read(Source(str(path), format), Report()))
+
+
+def read_trajectories(path):
+    root = path / "data"
+    builder.prepare_trajectories(root, made.TASK.name, path / "prepared")
+
+
+def read_prepared_trajectories(path):
+    builder._read(path)
+
+
+def read_run(path):
+    run = report_input.read_run(path)
+    assert run.config and run.evaluations and run.curves and run.logs
+
+
+def continue_run(path):
+    config = configuration.load(
+        ["--config", str(path.parent / "recipe.yaml"), "--run_dir", str(path)]
+    )
+    check_run(config)
+
+
+READERS = {
+    "model": read_model,
+    "adapter": read_adapter,
+    "checkpoint": read_checkpoint,
+    "run": read_run,
+    "begun": continue_run,
+    "status": lambda path: run_status.read_status(str(path)),
+    "answers": lambda path: Journal(path / "answers.jsonl", {"model": "m"}).close(),
+    "compared": compare.read,
+    "prepared": prepared.read,
+    "episodes": read_trajectories,
+    "trajectories": read_prepared_trajectories,
+    "records": read_data,
+    "texts": lambda path: read_data(path, "text"),
+    "tokens": lambda path: read_data(path, "tokens"),
+}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A folder of each kind, whole, by its reader's name."""
+    root = tmp_path_factory.mktemp("given")
+    hf = small_model.write(root)
+    assert import_hf.main([str(hf), str(root / "checkpoint")]) == 0
+
+    run = root / "run"
+    run.mkdir()
+    recipe = small_run.recipe(root, REPOSITORY)
+    config = configuration.load(["--config", str(recipe)])
+    (run / "config.yaml").write_text(configuration.dump(config))
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (run / "held_out.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    row = {
+        "task": "t",
+        "tokens": 9,
+        "depth": None,
+        "cases": 1,
+        "score": 1.0,
+        "low": 0.0,
+        "high": 1.0,
+    }
+    row["beyond_trained_length"] = False
+    (run / "results.json").write_text(
+        json.dumps({"about": {}, "evaluation": "needle", "results": [row]})
+    )
+    case = {"task": "t", "tokens": 9, "score": 1.0, "generated": "g", "answer": "a"}
+    (run / "cases.jsonl").write_text(json.dumps(case) + "\n")
+    (run / "loss_by_position.json").write_text('{"curves": {"1": []}}')
+    answers = root / "answers"
+    answers.mkdir()
+    Journal(answers / "answers.jsonl", {"model": "m"}).close()
+    sources = [Source(str(root / "conversations.json"))]
+    made_data = prepare(
+        sources, Tokenizer.load(small_model.TOKENIZER), 128, root / "p", progress=False
+    )
+    episodes = root / "episodes"
+    made.folder_of(episodes / "data")
+    trajectories = builder.prepare_trajectories(episodes / "data", made.TASK.name, root / "t")
+    for name in ("records", "texts", "tokens"):
+        (root / name).mkdir()
+    (root / "records/a.json").write_text(
+        json.dumps(json.loads((root / "conversations.json").read_text())[:3])
+    )
+    (root / "texts/a.txt").write_text("A text.")
+    np.save(root / "tokens/a.npy", np.arange(9, dtype=np.int32))
+    adapter = root / "adapter"
+    adapter.mkdir()
+    peft_config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(peft_config))
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.zeros(1, np.float32)}, adapter / "adapter_model.safetensors")
+    return {
+        "model": hf,
+        "adapter": adapter,
+        "checkpoint": root / "checkpoint",
+        "run": run,
+        "begun": run,
+        "status": run,
+        "compared": run,
+        "answers": answers,
+        "prepared": made_data.folder,
+        "episodes": episodes,
+        "trajectories": trajectories.folder,
+        "records": root / "records",
+        "texts": root / "texts",
+        "tokens": root / "tokens",
+    }
+
+
+def files_of(path):
+    return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+
+
+def read_of(kind, path):
+    """Returns the files of a folder that its reader reads."""
+    names = {
+        "begun": {"config.yaml", "metrics.jsonl", "held_out.jsonl"},
+        "status": {"metrics.jsonl"},
+        "compared": {"cases.jsonl"},
+    }
+    return sorted(names.get(kind, files_of(path)))
+
+
+def by_link(file, outside):
+    """The same contents, but outside of the folder."""
+    shutil.move(file, outside)
+    file.symlink_to(outside)
+
+
+def by_pipe(file, outside):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def by_device(file, outside):
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def by_nesting(file, outside):
+    file.write_text("[" * 200_000)
+
+
+def by_whole_nesting(file, outside):
+    file.write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+
+
+def copied(path, to):
+    """Copies a folder of a kind, with the recipe that stands beside it; returns the copy."""
+    shutil.copy(path.parent / "recipe.yaml", to / "recipe.yaml") if path.name == "run" else None
+    return Path(shutil.copytree(path, to / path.name))
+
+
+def said_by(reader, path):
+    """Returns a reader's line of error, "" without one; other errors are raised."""
+    try:
+        with limited(SECONDS):
+            reader(path)
+        return ""
+    except Exception as error:
+        code, message = outcome_of(error)
+        if code != WRONG_INPUT:
+            raise
+        return message
+
+
+@pytest.mark.parametrize("attack", [by_link, by_pipe, by_device])
+@pytest.mark.parametrize("kind", READERS)
+def test_what_is_no_plain_file_of_the_folder_is_refused(kind, attack, given, tmp_path):
+    for number, name in enumerate(read_of(kind, given[kind])):
+        (tmp_path / f"{number}").mkdir()
+        place = copied(given[kind], tmp_path / f"{number}")
+        attack(place / name, tmp_path / f"{number}" / "outside")
+        said = said_by(READERS[kind], place)
+        assert Path(name).name in said and "\n" not in said, (name, said)
+        assert "neither a file nor a folder" in said or "outside of its folder" in said, (
+            name,
+            said,
+        )
+
+
+@pytest.mark.parametrize("attack", [by_nesting, by_whole_nesting])
+@pytest.mark.parametrize("kind", READERS)
+def test_what_is_nested_too_deeply_is_one_line(kind, attack, given, tmp_path):
+    for number, name in enumerate(read_of(kind, given[kind])):
+        (tmp_path / f"{number}").mkdir()
+        place = copied(given[kind], tmp_path / f"{number}")
+        attack(place / name, None)
+        said = said_by(READERS[kind], place)
+        assert "\n" not in said
+
+
+def test_many_folders_with_links(given, tmp_path):
+    """500 folders with a chain of links in the place of a file: read as without, or refused where it leads out."""
+    draw = random.Random(0)
+    kinds = ("model", "checkpoint", "run", "prepared", "answers")
+    for number in range(500):
+        kind = kinds[number % len(kinds)]
+        (tmp_path / f"{number}").mkdir()
+        place = tmp_path / f"{number}" / "x"
+        shutil.copytree(given[kind], place, copy_function=os.link)
+        file = place / draw.choice(read_of(kind, place))
+        inside = draw.random() < 0.5
+        real = file.parent / "kept" / "real" if inside else tmp_path / f"{number}" / "secret"
+        real.parent.mkdir(exist_ok=True)
+        file.rename(real)
+        for hop in range(draw.randrange(3)):
+            link = (place if draw.random() < 0.5 else tmp_path / f"{number}") / f"hop{hop}"
+            link.symlink_to(real if draw.random() < 0.5 else os.path.relpath(real, link.parent))
+            real = link
+        file.symlink_to(real if draw.random() < 0.5 else os.path.relpath(real, file.parent))
+        said = said_by(READERS[kind], place)
+        assert ("outside of its folder" in said) == (not inside), (kind, file.name, said)
+        assert not (inside and said), (kind, file.name, said)
