@@ -46,6 +46,7 @@ from data.trajectories.tasks import (
     make_environment,
     physics_state,
 )
+from data.within import read_json
 from trainer import entry
 
 ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_search"}
@@ -376,7 +377,7 @@ def claim(path: Path, description: dict[str, Any]) -> None:
       UserError: it was begun with other options.
     """
     try:
-        begun = json.loads(path.read_text(encoding="utf-8")) if path.exists() else description
+        begun = read_json(path, path.parent) if os.path.lexists(path) else description
     except ValueError:
         raise UserError(
             f"{path}: is no JSON, so what the folder holds is not known; another --output would "

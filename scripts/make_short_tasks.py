@@ -25,6 +25,7 @@ import numpy as np
 from data.errors import UserError
 from data.paths import output_folder
 from data.synthetic.tasks import Haystack
+from data.within import read_text
 from trainer import entry
 
 SENTENCES = 3  # of a context
@@ -143,7 +144,7 @@ def work(args: argparse.Namespace) -> None:
       UserError: the book cannot be read, or is too short.
     """
     try:
-        text = args.book.read_text(encoding="utf-8")
+        text = read_text(args.book)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{args.book}: cannot read the book ({getattr(error, 'strerror', None) or error})"

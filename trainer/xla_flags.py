@@ -13,7 +13,6 @@ measured.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shlex
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from data.within import read_json
 
 from .devices import GPU_MEMORY_SHARE, GPUS, TPUS
 from .entry import CommandParser
@@ -210,7 +210,7 @@ def read_plan(path: str) -> dict[str, Any]:
       UserError: the file is not a plan.
     """
     try:
-        plan = json.loads(Path(path).read_text(encoding="utf-8"))
+        plan = read_json(path)
         plan = plan.get("longest", plan)
         if isinstance(plan["topology"], str) and plan["peak_gib"] + plan["host_gib"] >= 0:
             return plan
