@@ -83,6 +83,8 @@ class CleanConfig:
     """Keep only these languages, such as [en, de] (ISO 639-1, by py3langid); empty keeps all."""
 
 
+# The record's field of variables for its chat template, as TRL names it.
+TEMPLATE_KWARGS = "chat_template_kwargs"
 # Named sets of these rules, which a recipe may give as `data.clean: NAME`.
 SETS: Mapping[str, Mapping[str, Any]] = {"scraped": {"html": "detect", "rate_limits": True}}
 
@@ -99,6 +101,8 @@ class Cleaned(NamedTuple):
     """Descriptions of the tools that the assistant may call."""
     unread: frozenset[str] = frozenset()
     """Fields that have a value and were not read, as the report names them."""
+    template_kwargs: Mapping[str, Any] = {}
+    """Variables for the chat template."""
 
 
 @dataclass
@@ -148,7 +152,12 @@ class Cleaner:
             messages = with_loss_mask(messages, record["loss_mask"], findings)
         messages, system_field = _with_system(messages, record, raw.system, findings)
         tools, tools_field = _tools(record, raw, findings)
+        template_kwargs = record.get(TEMPLATE_KWARGS)
         read = {tools_field, "loss_mask", system_field, *raw.fields}
+        if isinstance(template_kwargs, dict):
+            read.add(TEMPLATE_KWARGS)
+        else:
+            template_kwargs = {}
         if own_id(record) is not None:
             read.add("id")
         read = {written.get(name, name) for name in read}
@@ -161,7 +170,8 @@ class Cleaner:
             messages = before_rate_limit(messages, findings.changes)
         self._filter(messages)
         messages = with_call_ids(messages)
-        content = json.dumps([_said(message) for message in messages] + [*tools], ensure_ascii=True)
+        said = [_said(message) for message in messages] + [*tools]
+        content = json.dumps(said + [template_kwargs] * bool(template_kwargs), ensure_ascii=True)
         digest = hashlib.sha256(content.encode()).digest()[:16]
         if self.config.duplicates:
             if digest in self._seen:
@@ -173,6 +183,7 @@ class Cleaner:
             findings.changes,
             tools,
             frozenset(findings.unread),
+            template_kwargs,
         )
 
     def _without_html(self, message: Message, changes: set[str]) -> Message:

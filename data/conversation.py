@@ -1,7 +1,7 @@
 """The kinds of records that sources produce: conversations, plain texts, token ids, preferences and labelled
 completions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +62,8 @@ class Conversation:
     """The file that it was read from; for messages, not part of the data."""
     line: int = field(default=0, compare=False)
     """Its line, row or number in the file, from 1."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as {"enable_thinking": False}; they precede a recipe's."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -120,9 +120,7 @@ class Encoder:
             return self._encode_labelled(record)
         if isinstance(record, Conversation):
             try:
-                parts = self._encode_conversation(
-                    record.messages, self.templates[record.source], record.tools, changes
-                )
+                parts = self._encode_conversation(record, self.templates[record.source], changes)
             except TemplateError as error:
                 return Encoded([], drop_reason=str(error))
         elif isinstance(record, Text):
@@ -159,19 +157,16 @@ class Encoder:
         return Encoded(documents, frozenset({CUT} if len(tokens) > self.context_length else ()))
 
     def _encode_conversation(
-        self,
-        messages: Sequence[Message],
-        template: str,
-        tools: Sequence[dict[str, Any]],
-        changes: set[str],
+        self, record: Conversation, template: str, changes: set[str]
     ) -> list[TokenDocument]:
         """Returns the conversation, or its parts; a part of one exchange may exceed context_length.
 
         Adds to `changes` what the template leaves out.
         """
+        messages: Sequence[Message] = record.messages
         if self.train_on == "last":
             messages = with_last_answer_trained(messages)
-        render = partial(self._render, template=template, tools=tools)
+        render = partial(self._render, record=record, template=template)
         whole = render(messages)
         changes |= whole.notes
         if not self.split or len(whole.document.tokens) <= self.context_length:
@@ -185,9 +180,16 @@ class Encoder:
         return [part.document for part in parts]
 
     def _render(
-        self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]]
+        self, messages: Sequence[Message], record: Conversation, template: str
     ) -> _Rendered:
-        segments, notes = encode_conversation(messages, template, self.tokenizer, tools=tools)
+        """Returns turns of a conversation under its template."""
+        segments, notes = encode_conversation(
+            messages,
+            template,
+            self.tokenizer,
+            tools=record.tools,
+            template_kwargs=record.template_kwargs,
+        )
         tokens = np.fromiter(chain.from_iterable(segment.ids for segment in segments), np.int32)
         lengths = [len(segment.ids) for segment in segments]
         mask = np.repeat([segment.train for segment in segments], lengths).astype(np.uint8)
@@ -236,9 +238,7 @@ class Encoder:
         documents = []
         for conversation in conversations:
             try:
-                rendered = self._render(
-                    conversation.messages, self.templates[source], conversation.tools
-                )
+                rendered = self._render(conversation.messages, conversation, self.templates[source])
             except TemplateError as error:
                 return Encoded([], drop_reason=str(error))
             notes |= rendered.notes
@@ -299,6 +299,7 @@ def encode_all(
             folder,
             tokenizer.text_tokens,
             tokenizer.template_date,
+            tokenizer.template_kwargs,
         )
         with ProcessPoolExecutor(processes, spawn, _set_up_process, arguments) as pool:
             try:
@@ -331,12 +332,19 @@ _process_encoder: Encoder | None = None  # the encoder of a process that encode_
 
 
 def _set_up_process(
-    encoder: Encoder, folder: str, text_tokens: tuple[str, ...], template_date: datetime
+    encoder: Encoder,
+    folder: str,
+    text_tokens: tuple[str, ...],
+    template_date: datetime,
+    template_kwargs: Mapping[str, Any],
 ) -> None:
     global _process_encoder
     threading.Thread(target=_end_with_parent, daemon=True).start()
     tokenizer = (
-        Tokenizer.load(folder).with_text_tokens(text_tokens).with_template_date(template_date)
+        Tokenizer.load(folder)
+        .with_text_tokens(text_tokens)
+        .with_template_date(template_date)
+        .with_template_kwargs(template_kwargs)
     )
     _process_encoder = replace(encoder, tokenizer=tokenizer)
 

@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from data import shapes
-from data.clean import CleanConfig, Cleaned, Cleaner, own_id
+from data.clean import TEMPLATE_KWARGS, CleanConfig, Cleaned, Cleaner, own_id
 from data.conversation import Conversation, Labelled, Message, Preference
 from data.fields import first_present, renamed, shown_fields, unread_of
 from data.reasons import DUPLICATE, NOT_A_RECORD, Drop
@@ -30,7 +30,7 @@ TARGETS = ("prompt", "chosen", "rejected", "completion", LABEL, "system", "tools
 # A dialogue as a text, as Anthropic's HH-RLHF has it.
 _DIALOGUE = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
-_CONTEXT = (*shapes.SYSTEM_FIELDS, *shapes.TOOL_FIELDS)
+_CONTEXT = (*shapes.SYSTEM_FIELDS, *shapes.TOOL_FIELDS, TEMPLATE_KWARGS)
 NO_PREFERENCE = "no `chosen` and `rejected`, and no `completion` and `label`: it has "
 NO_LABEL = "a `label` that is neither true nor false"
 NOT_A_COMPLETION = "a completion that is no text or list of turns: "
@@ -88,8 +88,18 @@ class PreferenceReader:
         unread = cleaned[0].unread | cleaned[1].unread | unread_of(record, read, "record")
         preference = Preference(
             record_id or digest.hex()[:16],
-            Conversation("", tuple(chosen), tools=cleaned[0].tools),
-            Conversation("", tuple(rejected), tools=cleaned[1].tools),
+            Conversation(
+                "",
+                tuple(chosen),
+                tools=cleaned[0].tools,
+                template_kwargs=cleaned[0].template_kwargs,
+            ),
+            Conversation(
+                "",
+                tuple(rejected),
+                tools=cleaned[1].tools,
+                template_kwargs=cleaned[1].template_kwargs,
+            ),
         )
         return preference, changes, unread
 
@@ -117,7 +127,9 @@ class PreferenceReader:
             read.add("id")
         labelled = Labelled(
             record_id or digest.hex()[:16],
-            Conversation("", messages, tools=cleaned.tools),
+            Conversation(
+                "", messages, tools=cleaned.tools, template_kwargs=cleaned.template_kwargs
+            ),
             bool(label),
         )
         return labelled, cleaned.changes, cleaned.unread | unread_of(record, read, "record")

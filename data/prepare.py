@@ -181,6 +181,7 @@ class _Job:
             "cut_prompts": self.cut_prompts,
             "unpaired": self.unpaired,
             "template_date": self._template_date(),
+            "template_kwargs": dict(self.tokenizer.template_kwargs),
             "sources": [
                 [
                     _content_hash(source),

@@ -381,7 +381,14 @@ def _parser(source: Source, clean: CleanConfig, alternating: bool, report: Sourc
         else:
             cleaned = cleaner.clean(raw)
             report.count_kept(cleaned.changes, cleaned.unread)
-        return Conversation(cleaned.id, cleaned.messages, number, record_number, cleaned.tools)
+        return Conversation(
+            cleaned.id,
+            cleaned.messages,
+            number,
+            record_number,
+            cleaned.tools,
+            template_kwargs=cleaned.template_kwargs,
+        )
 
     return parse_conversation
 

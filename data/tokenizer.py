@@ -4,10 +4,11 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -59,6 +60,8 @@ class Tokenizer:
     """Added tokens that would be control tokens, but may be typed in a text."""
     template_date: datetime
     """What strftime_now writes in a chat template."""
+    template_kwargs: Mapping[str, Any]
+    """Further variables of chat templates, such as {"enable_thinking": False}."""
 
     def __init__(
         self, files: dict[str, bytes], engine: Engine, path: str, text_tokens: tuple[str, ...] = ()
@@ -84,6 +87,7 @@ class Tokenizer:
         self.chat_template = _chat_template(files, config, path)
         self.text_tokens = text_tokens
         self.template_date = TEMPLATE_DATE
+        self.template_kwargs = {}
         for text in text_tokens:
             special = {self.bos_token, self.eos_token, self.pad_token}
             if text not in self.controls or text in special:
@@ -174,7 +178,9 @@ class Tokenizer:
             "the tokenizer with added control tokens",
             self.text_tokens,
         )
-        return tokenizer.with_template_date(self.template_date)
+        return tokenizer.with_template_date(self.template_date).with_template_kwargs(
+            self.template_kwargs
+        )
 
     def with_text_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
         """Returns a tokenizer whose texts may contain these added tokens, such as <think>.
@@ -187,12 +193,20 @@ class Tokenizer:
         if not tokens:
             return self
         tokenizer = Tokenizer(self._files, type(self._engine)(self._files), "the tokenizer", tokens)
-        return tokenizer.with_template_date(self.template_date)
+        return tokenizer.with_template_date(self.template_date).with_template_kwargs(
+            self.template_kwargs
+        )
 
     def with_template_date(self, date: datetime) -> "Tokenizer":
         """Returns this tokenizer with another date for chat templates that write one."""
         tokenizer = copy.copy(self)
         tokenizer.template_date = date
+        return tokenizer
+
+    def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> "Tokenizer":
+        """Returns this tokenizer with other variables for chat templates."""
+        tokenizer = copy.copy(self)
+        tokenizer.template_kwargs = dict(kwargs)
         return tokenizer
 
     def encode(self, text: str) -> list[int]:

@@ -222,6 +222,7 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
         source = source.with_vocabulary(tokenizer)
     source = source.ending_at(end_ids(templates[0], tokenizer) if templates else ())
     tokenizer = tokenizer.with_template_date(datetime.datetime.fromisoformat(data.template_date))
+    tokenizer = tokenizer.with_template_kwargs(data.chat_template_kwargs)
     return source, tokenizer.with_text_tokens(data.text_tokens)
 
 

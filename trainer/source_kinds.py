@@ -25,6 +25,7 @@ from .huggingface.assets import (
     copy_assets,
     trained_date,
     trained_mask,
+    trained_template_kwargs,
     write_assets,
     write_source_dtype,
 )
@@ -217,7 +218,9 @@ class CheckpointSource(StoredSource):
         return fingerprint(self.folder)
 
     def tokenizer(self) -> Tokenizer:
-        return super().tokenizer().with_template_date(trained_date(self.folder / "assets"))
+        assets = self.folder / "assets"
+        tokenizer = super().tokenizer().with_template_date(trained_date(assets))
+        return tokenizer.with_template_kwargs(trained_template_kwargs(assets))
 
     def stored(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
         return stored_parameters(self.folder, verified=self.verified)

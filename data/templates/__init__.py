@@ -6,7 +6,7 @@ text, and in turns only where the template looks for them (`encoder`); `loss` sa
 on. `built_in` has the templates that every tokenizer can use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from data.conversation import Message
@@ -20,6 +20,7 @@ from data.templates.rendering import Template
 from data.tokenizer import Tokenizer
 
 # Followed by the token, which data.text_tokens could let a text contain.
+UNREAD_VARIABLE = "the template does not read this of chat_template_kwargs: "
 TYPED = "control token in a turn's text, encoded as plain text: "
 _FIELD = "data.template, or the template of one of data.sources"  # for messages
 
@@ -105,6 +106,7 @@ def encode_conversation(
     tokenizer: Tokenizer,
     add_generation_prompt: bool = False,
     tools: Sequence[dict[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] = {},
 ) -> Encoding:
     """Returns the ids of a conversation in segments with and without loss, and what was left out.
 
@@ -122,6 +124,7 @@ def encode_conversation(
       tokenizer: the tokenizer; its `template_date` is what strftime_now writes.
       add_generation_prompt: whether the heading of an assistant's turn follows the conversation.
       tools: descriptions of tools for the template.
+      template_kwargs: variables for the template, which precede the tokenizer's `template_kwargs`.
 
     Raises:
       TemplateError: the conversation does not fit the template, such as one with tool calls that it
@@ -131,9 +134,15 @@ def encode_conversation(
     if not messages:
         raise TemplateError("a conversation without turns")
     specials = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
-    program = Template(jinja_template(template, tokenizer), specials, tokenizer.template_date)
+    program = Template(
+        jinja_template(template, tokenizer),
+        specials,
+        tokenizer.template_date,
+        {**tokenizer.template_kwargs, **template_kwargs},
+    )
     rendered = program.render(messages, tools, add_generation_prompt)
     notes = notes_of(rendered, messages, tools, program.source)
+    notes |= {UNREAD_VARIABLE + name for name in program.unread_variables(template_kwargs)}
     controls, typed = find_controls(rendered, tokenizer)
     trained = trained_ranges(rendered, controls, messages, program, tokenizer, tools)
     segments = encode(rendered, controls, trained, tokenizer)

@@ -14,6 +14,7 @@ from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.filters import FILTERS
+from jinja2.meta import find_undeclared_variables
 from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
 from jinja2.tests import TESTS
@@ -172,6 +173,8 @@ class Environment(ImmutableSandboxedEnvironment):
     concat = staticmethod(concat)  # Jinja joins with it what macros and blocks print
     needles: frozenset[str] = frozenset()
     """Texts that the template looks for in others."""
+    variables: frozenset[str] = frozenset()
+    """Variables that the template reads."""
 
     def __init__(self, **options: Any):
         super().__init__(
@@ -200,6 +203,7 @@ class Environment(ImmutableSandboxedEnvironment):
         template = super()._parse(*arguments)
         _check(template)
         self.needles = frozenset(_needles(template))
+        self.variables = frozenset(find_undeclared_variables(template))
         return _Counting().visit(template)
 
     def getattr(self, obj: Any, attribute: str) -> Any:

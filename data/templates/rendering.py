@@ -1,7 +1,7 @@
 """Renders a chat template with real contents; says which characters come from which turn."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +11,10 @@ from data.errors import UserError
 from data.templates.errors import TemplateError
 from data.templates.sandbox import STEPS, STEPS_PER_VALUE, compile_template
 
+# What a conversation gives to its template by fields of its own.
+RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"}
+)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -37,6 +41,8 @@ class Template(NamedTuple):
     """Texts of BOS, EOS and the padding token."""
     date: datetime
     """What strftime_now writes."""
+    variables: Mapping[str, Any] = {}
+    """Further variables, such as {"enable_thinking": False}."""
 
     def render(
         self,
@@ -57,10 +63,16 @@ class Template(NamedTuple):
         from data.templates.environment import strftime
         from data.templates.tracked import Source, concat, meter, track
 
+        reserved = sorted(RESERVED.intersection(self.variables))
+        if reserved:
+            raise TemplateError(f"chat_template_kwargs may not give {', '.join(reserved)}")
         compiled = compile_template(self.source)
         sources: list[Source] = []
         turns = [_fields(message, number, sources) for number, message in enumerate(messages)]
         descriptions = track(list(tools), -1, "tools", sources) or None
+        variables = {
+            name: track(value, -1, "variables", sources) for name, value in self.variables.items()
+        }
         names = zip(("bos_token", "eos_token", "pad_token"), self.specials, strict=True)
         characters = sum(len(source.text) for source in sources)
         meter.left = meter.limit = (
@@ -75,6 +87,7 @@ class Template(NamedTuple):
                 "documents": None,
                 "strftime_now": partial(strftime, self.date),
                 **{name: token for name, token in names if token is not None},
+                **variables,
             }
         )
         pieces = []
@@ -99,6 +112,14 @@ class Template(NamedTuple):
             meter.generated if has_blocks else None,
             compiled.environment.needles,
         )
+
+    def unread_variables(self, names: Iterable[str]) -> list[str]:
+        """Returns those of some variables that the template does not read."""
+        return [
+            name
+            for name in names
+            if name not in compile_template(self.source).environment.variables
+        ]
 
 
 def _words(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """Encoding: a text by hand, and several processes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from data.clean import CleanConfig
 from data.conversation import Text
 from data.encode import Encoder
+from data.report import Report
+from data.sources import Source, read
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 
@@ -91,3 +95,26 @@ def test_a_texts_tokens_and_which_are_trained_on(repository):
         (document,) = encoder.encode(Text("a", "Hello there, you", prompt=prompt)).documents
         assert document.tokens.tolist() == ids and document.loss_mask.tolist() == mask
     assert any(end == 5 for _, end in spans.offsets), "a token ends with the prompt"
+
+
+def test_a_records_variables_reach_its_template_and_precede_the_recipes(tmp_path):
+    """A template that writes `mood` after each turn; what is no dictionary is not read, and counted."""
+    path = tmp_path / "talks.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records = [
+        {"id": "own", "messages": turns, "chat_template_kwargs": {"mood": "x"}},
+        {"id": "recipe's", "messages": turns},
+        {"id": "no dictionary", "messages": turns, "chat_template_kwargs": "x"},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenizer = Tokenizer.load("data/fixtures/tiny_tokenizer").with_template_kwargs({"mood": "y"})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ mood }}{% endfor %}"
+    report = Report()
+    talks = read(Source(path), report, clean=CleanConfig(duplicates=False))
+    encoder = Encoder(("tokenizer",), tokenizer, 64)
+    texts = [
+        tokenizer.decode(encoder.encode(talk).documents[0].tokens, skip_control=False)
+        for talk in talks
+    ]
+    assert [text.strip() for text in texts] == ["axbx", "ayby", "ayby"]
+    assert report.sources[0].unread == {"record field `chat_template_kwargs`": 1}

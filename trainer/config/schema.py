@@ -127,6 +127,9 @@ class DataConfig:
     template_date: str = TEMPLATE_DATE.date().isoformat()
     """Date, YYYY-MM-DD, that chat templates write which write one (strftime_now), or `today`; fixed so that the same data gives
     the same ids. Chats and evaluations of the model keep it."""
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Variables for the chat template, such as {enable_thinking: false} for Qwen 3's; a record's field of this name precedes
+    them. Chats and evaluations of the model keep them."""
     train_on: Literal["all", "last"] = "all"
     """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own `train: false` leaves it out."""
     sources: tuple[SourceConfig, ...] = ()

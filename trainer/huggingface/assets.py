@@ -238,6 +238,11 @@ def trained_date(assets: str | Path) -> datetime:
     return datetime.fromisoformat(text) if text else TEMPLATE_DATE
 
 
+def trained_template_kwargs(assets: str | Path) -> dict[str, Any]:
+    """The variables that chat templates were given in the training of a checkpoint's `assets`."""
+    return _recipe(assets).get("data", {}).get("chat_template_kwargs") or {}
+
+
 def _recipe(assets: str | Path) -> dict[str, Any]:
     """Returns the run's configuration that lies in `assets`; empty where none does."""
     return read_recipe(Path(assets) / "run.yaml", Path(assets))

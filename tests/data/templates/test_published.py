@@ -263,3 +263,60 @@ def test_harmony_trains_on_what_its_training_form_marks(pair):
             if begins and ids[i : i + len(prompt)] == prompt:
                 masks[1][i : i + len(prompt)] = [0] * len(prompt)
         assert masks[0] == masks[1], case
+
+
+VARIABLES = {
+    "enable_thinking": False,
+    "reasoning_effort": "low",
+    "preserve_thinking": True,
+    "truncate_history_thinking": False,
+    "date_string": "1 May 2024",
+    "model_identity": "You are Ada.",
+    "documents": [{"title": "Ulm", "text": "A city."}],
+}
+
+
+@pytest.mark.parametrize("case", ["plain", "in two turns", "calls and reasoning"])
+def test_variables_change_the_ids_as_they_do_transformers(pair, case):
+    """Of every template, whether a recipe or a record gives them."""
+    tokenizer, theirs = pair
+    turns, tools = CASES[case]
+    messages, changed = list(map(message, turns)), 0
+    for name, template in TEMPLATES.items():
+        ours = copy.copy(
+            tokenizer.with_text_tokens(TAGS if "<think>" in tokenizer.controls else ())
+        )
+        ours.chat_template = template
+        try:
+            expected = theirs.apply_chat_template(
+                copy.deepcopy(turns),
+                tools=tools,
+                chat_template=template,
+                return_dict=False,
+                **VARIABLES,
+            )
+            without = encode_conversation(messages, "tokenizer", ours, tools=tools or ())
+            by_record = encode_conversation(
+                messages, "tokenizer", ours, tools=tools or (), template_kwargs=VARIABLES
+            )
+        except Exception:
+            continue  # refused by the template: see the test above
+        by_recipe = encode_conversation(
+            messages, "tokenizer", ours.with_template_kwargs(VARIABLES), tools=tools or ()
+        )
+        assert ids_and_mask(by_record.segments)[0] == expected, name
+        assert ids_and_mask(by_recipe.segments) == ids_and_mask(by_record.segments), name
+        changed += ids_and_mask(without.segments)[0] != expected
+    assert changed >= 5
+
+
+def test_variables_that_a_template_does_not_read_are_counted_and_its_own_are_refused(pair):
+    ours = copy.copy(pair[0])
+    ours.chat_template = TEMPLATES["qwen3"]
+    turns = [message(FIRST), message(_answer("Four."))]
+    notes = encode_conversation(
+        turns, "tokenizer", ours, template_kwargs={"enable_thinking": False, "thinking_mode": 1}
+    ).notes
+    assert notes == {"the template does not read this of chat_template_kwargs: thinking_mode"}
+    with pytest.raises(UserError, match="chat_template_kwargs may not give messages"):
+        encode_conversation(turns, "tokenizer", ours, template_kwargs={"messages": []})
