@@ -25,6 +25,7 @@ from data.folders import named_errors
 
 from .best import BestCheckpoint
 from .build import window_notes
+from .checkpoint.clock import SaveClock
 from .checkpoint.store import CheckpointStore
 from .config.load import resolved
 from .config.schema import RunConfig
@@ -305,7 +306,7 @@ class _Training:
                 self.objective.write_assets(run.assets)
                 replace_file(run.versions, (json.dumps(versions(), indent=1) + "\n").encode())
             self._evaluate_before_training(log)  # without notices: nothing has to be saved yet
-            with notices() as asked_to_end:
+            with notices(self._no_time_to_finish) as asked_to_end:
                 self._train(run, log, profiler, asked_to_end, stage_follows)
         return self.store.path(self.step)
 
@@ -375,6 +376,7 @@ class _Training:
         """Trains step after step to the last one; yields after each."""
         batches = self.objective.batches(self.step)
         self.started = time.monotonic()
+        self.save_clock = SaveClock(self.config.checkpoint.minutes)
         self.meter.start()
         batch: DeviceBatch | None = self._next_batch(batches)
         while batch is not None:
@@ -499,6 +501,7 @@ class _Training:
           Preempted: on notice, unless the last step is done.
         """
         due = self._due_evaluations()
+        save_is_due = self.save_clock.due(self.step) or self._due(self.config.checkpoint.every)
         self.evaluated = not due
         if notice and self.step < self.config.train.steps:
             # There may be no time for evaluations: the next start begins with them.
@@ -507,8 +510,26 @@ class _Training:
             raise Preempted(notice, self.store.path(self.step))
         with self.meter.paused():
             is_best = self._evaluate(due, log)
-            if is_best or self.best.exhausted or self._due(self.config.checkpoint.every):
+            if is_best or self.best.exhausted or save_is_due:
                 self._save(run, log)
+
+    def _no_time_to_finish(self) -> str | None:
+        """Returns why a run that gets SIGTERM now ends without finishing its step; None if there is time for that.
+
+        Called by another thread than the loop's. A save that is under way is waited for.
+        """
+        grace, begun = self.config.checkpoint.grace_seconds, time.monotonic()
+        step_seconds = self.watchdog.step_seconds_left()
+        if not grace or step_seconds is None or step_seconds + self.store.save_seconds <= grace:
+            return None
+        needed = step_seconds + self.store.save_seconds
+        self.store.wait_at_most(grace - (time.monotonic() - begun))
+        newest = max(self.store.steps(), default=None)
+        return (
+            f"preempted (SIGTERM): step {self.step + 1} was not finished, since it and its checkpoint need about "
+            f"{needed:,.0f} s more and checkpoint.grace_seconds is {grace:g}; the same command resumes the run from "
+            + ("its beginning" if newest is None else str(self.store.path(newest)))
+        )
 
     def _due_evaluations(self) -> list[Evaluation]:
         return [evaluation for evaluation in self.evaluations if self._due(evaluation.every)]
@@ -556,6 +577,7 @@ class _Training:
                 "checkpoint.every or a faster store it would not"
             )
         self.store.protected = self.best.step
+        self.save_clock.saved()
         self.store.save(
             self.step,
             model={**self.trainable, **frozen},

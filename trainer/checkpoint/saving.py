@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,8 @@ class Saving:
           copy: arrays on the CPU are copied first, because the caller may donate them; see `_host_copy`.
         """
         self.target, self.after = target, after
+        self.begun = time.monotonic()
+        self.seconds: float | None = None  # that the whole save took, once it counts
         self.error: BaseException | None = None
         self.scratch = target.with_name(target.name + ".tmp")
         self.parameter_shapes = contents.shapes
@@ -142,6 +145,7 @@ class Saving:
                 sync(self.target.parent)  # the name, before an older checkpoint is removed for it
                 if self.after is not None:
                     self.after(self.target)
+            self.seconds = time.monotonic() - self.begun
         except BaseException as error:
             self.error = error
             if jax.process_index() == 0:

@@ -80,6 +80,7 @@ class CheckpointStore:
         self.protected: int | None = None  # a step whose checkpoint is kept whatever `keep` says
         self._damaged: set[int] = set()
         self._saving: Saving | None = None
+        self.save_seconds = 0.0  # that the last save took; 0 before the first
 
     def steps(self) -> list[int]:
         """The steps that have a folder, ascending, those of damaged checkpoints included."""
@@ -126,6 +127,12 @@ class CheckpointStore:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
+            self.save_seconds = saving.seconds or 0.0
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Waits for a save that is under way; unlike `wait` without the other processes, and from any thread."""
+        if (saving := self._saving) is not None:
+            saving.thread.join(seconds)
 
     def __enter__(self) -> CheckpointStore:
         return self

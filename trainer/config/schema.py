@@ -478,6 +478,12 @@ class CheckpointConfig:
 
     every: int = 100
     """Steps between checkpoints; the last step is always saved. 0 saves only the last."""
+    minutes: float = 0.0
+    """Minutes after the last checkpoint at which another one is saved, whichever comes first; 0: `every` counts alone."""
+    grace_seconds: float = 25.0
+    """Seconds that may pass between SIGTERM and the end. The running step is finished and saved if, by the steps and saves
+    before, that takes no longer; otherwise the run ends at once, and goes on from the newest checkpoint. 0 always finishes
+    the step."""
     keep: int = 2
     """Newest checkpoints kept."""
     best: str | None = None
@@ -489,7 +495,7 @@ class CheckpointConfig:
     """Measurements of that metric without a better one after which the run ends; 0 trains to the last step."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, "checkpoint", 0, "every", "patience")
+        _require_at_least(self, "checkpoint", 0, "every", "patience", "minutes", "grace_seconds")
         _require_at_least(self, "checkpoint", 1, "keep")
         require(
             self.best is not None or not self.patience,

@@ -214,7 +214,7 @@ def _initialize(**arguments: Any) -> None:
         **arguments,
     )
     if distributed.global_state.num_processes > 1:
-        before_the_end(_tell_of_a_signal)
+        before_the_end(end_others)
         threading.Thread(
             target=_end_with_others, name=_end_with_others.__name__, daemon=True
         ).start()
@@ -263,9 +263,11 @@ def leave_others(error: BaseException, code: int) -> None:
     os._exit(code)
 
 
-def _tell_of_a_signal(code: int, line: str) -> None:
-    """Ends the others as a signal ends this process, where it comes before training."""
+def end_others(code: int, line: str) -> None:
+    """Ends the other processes, if there are any, as a signal ends this one without a save."""
     state = distributed.global_state
+    if state.client is None or state.num_processes == 1:
+        return
     _leaving.set()
     with contextlib.suppress(Exception):
         client().key_value_set(

@@ -19,6 +19,9 @@ from signal import SIGHUP, SIGINT, SIGTERM
 
 # The folder of the cluster's key-value store that has an entry, the signal's name, once a SIGTERM was meant as another signal.
 _MEANT = "longstripe/signal"
+# What JAX's preemption service writes into it when a process gets SIGTERM, and how often process 0 looks.
+_JAX_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
+_LOOK_SECONDS = 1
 _REASONS = {
     SIGINT: "stopped (Ctrl-C)",
     SIGTERM: "preempted (SIGTERM)",
@@ -45,10 +48,16 @@ class Preempted(Exception):
 
 
 @contextlib.contextmanager
-def notices() -> Iterator[Callable[[], signal.Signals | None]]:
+def notices(
+    no_time_to_finish: Callable[[], str | None] = lambda: None,
+) -> Iterator[Callable[[], signal.Signals | None]]:
     """Catches SIGTERM, SIGHUP and Ctrl-C while the context lasts.
 
     Before the context, a signal ends a process that is alone at once, since there is nothing to save.
+
+    Args:
+      no_time_to_finish: called by a thread on SIGTERM, of several processes in process 0: returns the line with which all
+        end at once, or None to finish the running step.
 
     Yields:
       A function that every process calls after each step. It returns the signal if this is the step to save and end after,
@@ -64,6 +73,8 @@ def notices() -> Iterator[Callable[[], signal.Signals | None]]:
     presses: list[int] = []
 
     def on_arrival(number: int) -> None:
+        if number == SIGTERM and (line := no_time_to_finish()):
+            _end_at_once(line)
         if number not in (SIGINT, SIGHUP):
             return
         if number == SIGINT:
@@ -104,7 +115,7 @@ def notices() -> Iterator[Callable[[], signal.Signals | None]]:
         for number in caught
     }
     try:
-        with _on_arrival(on_arrival):
+        with _on_arrival(on_arrival), _when_a_process_is_preempted(no_time_to_finish):
             yield notice
     finally:
         for number, handler in earlier.items():
@@ -134,6 +145,42 @@ def _on_arrival(act: Callable[[int], None]) -> Iterator[None]:
         os.close(write_end)
         thread.join()
         os.close(read_end)
+
+
+@contextlib.contextmanager
+def _when_a_process_is_preempted(no_time_to_finish: Callable[[], str | None]) -> Iterator[None]:
+    """In process 0 of several: ends all once any of them gets SIGTERM, if there is no time to finish the step."""
+    from trainer.run.cluster import client, process, processes
+
+    if processes() == 1 or process() != 0:
+        yield
+        return
+    closed = threading.Event()
+
+    def watch() -> None:
+        while not closed.wait(_LOOK_SECONDS):
+            # Raises while there is no notice, and when the service is gone, of which the loop learns by itself.
+            with contextlib.suppress(Exception):
+                client().key_value_try_get(_JAX_NOTICE)
+                if not client().key_value_dir_get(_MEANT) and (line := no_time_to_finish()):
+                    _end_at_once(line)
+                return
+
+    thread = threading.Thread(target=watch, name="preemption", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+
+
+def _end_at_once(line: str) -> None:
+    """Ends this process and all others with the code of SIGTERM."""
+    from trainer.run.cluster import end_others
+
+    print(line, file=sys.stderr, flush=True)
+    end_others(128 + SIGTERM, line)
+    os._exit(128 + SIGTERM)
 
 
 def _exit_now() -> None:

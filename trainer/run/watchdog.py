@@ -63,6 +63,12 @@ class Watchdog:
         else:
             self.limit = None
 
+    def step_seconds_left(self) -> float | None:
+        """Returns the seconds until the running step ends, by the steps before; None if none is running or was timed."""
+        if self.doing != "in a step" or not self._recent:
+            return None
+        return max(0.0, statistics.median(self._recent) - (time.monotonic() - self.since))
+
     @contextlib.contextmanager
     def phase(self, doing: str, minutes: float) -> Iterator[None]:
         """Gives what the context does a limit of its own; afterwards the limit before begins anew."""

@@ -2,8 +2,13 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from types import SimpleNamespace
+
+from trainer.config.schema import CheckpointConfig
+from trainer.loop import _Training
 
 PROGRAM = """
 import hashlib, os, threading
@@ -30,6 +35,88 @@ time.sleep(3)  # until JAX's preemption service has agreed on a step
 with notices() as asked_to_end:
     print([asked_to_end() for step in range(501, 504)])
 """
+
+WITHOUT_TIME = """
+import hashlib, os
+from trainer.run.preemption import notices
+
+with notices(lambda: "no time"):
+    os.kill(os.getpid(), 15)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as above
+"""
+
+# One of two processes gets SIGTERM; process 0 says that the step cannot be finished.
+TWO_WITHOUT_TIME = """
+import os, signal, sys, time
+import jax
+from trainer.run import cluster
+from trainer.run.preemption import notices
+
+number = int(sys.argv[2])
+cluster._initialize(
+    coordinator_address=sys.argv[1], num_processes=2, process_id=number, cluster_detection_method="deactivate"
+)
+with notices(lambda: f"no time, says {number}"):
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+def test_a_step_for_which_there_is_no_time_is_not_finished(repository):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TIME],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "no time\n")
+
+
+def test_process_0_decides_for_all_whether_there_is_time(repository):
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_WITHOUT_TIME, address, str(number)],
+            cwd=repository,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        for number in range(2)
+    ]
+    said = [process.communicate(timeout=50)[1] for process in processes]
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, said
+    assert all("no time, says 0\n" in text for text in said), said
+
+
+def test_the_time_is_that_of_the_steps_and_saves_before(tmp_path):
+    waited = []
+    training = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=CheckpointConfig(grace_seconds=25)),
+        watchdog=SimpleNamespace(step_seconds_left=lambda: 20.0),
+        store=SimpleNamespace(
+            save_seconds=4.0,
+            steps=lambda: [3, 6],
+            path=lambda step: tmp_path / str(step),
+            wait_at_most=waited.append,
+        ),
+        step=7,
+    )
+    assert _Training._no_time_to_finish(training) is None
+    training.store.save_seconds = 6.0
+    said = _Training._no_time_to_finish(training)
+    assert said.startswith("preempted (SIGTERM): step 8 was not finished") and "about 26 s" in said
+    assert said.endswith(f"the same command resumes the run from {tmp_path / '6'}")
+    assert len(waited) == 1 and 24 < waited[0] <= 25, "a save that is under way may still count"
+    training.watchdog.step_seconds_left = lambda: None
+    assert _Training._no_time_to_finish(training) is None, "nothing is known of the first step"
+    training.watchdog.step_seconds_left = lambda: 9e9
+    training.config.checkpoint = CheckpointConfig(grace_seconds=0)
+    assert _Training._no_time_to_finish(training) is None
 
 
 def test_a_notice_before_the_first_step_of_a_process_of_several_ends_after_that_step(repository):
