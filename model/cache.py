@@ -25,7 +25,7 @@ from .attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
 from .attention.kernels.reference import ReferenceKernel
 from .attention.layout import permutation
 from .attention.names import BATCH_AXES
-from .attention.partial import per_row
+from .attention.partial import per_row, with_sinks
 from .attention.schedules import in_any_layout
 from .dropout import TokenInfo
 from .memory.period import scan_periods
@@ -286,7 +286,7 @@ class CachedModel:
             attended = attend(
                 layer.attention, Queries(q, coords), Keys(new_k, new_v, coords), cached, before
             )
-            attended = layer.with_sinks(weights, attended).astype(x.dtype)
+            attended = with_sinks(attended, layer.sinks(weights)).out.astype(x.dtype)
             return (layer.finish(weights, x, attended, labels).hidden, k, v), None
 
         (x, k, v), _ = scan_periods(

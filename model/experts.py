@@ -302,7 +302,8 @@ def router_measures(
     """Returns what metrics say of the routers, multiplied by the weight that they are divided by.
 
     They are each expert's load, 1 for an equal share, averaged over the layers; the highest and the
-    lowest load in any layer; and the mean entropy of a token's probabilities, in nats.
+    lowest load in any layer; the share of the assignments that no expert got, which is 0 unless
+    something is wrong; and the mean entropy of a token's probabilities, in nats.
 
     Args:
       entropy: the sum over all tokens and layers.
@@ -317,4 +318,8 @@ def router_measures(
     measures |= {"router/load_max": loads.max(), "router/load_min": loads.min()}
     routed = jnp.maximum(totals.real * config.num_hidden_layers, 1)
     measures["router/entropy"] = entropy / routed
+    # Counts are whole in float32, and their sums over experts in int32.
+    got = totals.tokens.astype(jnp.int32).sum(-1)
+    missing = totals.real.astype(jnp.int32) * config.num_experts_per_tok - got
+    measures["router/dropped"] = missing.sum() / (routed * config.num_experts_per_tok)
     return {name: totals.weight * value for name, value in measures.items()}

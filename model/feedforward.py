@@ -37,7 +37,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 # The stages of a layer, which tell what a parameter is read for: queries; keys and values; and what
 # follows attention.
-QUERIES, KEYS_VALUES, OUTPUT = STAGES = ("queries", "keys_values", "output")
+QUERIES, KEYS_VALUES, ATTENTION, OUTPUT = STAGES = (
+    "queries",
+    "keys_values",
+    "attention",
+    "output",
+)
 
 
 def param(

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from .attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, attend
-from .attention.partial import per_row
+from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
 from .config import TransformerConfig
 from .declarations import bind, read_by
 from .dropout import TokenInfo
@@ -28,6 +27,16 @@ from .sharding import TensorParallel
 
 Heads = Float[Array, "B T H D"]
 Hidden = Float[Array, "B T E"]
+# The attention sinks among a layer's weights.
+SINKS = "self_attn.sinks"
+
+
+def with_sink_gradient(dw: dict[str, Any], gradient: Float[Array, " H"] | None) -> dict[str, Any]:
+    """Returns a layer's gradients with the one of its sinks added, if it has sinks and trains
+    them."""
+    if gradient is None or dw[SINKS] is None:
+        return dw
+    return {**dw, SINKS: dw[SINKS] + gradient}
 
 
 class LayerOutput(NamedTuple):
@@ -132,17 +141,15 @@ class ShardedLayer:
     def attend(self, weights: dict, q: Heads, k: Heads, v: Heads, coords: TokenCoords) -> Heads:
         """Returns attention's output for this device's queries over the keys of all shards."""
         with jax.named_scope("attention"):
-            partial = attend(self.attention, Queries(q, coords), Keys(k, v, coords))
-            return self.with_sinks(weights, partial)
+            return attend(
+                self.attention, Queries(q, coords), Keys(k, v, coords), self.sinks(weights)
+            ).out
 
-    def with_sinks(self, weights: dict, partial: AttentionPartial) -> Heads:
-        """Returns attention's output with the learnt scores in the softmax's denominators, if the
-        model has these: with one, exp(lse) / (exp(lse) + exp(sink)) of the output is left."""
-        if not self.config.attention_sinks:
-            return partial.out
-        sinks = array(weights["self_attn.sinks"])
-        left = jax.nn.sigmoid(partial.lse - sinks[:, None])
-        return (partial.out * per_row(left)).astype(partial.out.dtype)
+    @staticmethod
+    def sinks(weights: dict) -> Float[Array, " H"] | None:
+        """Returns the learnt scores that join the softmax's denominators, if the model has
+        these."""
+        return array(weights[SINKS]) if SINKS in weights else None
 
     def finish(self, weights: dict, x: Hidden, attended: Heads, labels: TokenInfo) -> LayerOutput:
         """Returns the layer's output from its input and attention's output."""

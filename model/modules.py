@@ -16,6 +16,7 @@ from .config import TransformerConfig
 from .dropout import TokenInfo
 from .experts import Mixture
 from .feedforward import (
+    ATTENTION,
     KEYS_VALUES,
     OUTPUT,
     QK_NORMS,
@@ -85,9 +86,11 @@ class SelfAttention(nnx.Module):
             self.q_norm = norm(config, config.num_attention_heads, "heads", QUERIES)
             self.k_norm = norm(config, config.num_key_value_heads, "kv_heads", KEYS_VALUES)
         if config.attention_sinks:  # `ShardedLayer.attend` reads them
-            zeros = jnp.zeros((config.num_attention_heads,), jnp.float32)
             self.sinks = nnx.Param(
-                zeros, axes=("heads",), hf_name="model.layers.{i}.self_attn.sinks"
+                jnp.zeros((config.num_attention_heads,), jnp.float32),
+                axes=("heads",),
+                stages=(ATTENTION,),
+                hf_name="model.layers.{i}.self_attn.sinks",
             )
         self.o_proj = Projection(
             "bthd,hde->bte",

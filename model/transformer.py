@@ -92,14 +92,6 @@ class Transformer(ModelParameters):
                 f"memory.attention_groups: found {self.memory.attention_groups}; the family {self.config.family} "
                 "normalises all heads together, so it needs 1"
             )
-        whole_layer = {"prefetch": False, "attention_groups": 1, "query_chunks": 1}
-        for name, needed in whole_layer.items():
-            found = getattr(self.memory, name)
-            if self.config.attention_sinks and found != needed:
-                raise ValueError(
-                    f"memory.{name}: found {str(found).lower()}; the family {self.config.family} has "
-                    f"attention sinks, so it needs {str(needed).lower()}"
-                )
         if parallel.split_tokens and not (parallel.heads and parallel.mlp):
             config = self.config
             size = (

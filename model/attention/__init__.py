@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from .blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
     from .coords import Mask, TokenCoords, document_starts
     from .kernels import get_kernel
-    from .op import AttentionOp, attend, attention, name_for_remat
+    from .op import AttentionOp, attend, attention, name_for_remat, sink_gradient
     from .options import AttentionConfig
-    from .partial import AttentionPartial, merge
+    from .partial import AttentionPartial, merge, with_sinks
     from .schedules import Payload, get_schedule
 
 __all__ = [
@@ -39,15 +39,17 @@ __all__ = [
     "get_schedule",
     "merge",
     "name_for_remat",
+    "sink_gradient",
+    "with_sinks",
 ]
 
 _MODULES = {
     "blocks": ("BackwardInputs", "Gradients", "Keys", "Queries", "StackedKeys"),
     "coords": ("Mask", "TokenCoords", "document_starts"),
     "kernels": ("get_kernel",),
-    "op": ("AttentionOp", "attend", "attention", "name_for_remat"),
+    "op": ("AttentionOp", "attend", "attention", "name_for_remat", "sink_gradient"),
     "options": ("AttentionConfig",),
-    "partial": ("AttentionPartial", "merge"),
+    "partial": ("AttentionPartial", "merge", "with_sinks"),
     "schedules": ("Payload", "get_schedule"),
 }
 

@@ -19,7 +19,7 @@ from .coords import Mask, TokenCoords, check_starts
 from .kernels import Kernel, get_kernel
 from .layout import check_length
 from .names import BATCH_AXES, MESH_AXES
-from .partial import AttentionPartial
+from .partial import AttentionPartial, with_sinks
 from .schedules import Context, Payload, Ranks, Schedule, get_schedule
 
 
@@ -75,11 +75,12 @@ class AttentionOp:
             mask = dataclasses.replace(mask, global_tokens=0)
         return cls(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
 
-    def forward(self, queries: Queries, keys: Keys) -> AttentionPartial:
-        """out in q's dtype, and lse in float32."""
-        return self._rounded(
-            self.schedule.forward(self.kernel, queries, keys, self._context), queries
-        )
+    def forward(
+        self, queries: Queries, keys: Keys, sinks: Float[Array, " Hq"] | None = None
+    ) -> AttentionPartial:
+        """out in q's dtype, and lse in float32; `sinks`, float32, as of `with_sinks`."""
+        partial = self.schedule.forward(self.kernel, queries, keys, self._context)
+        return self._rounded(with_sinks(partial, sinks), queries)
 
     def backward(
         self,
@@ -105,13 +106,13 @@ class AttentionOp:
         return self.schedule.backward(self.kernel, queries, keys, saved, self._context)
 
     def forward_and_gather(
-        self, queries: Queries, keys: Keys, shard
+        self, queries: Queries, keys: Keys, shard, sinks: Float[Array, " Hq"] | None = None
     ) -> tuple[AttentionPartial, PyTree[Array]]:
         """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] on the way of K and V."""
         partial, gathered = self.schedule.forward_and_gather(
             self.kernel, queries, keys, shard, self._context
         )
-        return self._rounded(partial, queries), gathered
+        return self._rounded(with_sinks(partial, sinks), queries), gathered
 
     def backward_and_exchange(
         self,
@@ -147,6 +148,21 @@ def _delta(result: AttentionPartial, dout, dlse=0.0):
     return delta - jnp.where(jnp.isneginf(result.lse), 0.0, dlse)
 
 
+def sink_gradient(
+    sinks: Float[Array, " Hq"] | None,
+    result: AttentionPartial,
+    dout: Float[Array, "B T Hq D"],
+    dlse: Float[Array, "B Hq T"] | float = 0.0,
+) -> Float[Array, " Hq"] | None:
+    """Returns the sinks' gradient, summed over a device's tokens, from the result with them: that of
+    a key whose value is 0. None without sinks."""
+    if sinks is None:
+        return None
+    seen = ~jnp.isneginf(result.lse)
+    share = jnp.where(seen, jnp.exp(sinks[:, None] - jnp.where(seen, result.lse, 0.0)), 0.0)
+    return -jnp.sum(share * _delta(result, dout, dlse), (0, 2))
+
+
 def _cast(gradients: Gradients, queries: Queries, keys: Keys) -> Gradients:
     dtypes = (queries.q.dtype, keys.k.dtype, keys.v.dtype)
     return Gradients(*(g.astype(dtype) for g, dtype in zip(gradients, dtypes, strict=True)))
@@ -160,12 +176,15 @@ def name_for_remat(
     return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
 
 
-def attend(op: AttentionOp, queries: Queries, keys: Keys) -> AttentionPartial:
+def attend(
+    op: AttentionOp, queries: Queries, keys: Keys, sinks: Float[Array, " Hq"] | None = None
+) -> AttentionPartial:
     """Attention of a rank's queries over the keys of all ranks, differentiable; to be called inside `shard_map`.
 
     Args:
       op: the operation, see `AttentionOp.create`.
       queries, keys: this rank's own.
+      sinks: float32, as of `with_sinks`.
 
     Returns:
       out [B, T, Hq, D] in q's dtype, and lse [B, Hq, T] in float32.
@@ -175,7 +194,8 @@ def attend(op: AttentionOp, queries: Queries, keys: Keys) -> AttentionPartial:
     """
     if op.mask.global_tokens:
         check_starts(keys.coords.start, op.mask)
-    return AttentionPartial(*_attend(op, queries.q, keys.k, keys.v, queries.coords, keys.coords))
+    coords = queries.coords, keys.coords
+    return AttentionPartial(*_attend(op, queries.q, keys.k, keys.v, *coords, sinks))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -183,19 +203,19 @@ def _attend(op: AttentionOp, *arrays):
     return _attend_forward(op, *arrays)[0]
 
 
-def _attend_forward(op, q, k, v, q_coords, kv_coords):
-    kept = name_for_remat(*op.forward(Queries(q, q_coords), Keys(k, v, kv_coords)))
-    return kept, (q, k, v, q_coords, kv_coords, *kept)
+def _attend_forward(op, q, k, v, q_coords, kv_coords, sinks):
+    kept = name_for_remat(*op.forward(Queries(q, q_coords), Keys(k, v, kv_coords), sinks))
+    return kept, (q, k, v, q_coords, kv_coords, sinks, *kept)
 
 
 def _attend_backward(op, residuals, cotangents):
-    q, k, v, q_coords, kv_coords, out, lse = residuals
+    q, k, v, q_coords, kv_coords, sinks, out, lse = residuals
+    result = AttentionPartial(out, lse)
     return (
-        *op.backward(
-            Queries(q, q_coords), Keys(k, v, kv_coords), AttentionPartial(out, lse), *cotangents
-        ),
+        *op.backward(Queries(q, q_coords), Keys(k, v, kv_coords), result, *cotangents),
         None,
         None,
+        sink_gradient(sinks, result, *cotangents),
     )
 
 
@@ -215,6 +235,7 @@ def attention(
     kernel: str | Kernel = "auto",
     mask: Mask = Mask(),
     scale: float | None = None,
+    sinks: Float[Array, " Hq"] | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "B L Hq D"] | tuple[Float[Array, "B L Hq D"], Float[Array, "B Hq L"]]:
     """Exact attention of global arrays on a mesh, already permuted for `layout`.
@@ -230,6 +251,7 @@ def attention(
         tokens, `ring` takes each document for a run of tokens).
       schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
       mask: see `Mask`; scale: multiplies the scores, D ** -0.5 unless given.
+      sinks: a score of each head that joins the softmax's denominators; lse counts it.
 
     Returns:
       out like q, in q's dtype; with return_lse also lse, float32 [B, Hq, L].
@@ -242,6 +264,10 @@ def attention(
     kv_coords = coords if kv_coords is None else TokenCoords(*kv_coords)
     _check_mesh(mesh)
     _check_shapes(q, k, v)
+    if sinks is not None and (sinks.shape, sinks.dtype) != (q.shape[2:3], jnp.float32):
+        raise ValueError(
+            f"sinks: found {sinks.dtype} {sinks.shape}; needs float32 ({q.shape[2]},), one for each head"
+        )
     _check_coords("coords", coords, q.shape[:2])
     _check_coords("kv_coords", kv_coords, k.shape[:2])
     size = mesh.shape.get("sequence", 1)
@@ -263,16 +289,16 @@ def attention(
         layout=layout if own_coords else "",
     )
 
-    def local(q, k, v, q_coords, kv_coords):
-        return tuple(attend(op, Queries(q, q_coords), Keys(k, v, kv_coords)))
+    def local(q, k, v, q_coords, kv_coords, sinks):
+        return tuple(attend(op, Queries(q, q_coords), Keys(k, v, kv_coords), sinks))
 
     out, lse = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(vectors, vectors, vectors, tokens, tokens),
+        in_specs=(vectors, vectors, vectors, tokens, tokens, PartitionSpec(heads)),
         out_specs=(vectors, PartitionSpec(batch, heads, sequence)),
         check_vma=False,
-    )(q, k, v, coords, kv_coords)
+    )(q, k, v, coords, kv_coords, sinks)
     return (out, lse) if return_lse else out
 
 

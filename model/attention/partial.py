@@ -1,10 +1,11 @@
-"""Partial attention: attention over some of the keys, and the merge of two such results
-(Attention2D, section 3.1)."""
+"""Partial attention: attention over some of the keys, the merge of two such results (Attention2D,
+section 3.1), and attention sinks."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -35,6 +36,23 @@ def merge(a: AttentionPartial, b: AttentionPartial) -> AttentionPartial:
     nonzero = jnp.where(total == 0, 1.0, total)
     out = a.out * per_row(weight_a / nonzero) + b.out * per_row(weight_b / nonzero)
     return AttentionPartial(out, jnp.where(total == 0, -jnp.inf, highest + jnp.log(nonzero)))
+
+
+def with_sinks(partial: AttentionPartial, sinks: Float[Array, " Hq"] | None) -> AttentionPartial:
+    """Returns attention over all keys with a learnt score of each head in the softmax's
+    denominators, or as it is without them.
+
+    A sink is one more key, whose value is 0: lse counts it, and out shrinks by what it takes. The
+    gradients of q, k and v follow from this out and lse as from any. A query that sees no key keeps
+    its lse of -inf.
+    """
+    if sinks is None:
+        return partial
+    left = jax.nn.sigmoid(partial.lse - sinks[:, None])
+    lse = jnp.logaddexp(partial.lse, sinks[:, None])
+    return AttentionPartial(
+        partial.out * per_row(left), jnp.where(jnp.isneginf(partial.lse), -jnp.inf, lse)
+    )
 
 
 def per_row(x: Float[Array, "B H T"]) -> Float[Array, "B T H 1"]:

@@ -24,11 +24,13 @@ from model.attention import (
     Queries,
     TokenCoords,
     name_for_remat,
+    sink_gradient,
 )
 from model.declarations import declare_layer, read_by
 from model.dropout import TokenInfo
-from model.feedforward import KEYS_VALUES, QUERIES
+from model.feedforward import ATTENTION, KEYS_VALUES, QUERIES
 from model.frozen import FrozenWeight, Weight, split
+from model.layer import ShardedLayer, with_sink_gradient
 
 from .chunked import cast, vjp
 from .layer_runner import ScanRunner
@@ -44,9 +46,8 @@ class HeadGroupRunner(ScanRunner):
         attend_in_groups = GroupedAttention(
             layer.project_through, layer.attention, HeadGroups.of(layer), layer.dtype
         )
-        x, attended = attend_in_groups(
-            read_by(layer.config, (QUERIES, KEYS_VALUES), weights), x, labels, coords
-        )
+        stages = (QUERIES, KEYS_VALUES, ATTENTION)
+        x, attended = attend_in_groups(read_by(layer.config, stages, weights), x, labels, coords)
         return layer.finish(weights, x, attended, labels)
 
 
@@ -171,8 +172,10 @@ class GroupedAttention:
         weights = cast(weights, self.dtype)
 
         def attend(_, i):
-            _, (q, k, v) = self.project(self.groups.weights(weights, i), x, labels)
-            return (), self.attention.forward(Queries(q, coords), Keys(k, v, coords))
+            group = self.groups.weights(weights, i)
+            _, (q, k, v) = self.project(group, x, labels)
+            sinks = ShardedLayer.sinks(group)
+            return (), self.attention.forward(Queries(q, coords), Keys(k, v, coords), sinks)
 
         out, lse = name_for_remat(*self.groups.over(attend, (), OUT_AND_LSE)[1])
         return (x, out), (weights, x, labels, coords, out, lse)
@@ -186,14 +189,15 @@ class GroupedAttention:
 
         def add_group(carry, i):
             dx, d_shared = carry
-            (_, (q, k, v)), pull = vjp(
-                lambda w, x: self.project(w, x, labels), groups.weights(weights, i), x
-            )
+            group = groups.weights(weights, i)
+            (_, (q, k, v)), pull = vjp(lambda w, x: self.project(w, x, labels), group, x)
             result = AttentionPartial(groups.take(out, i, 2), groups.take(lse, i, 1))
+            d_group = groups.take(dout, i, 2)
             gradients = self.attention.backward(
-                Queries(q, coords), Keys(k, v, coords), result, groups.take(dout, i, 2)
+                Queries(q, coords), Keys(k, v, coords), result, d_group
             )
             dw, dx = pull((dx, tuple(gradients)))
+            dw = with_sink_gradient(dw, sink_gradient(ShardedLayer.sinks(group), result, d_group))
             d_shared = {name: total + dw[name] for name, total in d_shared.items()}
             return (dx, d_shared), {name: dw[name] for name in head_axes}
 

@@ -20,12 +20,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from model.attention import AttentionPartial, Keys, Payload, Queries, TokenCoords
+from model.attention import (
+    AttentionPartial,
+    Keys,
+    Payload,
+    Queries,
+    TokenCoords,
+    sink_gradient,
+)
 from model.declarations import read_by
 from model.dropout import TokenInfo
 from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
 from model.frozen import Weight, split
-from model.layer import LayerOutput, ShardedLayer
+from model.layer import SINKS, LayerOutput, ShardedLayer
 from model.sharding import gather_frozen, reduce_scatter
 from model.weights import Shards, WeightGatherer
 
@@ -107,7 +114,10 @@ class _PrefetchedLayers:
             of_layer = labels.of_layer(i)
             q, k, v = layer.project(weights, x, of_layer)
             (out, lse), whole = layer.attention.forward_and_gather(
-                Queries(q, coords), Keys(k, v, coords), self._of_layer(shards, i + 1)[0]
+                Queries(q, coords),
+                Keys(k, v, coords),
+                self._of_layer(shards, i + 1)[0],
+                layer.sinks(weights),
             )
             attention = (
                 jax.device_put((out, lse), _SPACES[policy.attention]) if policy.attention else ()
@@ -194,10 +204,10 @@ class _PrefetchedLayers:
             read_by(layer.config, (QUERIES, KEYS_VALUES), weights),
             x,
         )
-        queries, keys = Queries(q, coords), Keys(k, v, coords)
+        queries, keys, sinks = Queries(q, coords), Keys(k, v, coords), layer.sinks(weights)
         whole = None
         if not saved:
-            saved, whole = attention.forward_and_gather(queries, keys, below)
+            saved, whole = attention.forward_and_gather(queries, keys, below, sinks)
         dw_output, dx, dout = vjp(
             lambda *arrays: layer.finish(*arrays, labels),
             read_by(layer.config, (OUTPUT,), weights),
@@ -205,8 +215,9 @@ class _PrefetchedLayers:
             saved[0],
         )[1](d_output)
         payload = Payload(below if whole is None else None, d_above)
+        result = AttentionPartial(*saved)
         dqkv, whole_after, d_above = attention.backward_and_exchange(
-            queries, keys, AttentionPartial(*saved), dout, payload
+            queries, keys, result, dout, payload
         )
         dw_project, dx = pull((dx, tuple(dqkv)))
         # Weights that are read before and after attention, such as the one norm of parallel
@@ -217,6 +228,8 @@ class _PrefetchedLayers:
             if name in dw_output and dw_project[name] is not None
         }
         dw = {**dw_project, **dw_output, **twice}
+        if sinks is not None:
+            dw[SINKS] = sink_gradient(sinks, result, dout)
         return dx, dw, whole_after if whole is None else whole, d_above
 
     def _split(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

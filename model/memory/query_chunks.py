@@ -29,10 +29,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
+from model.attention import (
+    AttentionOp,
+    AttentionPartial,
+    Keys,
+    Queries,
+    TokenCoords,
+    sink_gradient,
+)
 from model.dropout import TokenInfo
 from model.frozen import Weight, split
-from model.layer import LayerOutput
+from model.layer import SINKS, LayerOutput, ShardedLayer, with_sink_gradient
 
 from .chunked import cast, over_chunks, vjp
 from .head_groups import OUT_AND_LSE, HeadGroups
@@ -178,10 +185,11 @@ class LayerInChunks:
             dw_finish, dx, dout = vjp(
                 lambda *arrays: self.finish(*arrays, labels), float32_weights, x, out
             )[1](LayerOutput(dy, d_auxiliary))
-            dkv, dq = self._gradients(
+            dkv, (dq, d_sinks) = self._gradients(
                 dkv, weights, source, Queries(q, chunk_coords), AttentionPartial(out, lse), dout
             )
             dw_project, dx = pull((dx, dq))
+            dw_project = with_sink_gradient(dw_project, d_sinks)
             return (
                 jax.tree.map(lambda *parts: sum(parts), dw, dw_finish, dw_project),
                 dkv,
@@ -217,26 +225,39 @@ class LayerInChunks:
 
         def attend(_, i):
             return (), self.attention.forward(
-                Queries(self.groups.take(q, i, 2), q_coords), source.group(self, weights, i)
+                Queries(self.groups.take(q, i, 2), q_coords),
+                source.group(self, weights, i),
+                self._sinks(weights, i),
             )
 
         return self.groups.over(attend, (), OUT_AND_LSE)[1]
 
+    def _sinks(self, weights, i):
+        """Group i's attention sinks, float32, if the model has these."""
+        sinks = ShardedLayer.sinks(weights)
+        return None if sinks is None else self.groups.take(sinks.astype(jnp.float32), i, 0)
+
     def _gradients(self, dkv, weights, source, queries, result, dout):
-        """dk and dv of a chunk of queries added to `dkv`, float32, and its dq, in q's dtype."""
+        """dk and dv of a chunk of queries added to `dkv`, float32; its dq, in q's dtype, and what
+        it adds to the sinks' gradient, if there are sinks."""
         groups = self.groups
 
         def add_group(dkv, i):
+            of_group = AttentionPartial(
+                groups.take(result.out, i, 2), groups.take(result.lse, i, 1)
+            )
+            d_group = groups.take(dout, i, 2)
             dq, *dkv_group = self.attention.gradients(
                 Queries(groups.take(queries.q, i, 2), queries.coords),
                 source.group(self, weights, i),
-                AttentionPartial(groups.take(result.out, i, 2), groups.take(result.lse, i, 1)),
-                groups.take(dout, i, 2),
+                of_group,
+                d_group,
             )
             dkv = tuple(
                 groups.put(total, groups.take(total, i, 2) + part, i, 2)
                 for total, part in zip(dkv, dkv_group, strict=True)
             )
-            return dkv, dq.astype(queries.q.dtype)
+            d_sinks = sink_gradient(self._sinks(weights, i), of_group, d_group)
+            return dkv, (dq.astype(queries.q.dtype), d_sinks)
 
-        return groups.over(add_group, dkv, 2)
+        return groups.over(add_group, dkv, (2, 0 if SINKS in weights else None))

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from model.adapter import AdapterConfig
 from model.config import TransformerConfig
 from model.dropout import TokenInfo
-from model.experts import Mixture, route, router_sums
+from model.experts import Mixture, RouterTotals, route, router_measures, router_sums
 from model.sharding import TensorParallel
 from tests.model.build import llama, packed_batch, permuted, tiny
 from trainer.config.schema import OptimizerConfig, TrainConfig
@@ -149,6 +149,29 @@ def test_the_balance_loss_is_transformers():
     assert found["router/load_max"] == pytest.approx(loads.max(), 1e-5)
     assert found["router/load_min"] == pytest.approx(loads.min(), 1e-5)
     assert 0 < found["router/entropy"] < np.log(8)
+    assert found["router/dropped"] == 0
+
+
+def test_what_no_expert_got_is_counted():
+    config = mixture(num_hidden_layers=2)
+    tokens = jnp.full((2, 8), 3.0).at[1, 5].set(0.0)  # of 8 tokens with three experts each
+    totals = RouterTotals(tokens, jnp.float32(8), jnp.float32(5))
+    found = router_measures(totals, jnp.float32(0), config)
+    assert float(found["router/dropped"]) == pytest.approx(5 * 3 / (2 * 8 * 3))
+
+
+def test_a_router_without_tokens_gives_nothing():
+    """All tokens are padding: no loss, no gradient, no NaN in the metrics."""
+    config = mixture(**LOSSES)
+    batch = packed_batch(config, rows=2, length=32)
+    batch = {name: np.zeros_like(x) if name != "index" else x for name, x in batch.items()}
+    model = llama(config)
+    loss, gradients = jax.value_and_grad(lambda params: model.loss(params, batch).trained)(
+        model.init(0)
+    )
+    assert float(loss) == 0 and all(not np.any(x) for x in jax.tree.leaves(gradients))
+    measures = model.loss(model.init(0), batch).measures
+    assert all(np.isfinite(float(value)) for value in measures.values())
 
 
 def test_an_axis_that_does_not_divide_the_experts_is_refused():
@@ -161,6 +184,8 @@ def test_an_axis_that_does_not_divide_the_experts_is_refused():
     ("change", "words"),
     [
         ({"num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "8 experts"]),
+        ({"num_experts_per_tok": 0}, ["num_experts_per_tok", "0", "1"]),
+        ({"num_experts_per_tok": None}, ["num_experts_per_tok", "None"]),
         ({"num_experts": -1}, ["num_experts", "-1"]),
         ({"router_aux_loss_coef": -0.1}, ["router_aux_loss_coef", "-0.1"]),
         ({"family": "llama", "qk_norm": "none"}, ["num_experts", "8", "llama"]),

@@ -29,11 +29,12 @@ def visible(index, segment_ids, causal=True, window=None, global_tokens=0):
     return seen
 
 
-def dense_attention(q, k, v, index, segment_ids, dout, softcap=None, **mask):
+def dense_attention(q, k, v, index, segment_ids, dout, softcap=None, sinks=None, **mask):
     """out, lse and the gradients of sum(out * dout); arrays like the product's, all float64.
 
     Args: q [B, L, Hq, D]; k, v [B, L, Hkv, D]; index, segment_ids [B, L] (in the order of q, k, v); dout like q; mask: as
-      `visible`'s; softcap: scores become softcap * tanh(scores / softcap).
+      `visible`'s; softcap: scores become softcap * tanh(scores / softcap); sinks [Hq]: one more score of each query that sees
+      a key, whose value is 0; their gradient comes last.
     """
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
     group = q.shape[2] // k.shape[2]
@@ -49,6 +50,10 @@ def dense_attention(q, k, v, index, segment_ids, dout, softcap=None, **mask):
     top = scores.max(-1, keepdims=True, initial=-1e30)
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        over = np.asarray(sinks, np.float64)[:, None, None] - top
+        sunk = np.exp(np.where(total > 0, over, -np.inf))
+        total = total + sunk
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
     with np.errstate(divide="ignore"):
         lse = np.where(total > 0, top + np.log(total), -np.inf)[..., 0]
@@ -62,4 +67,7 @@ def dense_attention(q, k, v, index, segment_ids, dout, softcap=None, **mask):
 
     dk = per_kv_head(np.einsum("bhqk,bqhd->bkhd", dscores, q))
     dv = per_kv_head(np.einsum("bhqk,bqhd->bkhd", weights, dout))
-    return out, lse, dq, dk, dv
+    if sinks is None:
+        return out, lse, dq, dk, dv
+    share = np.divide(sunk, total, out=np.zeros_like(sunk), where=total > 0)
+    return out, lse, dq, dk, dv, -(share * weights * dweights).sum((0, 2, 3))

@@ -28,6 +28,7 @@ from model.attention.layout import LAYOUTS, permutation
 from .cases import (
     HEADS,
     MASKS,
+    QUICK,
     SCHEDULES,
     check,
     documents,
@@ -38,6 +39,7 @@ from .cases import (
 )
 from .dense import dense_attention
 
+QUICK_SINKS = ("ring", "balanced", "ulysses", "attention2d overlap")
 LENGTH = 240  # every number of shards up to 6, and 8, divides it, and its half: zigzag too
 
 
@@ -82,6 +84,56 @@ def test_softcap_is_exact(kernel, schedule):
         expected,
         order,
     )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        pytest.param(
+            schedule, LAYOUTS[number % 3], marks=[pytest.mark.slow] * (schedule not in QUICK_SINKS)
+        )
+        for number, schedule in enumerate(SCHEDULES)
+    ],
+)
+def test_sinks_are_exact(schedule, layout):
+    """out, lse and all gradients, of packed documents with padding, and windows in every second."""
+    mask = Mask(window=50) if list(SCHEDULES).index(schedule) % 2 else Mask()
+    order = permutation(LENGTH, 4, layout)
+    arrays, coords = inputs("8/2", LENGTH), documents("packed", LENGTH)
+    sinks = np.random.default_rng(3).standard_normal(8).astype(np.float32) * 3
+    *expected, d_sinks = dense_attention(
+        *arrays[:3], *coords, arrays[3], sinks=sinks, window=mask.window
+    )
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(q, k, v, dout, coords, sinks):
+        def out_and_lse(*arrays):
+            *arrays, sinks = arrays
+            kernel = get_kernel("xla", query_tile=20, key_tile=10)
+            options = {"schedule": SCHEDULES[schedule], "layout": layout, "mask": mask}
+            return attention(
+                *arrays,
+                coords,
+                mesh=mesh_of(4),
+                kernel=kernel,
+                sinks=sinks,
+                return_lse=True,
+                **options,
+            )
+
+        (out, lse), pull = jax.vjp(out_and_lse, q, k, v, sinks)
+        return out, lse, *pull((dout, jnp.zeros_like(lse)))
+
+    permuted = [x[:, order] for x in (*arrays, *coords)]
+    *got, d_found = run(*permuted[:4], TokenCoords(*permuted[4:]), sinks)
+    check(got, expected, order)
+    np.testing.assert_allclose(d_found, d_sinks, rtol=1e-5, atol=1e-5 * np.abs(d_sinks).max())
+
+
+def test_sinks_of_another_shape_are_refused():
+    q, k, v, _ = inputs("4/4", LENGTH)
+    with pytest.raises(ValueError, match=r"sinks: found float32 \(3,\); needs float32 \(4,\)"):
+        attention(q, k, v, documents("one", LENGTH), mesh=mesh_of(4), sinks=np.zeros(3, np.float32))
 
 
 def test_a_softcap_that_a_kernel_lacks_is_refused():

@@ -280,6 +280,8 @@ COVERING = [
     ("gemma2", "ulysses", "zigzag", "save_attention"),
     ("gemma3_text", "all_gather", "striped", "everything"),
     ("mistral with a window", "ring", "zigzag", "nothing"),
+    ("granitemoe", "all_gather", "zigzag", "offload_attention"),
+    ("gpt_oss", "ring", "zigzag", "offload"),
 ]
 
 
@@ -334,7 +336,7 @@ def test_the_logits_are_transformers(model, shape):
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("model", marked("mistral with a window"), indirect=True)
+@pytest.mark.parametrize("model", marked("mistral with a window", "gpt_oss"), indirect=True)
 def test_greedy_decoding_is_transformers(model):
     check_greedy_decoding(model, (5, 30))
 
@@ -428,15 +430,25 @@ MEMORY = {
     "prefetch, attention kept": {"prefetch": True, "remat": "save_attention"},
     "everything": {"remat": "everything"},
     "groups": {"attention_groups": 2},
-    "query chunks": {"query_chunks": 2, "attention_groups": 2, "remat": "nothing"},
+    "query chunks": {"query_chunks": 2, "remat": "nothing"},
+    "query chunks and groups": {"query_chunks": 2, "attention_groups": 2, "remat": "nothing"},
+    "offloaded": {"parameters_on_host": True, "remat": "offload"},
 }
+HOWEVER = [("gpt_oss", "prefetch"), ("gpt_oss", "query chunks and groups")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["smollm3", "gemma3_text"], indirect=True)
-@pytest.mark.parametrize("memory", MEMORY)
-def test_layers_of_two_kinds_are_the_same_however_they_run(model, memory):
-    """The loss and the gradients of 3 layers in a period of 2, against those of the plain scan."""
+@pytest.mark.parametrize(
+    ("model", "memory"),
+    [
+        pytest.param(family, memory, marks=[] if (family, memory) in HOWEVER else pytest.mark.slow)
+        for family in ("smollm3", "gemma3_text", "granitemoe", "gpt_oss")
+        for memory in MEMORY
+    ],
+    indirect=["model"],
+)
+def test_layers_are_the_same_however_they_run(model, memory):
+    """The loss and the gradients of 3 layers in a period of 2, or of a mixture's, against those of
+    the plain scan."""
     _, folder, config = model
     batch = packed_batch(config, rows=2, length=64)
 
