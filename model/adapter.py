@@ -137,17 +137,13 @@ class AdapterConfig:
         """Returns the adapters of a model whose feed-forwards are experts.
 
         Raises:
-          ValueError: a target in the feed-forward, or matrices that are to be quantized.
+          ValueError: a target in the feed-forward.
         """
         named = [target for target in self.targets if target in FEED_FORWARD]
         if named:
             raise ValueError(
                 f"adapter.targets: found {named[0]!r}; experts have no adapters, so some of "
                 f"{', '.join(ATTENTION)}, or {ALL_LINEAR} for these, would work"
-            )
-        if self.quantize != "none":
-            raise ValueError(
-                f"adapter.quantize: found {self.quantize!r}; experts are not quantized, so none would work"
             )
         all_linear = ALL_LINEAR in self.targets
         return dataclasses.replace(self, targets=ATTENTION) if all_linear else self

@@ -7,7 +7,8 @@ H, D] and `.absmax` [1, H, D]. Blocks lie along the last of a product's inputs. 
 whole blocks: an axis of blocks is split only where a mesh axis divides their number
 (`Parameter.granularity`), otherwise another axis is. The few scales of the second quantization,
 whose groups of 256 blocks would straddle shards, lie whole on each device: 4 bytes for 16,384
-weights.
+weights. Of a mixture each expert's matrix is quantized by itself; all parts have a leading axis of
+experts.
 """
 
 from __future__ import annotations
@@ -138,6 +139,11 @@ def input_axes(name: str) -> int:
     return 2 if "o_proj." in name else 1
 
 
+def is_of_experts(name: str) -> bool:
+    """Whether a layer's projection has a matrix for each expert, along its first axis."""
+    return ".experts." in name
+
+
 def is_quantized(name: str) -> bool:
     """Whether a frozen weight of this name is quantized: the layers' projections are; adapters and
     the parts of quantized weights are not.
@@ -178,15 +184,18 @@ def weights_in(name: str, array: Any) -> int:
 
 def declare_parts(name: str, weight: Parameter, kind: str) -> dict[str, Parameter]:
     """Returns the arrays that a stacked weight [N, ...] of a layer becomes, by name."""
-    layers, *shape = weight.shape
-    inputs = input_axes(name)
+    inputs, first = input_axes(name), 1 + is_of_experts(name)
+    shape, axes = weight.shape[first:], weight.axes[first:]
 
     def declared(shape, axes, dtype, granularity=()):
         return Parameter(
-            (layers, *shape), ("layers", *axes), dtype, frozen=True, granularity=granularity
+            (*weight.shape[:first], *shape),
+            (*weight.axes[:first], *axes),
+            dtype,
+            frozen=True,
+            granularity=granularity,
         )
 
-    axes = weight.axes[1:]
     if kind == "int8":
         return {
             f"{name}.codes": declared(shape, axes, "int8"),
@@ -196,7 +205,10 @@ def declare_parts(name: str, weight: Parameter, kind: str) -> dict[str, Paramete
         }
     blocks = [n // NF4_BLOCK if i == inputs - 1 else n for i, n in enumerate(shape)]
     pairs = [n // 2 if i == inputs - 1 else n for i, n in enumerate(shape)]
-    granularity = (1, *(NF4_BLOCK // 2 if i == inputs - 1 else 1 for i in range(len(shape))))
+    granularity = (
+        *[1] * first,
+        *(NF4_BLOCK // 2 if i == inputs - 1 else 1 for i in range(len(shape))),
+    )
     scales = nested_count(math.prod(shape[inputs:]), math.prod(shape[:inputs]))
     return {
         f"{name}.codes": declared(pairs, axes, "uint8", granularity),
@@ -229,7 +241,26 @@ def assemble(
         padding.
       spec: of one layer's codes.
     """
-    inputs = input_axes(name)
+    if not is_of_experts(name):
+        return _assemble(input_axes(name), parts, own, padded, spec)
+    expert = dataclasses.replace(own, shape=own.shape[1:], axes=own.axes[1:])
+    shapes = {part: shape[1:] for part, shape in padded.items()}
+    weights = jax.vmap(
+        lambda parts: _assemble(input_axes(name), parts, expert, shapes, PartitionSpec(*spec[1:]))
+    )(dict(parts))
+    if isinstance(weights, Nf4Weight):
+        return dataclasses.replace(weights, axis=weights.axis + 1)
+    return weights
+
+
+def _assemble(
+    inputs: int,
+    parts: Mapping[str, Array],
+    own: Parameter,
+    padded: Mapping[str, tuple[int, ...]],
+    spec: PartitionSpec,
+) -> FrozenWeight:
+    """`assemble` of one matrix, of which so many leading axes are inputs."""
     block = NF4_BLOCK if "nested" in parts else 1
     own_blocks = [n // block if i == inputs - 1 else n for i, n in enumerate(own.shape)]
     padded_blocks = [
@@ -301,14 +332,12 @@ def quantized(
     """
     arrays: dict[str, jax.Array] = {}
     for name, own in own_shapes.items():
-        layers = [
-            _quantize_layer(stored[name], i, own[1:], input_axes(name), kind) for i in range(own[0])
-        ]
+        layers = [quantize_layer(name, stored[name], i, own[1:], kind) for i in range(own[0])]
         for part in QUANTIZED_PARTS[kind]:
             full = f"{name}.{part}"
             shape, dtype = parameters[full].shape, parameters[full].dtype
             fill = NF4_ZEROS if (part, kind) == ("codes", "nf4") else 0
-            values = [_own_layout(layer, part, own[1:], input_axes(name)) for layer in layers]
+            values = [_own_layout(name, layer, part, own[1:]) for layer in layers]
             arrays[full] = jax.make_array_from_callback(
                 shape, shardings[full], _reader(values, shape, dtype, fill)
             )
@@ -316,24 +345,43 @@ def quantized(
     return arrays
 
 
-def _quantize_layer(
-    stored: Any, layer: int, own: tuple[int, ...], inputs: int, kind: str
-) -> Nf4 | Int8Rows:
+def quantize_layer(
+    name: str, stored: Any, layer: int, own: tuple[int, ...], kind: str
+) -> list[Nf4 | Int8Rows]:
+    """Returns the matrices [outputs, inputs] of a layer's weight, quantized: one, or each expert's.
+
+    Args:
+      name: of the weight; stored: all layers of it, as of `quantized`.
+      own: the layer's shape without padding.
+    """
     if kind == "nf4" and hasattr(stored, "quantized"):
         return stored.quantized(layer)
-    weight = np.asarray(stored[layer])[tuple(map(slice, own))]
-    matrix = weight.reshape(math.prod(own[:inputs]), -1).T
-    return quantize_nf4(matrix) if kind == "nf4" else quantize_int8(matrix)
+    weight, inputs = np.asarray(stored[layer])[tuple(map(slice, own))], input_axes(name)
+    matrices = [
+        matrix.reshape(math.prod(matrix.shape[:inputs]), -1).T
+        for matrix in (weight if is_of_experts(name) else weight[None])
+    ]
+    return list(map(quantize_nf4 if kind == "nf4" else quantize_int8, matrices))
 
 
 def _own_layout(
-    layer: Nf4 | Int8Rows, part: str, own: tuple[int, ...], inputs: int
+    name: str, matrices: list[Nf4 | Int8Rows], part: str, own: tuple[int, ...]
 ) -> Shaped[np.ndarray, ...]:
-    """A part of a matrix [outputs, inputs] with our axes, as a view."""
+    """A part of a layer's matrices with our axes; of one matrix as a view."""
+    if is_of_experts(name):
+        return np.stack(
+            [_part_in_own_layout(matrix, part, own[1:], input_axes(name)) for matrix in matrices]
+        )
+    return _part_in_own_layout(matrices[0], part, own, input_axes(name))
+
+
+def _part_in_own_layout(
+    matrix: Nf4 | Int8Rows, part: str, own: tuple[int, ...], inputs: int
+) -> Shaped[np.ndarray, ...]:
     if part == "nested":
-        assert isinstance(layer, Nf4)
-        return np.concatenate([[layer.offset], layer.nested])
-    value = getattr(layer, part)
+        assert isinstance(matrix, Nf4)
+        return np.concatenate([[matrix.offset], matrix.nested])
+    value = getattr(matrix, part)
     value = value.reshape(len(value), -1)
     per_input = math.prod(own[:inputs]) // value.shape[1]
     # A row's scale belongs to all inputs.

@@ -63,6 +63,11 @@ def main(argv: list[str] | None = None) -> int:
                 f"{arguments.model}: an adapter, whose codes would not hold the sum; python -m "
                 "scripts.export_hf --merge makes a whole model of it, which can be quantized"
             )
+        if source.config.num_experts:
+            raise UserError(
+                f"{arguments.model}: a mixture of experts, which transformers 5 opens in NF4 in no "
+                "layout; adapter.quantize quantizes its matrices as they are read"
+            )
         # Refuses sizes that no whole number of blocks fills.
         dataclasses.replace(source.config, adapter=AdapterConfig(rank=1, quantize="nf4"))
         with contextlib.ExitStack() as stack:

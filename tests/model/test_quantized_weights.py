@@ -26,25 +26,36 @@ CONFIG = tiny(
     hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=64, adapter=ADAPTER
 )
 INT8 = dataclasses.replace(CONFIG, adapter=dataclasses.replace(ADAPTER, quantize="int8"))
+MIXTURE = dataclasses.replace(
+    CONFIG,
+    family="qwen3_moe",
+    qk_norm="head",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+)
+MIXTURE_INT8 = dataclasses.replace(MIXTURE, adapter=INT8.adapter)
 DORA = dataclasses.replace(CONFIG, adapter=dataclasses.replace(ADAPTER, use_dora=True))
 BATCH = (4, 64)  # rows, tokens
 
 
 @functools.cache
-def drawn():
+def drawn(family):
     """Fresh parameters before they are quantized."""
-    config = dataclasses.replace(CONFIG, adapter=dataclasses.replace(ADAPTER, quantize="none"))
+    config = CONFIG if family == "llama" else MIXTURE
+    config = dataclasses.replace(config, adapter=dataclasses.replace(ADAPTER, quantize="none"))
     return {name: np.asarray(x) for name, x in llama(config).init(0).items()}
 
 
 def parameters(model):
     """The same parameters for any model without padding."""
+    plain = drawn(model.config.family)
     params = {
         name: jax.device_put(x, model.shardings[name])
-        for name, x in drawn().items()
+        for name, x in plain.items()
         if name in model.parameters
     }
-    params |= model.quantized(drawn())
+    params |= model.quantized(plain)
     return {**params, **model.init_magnitudes(params)}
 
 
@@ -80,6 +91,11 @@ def on_one_device(config, rows=BATCH[0]):
             marks=pytest.mark.slow,
         ),
         pytest.param(CONFIG, {"fsdp": 3}, {}, marks=pytest.mark.slow),
+        pytest.param(MIXTURE, {"fsdp": 2, "expert": 2, "tensor": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(MIXTURE_INT8, {"expert": 4, "sequence": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            MIXTURE, {"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow
+        ),
         *(
             pytest.param(CONFIG, {"sequence": 4}, {"schedule": schedule}, marks=pytest.mark.slow)
             for schedule in ("all_gather", "balanced", "ulysses")
@@ -118,14 +134,19 @@ def test_the_loss_of_a_mesh_is_that_of_one_device():
     assert abs(losses[0] - losses[1]) <= 1e-5
 
 
-@pytest.mark.parametrize("config", [CONFIG, INT8], ids=["nf4", "int8"])
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG, INT8, MIXTURE, pytest.param(MIXTURE_INT8, marks=pytest.mark.slow)],
+    ids=["nf4", "int8", "mixture nf4", "mixture int8"],
+)
 def test_the_loss_is_that_of_the_weights_that_the_codes_stand_for(config):
     """Dequantized by numpy and frozen as they are, to the bit; and quantization changes the loss at all."""
     plain_config = dataclasses.replace(
         config, adapter=dataclasses.replace(config.adapter, quantize="none")
     )
     model, plain = llama(config), llama(plain_config)
-    params, weights = parameters(model), {name: jnp.asarray(x) for name, x in drawn().items()}
+    params = parameters(model)
+    weights = {name: jnp.asarray(x) for name, x in drawn(config.family).items()}
     batch = packed_batch(config, *BATCH)
     loss = jax.jit(lambda model, params: model.loss(params, batch).total, static_argnums=0)
     with_plain = loss(plain, weights)
@@ -136,9 +157,11 @@ def test_the_loss_is_that_of_the_weights_that_the_codes_stand_for(config):
     quantize, dequantize = both[config.adapter.quantize]
     for name in model.quantized_names:
         stacked, inputs = np.asarray(weights[name]), input_axes(name)
+        if "experts" in name:  # each expert's matrix by itself
+            stacked = stacked.reshape(-1, *stacked.shape[2:])
         rows = [layer.reshape(math.prod(layer.shape[:inputs]), -1).T for layer in stacked]
         weights[name] = jnp.asarray(
-            np.stack([dequantize(quantize(row)).T for row in rows]).reshape(stacked.shape)
+            np.stack([dequantize(quantize(row)).T for row in rows]).reshape(weights[name].shape)
         )
     assert len(model.quantized_names) == 7
     assert abs(loss(model, params) - loss(plain, weights)) <= 1e-6 * abs(with_plain)

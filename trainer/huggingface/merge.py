@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from model.codecs import dequantize_int8, dequantize_nf4, quantize_int8, quantize_nf4
+from model.codecs import dequantize_int8, dequantize_nf4
 from model.config import TransformerConfig
 from model.declarations import declare
-from model.quantized_weights import input_axes, quantized_names
+from model.quantized_weights import quantize_layer, quantized_names
 
 
 class Dequantized:
     """A stacked parameter's layers, quantized and dequantized again: the numbers that codes stand
     for, in float32."""
 
-    def __init__(self, stored: Any, shape: tuple[int, ...], inputs: int, kind: str) -> None:
-        """`stored`: read when sliced, maybe padded to more than `shape`; `inputs`: its axes that a
-        product sums over."""
-        self.stored, self.shape, self.inputs, self.kind = stored, shape, inputs, kind
+    def __init__(self, name: str, stored: Any, shape: tuple[int, ...], kind: str) -> None:
+        """`name`: of the weight; `stored`: read when sliced, maybe padded to more than `shape`."""
+        self.name, self.stored, self.shape, self.kind = name, stored, shape, kind
 
     def __getitem__(self, layer: int) -> Float[np.ndarray, ...]:
-        weight = np.asarray(self.stored[layer])[tuple(map(slice, self.shape[1:]))]
+        own = self.shape[1:]
         if self.kind == "nf4" and hasattr(self.stored, "quantized"):
-            return weight  # of stored codes, dequantized already
-        matrix = weight.reshape(math.prod(weight.shape[: self.inputs]), -1).T
-        numbers = (
-            dequantize_nf4(quantize_nf4(matrix))
-            if self.kind == "nf4"
-            else dequantize_int8(quantize_int8(matrix))
-        )
-        return numbers.T.reshape(weight.shape)
+            # Of stored codes, dequantized already.
+            return np.asarray(self.stored[layer])[tuple(map(slice, own))]
+        matrices = quantize_layer(self.name, self.stored, layer, own, self.kind)
+        dequantize: Any = dequantize_nf4 if self.kind == "nf4" else dequantize_int8
+        return np.stack([dequantize(matrix).T for matrix in matrices]).reshape(own)
 
 
 def dequantized(base: Mapping[str, Any], config: TransformerConfig) -> dict[str, Any]:
@@ -52,7 +47,7 @@ def dequantized(base: Mapping[str, Any], config: TransformerConfig) -> dict[str,
     )
     codes = set(quantized_names(declare(config)))
     return {
-        name: Dequantized(x, declare(plain)[name].shape, input_axes(name), config.adapter.quantize)
+        name: Dequantized(name, x, declare(plain)[name].shape, config.adapter.quantize)
         if name in codes
         else x
         for name, x in base.items()

@@ -16,7 +16,7 @@ from model.config import TransformerConfig
 
 from .bitsandbytes import is_nf4, read_nf4
 from .folder import check_tensors, open_tensors
-from .table import HFEntry, HoldsNaN, hf_layout, layout_of
+from .table import ExpertsEntry, HFEntry, HoldsNaN, hf_layout, layout_of
 
 
 def read_hf(
@@ -50,9 +50,10 @@ def read_hf(
         for entry, padded in zip(layout, hf_layout(in_memory or config), strict=True):
             if isinstance(shardings, Mapping) and entry.name not in shardings:
                 continue
-            if is_nf4(files, entry.hf_names()[0]):
+            first = next(iter(entry.file_tensors()))
+            if is_nf4(files, first):
                 raise ValueError(
-                    f"{folder}: tensor {entry.hf_names()[0]} is stored in NF4, which is read beside adapters with "
+                    f"{folder}: tensor {first} is stored in NF4, which is read beside adapters with "
                     "adapter.quantize nf4; use the unquantised model otherwise"
                 )
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
@@ -94,15 +95,21 @@ class StoredParameter:
 class StoredCodes(StoredParameter):
     """A parameter that the files hold as codes of NF4."""
 
-    def quantized(self, layer: int) -> Nf4:
-        """Returns a layer's codes and scales as they are stored."""
+    def quantized(self, layer: int) -> list[Nf4]:
+        """Returns a layer's codes and scales as they are stored: of one matrix, or of each
+        expert's."""
         return self._codes(self.entry.hf_names()[layer])
 
-    def _codes(self, name: str) -> Nf4:
-        return read_nf4(self.files, name, self.entry.file_shape, self.entry.rows)
+    def _codes(self, name: str) -> list[Nf4]:
+        entry = self.entry
+        names = entry.of_experts(name) if isinstance(entry, ExpertsEntry) else [name]
+        return [read_nf4(self.files, part, entry.file_shape, entry.rows) for part in names]
 
     def _read(self, name: str) -> np.ndarray:
-        return self.entry.from_hf(dequantize_nf4(self._codes(name)))
+        entry = self.entry
+        one = entry.of_one if isinstance(entry, ExpertsEntry) else entry
+        matrices = [one.from_hf(dequantize_nf4(codes)) for codes in self._codes(name)]
+        return np.stack(matrices) if isinstance(entry, ExpertsEntry) else matrices[0]
 
 
 def stored_hf(
@@ -114,9 +121,9 @@ def stored_hf(
     layout = layout_of(files, config)
     check_tensors(Path(folder), files, layout, config)
     return {
-        entry.name: (StoredCodes if is_nf4(files, entry.hf_names()[0]) else StoredParameter)(
-            files, entry
-        )
+        entry.name: (
+            StoredCodes if is_nf4(files, next(iter(entry.file_tensors()))) else StoredParameter
+        )(files, entry)
         for entry in layout
     }
 

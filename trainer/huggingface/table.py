@@ -227,10 +227,18 @@ class ExpertsEntry(HFEntry):
         if self.are_stacked:
             return super().file_tensors()
         return {
-            name.replace("{j}", str(j)): self.tensor_shape
+            of_expert: self.tensor_shape
             for name in self.hf_names()
-            for j in range(self.experts)
+            for of_expert in self.of_experts(name)
         }
+
+    def of_experts(self, name: str) -> list[str]:
+        """Returns the names of the experts' tensors.
+
+        Args:
+          name: one of `hf_names`, with {j}.
+        """
+        return [name.replace("{j}", str(j)) for j in range(self.experts)]
 
     def read(self, files, name, index, within=()):
         """See `HFEntry.read`; the first slice is of the experts, and the name may have `{j}`."""

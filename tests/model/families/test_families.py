@@ -434,18 +434,13 @@ MEMORY = {
     "query chunks and groups": {"query_chunks": 2, "attention_groups": 2, "remat": "nothing"},
     "offloaded": {"parameters_on_host": True, "remat": "offload"},
 }
-HOWEVER = [("gpt_oss", "prefetch"), ("gpt_oss", "query chunks and groups")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "memory"),
-    [
-        pytest.param(family, memory, marks=[] if (family, memory) in HOWEVER else pytest.mark.slow)
-        for family in ("smollm3", "gemma3_text", "granitemoe", "gpt_oss")
-        for memory in MEMORY
-    ],
-    indirect=["model"],
+    "model", ["smollm3", "gemma3_text", "granitemoe", "gpt_oss"], indirect=True
 )
+@pytest.mark.parametrize("memory", MEMORY)
 def test_layers_are_the_same_however_they_run(model, memory):
     """The loss and the gradients of 3 layers in a period of 2, or of a mixture's, against those of
     the plain scan."""

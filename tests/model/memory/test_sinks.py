@@ -1,0 +1,44 @@
+"""A layer with attention sinks is the same in whatever pieces it runs."""
+
+import jax
+import numpy as np
+
+from model.families import FAMILIES
+from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
+
+CONFIG = tiny(
+    family="gpt_oss",
+    **FAMILIES["gpt_oss"].computes,
+    attention_bias=True,
+    num_hidden_layers=1,
+    num_experts=2,
+    num_experts_per_tok=1,
+)
+PIECES = (
+    {"prefetch": True},
+    {"query_chunks": 2, "attention_groups": 2, "remat": "nothing"},
+)
+
+
+def test_layers_with_sinks_are_the_same_however_they_run():
+    """The loss and the gradients, those of the sinks too."""
+    batch, rng = packed_batch(CONFIG, rows=1, length=64), np.random.default_rng(0)
+    drawn = {name: np.asarray(x) for name, x in llama(CONFIG).init(0).items()}
+    sinks = "layers.self_attn.sinks"
+    drawn[sinks] = rng.normal(size=drawn[sinks].shape).astype(np.float32)
+
+    def run(**options):
+        model = llama(CONFIG, {"sequence": 2}, **options)
+        params = {name: jax.device_put(x, model.shardings[name]) for name, x in drawn.items()}
+        return jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(
+            params, permuted(batch, model)[0]
+        )
+
+    (expected, _), expected_gradients = run()
+    assert np.abs(expected_gradients[sinks]).max() > 1e-4
+    for options in PIECES:
+        (loss, _), gradients = run(**options)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6, err_msg=str(options))
+        for name, gradient in expected_gradients.items():
+            bound = 1e-5 * np.abs(gradient).max()
+            np.testing.assert_allclose(gradients[name], gradient, atol=bound, err_msg=name)
