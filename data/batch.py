@@ -1,6 +1,6 @@
 """The arrays of a batch, and their permutation into the layout of a mesh."""
 
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
 
 import numpy as np
 from jaxtyping import Float32, Int, Int32
@@ -49,7 +49,9 @@ def permute(batch: Batch, order: Int[np.ndarray, " L"]) -> Batch:
       ValueError: the length of `order` differs from the batch's.
     """
     order = np.asarray(order)
-    for name, array in batch.items():
+    arrays = cast("dict[str, np.ndarray]", batch)
+    for name, array in arrays.items():
         if array.shape[-1:] != order.shape:
             raise ValueError(f"the order has shape {order.shape}, {name} has shape {array.shape}")
-    return {name: np.ascontiguousarray(array[..., order]) for name, array in batch.items()}
+    permuted = {name: np.ascontiguousarray(array[..., order]) for name, array in arrays.items()}
+    return cast(Batch, permuted)

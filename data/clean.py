@@ -119,24 +119,19 @@ class Cleaner:
     def __post_init__(self):
         self._names = FieldMap(self.fields) if self.fields else None
 
-    def clean(self, record: object) -> Cleaned:
+    def clean(self, raw_record: object) -> Cleaned:
         """Returns the turns of a raw record.
 
         Args:
-          record: a dictionary in one of `data.shapes.SHAPES`, perhaps with a text `system`, a list
+          raw_record: a dictionary in one of `data.shapes.SHAPES`, perhaps with a text `system`, a list
             `tools`, and a list `loss_mask` that says which turns are trained on; or the turns.
 
         Raises:
           Drop: the record cannot be used.
         """
-        if isinstance(record, list) and record and all(isinstance(turn, dict) for turn in record):
-            record = {"messages": record}
-        if not isinstance(record, dict):
-            raise Drop(NOT_A_RECORD)
-        if self._names:
-            record = self._names.record(record)
-        as_written, written = record, shapes.names_in_capitals(record)
-        record = renamed(record, {name: known for known, name in written.items()})
+        as_written = self._as_dictionary(raw_record)
+        written = shapes.names_in_capitals(as_written)
+        record = renamed(as_written, {name: known for known, name in written.items()})
         raw = shapes.read_turns(record)
         record_id = own_id(record) or raw.id
         if not raw.turns:
@@ -153,7 +148,7 @@ class Cleaner:
         messages, system_field = _with_system(messages, record, raw.system, findings)
         tools, tools_field = _tools(record, raw, findings)
         template_kwargs = record.get(TEMPLATE_KWARGS)
-        read = {tools_field, "loss_mask", system_field, *raw.fields}
+        read = {name for name in (tools_field, system_field) if name} | {"loss_mask", *raw.fields}
         if isinstance(template_kwargs, dict):
             read.add(TEMPLATE_KWARGS)
         else:
@@ -185,6 +180,14 @@ class Cleaner:
             frozenset(findings.unread),
             template_kwargs,
         )
+
+    def _as_dictionary(self, record: object) -> dict[str, Any]:
+        """Returns a record under the names that are read here; bare turns become a record's."""
+        if isinstance(record, list) and record and all(isinstance(turn, dict) for turn in record):
+            record = {"messages": record}
+        if not isinstance(record, dict):
+            raise Drop(NOT_A_RECORD)
+        return self._names.record(record) if self._names else record
 
     def _without_html(self, message: Message, changes: set[str]) -> Message:
         content = from_html(message.content, self.config.html, changes)

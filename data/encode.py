@@ -63,7 +63,7 @@ class _Slices(Sequence):
         whole, rest = divmod(len(self._tokens), self._length)
         return whole + (rest > 1)
 
-    def __getitem__(self, number: int) -> TokenDocument:
+    def __getitem__(self, number: int) -> TokenDocument:  # type: ignore[override]  # no slices
         if not 0 <= number < len(self):
             raise IndexError(number)
         tokens = self._tokens[number * self._length : (number + 1) * self._length].astype(np.int32)
@@ -295,7 +295,7 @@ def encode_all(
         )  # since not all objects of the tokenizer libraries can be pickled
         tokenizer = encoder.tokenizer
         arguments = (
-            replace(encoder, tokenizer=None),
+            replace(encoder, tokenizer=None),  # type: ignore[arg-type]  # sent as files
             folder,
             tokenizer.text_tokens,
             tokenizer.template_date,
@@ -351,9 +351,12 @@ def _set_up_process(
 
 def _end_with_parent() -> None:
     """Ends this process when its parent ends; a killed parent could not do it."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 
 def _encode_batch(batch: list[Record]) -> list[Encoded]:
+    assert _process_encoder is not None
     return [_process_encoder.encode(record) for record in batch]

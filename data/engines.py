@@ -34,6 +34,9 @@ class ControlToken:
 class Engine(Protocol):
     """What Tokenizer needs of a library."""
 
+    def __init__(self, files: dict[str, bytes]):
+        """Makes an engine of the contents of a tokenizer's files, by name."""
+
     controls: dict[str, ControlToken]
     """The control tokens by their text."""
     special_tokens: dict[str, str]
@@ -116,7 +119,7 @@ class HuggingFace(Engine):
                 }
                 self._encoder.add_tokens([AddedToken(token["content"], **options)])
                 encoder_id = self._encoder.token_to_id(token["content"])
-                if encoder_id != token["id"]:
+                if encoder_id is not None and encoder_id != token["id"]:
                     self._original_ids[encoder_id] = token["id"]
         self._encoder.add_special_tokens([AddedToken(GUARD, normalized=False)])
         # <unk> is the only control token that text may become: for characters that the vocabulary
@@ -154,9 +157,9 @@ class Sentencepiece(Engine):
         import sentencepiece
         from sentencepiece import sentencepiece_model_pb2
 
-        self._proto = sentencepiece_model_pb2.ModelProto()
+        self._proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
         self._proto.ParseFromString(files["tokenizer.model"])
-        self._types = sentencepiece_model_pb2.ModelProto.SentencePiece
+        self._types = sentencepiece_model_pb2.ModelProto.SentencePiece  # type: ignore[attr-defined]
         pieces = self._proto.pieces
         for token_id, token in sorted(_tokens_beside_model(files).items()):
             if token_id > len(pieces):

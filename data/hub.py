@@ -143,7 +143,7 @@ def no_downloads() -> None:
     """Makes this process use what is in the hub's cache, as HF_HUB_OFFLINE=1 does."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     if "huggingface_hub.constants" in sys.modules:  # which has read the environment already
-        sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True
+        vars(sys.modules["huggingface_hub.constants"])["HF_HUB_OFFLINE"] = True
 
 
 def is_offline() -> bool:

@@ -6,7 +6,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from jaxtyping import Int, Int64
@@ -169,7 +169,7 @@ class Loader:
                 for name, values in self._piece_arrays(piece, positions).items():
                     row[name][tokens_of_piece] = values
                 row["segment_ids"][tokens_of_piece] = segment
-        return row
+        return cast(Batch, row)
 
     def _documents(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
         """Yields the pieces of a row that are documents of their own, which cannot attend to each other."""
@@ -275,4 +275,5 @@ class Loader:
 
 
 def _stack(rows: Sequence[Batch]) -> Batch:
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    arrays = cast("Sequence[dict[str, np.ndarray]]", rows)
+    return cast(Batch, {name: np.stack([row[name] for row in arrays]) for name in arrays[0]})

@@ -85,7 +85,7 @@ def _with_completion(
     parts = (document, document, other)
     pieces = (slice(None), slice(prompt), slice(start, end))
     tokens, masks = (
-        np.concatenate([part[field][piece] for part, piece in zip(parts, pieces, strict=True)])
+        np.concatenate([part[:2][field][piece] for part, piece in zip(parts, pieces, strict=True)])
         for field in (0, 1)
     )
     return TokenDocument(tokens, masks, len(document.tokens), document.label), notes

@@ -4,7 +4,7 @@ Of a labelled completion the second document is its prompt with the completion o
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NotRequired
+from typing import NotRequired, cast
 
 import numpy as np
 from jaxtyping import Float32, Int, Int64
@@ -62,7 +62,7 @@ class PairLoader(Loader):
     def _row_arrays(
         self, pieces: Sequence[Piece], indices: Int[np.ndarray, " T"] | None = None
     ) -> PairBatch:
-        row = super()._row_arrays(pieces, indices)
+        row = cast(PairBatch, super()._row_arrays(pieces, indices))
         numbers = [piece.document for piece in pieces]
         row["pairs"] = np.zeros(self.places, np.float32)
         row["pairs"][: len(numbers)] = 1
@@ -85,7 +85,7 @@ class PairLoader(Loader):
         indices: Int[np.ndarray, " T"] | None = None,
     ) -> PairBatch:
         """Returns the rows of a step, see `Loader.batch`, with `chosen_shares`."""
-        batch = super().batch(step, rows, indices)
+        batch = cast(PairBatch, super().batch(step, rows, indices))
         return self._with_shares(
             batch, np.array([piece.document for piece in self._step_pieces(step)])
         )
@@ -115,4 +115,4 @@ class PairLoader(Loader):
         """Yields the rows of an epoch, see `Loader.epoch_batches`, with `chosen_shares`, all of the whole epoch."""
         numbers = self._plan(epoch).pieces[:, 0]
         for batch in super().epoch_batches(epoch, rows, indices):
-            yield self._with_shares(batch, numbers)
+            yield self._with_shares(cast(PairBatch, batch), numbers)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import fsspec
 
@@ -185,7 +185,12 @@ def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
         import pyarrow
 
         return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
-    return {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[compression](file, "rb")
+    openers: dict[str, Callable[..., Any]] = {
+        ".gz": gzip.open,
+        ".bz2": bz2.open,
+        ".xz": lzma.open,
+    }
+    return openers[compression](file, "rb")
 
 
 def find_files(

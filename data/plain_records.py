@@ -1,6 +1,7 @@
 """Records of texts and of token ids: a raw value becomes a record, or is dropped for a reason."""
 
 import hashlib
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -20,7 +21,7 @@ IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
 
 def parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
     """Reads a text, or a prompt and its completion; also returns the fields that were not read."""
-    fields = raw if isinstance(raw, dict) else {"text": raw}
+    fields: dict[str, Any] = raw if isinstance(raw, dict) else {"text": raw}
     text, prompt, read = fields.get("text"), "", {"text"}
     if (
         text is None
@@ -61,7 +62,8 @@ def parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[str
                 else ""
             )
         )
-    read, mask = {name}, np.ones(len(tokens), bool)
+    read: set[str] = {name}
+    mask: np.ndarray | None = np.ones(len(tokens), bool)
     if fields.get("loss_mask") is not None:
         read.add("loss_mask")
         mask = _int32(fields["loss_mask"], allow_bool=True)

@@ -101,7 +101,7 @@ class PreferenceReader:
                 template_kwargs=cleaned[1].template_kwargs,
             ),
         )
-        return preference, changes, unread
+        return preference, changes, set(unread)
 
     def _read_labelled(self, record: dict) -> tuple[Labelled, set[str], set[str]]:
         """Returns what `read` does of a record with one completion and its label."""
@@ -132,7 +132,8 @@ class PreferenceReader:
             ),
             bool(label),
         )
-        return labelled, cleaned.changes, cleaned.unread | unread_of(record, read, "record")
+        unread = cleaned.unread | unread_of(record, read, "record")
+        return labelled, cleaned.changes, set(unread)
 
     def _digest(self, said: list) -> bytes:
         """Returns a hash of what a record says; raises Drop where an earlier one said it."""
@@ -184,7 +185,7 @@ def _turns_of(value: object, role: str) -> list[Any] | None:
     return [{"role": role, "content": value}] if isinstance(value, str) else None
 
 
-def _role(turn: object) -> str | None:
+def _role(turn: Any) -> str | None:
     """Returns the role of a raw turn, or None if it names none."""
     name = first_present(turn, shapes.ROLE_FIELDS) if isinstance(turn, dict) else None
     role = turn[name] if name else None
@@ -197,7 +198,7 @@ def _repeats(prompt: Sequence[Any], turns: Sequence[Any]) -> bool:
     return bool(prompt) and all(_text(turn) in texts for turn in prompt)
 
 
-def _text(turn: object) -> object:
+def _text(turn: Any) -> Any:
     name = first_present(turn, shapes.TEXT_FIELDS) if isinstance(turn, dict) else None
     text = turn[name] if name else None
     return text.strip() if isinstance(text, str) else text

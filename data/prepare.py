@@ -6,14 +6,14 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from data import paths, prepared, tables
 from data import sources as source_readers
 from data.clean import CleanConfig
-from data.conversation import Tokens
+from data.conversation import Record, Tokens
 from data.encode import Encoder, encode_all
 from data.errors import UserError
 from data.folders import building
@@ -204,6 +204,9 @@ class _Job:
             else None
         )
 
+    def _is_record_held_out(self, source: int, record: Record) -> bool:
+        return self.is_held_out(source, record.id)
+
     def is_held_out(self, source: int, record_id: str) -> bool:
         """Returns whether a record belongs to the split held_out."""
         if source >= self.train_sources:
@@ -242,7 +245,7 @@ class _Job:
             if self.unpaired:
                 encoded_records = with_mismatched(
                     encoded_records,
-                    lambda record, number=number: self.is_held_out(number, record.id),
+                    partial(self._is_record_held_out, number),
                     self.context_length,
                     self.cut_prompts,
                 )
@@ -377,7 +380,7 @@ def _content_hash(source: Source) -> str:
                 source_readers.read(source, Report()), None
             )  # raises the error about the missing file
         with file.open() as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
+            digest.update(hashlib.file_digest(cast(Any, opened), "sha256").digest())
     return digest.hexdigest()
 
 

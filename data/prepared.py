@@ -135,7 +135,7 @@ def counts(documents: Documents) -> SplitCounts:
 class Index:
     """The index of a folder: numbers of every document that are needed without reading it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._columns: dict[str, list[int]] = {
             "length": [],
             "trained": [],
@@ -162,7 +162,8 @@ def write_index(folder: Path, arrays: dict[str, Int32[np.ndarray, " D"]], report
     """Writes the report and the index, with size and sha256 of every file read later."""
     source_reports = [source_report.to_dict() for source_report in report.sources]
     (folder / REPORT).write_text(json.dumps(source_reports, indent=1), encoding="ascii")
-    np.savez(folder / INDEX, **arrays, files=np.array(record_files(folder, [REPORT, DOCUMENTS])))
+    files = np.array(record_files(folder, [REPORT, DOCUMENTS]))
+    np.savez(folder / INDEX, **arrays, files=files)  # type: ignore[arg-type]  # by numpy's own types
 
 
 def document_features(tfds: ModuleType) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def document_features(tfds: ModuleType) -> dict[str, Any]:
 class Stored(NamedTuple):
     """The small files of a prepared folder."""
 
-    index: dict[str, Int32[np.ndarray, " D"]]
+    index: dict[str, Int32[np.ndarray, " D"]]  # type: ignore[assignment]  # no use of tuple.index
     reports: list[SourceReport]
 
 

@@ -33,7 +33,7 @@ def write_records(
     dataset_name = name
 
     # Not registered: a second call in this process would register the same name again.
-    class Records(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    class Records(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
         VERSION = tfds.core.Version("1.0.0")
         name = dataset_name
 

@@ -237,11 +237,11 @@ def _parsed_record(
     try:
         record = parse(raw, number, report.records + 1)
     except Drop as drop:
-        if str(drop) == TREE_MESSAGE and is_row(raw):
+        if str(drop) == TREE_MESSAGE and isinstance(raw, dict) and is_row(raw):
             forest.add(raw, report)
             return
         name = _wrapped_list(raw, parse) if str(drop).startswith(_NO_RECORD) else None
-        if name is None:
+        if name is None or not isinstance(raw, dict):
             report.drop(str(drop), None if isinstance(raw, np.ndarray) else raw)
             return
     else:

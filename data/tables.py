@@ -5,7 +5,7 @@ import io
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 from jaxtyping import Int
@@ -60,13 +60,13 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
         ]
 
 
-def _parquet_batches(opened: io.IOBase) -> "Iterator[pyarrow.RecordBatch]":
+def _parquet_batches(opened: BinaryIO) -> "Iterator[pyarrow.RecordBatch]":
     from pyarrow import parquet
 
     return parquet.ParquetFile(opened).iter_batches(batch_size=_ROWS)
 
 
-def _arrow_batches(opened: io.IOBase) -> "Iterator[pyarrow.RecordBatch]":
+def _arrow_batches(opened: BinaryIO) -> "Iterator[pyarrow.RecordBatch]":
     from pyarrow import ipc
 
     in_file_format = opened.read(len(_IN_FILE_FORMAT)) == _IN_FILE_FORMAT
@@ -103,7 +103,7 @@ def _read_csv(file: File) -> Iterator[dict]:
     csv.field_size_limit(MAX_BYTES)
     try:
         with file.open_decompressed() as opened:
-            text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
+            text = io.TextIOWrapper(cast(Any, opened), encoding="utf-8-sig", newline="")
             first = text.readline(1 << 20)
             delimiter = (
                 "\t"

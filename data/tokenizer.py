@@ -107,17 +107,19 @@ class Tokenizer:
         for name in ("bos", "eos", "pad"):
             text = config.get(f"{name}_token")
             text = text.get("content") if isinstance(text, dict) else text
-            if text is not None and not _is_text(text):
+            if text is not None and not (isinstance(text, str) and _is_text(text)):
                 raise UserError(
                     f"{path}: its {name}_token is {text!r}, which is no text; the text of a token "
                     "would work"
                 )
             token_id = None if text is None else self._engine.token_to_id(text)
-            if text is not None and token_id is None:
-                raise UserError(f"{path}: its {name}_token {text!r} is not in its vocabulary")
             setattr(self, f"{name}_token", text)
             setattr(self, f"{name}_id", token_id)
-            if text is not None and text not in self.controls:
+            if text is None:
+                continue
+            if token_id is None:
+                raise UserError(f"{path}: its {name}_token {text!r} is not in its vocabulary")
+            if text not in self.controls:
                 # Named in the config only, it is a control token all the same.
                 self.controls[text] = ControlToken(text, token_id)
 

@@ -19,7 +19,7 @@ def parse_calls(value: object) -> tuple[dict[str, Any], ...]:
     return tuple(map(_parse_call, value if isinstance(value, list) else [value]))
 
 
-def _parse_call(call: object) -> dict[str, Any]:
+def _parse_call(call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if (
         not isinstance(function, dict)
@@ -42,7 +42,7 @@ def _parse_call(call: object) -> dict[str, Any]:
     return _unicode(parsed | ({"id": call_id} if isinstance(call_id, str) and call_id else {}))
 
 
-def unread_call_fields(value: object) -> set[str]:
+def unread_call_fields(value: Any) -> set[str]:
     """Returns the fields of calls that nothing reads, such as "tool call's field `index`"."""
     unread: set[str] = set()
     for call in value if isinstance(value, list) else [value]:

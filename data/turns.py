@@ -186,7 +186,8 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     if len(stripped) != len(content):
         findings.changes.add(WHITE_SPACE)
     reasoning = _unicode("\n\n".join(thoughts), findings) if thoughts else ""
-    read = {role_field, text_field, call_field, CONTEXT, *reasoning_fields}
+    named = (role_field, text_field, call_field, CONTEXT)
+    read = {field for field in named if isinstance(field, str)} | reasoning_fields
     train, call_id, name = True, None, None
     if len(turn) > _USUAL_FIELDS:
         train = _trained(turn, role, read, findings)
@@ -233,7 +234,7 @@ def _joined(parts: list, role: str | None, thoughts: list[str], findings: Findin
             texts.append(part)
         elif kind in _THOUGHT_PARTS and role == "assistant":
             name = first_present(part, (*_THOUGHT_PARTS, "text"))
-            if not isinstance(name and part[name], str):
+            if name is None or not isinstance(part[name], str):
                 raise Drop(f"{BAD_PART}{kind}")
             thoughts.append(part[name])
             findings.unread |= unread_of(part, {"type", name}, "content part's")

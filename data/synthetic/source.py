@@ -53,7 +53,7 @@ class Spec(NamedTuple):
     """
 
     task: str
-    count: int
+    count: int  # type: ignore[assignment]  # no use of tuple.count
     seed: int
     like: str | None
     tokens: int = 0

@@ -170,7 +170,7 @@ def _walking(name: str) -> Callable[..., Any]:
         result = function(environment, values, *arguments, **options)
         return iter(list(result)) if name == "unique" else result
 
-    walking.jinja_pass_arg = function.jinja_pass_arg
+    vars(walking)["jinja_pass_arg"] = vars(function)["jinja_pass_arg"]
     return walking
 
 

@@ -8,7 +8,7 @@ here is refused by its name.
 import re
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError
@@ -251,10 +251,9 @@ class Environment(ImmutableSandboxedEnvironment):
             for argument in (*arguments, *options.values()):
                 if isinstance(argument, list | tuple | dict):
                     walk(argument)
-            if isinstance(function, type(len)) and isinstance(
-                function.__self__, list | tuple | dict
-            ):
-                walk(list(function.__self__))
+            owner = getattr(function, "__self__", None)
+            if isinstance(function, type(len)) and isinstance(owner, list | tuple | dict):
+                walk(list(owner))
         return super().call(context, function, *arguments, **options)
 
     def call_filter(self, name: str, *arguments: Any, **options: Any) -> Any:
@@ -377,7 +376,7 @@ class Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
 
-    def parse(self, parser: Any) -> nodes.CallBlock:
+    def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
         return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
@@ -395,14 +394,14 @@ def _check(template: nodes.Template) -> None:
     for node in template.find_all(nodes.Stmt):
         if not isinstance(node, _TAGS):
             _refuse("tag", _NAMES_OF_TAGS.get(type(node), type(node).__name__.lower()))
-    for node in template.find_all(nodes.Filter):
-        if node.name not in ALLOWED_FILTERS:
-            _refuse("filter", node.name)
-    for node in template.find_all(nodes.Test):
-        if node.name not in ALLOWED_TESTS:
-            _refuse("test", node.name)
-    for node in template.find_all(nodes.For):
-        if node.recursive:
+    for filtered in template.find_all(nodes.Filter):
+        if filtered.name not in ALLOWED_FILTERS:
+            _refuse("filter", filtered.name)
+    for test in template.find_all(nodes.Test):
+        if test.name not in ALLOWED_TESTS:
+            _refuse("test", test.name)
+    for loop in template.find_all(nodes.For):
+        if loop.recursive:
             _refuse("tag", "for ... recursive")
 
 
@@ -436,7 +435,7 @@ class _Counting(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.For:
         steps = _work(node.body)
         self.generic_visit(node)
-        node.iter = _filter(node.iter, "counted", nodes.Const(steps))
+        node.iter = _filter(cast(nodes.Expr, node.iter), "counted", nodes.Const(steps))
         return node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
@@ -454,7 +453,7 @@ class _Counting(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Expr:
         self.generic_visit(node)
-        left, comparisons = node.expr, []
+        left, comparisons = node.expr, list[nodes.Expr]()
         for operand in node.ops:
             comparisons.append(_filter(left, "compared", nodes.Const(operand.op), operand.expr))
             left = operand.expr
@@ -470,7 +469,7 @@ class _Counting(NodeTransformer):
     def visit_Add(self, node: nodes.Add) -> nodes.Expr:
         self.generic_visit(node)
         if isinstance(node.left, nodes.Filter) and node.left.name == "added":
-            node.left.node.items.append(node.right)
+            cast(nodes.List, node.left.node).items.append(node.right)
             return node.left
         return _filter(nodes.List([node.left, node.right], lineno=node.lineno), "added")
 

@@ -146,7 +146,7 @@ class _Borders:
         self._before: Sequence[Message] = ()
         self._prompt: Rendered | None = None
         """What the template writes before the first answer, with the generation prompt."""
-        self._prompt_tail: str | None = None
+        self._prompt_tail = ""
         """Of that, what follows the text of the last turn."""
         self._heading: _Heading | None = None
         self._number = 0  # of the first control token that may follow an answer
@@ -183,6 +183,7 @@ class _Borders:
     def _find_heading(self) -> "_Heading":
         """Returns the generation prompt that `_prompt_before` rendered."""
         before, prompt = self._before, self._prompt
+        assert prompt is not None
         try:
             without = self._template.render(before, self._tools).text
         except TemplateError:
@@ -215,7 +216,7 @@ class _Borders:
                 and following.start < turn.next_start
                 and not text[turn.end : following.start].strip()
             )
-            return following.token_end if ends else turn.end
+            return following.token_end if following and ends else turn.end
         after = text[turn.end : turn.next_start]
         if number + 1 < len(self._messages):
             try:
@@ -228,12 +229,12 @@ class _Borders:
         # The turn ends with a control token, after which the template may write more, such as a
         # line's end.
         end = turn.end + len(after)
-        ends = [
+        after_it = [
             control.token_end
             for control in controls
             if turn.end <= control.token_start and control.token_end <= end
         ]
-        return ends[-1] if ends else end
+        return after_it[-1] if after_it else end
 
 
 class _Heading:

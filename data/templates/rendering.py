@@ -67,32 +67,33 @@ class Template(NamedTuple):
         if reserved:
             raise TemplateError(f"chat_template_kwargs may not give {', '.join(reserved)}")
         compiled = compile_template(self.source)
+        template = compiled.template
         sources: list[Source] = []
         turns = [_fields(message, number, sources) for number, message in enumerate(messages)]
         descriptions = track(list(tools), -1, "tools", sources) or None
         variables = {
             name: track(value, -1, "variables", sources) for name, value in self.variables.items()
         }
-        names = zip(("bos_token", "eos_token", "pad_token"), self.specials, strict=True)
+        specials = zip(("bos_token", "eos_token", "pad_token"), self.specials, strict=True)
         characters = sum(len(source.text) for source in sources)
         meter.left = meter.limit = (
             STEPS + STEPS_PER_VALUE * (len(sources) + len(turns)) + characters
         )
         meter.printed, meter.generated = 0, []
-        context = compiled.new_context(
+        context = template.new_context(
             {
                 "messages": turns,
                 "add_generation_prompt": add_generation_prompt,
                 "tools": descriptions,
                 "documents": None,
                 "strftime_now": partial(strftime, self.date),
-                **{name: token for name, token in names if token is not None},
+                **{name: token for name, token in specials if token is not None},
                 **variables,
             }
         )
         pieces = []
         try:
-            for piece in compiled.root_render_func(context):
+            for piece in template.root_render_func(context):
                 pieces.append(piece)
                 meter.printed += len(piece)
             text = concat(pieces)
@@ -100,9 +101,9 @@ class Template(NamedTuple):
             raise
         except Exception as error:  # Jinja's own errors and whatever a template's expressions raise
             roles = [message.role for message in messages]
-            turns = ", ".join(roles[:8]) + ", ..." * (len(roles) > 8)
+            names = ", ".join(roles[:8]) + ", ..." * (len(roles) > 8)
             raise TemplateError(
-                f"the chat template refuses turns {turns}: {_words(error)}"
+                f"the chat template refuses turns {names}: {_words(error)}"
             ) from None
         has_blocks = _GENERATION.search(self.source) is not None
         return Rendered(
@@ -110,16 +111,12 @@ class Template(NamedTuple):
             text.runs,
             sources,
             meter.generated if has_blocks else None,
-            compiled.environment.needles,
+            compiled.needles,
         )
 
     def unread_variables(self, names: Iterable[str]) -> list[str]:
         """Returns those of some variables that the template does not read."""
-        return [
-            name
-            for name in names
-            if name not in compile_template(self.source).environment.variables
-        ]
+        return [name for name in names if name not in compile_template(self.source).variables]
 
 
 def _words(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 import warnings
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from data.errors import UserError
 
@@ -17,8 +17,18 @@ STEPS_PER_VALUE = 5_000
 MAX_SOURCE = 100_000  # characters of a template; the longest of published models have 20,000
 
 
+class Compiled(NamedTuple):
+    """A compiled chat template, and what is known of its text."""
+
+    template: "Template"
+    needles: frozenset[str]
+    """Texts that it looks for in others."""
+    variables: frozenset[str]
+    """Variables that it reads."""
+
+
 @lru_cache(maxsize=32)
-def compile_template(source: str) -> "Template":
+def compile_template(source: str) -> Compiled:
     """Compiles a template in the same Jinja environment as transformers'.
 
     Raises:
@@ -36,7 +46,9 @@ def compile_template(source: str) -> "Template":
     try:
         with warnings.catch_warnings():  # Python's own, about expressions that make no sense
             warnings.simplefilter("ignore")
-            return Environment().from_string(source)
+            environment = Environment()
+            template = environment.from_string(source)
+            return Compiled(template, environment.needles, environment.variables)
     except TemplateSyntaxError as error:
         raise UserError(
             f"the tokenizer's chat template is not Jinja: line {error.lineno}: {error.message}"

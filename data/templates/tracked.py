@@ -11,7 +11,7 @@ import re
 import string
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jinja2 import Undefined
 
@@ -95,6 +95,7 @@ class Tracked(str):
     """A str with its runs, whose lengths add up to its own."""
 
     __slots__ = ("runs",)
+    runs: Sequence[Run]
 
     def __new__(cls, text: str, runs: Sequence[Run] | None = None):
         self = super().__new__(cls, text)
@@ -172,7 +173,7 @@ class Tracked(str):
         return iter(self._cuts((number, number + 1) for number in range(len(self))))
 
     def __reversed__(self) -> Iterator["Tracked"]:
-        return reversed(list(self))
+        return reversed(list(iter(self)))
 
     def __add__(self, other: Any) -> "Tracked":
         return concat([self, other]) if isinstance(other, str) else NotImplemented
@@ -253,7 +254,7 @@ class Tracked(str):
         return (
             self._three(sep, str.find(self, sep), (self, Tracked(""), Tracked("")))
             if sep
-            else str.partition(self, sep)
+            else self._empty_separator()
         )
 
     def rpartition(self, sep: str) -> tuple["Tracked", ...]:
@@ -261,8 +262,11 @@ class Tracked(str):
         return (
             self._three(sep, str.rfind(self, sep), (Tracked(""), Tracked(""), self))
             if sep
-            else str.rpartition(self, sep)
+            else self._empty_separator()
         )
+
+    def _empty_separator(self) -> NoReturn:
+        raise ValueError("empty separator")
 
     def _three(self, sep: str, start: int, absent: tuple["Tracked", ...]) -> tuple["Tracked", ...]:
         end = start + len(sep)
@@ -297,7 +301,8 @@ class Tracked(str):
 
     def format(self, *values: Any, **named: Any) -> "Tracked":
         """Returns str.format's result for fields without widths and attributes."""
-        pieces, numbers = [], iter(range(len(values)))
+        pieces: list[str] = []
+        numbers = iter(range(len(values)))
         for text, field, spec, conversion in string.Formatter().parse(self):
             pieces.append(Tracked(text))
             if field is None:
@@ -587,7 +592,9 @@ def to_json(
                 return
             line = "" if indent is None else "\n" + indent * (depth + 1)
             parts.append(("{" if is_dict else "[") + line)
-            items = (sorted(value.items()) if sort_keys else value.items()) if is_dict else value
+            items: Iterable[Any] = value
+            if isinstance(value, dict):
+                items = sorted(value.items()) if sort_keys else value.items()
             for number, item in enumerate(items):
                 if number:
                     parts.append(between + line)

@@ -93,7 +93,7 @@ def _reach_environment(task: Task, seed: int) -> Any:
     dm_control's own reach_duplo_features draws the brick's place anew in each episode; the tasks of
     ExoRL, which are not in dm_control's suite, fix it at a corner.
     """
-    import collections
+    import types
 
     from dm_control import composer
     from dm_control.entities import props
@@ -102,7 +102,7 @@ def _reach_environment(task: Task, seed: int) -> Any:
     from dm_control.suite.wrappers import action_scale
 
     features = observations.PERFECT_FEATURES
-    workspace = collections.namedtuple("Workspace", ["target_bbox", "tcp_bbox", "arm_offset"])(
+    workspace = types.SimpleNamespace(
         target_bbox=workspaces.BoundingBox(REACH_CORNER, REACH_CORNER),
         tcp_bbox=workspaces.BoundingBox((-0.1, -0.1, 0.2), (0.1, 0.1, 0.4)),
         arm_offset=robots.ARM_OFFSET,
