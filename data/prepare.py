@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from data import paths, prepared, tables
 from data import sources as source_readers
@@ -19,6 +19,7 @@ from data.errors import UserError
 from data.folders import building
 from data.mismatched import with_mismatched
 from data.prepared import Prepared
+from data.progress import ProgressBar
 from data.record_store import write_records
 from data.report import MOST_DROPPED, Report
 from data.sources import Source
@@ -26,9 +27,6 @@ from data.templates import jinja_template
 from data.templates.alternation import needs_alternation
 from data.templates.sandbox import compile_template
 from data.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    import tqdm
 
 # To be changed with every change to the documents, so that existing folders are not reused.
 RULES = "prepare-7"
@@ -217,7 +215,7 @@ class _Job:
         return number < self.held_out_fraction * 2**64
 
     def documents(
-        self, report: Report, index: prepared.Index, progress_bar: "tqdm.tqdm"
+        self, report: Report, index: prepared.Index, progress_bar: ProgressBar
     ) -> Iterator[tuple[int, dict]]:
         """Yields documents as tensorflow-datasets needs them: (key, fields), with consecutive keys.
 
@@ -239,7 +237,7 @@ class _Job:
         )
         for number, source in enumerate(self.sources):
             records = source_readers.read(
-                source, report, number, progress_bar.update, self.clean, self.alternating[number]
+                source, report, number, progress_bar.advance, self.clean, self.alternating[number]
             )
             encoded_records = encode_all(encoder, records, _processes_for(source))
             if self.unpaired:
@@ -298,13 +296,9 @@ class _Job:
 
 def _build(job: _Job, folder: Path, progress: bool) -> None:
     """Prepares the data; if another process was faster, its folder is kept."""
-    from tqdm import tqdm
-
     index = prepared.Index()
     size = sum(file.size() for source in job.sources for file in source.files())
-    progress_bar = tqdm(
-        total=size, unit="B", unit_scale=True, desc="preparing data", disable=not progress
-    )
+    progress_bar = ProgressBar("preparing data", size, "B", progress)
     with building(folder, prepared.is_whole) as temporary:
         with progress_bar, (temporary / prepared.DROPPED).open("w", encoding="ascii") as dropped:
             numbers = itertools.count(1)

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Float32
-from rich.progress import Progress
 
 from data import printable
 from data.errors import UserError
 from data.paths import PICTURE, PICTURE_METADATA, check_own, output_folder
+from data.progress import ProgressBar
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales
 from data.within import read_json
@@ -287,14 +287,11 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     agent = Agent(model, params, inputs, args.seeds, decisions)
     environments = [make_environment(task, args.first_seed + i) for i in range(args.seeds)]
     returns = np.zeros((args.seeds, args.episodes))
-    with Progress(console=printable.console(), transient=False) as progress:
-        bar = progress.add_task(f"playing {task.name}", total=args.episodes * decisions)
+    with ProgressBar(f"playing {task.name}", args.episodes * decisions, "decisions") as bar:
         for episode in range(args.episodes):
             if episode % inputs.options.in_context == 0:
                 agent.begin_context()
-            returns[:, episode] = play(
-                agent, environments, target, decisions, lambda: progress.advance(bar)
-            )
+            returns[:, episode] = play(agent, environments, target, decisions, bar.advance)
     results = {
         "checkpoint": str(args.checkpoint),
         "task": inputs.task,

@@ -8,23 +8,13 @@ import dataclasses
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
 from data.conversation import Message
 from data.errors import UserError
-from data.printable import console
+from data.progress import ProgressBar
 from data.templates import NAMES, end_ids, render
 from data.tokenizer import Tokenizer
 from eval import adapters
@@ -414,49 +404,13 @@ class LoadedModel:
             Path(output) / JOURNAL, {name: self.about[name] for name in names if name in self.about}
         )
         try:
-            with _AnswerProgress(
-                len(prompts), sum(prompt.key in journal.answers for prompt in prompts)
-            ) as advance:
-                return self.respondent.answer(self.params, prompts, journal, advance)
+            known = sum(prompt.key in journal.answers for prompt in prompts)
+            if known:
+                print(f"{known} of {len(prompts)} answers are there already")
+            with ProgressBar("answering", len(prompts), "answers") as bar:
+                return self.respondent.answer(self.params, prompts, journal, bar.advance)
         finally:
             journal.close()
-
-
-class _AnswerProgress:
-    """Shows how many answers there are: a bar on a terminal, elsewhere a line each half minute."""
-
-    def __init__(self, total: int, done: int) -> None:
-        self.total, self.done = total, 0
-        self.printed, self.has_printed = time.monotonic(), False
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console(),
-            disable=not sys.stdout.isatty(),
-        )
-        if done:
-            print(f"{done} of {total} answers are there already")
-
-    def __enter__(self) -> Callable[[int], None]:
-        self.bar.start()
-        self.task = self.bar.add_task("answering", total=self.total)
-        return self.advance
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
-
-    def advance(self, count: int) -> None:
-        self.done += count
-        self.bar.advance(self.task, count)
-        is_due = time.monotonic() - self.printed > 30 or (
-            self.has_printed and self.done == self.total
-        )
-        if self.bar.disable and is_due:
-            self.printed, self.has_printed = time.monotonic(), True
-            print(f"{self.done} of {self.total} answers", flush=True)
 
 
 def _reads(config: TransformerConfig, tokenizer: Tokenizer) -> str:

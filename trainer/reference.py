@@ -14,9 +14,9 @@ from pathlib import Path
 import jax
 import numpy as np
 from jaxtyping import Float, Float32
-from tqdm import tqdm
 
 from data.pairs import PairBatch, PairLoader
+from data.progress import ProgressBar
 
 from .run.cluster import first_then_others
 
@@ -61,14 +61,16 @@ def reference_log_likelihoods(
         return values
     log_likelihoods, saved = compute(), time.monotonic()
     first = jax.process_index() == 0
-    bar = tqdm(missing, "reference log-likelihoods", disable=not (first and progress), unit="step")
-    for step in bar:
-        computed = log_likelihoods(read(step)).reshape(loader.batch_size, -1, 2)
-        for pairs, places in zip(numbers[step], computed, strict=True):
-            values[pairs] = places[: len(pairs)]
-        if first and time.monotonic() - saved > SAVE_EVERY:
-            _write(path, values)
-            saved = time.monotonic()
+    show = first and progress
+    with ProgressBar("reference log-likelihoods", len(missing), "steps", show) as bar:
+        for step in missing:
+            computed = log_likelihoods(read(step)).reshape(loader.batch_size, -1, 2)
+            for pairs, places in zip(numbers[step], computed, strict=True):
+                values[pairs] = places[: len(pairs)]
+            bar.advance()
+            if first and time.monotonic() - saved > SAVE_EVERY:
+                _write(path, values)
+                saved = time.monotonic()
     if first:
         _write(path, values)
     return values

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float64, Int64
 from data import paths
 from data.errors import UserError
 from data.folders import building, check_files, record_files
+from data.progress import ProgressBar
 from data.record_store import open_records, readable, write_records
 from data.within import check_tree, read_json
 
@@ -195,14 +196,13 @@ def _recorded_task(file: Path) -> str:
 
 def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
     """Prepares the episodes; if another process was faster, its folder is kept."""
-    from tqdm import tqdm
-
     returns: list[float] = []
     lengths: list[int] = []
     dropped: list[str] = []
 
     def episodes() -> Iterator[tuple[int, dict[str, Any]]]:
-        for file in tqdm(files, desc=f"preparing {task.name}", disable=not progress):
+        for file in files:
+            bar.advance()
             try:
                 episode = read_with_rewards(file, task)
             except UserError as error:
@@ -220,7 +220,8 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
                 f"{dropped[0]}"
             )
 
-    with building(folder, _is_whole) as temporary:
+    bar = ProgressBar(f"preparing {task.name}", len(files), "episodes", progress)
+    with building(folder, _is_whole) as temporary, bar:
         write_records(
             temporary, EPISODES, functools.partial(_features, task), episodes, name="trajectories"
         )
