@@ -123,18 +123,23 @@ def _working_bytes(job: Job) -> float:
     keys = model.num_key_value_heads * model.head_dim / tensor / memory.attention_groups
     # For a chunk of tokens: rows of all experts' inputs, hidden layers and outputs, with their
     # gradients.
+    # Ranks of `expert` gather each other's.
     rows = min(tokens, memory.feed_forward_chunk or tokens) * (model.num_experts_per_tok or 0)
+    rows *= mesh.expert
     routed = 2 * rows * (HIDDEN * model.hidden_size + 3 * model.expert_width / tensor)
     activations = routed + 2 * tokens * (
         HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys
     )
-    layer, head = stored_layer_weights(model) / tensor, head_weights(model) / tensor
+    experts = model.num_experts / mesh.expert
+    elsewhere = 3 * model.hidden_size * model.expert_width * (model.num_experts - experts)
+    layer = (stored_layer_weights(model) - elsewhere) / tensor
+    head = head_weights(model) / tensor
     # A quantized layer gathers codes, and dequantizes one projection at a time.
     bits = {"none": 16, "nf4": NF4_BITS, "int8": 8}[job.run.adapter.quantize]
     dequantized = (
         0
         if bits == 16
-        else 2 * LAYER_WEIGHTS * model.hidden_size * model.intermediate_size / tensor
+        else 2 * LAYER_WEIGHTS * model.hidden_size * model.expert_width * (experts or 1) / tensor
     )
     weights = (
         bits / 8 * LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1)

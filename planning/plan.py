@@ -247,8 +247,6 @@ class Job:
         if hardware is None:
             return None
         attention, mesh, adapter = self.run.attention, self.run.mesh, self.run.adapter
-        if mesh.expert > 1:
-            raise ValueError("mesh.expert: the cost model has no rule for the exchange of tokens")
         chunk = self.run.memory.feed_forward_chunk
         chunks = math.ceil(device_tokens(self.run) / chunk) if chunk else 1
         return costs.TrainingStep(
@@ -260,6 +258,7 @@ class Job:
             mesh.fsdp,
             mesh.tensor,
             mesh.sequence,
+            mesh.expert,
             schedule=attention.schedule if mesh.sequence > 1 else "local",
             layout=attention.layout,
             remat=self.run.memory.remat,

@@ -108,7 +108,7 @@ def meshes(job: Job) -> list[MeshConfig]:
     """The meshes of all devices.
 
     Tensor parallelism splits key heads evenly, and the rows of a microbatch (of
-    `train.accumulation`) go to fsdp before a row is split.
+    `train.accumulation`) go to fsdp before a row is split; of a mixture also to expert.
 
     Raises:
       ValueError: the batch does not divide into microbatches, so train.py refuses it on every mesh.
@@ -124,9 +124,23 @@ def meshes(job: Job) -> list[MeshConfig]:
     for tensor in (n for n in range(1, key_heads + 1) if key_heads % n == devices % n == 0):
         fsdp = math.gcd(rows, devices // tensor)
         sequence = devices // tensor // fsdp
-        if job.context % (2 * sequence) == 0:
-            made.append(MeshConfig(fsdp=fsdp, tensor=tensor, sequence=sequence))
+        if job.context % (2 * sequence):
+            continue
+        for expert in _expert_sizes(job, fsdp):
+            made.append(
+                MeshConfig(fsdp=fsdp // expert, expert=expert, tensor=tensor, sequence=sequence)
+            )
     return made
+
+
+def _expert_sizes(job: Job, devices: int) -> list[int]:
+    """The sizes of `expert` that divide the devices that rows are split over, and the experts."""
+    experts = job.model.num_experts
+    return [
+        n
+        for n in range(1, devices + 1)
+        if devices % n == 0 and (n == 1 or experts % n == 0 < experts)
+    ]
 
 
 def _ignore(job: Job, result: Any) -> None:

@@ -216,12 +216,11 @@ def slowest(machines: str) -> tuple[float, Measured]:
 
 
 def time_range(job: TrainingStep) -> TimeRange:
-    """The range of a job's step.
+    """The range of a job's step; with `expert`, from even loads to all tokens on one rank.
 
     Raises:
       ValueError: as for `estimate`.
     """
-    fast = full_rate(job)
-    return TimeRange(
-        fast.step.compute, max(fast.seconds * slowest(kind(job.hardware))[0], estimate(job).seconds)
-    )
+    uneven = dataclasses.replace(job, imbalance=job.largest_imbalance)
+    slow = full_rate(uneven).seconds * slowest(kind(job.hardware))[0]
+    return TimeRange(full_rate(job).step.compute, max(slow, estimate(uneven).seconds))

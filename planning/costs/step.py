@@ -49,6 +49,8 @@ class Sizes:
     Attributes:
       weights: in the matrices of one layer that a token passes through.
       stored: in all matrices of one layer, idle experts included; 0 for as many as `weights`.
+      routed: of `weights`, those of a token's experts; experts: of `stored`, those of all experts.
+      expert_count, chosen: how many experts a layer has, and a token goes to.
       head_weights: in the matrix that makes logits.
     """
 
@@ -60,10 +62,15 @@ class Sizes:
     head_dim: int
     hidden: int
     stored: int = 0
+    routed: int = 0
+    experts: int = 0
+    expert_count: int = 0
+    chosen: int = 1
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Sizes:
         """The sizes of a LLaMA."""
+        of_expert, chosen = 3 * config.hidden_size * config.expert_width, config.num_experts_per_tok
         return cls(
             config.num_hidden_layers,
             layer_weights(config),
@@ -73,6 +80,10 @@ class Sizes:
             config.head_dim,
             config.hidden_size,
             stored_layer_weights(config),
+            (chosen or 0) * of_expert,
+            config.num_experts * of_expert,
+            config.num_experts,
+            chosen or 1,
         )
 
     @property
@@ -120,6 +131,7 @@ class TrainingStep:
       dequantizations: how often a pass through a layer dequantizes its matrices, reading them and
         writing bfloat16; 0 if they are not quantized. An upper bound: a compiler may dequantize a
         matrix once for all chunks of tokens.
+      imbalance: the tokens that the busiest rank of `expert` computes, over an equal share.
 
     Raises:
       ValueError: an impossible mesh or remat policy, in one line naming the field.
@@ -133,6 +145,7 @@ class TrainingStep:
     fsdp: int = 1
     tensor: int = 1
     sequence: int = 1
+    expert: int = 1
     schedule: str | Mapping[str, Any] | Schedule = "ring"
     layout: str = "striped"
     remat: str = "save_attention"
@@ -145,14 +158,15 @@ class TrainingStep:
     frozen: bool = False
     weight_bytes: float = 2.0
     dequantizations: int = 0
+    imbalance: float = 1.0
 
     def __post_init__(self):
         if self.remat not in REMAT:
             raise ValueError(f"remat: found {self.remat!r}; known: {', '.join(REMAT)}")
-        if self.batch % (self.data * self.fsdp):
+        if self.batch % self.row_groups:
+            axes = "data x fsdp" + " x expert" * (self.expert > 1)
             raise ValueError(
-                f"batch: {self.batch} rows are not divisible by data x fsdp = "
-                f"{self.data * self.fsdp}"
+                f"batch: {self.batch} rows are not divisible by {axes} = {self.row_groups}"
             )
         if self.length % self.sequence:
             raise ValueError(
@@ -162,12 +176,25 @@ class TrainingStep:
     @property
     def devices(self) -> int:
         """Devices of the mesh."""
-        return self.data * self.fsdp * self.tensor * self.sequence
+        return self.row_groups * self.tensor * self.sequence
+
+    @property
+    def row_groups(self) -> int:
+        """Parts that the rows are divided into."""
+        return self.data * self.fsdp * self.expert
+
+    @property
+    def largest_imbalance(self) -> float:
+        """The load of a rank of `expert` that all tokens choose, over an equal share."""
+        sizes = self.sizes
+        if self.expert == 1:
+            return 1.0
+        return self.expert * min(sizes.chosen, sizes.expert_count // self.expert) / sizes.chosen
 
     @property
     def rows(self) -> int:
         """Rows of a device."""
-        return self.batch // (self.data * self.fsdp)
+        return self.batch // self.row_groups
 
     @property
     def tokens(self) -> int:
@@ -282,14 +309,21 @@ def estimate(job: TrainingStep) -> Estimate:
         sizes.weights,
         stored=sizes.stored or sizes.weights,
         weight_bytes=job.weight_bytes,
+        routed=sizes.routed,
+        experts=sizes.experts,
     )
+    # In the backward pass tokens are gathered again, with the gradients of their experts' sums.
+    exchange, exchange_backward = (_exchange(job, gathers, scatters=1) for gathers in (1, 2))
     sums = BACKWARD_SUMS + EVERY_K_SUMS * POLICIES[job.remat].every_k
-    layer_forward = of_layers(1, FORWARD_SUMS, gathers=1) + _dequantization(job, 1) + forward
+    layer_forward = (
+        of_layers(1, FORWARD_SUMS, gathers=1) + _dequantization(job, 1) + forward + exchange
+    )
     layer_backward = (
         of_layers(work - 1 - saved, sums, gathers=1, scatters=scatters)
         + _dequantization(job, work - 2)
         + forward * (attention_forwards - 1)
         + backward
+        + exchange_backward
     )
     # Under every policy the head's gradient is computed with its loss, so its forward pass runs
     # once.
@@ -297,7 +331,8 @@ def estimate(job: TrainingStep) -> Estimate:
     shard = (
         0
         if job.frozen
-        else sizes.parameters / (job.tensor * (job.fsdp * job.sequence if job.zero else 1))
+        else sizes.parameters
+        / (job.tensor * (job.fsdp * job.expert * job.sequence if job.zero else 1))
     )
     update = OPTIMIZER_BYTES * shard / hardware.memory_bandwidth
     step = (layer_forward + layer_backward) * sizes.layers + head + Phase(update, update)
@@ -334,7 +369,9 @@ def _round(job: TrainingStep, planned: Round, seconds_per_tile: float) -> Phase:
 
 def _dequantization(job: TrainingStep, passes: int) -> Phase:
     """The time to dequantize a layer in `passes` passes, bound by memory bandwidth."""
-    moved = passes * job.dequantizations * job.sizes.weights / job.tensor * (job.weight_bytes + 2)
+    sizes = job.sizes
+    weights = sizes.weights - sizes.routed + sizes.experts / job.expert
+    moved = passes * job.dequantizations * weights / job.tensor * (job.weight_bytes + 2)
     seconds = moved / job.hardware.memory_bandwidth
     return Phase(seconds, seconds)
 
@@ -348,6 +385,8 @@ def _matrices(
     scatters: int = 0,
     weight_bytes: float = 2,
     stored: int = 0,
+    routed: int = 0,
+    experts: int = 0,
 ) -> Phase:
     """Position-wise work: `forwards` passes through matrices of `weights` parameters.
 
@@ -360,14 +399,22 @@ def _matrices(
         (float32).
       weight_bytes: of each number as gathered.
       stored: the parameters that are gathered, if more than `weights`.
+      routed: of `weights`, those whose work `job.imbalance` makes uneven; experts: of `stored`, those
+        that ranks of `expert` keep to themselves.
     """
     hardware, network = job.hardware, job.hardware.network
-    compute = forwards * 2 * weights / job.tensor * job.tokens / (hardware.peak * hardware.matmul)
+    busiest = weights + (job.imbalance - 1) * routed
+    compute = forwards * 2 * busiest / job.tensor * job.tokens / (hardware.peak * hardware.matmul)
     transfer = 0.0
-    if job.zero and job.fsdp * job.sequence > 1:
-        share = (stored or weights) / (job.tensor * job.fsdp * job.sequence)
-        pairs = _shards(job.data, job.fsdp, job.tensor, job.sequence)
-        transfer = gathers * network.seconds(
+    ranks = job.fsdp * job.expert * job.sequence
+    for parameters, expert in (((stored or weights) - experts, 1), (experts, job.expert)):
+        if not parameters or not job.zero or ranks // expert == 1:
+            continue
+        share = parameters / (job.tensor * ranks)
+        pairs = _shards(
+            job.data, ranks // (expert * job.sequence), expert, job.tensor, job.sequence
+        )
+        transfer += gathers * network.seconds(
             (Send("weights", GATHER, weight_bytes * share, pairs),), job.devices
         ) + scatters * network.seconds((Send("gradients", SCATTER, 4 * share, pairs),), job.devices)
     # Tensor parallelism sums the outputs of attention and feed-forward over its axis; nothing runs
@@ -381,12 +428,38 @@ def _matrices(
     return Phase((max(compute, transfer) if job.overlap else compute + transfer) + summed, compute)
 
 
+def _exchange(job: TrainingStep, gathers: int, scatters: int) -> Phase:
+    """The time in which ranks of `expert` gather each other's tokens and scatter their sums.
+
+    They are sent in bfloat16, and nothing runs under them.
+    """
+    if job.expert == 1:
+        return Phase(0.0, 0.0)
+    inner = job.tensor * job.sequence
+    pairs = everyone(
+        [(group * job.expert + x) * inner + i for x in range(job.expert)]
+        for group in range(job.data * job.fsdp)
+        for i in range(inner)
+    )
+    nbytes = 2 * job.tokens * job.sizes.hidden
+    tokens, sums = (
+        job.hardware.network.seconds((Send(name, kind, nbytes, pairs),), job.devices)
+        for name, kind in (("tokens", GATHER), ("sums", SCATTER))
+    )
+    return Phase(gathers * tokens + scatters * sums, 0.0)
+
+
 @functools.lru_cache(maxsize=32)
-def _shards(data: int, fsdp: int, tensor: int, sequence: int) -> Pairs:
-    """The pairs of devices that share one set of parameters."""
+def _shards(data: int, fsdp: int, expert: int, tensor: int, sequence: int) -> Pairs:
+    """The pairs of devices that share one set of parameters, of one rank of `expert`."""
     return everyone(
-        [((d * fsdp + f) * tensor + t) * sequence + s for f in range(fsdp) for s in range(sequence)]
+        [
+            (((d * fsdp + f) * expert + x) * tensor + t) * sequence + s
+            for f in range(fsdp)
+            for s in range(sequence)
+        ]
         for d in range(data)
+        for x in range(expert)
         for t in range(tensor)
     )
 
@@ -395,6 +468,6 @@ def _tensor_pairs(job: TrainingStep) -> Pairs:
     """The pairs of devices along the tensor axis."""
     return everyone(
         [(row_group * job.tensor + t) * job.sequence + s for t in range(job.tensor)]
-        for row_group in range(job.data * job.fsdp)
+        for row_group in range(job.row_groups)
         for s in range(job.sequence)
     )

@@ -97,3 +97,14 @@ def test_a_host_that_is_too_small_does_not_fit():
     assert needed == 32 * 131072 / 8 * 4096 * 2 / 2**30
     for host_gib, fits in ((needed, "yes"), (0.99 * needed, "no")):
         assert estimate_memory(dataclasses.replace(job, host_gib=host_gib)).fits == fits
+
+
+def test_experts_of_other_ranks_are_not_gathered_but_their_tokens_are():
+    """Mixtral's layer in bfloat16: a quarter of its experts on each of four ranks, and rows of four ranks' tokens."""
+    plain, split = (
+        estimate_memory(
+            Job.of("mixtral-8x7b", "h100:8", 8192, batch=8, mesh=MeshConfig(**axes))
+        ).parts["working memory"]
+        for axes in ({"fsdp": 8}, {"fsdp": 2, "expert": 4})
+    )
+    assert split < plain - 2

@@ -28,3 +28,19 @@ def test_a_batch_that_does_not_divide_into_its_parts_is_refused():
         match=r"^train\.batch_size: found 6; a multiple of train\.accumulation = 4 would work",
     ):
         meshes(job)
+
+
+def test_rows_of_a_mixture_go_to_experts_too():
+    """Of 4 rows on 8 chips expert is 1, 2 or 4, as it divides the model's experts; never of a dense model."""
+    mixture, dense = (
+        Job.of(model, "v5e:2x4", 8192, batch=4) for model in ("mixtral-8x7b", "llama-3.1-8b")
+    )
+    one_tensor = {
+        (mesh.fsdp, mesh.expert, mesh.sequence) for mesh in meshes(mixture) if mesh.tensor == 1
+    }
+    assert one_tensor == {(4, 1, 2), (2, 2, 2), (1, 4, 2)}
+    for mesh in meshes(mixture):
+        job = mixture.changed(mesh=mesh)
+        check(job.run, "plan")
+        assert job.time_range().high > job.time_range().low > 0
+    assert all(mesh.expert == 1 for mesh in meshes(dense))

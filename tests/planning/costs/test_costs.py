@@ -16,7 +16,7 @@ from model.attention.kernels import GpuKernel, TpuKernel
 from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses, get_schedule, plan
 from model.config import TransformerConfig
-from planning.costs import HARDWARE, Network, Sizes, TrainingStep, estimate, rounds
+from planning.costs import HARDWARE, Network, Sizes, TrainingStep, estimate, rounds, time_range
 from planning.costs.step import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, REMAT, TWO_BACKWARD_KERNELS
 from planning.costs.tiles import tile_counts
 from trainer.devices import peak_flops
@@ -470,3 +470,47 @@ def test_the_parameters_are_the_layers_the_embedding_and_the_head():
     sizes = Sizes(3, 100, 7, query_heads=1, kv_heads=1, head_dim=1, hidden=1)
     assert sizes.parameters == 3 * 100 + 7 + 7
     assert dataclasses.replace(sizes, stored=200).parameters == 3 * 200 + 7 + 7
+
+
+def test_ranks_of_experts_exchange_tokens_and_keep_their_matrices():
+    """Seconds of a network without latency are bytes over bandwidth: tokens and sums once forward, tokens twice and sums once
+    backward; matrices of experts are gathered within a rank of `expert` alone."""
+    config = TransformerConfig.preset("mixtral-8x7b")
+    sizes = Sizes.of(config)
+    link = 1e9
+    box = dataclasses.replace(HARDWARE["a100-nvlink"], network=Network(link=link, latency=0.0))
+    job = TrainingStep(sizes, box, 4096, batch=8, fsdp=2, expert=4, schedule="local", overlap=False)
+    tokens = 4096 * config.hidden_size * 2 * 3 / link  # of three other ranks, bfloat16
+    of_experts = 3 * config.hidden_size * config.intermediate_size * 8
+    assert sizes.experts == of_experts and sizes.routed == of_experts // 4
+    shared = (sizes.stored - of_experts) * 7 / 8  # parts that others have, of the gathered matrices
+    own = of_experts / 4 / 2
+    found = estimate(job)
+    assert found.layer_forward.exposed == pytest.approx(2 * tokens + 2 * (shared + own) / link)
+    scattered = 4 * (shared + own) / link
+    backward = 3 * tokens + 2 * (shared + own) / link + scattered
+    assert found.layer_backward.exposed == pytest.approx(backward)
+
+
+@pytest.mark.parametrize(
+    ("model", "expert", "load"),
+    [("qwen3-30b-a3b", 8, 8), ("mixtral-8x7b", 4, 4), ("mixtral-8x7b", 8, 4), ("llama-7b", 1, 1)],
+)
+def test_loads_are_a_range(model, expert, load):
+    """From equal ones to a rank that all tokens choose with as many of their experts as it has."""
+    job = TrainingStep(
+        Sizes.of(TransformerConfig.preset(model)),
+        HARDWARE["h100-infiniband"],
+        4096,
+        batch=8,
+        fsdp=8 // expert,
+        expert=expert,
+        schedule="local",
+    )
+    assert job.largest_imbalance == load
+    uneven = dataclasses.replace(job, imbalance=load)
+    busiest, even = (estimate(one).layer_forward.compute for one in (uneven, job))
+    rate = job.hardware.peak * job.hardware.matmul
+    assert busiest - even == pytest.approx(2 * (load - 1) * job.sizes.routed * job.tokens / rate)
+    bounds, fsdp = time_range(job), time_range(dataclasses.replace(job, fsdp=8, expert=1))
+    assert bounds.low == pytest.approx(fsdp.low) and bounds.high >= fsdp.high
