@@ -268,7 +268,7 @@ class TransformerConfig:
 
     def _check_adapter(self) -> None:
         """Raises ValueError unless the adapter fits the projections. Beside a mixture of experts,
-        all linear modules are attention's: the experts are none (so PEFT has it)."""
+        all-linear is attention's projections."""
         if self.adapter is not None and self.num_experts:
             adapter = self.adapter.without_feed_forward()
             object.__setattr__(self, "adapter", adapter)
