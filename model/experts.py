@@ -157,8 +157,9 @@ class Experts(nnx.Module):
         """Returns the weighted sums of the experts' outputs, this tensor rank's summand.
 
         Where `expert` splits the experts, each of its ranks gets the tokens of all, computes what
-        its experts make of them, and the sums return to the tokens' ranks. In all to all with
-        shapes that are known beforehand a rank would send as much: any token may go to any rank.
+        its experts make of them, and the sums return to the tokens' ranks. An all-to-all with
+        shapes that are known beforehand sends as much: any token may go to any rank (bytes of both
+        are in docs/notes/design_decisions.md).
         """
         own = jax.tree.leaves(self.gate_proj.weight.get_value())[0].shape[0]
         if own == self.count:
