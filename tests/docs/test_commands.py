@@ -5,7 +5,10 @@ NOT_RUN; an entry whose command is on no page any more is an error too.
 """
 
 # ruff: noqa: E501 -- commands stand in one piece
+import contextlib
+import functools
 import importlib
+import io
 import re
 import shlex
 import subprocess
@@ -13,6 +16,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from trainer.config.fields import FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -328,6 +333,49 @@ def test_the_test_that_is_named_runs_the_program(file, command):
     assert re.search(
         rf"(?<![a-z]){program_of(command)}(?![a-z])", (ROOT / file).read_text(encoding="utf-8")
     )
+
+
+def flags_of(command: str) -> tuple[str, list[str]]:
+    """Returns the program of a Python command, as `python` takes it, and the flags that it is given."""
+    words = shlex.split(command)[1:]
+    program = words[1] if words[0] == "-m" else words[0]
+    own = words[: words.index("--")] if "--" in words else words
+    return program, [word.split("=")[0] for word in own if word.startswith("--")]
+
+
+@functools.cache
+def help_of(program: str) -> str:
+    """Returns what --help of a program of ours prints."""
+    module = importlib.import_module(program.removesuffix(".py").replace("/", "."))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        module.main(["--help"])
+    return printed.getvalue()
+
+
+def unknown_flags(command: str) -> list[str]:
+    """Returns the flags of a Python command that neither its program's --help nor a recipe knows."""
+    program, flags = flags_of(command)
+    known = set(re.findall(r"--[\w-]+", help_of(program)))
+    return [flag for flag in flags if flag not in known and flag[2:] not in FIELDS]
+
+
+PYTHON = [
+    command
+    for command in ON_PAGES
+    if re.match(r"python (-m (scripts|eval|trainer)\.|train\.py)", command)
+]
+
+
+def test_the_flags_of_every_command_exist(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert len(PYTHON) > 50
+    assert {command: unknown for command in PYTHON if (unknown := unknown_flags(command))} == {}
+
+
+def test_a_flag_that_does_not_exist_is_found():
+    command = "python -m scripts.export_hf RUN DIR --merge --mergee --data.path F --data.paht F"
+    assert unknown_flags(command) == ["--mergee", "--data.paht"]
 
 
 @pytest.fixture

@@ -70,6 +70,22 @@ def _register_tokens() -> None:
     )
 
 
+# Flags of train.py that are no fields, for its --help.
+_FLAGS_OF_TRAIN: dict[str, dict[str, Any]] = {
+    "--dry-run": {
+        "metavar": "MACHINE",
+        "nargs": "?",
+        "help": "Say what the run would take on MACHINE, such as 8xH100 or v5p-32, or on as many "
+        "GPUs as the mesh takes, and stop.",
+    },
+    "--gpu-memory": {"metavar": "GIB", "help": "With --dry-run: memory of each of its GPUs."},
+    "--no-download": {
+        "action": "store_true",
+        "help": "Do not download models and data of the Hugging Face hub.",
+    },
+}
+
+
 def help_text(section: str = "") -> str:
     """Returns the description of every field, or of those of a section.
 
@@ -78,6 +94,8 @@ def help_text(section: str = "") -> str:
     """
     made = parser()
     if not section:
+        for flag, settings in _FLAGS_OF_TRAIN.items():
+            made.add_argument(flag, default=argparse.SUPPRESS, **settings)
         return made.format_help()
     if section not in SECTIONS:
         raise UserError(
