@@ -224,11 +224,8 @@ class Sharding:
         for i, (axis, rule) in enumerate(zip(parameter.axes, rules, strict=True)):
             if rule.expert and self.mesh.shape["expert"] > 1:
                 storage_axes = [name for name in storage_axes if name != "expert"]
-                if not split(i, "expert"):
-                    raise ValueError(
-                        f"mesh.expert: found {self.mesh.shape['expert']}, which does not divide the "
-                        f"model's {shape[i]} experts"
-                    )
+                divides = split(i, "expert")
+                assert divides, "`Transformer` refuses such an axis"
             if rule.tensor and self.mesh.shape["tensor"] > 1 and getattr(self.parallel, axis):
                 split(i, "tensor")
         candidates = [

@@ -72,6 +72,13 @@ class Transformer(ModelParameters):
         if self.mask is None:
             object.__setattr__(self, "mask", Mask(window=self.config.common_window))
         parallel = self.parallel
+        ranks, experts = self.mesh.shape["expert"], self.config.num_experts
+        if experts % ranks:
+            divisors = [str(n) for n in range(1, experts + 1) if experts % n == 0]
+            raise ValueError(
+                f"mesh.expert: found {ranks}, which does not divide the model's {experts} experts; "
+                f"{', '.join(divisors)} do"
+            )
         check_combination(
             self.memory,
             layers=self.config.num_hidden_layers,
