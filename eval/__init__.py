@@ -1,5 +1,4 @@
-"""Evaluation of long contexts: line retrieval, needles, RULER, co-reference, lm-eval's tasks, in-context reinforcement
-learning, and reports."""
+"""Evaluation of long contexts: retrieval tests, lm-eval's tasks, in-context RL, reports."""
 
 from data import errors
 

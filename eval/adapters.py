@@ -1,4 +1,4 @@
-"""Adapters of evaluations' command lines: several of one base, one after the other, and the quantization of the base."""
+"""Flags for adapters in evaluations: several on one base, in turn, and the base's quantization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.entry import NoDownload
 
 
 def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
-    """Adds --adapter, which takes several folders if the command can do with them, and --quantize."""
+    """Adds --quantize, and --adapter, with several folders if the command supports that."""
     also = (
         "; several are evaluated one after the other, each into a folder of its name in --output"
         if several
@@ -23,8 +23,7 @@ def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
         "--adapter",
         metavar="FOLDER",
         nargs="+" if several else None,
-        help="an adapter beside the model: a "
-        "folder that peft has written, or a run with adapters" + also,
+        help="an adapter of the model: a folder that peft wrote, or a run with adapters" + also,
     )
     parser.add_argument("--no-download", action=NoDownload)
     parser.add_argument(
@@ -36,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
 
 
 def each_adapter(evaluate: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> None:
-    """Evaluates with each adapter of the command line. Folders of the same name get a number."""
+    """Evaluates with each adapter on the command line; equal folder names get a number."""
     given, names = args.adapter or [None], list[str]()
     for adapter in given:
         name = Path(adapter or "").name

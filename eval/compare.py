@@ -1,10 +1,10 @@
-"""Compares two checkpoints on the cases that both have answered: the difference of their scores, with its 95% interval.
+"""Compares two checkpoints on cases that both answered: the score difference and its 95% interval.
 
     python -m eval.compare BEFORE AFTER [--output difference.json]
 
-BEFORE and AFTER are folders that the same evaluation (eval.line_retrieval, eval.needle, eval.ruler, eval.coreference) wrote for
-two checkpoints. Since both answered the same cases, the interval is that of the paired differences: narrower than what the two
-scores' own intervals suggest.
+BEFORE and AFTER are folders that the same evaluation (eval.line_retrieval, eval.needle, eval.ruler,
+eval.coreference) wrote for two checkpoints. Since both answered the same cases, the interval is
+that of the paired differences: narrower than what the two scores' own intervals suggest.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from data.within import parse_json, read_text
 from eval.scoring import paired_interval
 from trainer import entry
 
-# Fields of a line of cases.jsonl that depend on the model; the others say which case it is.
+# Fields of a line of cases.jsonl that depend on the model; the others identify the case.
 OF_THE_MODEL = ("answer", "right", "generated", "score", "prompt_tokens", "beyond_trained_length")
-WOULD_WORK = "a folder that eval.line_retrieval, eval.needle, eval.ruler or eval.coreference wrote would work"
+WOULD_WORK = (
+    "a folder that eval.line_retrieval, eval.needle, eval.ruler or eval.coreference wrote would "
+    "work"
+)
 
 Case = tuple[str, int]
-"""Which case it is: its fields as JSON, and how many equal ones come before it."""
+"""A case's identity: its fields as JSON, and how many equal cases come before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +97,7 @@ def scores_of(rows: Sequence[Mapping[str, Any]]) -> dict[Group, dict[Case, float
 def differences(
     before: Mapping[Group, Mapping[Case, float]], after: Mapping[Group, Mapping[Case, float]]
 ) -> list[Difference]:
-    """Returns the difference for each task and length of which both have answered a case, over the cases that both have."""
+    """Returns the differences by task and length, over the cases that both answered."""
     rows = []
     for group, cases in before.items():
         common = [case for case in cases if case in after.get(group, {})]
@@ -174,14 +177,14 @@ def print_table(rows: Sequence[Difference]) -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Prints the table, and writes it as JSON where --output asks for that."""
+    """Prints the table, and writes it as JSON to --output."""
     output = output_file(args.output, b'"differences"') if args.output else None
     before, after = read(args.before), read(args.after)
     rows = differences(before, after)
     if not rows:
         raise UserError(
-            f"{args.before} and {args.after} have no case in common; two folders that the same command wrote for "
-            "two checkpoints would work"
+            f"{args.before} and {args.after} have no case in common; two folders that the same "
+            "command wrote for two checkpoints would work"
         )
     print(f"before: {args.before}\nafter: {args.after}")
     print_table(rows)
@@ -190,7 +193,8 @@ def compare(args: argparse.Namespace) -> None:
         if alone:
             print(f"left out: {alone} cases that only {folder} has")
     print(
-        "Interval of the paired difference: Bonett and Price (2012) where scores are 0 or 1, else bootstrap over the cases."
+        "Interval of the paired difference: Bonett and Price (2012) where scores are 0 or 1, else "
+        "bootstrap over the cases."
     )
     if output:
         content = {

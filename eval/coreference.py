@@ -1,10 +1,12 @@
-"""Multi-round co-reference: a long conversation has several equal requests; the reply to the i-th of them is asked for.
+"""Multi-round co-reference: asks for the reply to the i-th of several equal requests.
 
-    python -m eval.coreference --checkpoint DIR_OR_HF --tokens 4096 8192 [--alike 2 4 8] --output DIR
+    python -m eval.coreference --checkpoint DIR_OR_HF --tokens 4096 8192 [--alike 2 4 8] --output
+    DIR
 
-The form is that of MRCR (Vodrahalli et al. 2024, "Michelangelo") and of OpenAI's data of this name: the answer must begin
-with given letters, and is scored by its similarity to the reply. Requests and replies are made of our own words; without a chat
-template the turns are plain text. Writes results.json, cases.jsonl and coreference.png into --output.
+The form is that of MRCR (Vodrahalli et al. 2024, "Michelangelo") and of OpenAI's data set of this
+name: the answer must begin with given letters, and is scored by its similarity to the reply. The
+wording of requests and replies is ours; without a chat template the turns are plain text. Writes
+results.json, cases.jsonl and coreference.png into --output.
 """
 
 from __future__ import annotations
@@ -62,11 +64,11 @@ def make_cases(
 def conversation(
     rng: np.random.Generator, requests: int, others: int, asked: int
 ) -> tuple[tuple[Message, ...], str, str]:
-    """Returns the turns, the letters that the answer must begin with, and the reply that is asked for.
+    """Returns the turns, the letters that must begin the answer, and the expected reply.
 
     Args:
-      requests: equal requests; others: requests of another form or topic, mixed with them; asked: which of the equal ones, from
-        0.
+      requests: equal requests; others: requests of another form or topic, mixed in; asked: which of
+        the equal ones, from 0.
     """
     form, topic = str(rng.choice(FORMS)), str(rng.choice(NOUNS))
     subjects = [(form, topic)] * requests
@@ -85,8 +87,8 @@ def conversation(
     turns.append(
         Message(
             "user",
-            f"Write {beginning} and then repeat the {ORDINALS[asked]} {form} about a {topic} of this "
-            "conversation, word for word. Write nothing else.",
+            f"Write {beginning} and then repeat the {ORDINALS[asked]} {form} about a {topic} of "
+            "this conversation, word for word. Write nothing else.",
         )
     )
     return tuple(turns), beginning, replies[asked]

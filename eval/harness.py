@@ -1,10 +1,12 @@
 """lm-evaluation-harness on a sharded checkpoint: its tasks, answered and scored by our decoding.
 
-    python -m eval.harness --checkpoint DIR_OR_HF --tasks arc_easy,hellaswag [--include-path DIR] --output DIR
+    python -m eval.harness --checkpoint DIR_OR_HF --tasks arc_easy,hellaswag [--include-path DIR]
+    --output DIR
 
-Tasks are names that lm-eval knows, or YAML files below --include-path, which may take local JSON files. With --chat questions
-are asked in the model's own chat template. Prompts longer than --length are cut at their beginning; how many is printed and
-written. Answers are as long as a task says, and greedy: a task that asks for sampling is refused. Needs lm-eval: pip install -r
+Tasks are names that lm-eval knows, or YAML files below --include-path, which may read local JSON
+files. With --chat questions are asked in the model's chat template. Prompts longer than --length
+lose their beginning; their number is printed and written. Answers are as long as a task says, and
+greedy: a task that asks for sampling is refused. Needs lm-eval: pip install -r
 requirements-eval.txt. Writes results.json, and what lm-eval returns to lm_eval.json.
 """
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from model.decode import Generator, Scores
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""What tasks call the most tokens of an answer; lm-eval takes the first that is there."""
+"""What tasks call the longest answer's tokens; lm-eval takes the first that is given."""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,8 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max-new-tokens",
         type=entry.tokens,
         default=256,
-        help="number of tokens of the longest answer "
-        "to a task that does not say it (max_gen_toks); default 256",
+        help="tokens of the longest answer in a task that does not set max_gen_toks (default 256)",
     )
     parser.add_argument("--tasks", required=True, help="names of tasks, with commas between them")
     parser.add_argument("--include-path", metavar="DIR", help="folder with tasks of your own")
@@ -56,7 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=int,
         help="number of examples before a question (default: the task's own)",
     )
-    parser.add_argument("--limit", type=int, help="only the first so many questions of each task")
+    parser.add_argument("--limit", type=int, help="only the first N questions of each task")
     parser.add_argument(
         "--length",
         type=entry.tokens,
@@ -68,10 +69,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerForm:
-    """What a task says about an answer that is generated.
+    """A task's requirements for a generated answer.
 
     Attributes:
-      ends: texts that end it; new_tokens: most tokens of it, None where the task does not say.
+      ends: texts that end it; new_tokens: its most tokens, None if the task does not say.
     """
 
     task: str
@@ -80,22 +81,23 @@ class AnswerForm:
 
     @classmethod
     def of(cls, task: str, options: Mapping[str, Any], is_greedy: bool = True) -> AnswerForm:
-        """Returns what the options of a request (a task's generation_kwargs) say.
+        """Reads the options of a request (a task's generation_kwargs).
 
         Args:
           options: lm-eval's; `until`, a text or several, gives `ends`, one of LENGTHS `new_tokens`.
-          is_greedy: whether the model takes the most likely tokens.
+          is_greedy: whether answers take the most likely tokens.
 
         Raises:
-          UserError: it does, and the task asks for sampling.
+          UserError: they do, but the task asks for sampling.
         """
         do_sample, temperature = options.get("do_sample"), options.get("temperature")
         is_sampled = temperature != 0 if do_sample else do_sample is None and (temperature or 0) > 0
         if is_sampled and is_greedy:
             sampling = "do_sample: true" if do_sample else f"temperature: {temperature}"
             raise UserError(
-                f"--tasks: {task} asks for sampling ({sampling}); answers here are greedy, so its score would be "
-                "another test's; a --temperature above 0, which is that of all tasks, would work"
+                f"--tasks: {task} asks for sampling ({sampling}); answers here are greedy, so its "
+                "score would not be comparable; a --temperature above 0, which applies to all "
+                "tasks, would work"
             )
         ends = options.get("until") or ()
         most = next((int(options[name]) for name in LENGTHS if options.get(name) is not None), None)
@@ -110,16 +112,16 @@ class AnswerForm:
 
 @dataclasses.dataclass
 class Harness:
-    """What lm-eval asks of a model, by token ids.
+    """Answers lm-eval's requests to a model, by token ids.
 
     Attributes:
       length: tokens of the longest prompt with its answer.
-      new_tokens: of the longest answer, unless a task says it.
+      new_tokens: of the longest answer, unless a task sets it.
       truncated: number of prompts that were cut so far.
-      continued: contexts that were continued so far; they are numbered, so that all are sampled independently.
+      continued: contexts continued so far; their numbers make their samples independent.
 
     Raises:
-      UserError: no text of this length can be scored, or none fits in memory.
+      UserError: no text of this length can be scored, or it does not fit in memory.
     """
 
     opened: runner.LoadedModel
@@ -128,17 +130,18 @@ class Harness:
     truncated: int = 0
     continued: int = 0
     chats: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    """Ids of prompts in the chat template, by their text: encoded again, control tokens would be letters."""
+    """Ids of prompts in the chat template, by text: encoding it again would spell out control
+    tokens."""
     chats_sorted: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.length < 2:
             raise UserError(f"--length: found {self.length}; 2 or more would work")
         self._last: Generator | None = None
-        self._generator(0)  # What does not fit in memory is refused before lm-eval reads its data.
+        self._generator(0)  # Too little memory is reported before lm-eval reads its data.
 
     def _generator(self, new_tokens: int) -> Generator:
-        """Returns what writes answers of at most so many tokens, 0 to score texts. The one before it frees its cache."""
+        """Returns a generator of up to `new_tokens`, 0 to score; frees the previous one."""
         respondent = self.opened.respondent
         generator = respondent.generator(
             self.opened.params, respondent.capacity(self.length), new_tokens, self.length
@@ -156,8 +159,8 @@ class Harness:
     def _chat_before(self, text: str) -> str | None:
         """Returns the longest prompt in the chat template that a text begins with."""
         start = text
-        # The last chat that is not sorted behind the start is the longest one in it, or differs from it. Then a chat that the
-        # text begins with is within what the two have in common.
+        # The last chat sorted at or before the start is the longest that it begins with, or differs
+        # from it. Then any chat that the text begins with is within their common beginning.
         while position := bisect.bisect_right(self.chats_sorted, start):
             chat = self.chats_sorted[position - 1]
             if start.startswith(chat):
@@ -179,23 +182,23 @@ class Harness:
         return [*([first] if first is not None else []), *self.tokenizer.encode(text)]
 
     def _cut(self, ids: list[int], room: int) -> list[int]:
-        """Returns the last tokens of a prompt that leave so much room, and counts prompts that are cut."""
+        """Returns the last tokens of a prompt that leave enough room, and counts cut prompts."""
         if len(ids) + room <= self.length:
             return ids
         self.truncated += 1
         return ids[len(ids) + room - self.length :]
 
     def likelihoods(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Returns of each context with its continuation the continuation's log-likelihood and whether greedy decoding gives it.
+        """Returns each continuation's log-likelihood, and whether greedy decoding gives it.
 
-        Spaces at a context's end are the continuation's, as lm-eval has it. Both together may have `length` tokens, since no
-        answer is written.
+        Spaces at a context's end belong to the continuation, as in lm-eval. Both together may have
+        `length` tokens, since nothing is generated.
         """
         texts, starts = [], []
         for context, continuation in pairs:
             stripped = context if context in self.chats else context.rstrip()
             before, whole = self._encode(stripped), self._encode(context + continuation)
-            # Where the last token of the context and the first of the continuation are one, that is scored.
+            # A token that spans the end of the context and the start of the continuation is scored.
             start = max(min(len(before), len(whole) - 1), 1)
             texts.append(self._cut(whole, 0))
             starts.append(max(start - (len(whole) - len(texts[-1])), 1))
@@ -203,11 +206,11 @@ class Harness:
         return [(sum(score.log_likelihoods), all(score.is_greedy)) for score in scores]
 
     def rolling(self, texts: list[str]) -> list[float]:
-        """Returns each text's log-likelihood; of one that is longer than `length` in pieces that begin anew."""
+        """Returns each text's log-likelihood; longer texts are scored in pieces of `length`."""
         totals = []
         for text in texts:
             ids = self._encode(text)
-            # The last token of a piece is the first one of the next, where it is given and not scored.
+            # The last token of a piece starts the next one, where it is given and not scored.
             pieces = [
                 ids[first : first + self.length]
                 for first in range(0, len(ids) - 1, self.length - 1)
@@ -219,7 +222,7 @@ class Harness:
         return totals
 
     def _score(self, texts: list[list[int]], starts: list[int]) -> list[Scores]:
-        """Returns the scores of texts; those with a common beginning are scored one after the other."""
+        """Returns the scores of texts; those with a common beginning are scored consecutively."""
         generator = self._generator(0)
         scores: dict[int, Scores] = {}
         for chosen in self._batches(range(len(texts)), texts):
@@ -230,7 +233,7 @@ class Harness:
         return [scores[i] for i in range(len(texts))]
 
     def _batches(self, numbers: Iterable[int], ids: list[list[int]]) -> Iterator[list[int]]:
-        """Yields the numbers in batches. Texts with a common beginning are in the same row of successive batches."""
+        """Yields batches of numbers; a common beginning stays in one row of successive batches."""
         order = sorted(numbers, key=ids.__getitem__)
         run = -(-len(order) // self.opened.respondent.rows)
         for number in range(run):
@@ -243,7 +246,7 @@ class Harness:
           answers: the form of each answer.
 
         Raises:
-          UserError: an answer may be so long that `length` leaves no room for its question.
+          UserError: an answer may take all of `length`, so no room is left for its question.
         """
         most = [answer.new_tokens or self.new_tokens for answer in answers]
         for answer, new_tokens in zip(answers, most, strict=True):
@@ -269,7 +272,7 @@ class Harness:
         return texts
 
     def _check_room(self, answer: AnswerForm, new_tokens: int) -> None:
-        """Raises UserError if `length` leaves no room for a question whose answer has so many tokens."""
+        """Raises UserError if `length` leaves no room for a question with such an answer."""
         if new_tokens < self.length:
             return
         most = (
@@ -278,8 +281,8 @@ class Harness:
             else f"its own max_gen_toks {new_tokens}"
         )
         raise UserError(
-            f"--length: found {self.length}, which leaves no room for a question of {answer.task} beside an answer "
-            f"of {most}; {new_tokens + 1} or more would work"
+            f"--length: found {self.length}, which leaves no room for a question of {answer.task} "
+            f"beside an answer of {most}; {new_tokens + 1} or more would work"
         )
 
     def chat_prompt(self, turns: list[dict[str, str]], generation: bool = True) -> str:
@@ -290,8 +293,8 @@ class Harness:
         """
         if not self.opened.respondent.template:
             raise UserError(
-                f"{self.opened.about['checkpoint']}: its tokenizer has no chat template; without --chat, or with "
-                "--template, it can be evaluated"
+                f"{self.opened.about['checkpoint']}: its tokenizer has no chat template; without "
+                "--chat, or with --template, it can be evaluated"
             )
         messages = [Message(turn["role"], turn["content"]) for turn in turns]
         segments = render(
@@ -353,7 +356,7 @@ def make_model(harness: Harness) -> Any:
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns what results.json holds of lm-eval's results: each metric with the normal interval of its standard error."""
+    """Returns lm-eval's metrics for results.json, with normal intervals."""
     rows = []
     for task, metrics in results["results"].items():
         for name, value in metrics.items():
@@ -385,15 +388,15 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_tasks(tasks: Sequence[str], known: Collection[str]) -> None:
-    """Raises UserError, with the nearest name, if one of these is neither the name of a task that is known nor a file."""
+    """Raises UserError, with the nearest name, if one is neither a known task nor a file."""
     for task in tasks:
         if task in known or Path(task).is_file():
             continue
         near = difflib.get_close_matches(task, known, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(
-            f"--tasks: lm-eval has no task {printable(task)!r}{meant}; lm-eval ls tasks lists them, and "
-            "--include-path takes a folder with tasks of your own"
+            f"--tasks: lm-eval has no task {printable(task)!r}{meant}; lm-eval ls tasks lists "
+            "them, and --include-path takes a folder with tasks of your own"
         )
 
 
@@ -408,7 +411,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
             "lm-eval is not installed; pip install -r requirements-eval.txt installs it"
         ) from None
     if args.include_path and not Path(args.include_path).is_dir():
-        raise UserError(f"--include-path: {printable(args.include_path)} is no folder")
+        raise UserError(f"--include-path: {printable(args.include_path)} is not a folder")
     tasks = args.tasks.split(",")
     task_manager = TaskManager(include_path=args.include_path)
     check_tasks(tasks, task_manager.all_tasks)
@@ -427,7 +430,8 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = rows_of(results)
     if harness.truncated:
         print(
-            f"warning: {harness.truncated} prompts were longer than {harness.length} tokens and were cut at their beginning"
+            f"warning: {harness.truncated} prompts were longer than {harness.length} tokens and "
+            "lost their beginning"
         )
     about = opened.about | {
         "tasks": args.tasks,
@@ -453,7 +457,8 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     )
     for row in rows:
         print(
-            f"{row['task']}: {row['score']:.3f} ({row['low']:.3f} to {row['high']:.3f}, {row['cases']} cases)"
+            f"{row['task']}: {row['score']:.3f} ({row['low']:.3f} to {row['high']:.3f}, "
+            f"{row['cases']} cases)"
         )
     print(f"wrote {folder}/results.json and lm_eval.json")
     return rows

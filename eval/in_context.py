@@ -1,10 +1,11 @@
-"""In-context reinforcement learning: acts for several episodes in one context, in the simulator, and scores each episode.
+"""In-context reinforcement learning: plays several episodes in one context and scores each.
 
     python -m eval.in_context --checkpoint DIR [--episodes 8] [--seeds 5] --output DIR
 
-The model sees its own earlier episodes and their rewards, and is asked for the best return in its data, or for --target. Its
-keys and values stay in a cache that is split over the devices of --sequence (model/cache.py). Writes results.json and
-in_context.png into --output. Returns are sums of rewards over all simulator steps of an episode.
+The model acts in the simulator, sees its earlier episodes and their rewards, and is asked for the
+best return in its data, or for --target. Its keys and values stay in a cache that is split over the
+devices of --sequence (model/cache.py). Writes results.json and in_context.png into --output.
+Returns are sums of rewards over all simulator steps of an episode.
 """
 
 from __future__ import annotations
@@ -42,21 +43,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--episodes",
         type=entry.at_least_one,
         default=8,
-        help="number of episodes, one after the other "
-        "(default 8); a new context begins after as many as the model was trained with",
+        help=(
+            "number of consecutive episodes (default 8); a new context begins after as many as in "
+            "training"
+        ),
     )
     parser.add_argument(
         "--seeds",
         type=entry.at_least_one,
         default=5,
-        help="number of environments, each with a seed of its "
-        "own, that are in flight at once (default 5)",
+        help="number of parallel environments, each with its own seed (default 5)",
     )
     parser.add_argument(
         "--first-seed", type=int, default=1000, help="seed of the first environment (default 1000)"
     )
     parser.add_argument(
-        "--target", type=float, help="return that is asked for (default: the best one in the data)"
+        "--target", type=float, help="requested return (default: the best in the data)"
     )
     parser.add_argument(
         "--output", required=True, help="folder for results.json and in_context.png"
@@ -83,7 +85,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     if args.seeds % args.fsdp:
-        parser.error(f"--seeds: {args.seeds} is no multiple of --fsdp {args.fsdp}")
+        parser.error(f"--seeds: {args.seeds} is not a multiple of --fsdp {args.fsdp}")
     return args
 
 
@@ -92,8 +94,8 @@ class Inputs:
     """What a checkpoint's model takes, as `trainer.trajectories` wrote it.
 
     Attributes:
-      task: its name; observation, action: numbers in a state and in an action.
-      target: the best return in the data; best, mean: of all episodes in the data.
+      task: its name; observation, action: sizes of a state and an action.
+      target: the requested return; best, mean: of all episodes in the data.
     """
 
     task: str
@@ -110,13 +112,13 @@ class Inputs:
         """Reads the assets of a checkpoint.
 
         Raises:
-          UserError: its model is none of trajectories.
+          UserError: it is not a model of trajectories.
         """
         from trainer.trajectories import ASSET
 
         if not (assets / ASSET).exists():
             raise UserError(
-                f"--checkpoint: {assets.parent} holds no model of trajectories; one that train.py made from a "
+                f"--checkpoint: {assets.parent} holds no model of trajectories; a checkpoint of a "
                 "recipe with a section trajectories would work"
             )
         fields = read_json(assets / ASSET, assets.parent)
@@ -134,10 +136,10 @@ class Inputs:
 
 
 class Agent:
-    """Chooses actions for B environments at once, and remembers what came of them.
+    """Chooses actions for B environments at once, and remembers their results.
 
     Attributes:
-      decisions: of an episode; a context holds `inputs.options.in_context` episodes.
+      decisions: per episode; a context holds `inputs.options.in_context` episodes.
     """
 
     def __init__(self, model: Any, params: dict, inputs: Inputs, rows: int, decisions: int) -> None:
@@ -147,7 +149,7 @@ class Agent:
         self.params, self.inputs, self.rows = params, inputs, rows
         self.width = model.sizes.width
         conditioned = inputs.options.conditioning == "return"
-        # Appended before each decision: what came of the last one, then what the next one is chosen by.
+        # Appended before each decision: the last one's result, then what the next one depends on.
         self.kinds = (ACTION, REWARD, RETURN_TO_GO, STATE) if conditioned else (ACTION, STATE)
         capacity = inputs.options.in_context * decisions * len(self.kinds) + len(self.kinds)
         self.cached = CachedModel(model, AgenticTransformer.local_actions, rows, capacity)
@@ -165,7 +167,7 @@ class Agent:
         """Returns the next actions, in -1 .. 1.
 
         Args:
-          to_go: the return still asked for.
+          to_go: the remaining requested return.
         """
         numbers = {
             **self.last,
@@ -196,7 +198,7 @@ class Agent:
     def remember(
         self, action: Float[np.ndarray, "B A"], reward: Float[np.ndarray, " B"], reached: np.ndarray
     ) -> None:
-        """Keeps what came of the last actions, for the next call of `act`.
+        """Keeps the results of the last actions for the next call of `act`.
 
         Args:
           reached: bool [B], whether an episode has ended with at least the target return.
@@ -213,7 +215,7 @@ def play(
     """Plays one episode in each environment and returns their returns.
 
     Args:
-      on_step: called after every decision, before the environments go on.
+      on_step: called after every decision, before the environments step.
     """
     from data.trajectories.tasks import flatten_observation
 
@@ -240,8 +242,10 @@ def play(
 
 
 def summary(returns: Float[np.ndarray, "seeds episodes"]) -> dict[str, dict[str, Any]]:
-    """Returns mean and interval over the seeds of the last, best and mean episode. Best-of-n alone would hide that later
-    episodes are no better than earlier ones."""
+    """Returns mean and interval over the seeds of the last, best and mean episode.
+
+    The best of n alone would hide that later episodes are no better than earlier ones.
+    """
     scores = {"last": returns[:, -1], "best": returns.max(1), "mean": returns.mean(1)}
     return {
         name: {
@@ -254,7 +258,7 @@ def summary(returns: Float[np.ndarray, "seeds episodes"]) -> dict[str, dict[str,
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Plays all episodes and returns what results.json holds."""
+    """Plays all episodes and returns the content of results.json."""
     folder = output_folder(args.output)
     check_own(folder / "results.json", b'"returns"')
     check_own(folder / "in_context.png", PICTURE)
@@ -319,7 +323,10 @@ def write(results: dict[str, Any], folder: Path) -> None:
     plot(results, folder / "in_context.png")
     returns = np.array(results["returns"])
     table = Table(
-        title=f"{results['task']}: returns over {returns.shape[0]} seeds, {returns.shape[1]} episodes each",
+        title=(
+            f"{results['task']}: returns over {returns.shape[0]} seeds, {returns.shape[1]} "
+            "episodes each"
+        ),
         title_justify="left",
         box=None,
         padding=(0, 2, 0, 0),
@@ -336,7 +343,7 @@ def write(results: dict[str, Any], folder: Path) -> None:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Draws the return against the number of the episode, with the data's best and mean."""
+    """Plots the return by episode, with the data's best and mean."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -370,14 +377,14 @@ def plot(results: dict[str, Any], path: Path) -> None:
 def record(
     agent: Agent, environments: list[Any], target: float, decisions: int, folder: Path
 ) -> None:
-    """Plays one more episode and writes the first environment's pictures to episode.gif; says so where none can be drawn."""
+    """Plays one more episode and records the first environment in episode.gif, if possible."""
     frames: list[np.ndarray] = []
     try:
         environments[0].physics.render(height=8, width=8, camera_id=0)
     except Exception as error:  # whatever a missing driver raises
         print(
-            f"no video: the simulator cannot draw here ({str(error).splitlines()[0][:80]}); MUJOCO_GL=egl or osmesa would do "
-            "where its library is installed"
+            f"no video: the simulator cannot render here ({str(error).splitlines()[0][:80]}); "
+            "MUJOCO_GL=egl or osmesa would work if its library is installed"
         )
         return
     if agent.length + decisions * len(agent.kinds) > agent.cached.capacity:

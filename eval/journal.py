@@ -1,4 +1,4 @@
-"""Answers in a file to which each is added at once, so that an interrupted evaluation goes on where it stopped."""
+"""A file to which each answer is added at once, so an interrupted evaluation can continue."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class Answer:
 
 
 class Journal:
-    """The answers so far, in a file to which each is added at once; of a line that was cut off by a crash nothing counts.
+    """The answers so far, in a file; a last line that a crash cut off is ignored.
 
     Raises:
-      UserError: the file holds answers of another model, or to other settings; the first difference is named.
+      UserError: the file holds answers of another model or with other settings; names the first
+        difference.
     """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
@@ -59,7 +60,7 @@ class Journal:
 
 
 def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the lines of a journal up to the first that is not whole, and the bytes that they take."""
+    """Returns a journal's lines up to the first incomplete one, and their bytes."""
     lines, offset = [], 0
     content = read_bytes(path, path.parent) if os.path.lexists(path) else b""
     for line in content.splitlines(keepends=True):
@@ -77,6 +78,6 @@ def _check_about(path: Path, saved: dict[str, Any], about: dict[str, Any]) -> No
     for name, value in about.items():
         if saved.get(name) != value:
             raise UserError(
-                f"{path}: has answers with {name} = {saved.get(name)!r}, now it is {value!r}; another --output, or "
-                "removing this file, would work"
+                f"{path}: has answers with {name} = {saved.get(name)!r}, now it is {value!r}; "
+                "another --output, or removing this file, would work"
             )

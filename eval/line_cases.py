@@ -1,14 +1,16 @@
 """Line-retrieval cases, read from LongChat's files or generated in the same form.
 
-A case asks for the number in one line of a long record. Every line has a key, of one of three styles:
+A case asks for the number in one line of a long record. Every line has a key in one of three
+styles:
 
 - "adjective_noun", as in LongChat's files of up to 680 lines, whose prompts end with a space;
 - "noun_noun", as in LongChat's files from 700 lines on, whose prompts do not;
-- "short", for models with a tiny vocabulary: a short word and a number of two digits, with the lines in the order of their
-  keys. Generated cases may occur in the training data; held-out ones for the quickstart's model are in
-  data/fixtures/line_cases.jsonl.
+- "short", for models with a tiny vocabulary: a short word and a number of two digits, with the
+  lines in the order of their keys. Generated cases may occur in training data; held-out ones for
+  the quickstart's model are in data/fixtures/line_cases.jsonl.
 
-The wording of generated cases is our own, which makes another test than LongChat's, or that of a given file.
+The wording of generated cases is ours, so their scores are not comparable with LongChat's, or that
+of a given file.
 """
 
 import dataclasses
@@ -25,7 +27,10 @@ from data.synthetic.wording import Wording, wording_like
 from data.within import parse_json, read_text
 
 __all__ = ["KEY_STYLES", "LineCase", "Wording", "generate", "read", "wording_like", "write"]
-FORM = 'a case is one line of JSON: {"prompt": "...", "expected_number": 7, "num_lines": 20, "correct_line": "..."}'
+FORM = (
+    'a case is one line of JSON: {"prompt": "...", "expected_number": 7, "num_lines": 20, '
+    '"correct_line": "..."}'
+)
 LARGEST = 10**9  # number of lines that a case may claim to have
 KEY_STYLES = ("adjective_noun", "noun_noun", "short")
 # The wording and the keys of data/fixtures, for the style "short".
@@ -35,7 +40,7 @@ SHORT_TAIL = (
     "\nNow the record is over. Tell me what is the number in line {key}? I need the number."
 )
 
-MOST_LINES = 44_999  # that 50,000 numbers suffice for
+MOST_LINES = 44_999  # for which 50,000 numbers suffice
 SHORT_KEYS = "bee cat dog elk fox hen owl pig".split()  # noqa: SIM905
 
 
@@ -55,12 +60,12 @@ class LineCase:
 
     @property
     def depth(self) -> float:
-        """Where in the prompt the line in question begins, from 0 to 1; 0 also where it does not occur."""
+        """The position in the prompt of the requested line, from 0 to 1; 0 if it does not occur."""
         return max(self.prompt.find(self.correct_line), 0) / max(len(self.prompt), 1)
 
     @property
     def family(self) -> str:
-        """The kind of keys and wording; accuracies of different families are not comparable."""
+        """The style of keys and wording; accuracies of different families are not comparable."""
         if self.key_style:
             return self.key_style
         return "adjective-noun keys" if self.num_lines <= 680 else "other keys, from 700 lines"
@@ -91,7 +96,7 @@ def read(path: str | pathlib.Path) -> list[LineCase]:
 
 
 def _parse(line: str, location: str, source: str) -> LineCase:
-    """Returns the case in one line of a file, which `location` names in messages."""
+    """Returns the case in a line of a file; messages name its `location`."""
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -107,14 +112,16 @@ def _parse(line: str, location: str, source: str) -> LineCase:
     ):
         if not isinstance(record.get(field), kind) or isinstance(record.get(field), bool):
             raise UserError(
-                f"{location}: {field} should be {kind.__name__}, found {short(record.get(field))}; {FORM}"
+                f"{location}: {field} should be {kind.__name__}, found "
+                f"{short(record.get(field))}; {FORM}"
             )
     key_style = record.get("key_style", "")
     if not isinstance(key_style, str):
         raise UserError(f"{location}: key_style should be str, found {short(key_style)}")
     if not 1 <= record["num_lines"] <= LARGEST:
         raise UserError(
-            f"{location}: num_lines: found {short(record['num_lines'])}; 1 to {LARGEST:,} would work"
+            f"{location}: num_lines: found {short(record['num_lines'])}; 1 to {LARGEST:,} would "
+            "work"
         )
     return LineCase(
         record["prompt"],
@@ -127,7 +134,7 @@ def _parse(line: str, location: str, source: str) -> LineCase:
 
 
 def short(value: object) -> str:
-    """Returns a value as it is shown in a message."""
+    """Returns a value as shown in messages."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
@@ -153,18 +160,19 @@ def generate(
 ) -> list[LineCase]:
     """Generates cases, as a pure function of the arguments.
 
-    Within a case all keys are distinct, and so are all numbers, so that a right answer identifies one line. Over the cases, the
-    index in the record of the line in question is uniformly distributed. But for the style "short", no line has a key and a
-    number that occur together in generated training data.
+    Within a case all keys are distinct, and so are all numbers, so a right answer identifies one
+    line. Over the cases, the index of the requested line is uniformly distributed. Except in the
+    style "short", no line has a key and a number that occur together in generated training data.
 
     Args:
         lines: number of lines of each case.
         count: number of cases.
-        seed: seed of the keys, numbers and lines in question.
+        seed: seed of the keys, numbers and requested lines.
         key_style: one of KEY_STYLES.
-        wording: of another test than our own.
+        wording: of another test.
         questions: number of cases that ask about the same lines.
-        reserved: take keys and numbers that no generated training text has, in whatever pair; not for the style "short".
+        reserved: take keys and numbers that no generated training text has, in any pair; not for
+          the style "short".
 
     Raises:
         UserError: the style is unknown, or has too few keys or numbers for so many lines.
@@ -179,11 +187,13 @@ def generate(
         )
     if not 1 <= questions <= lines:
         raise UserError(
-            f"--questions: {questions} about {lines} lines cannot be generated; 1 to {lines} would work"
+            f"--questions: {questions} about {lines} lines cannot be generated; 1 to {lines} "
+            "would work"
         )
     if short and reserved:
         raise UserError(
-            "--unseen: keys of the style short occur in training data; --keys adjective_noun would work"
+            "--unseen: keys of the style short occur in training data; --keys adjective_noun "
+            "would work"
         )
     keys = SHORT_KEYS if short else words.keys(key_style, lines)
     family = (

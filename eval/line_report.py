@@ -1,4 +1,4 @@
-"""The report of a line-retrieval evaluation: a table, result files, and plots against lines and depth."""
+"""The report of a line-retrieval evaluation: a table, result files, and plots."""
 
 import dataclasses
 import hashlib
@@ -21,7 +21,7 @@ DEPTHS = 5  # equal parts of a prompt, in which errors are counted
 
 
 def read(folder: str | pathlib.Path) -> list[Score]:
-    """Returns the scores in another evaluation's folder.
+    """Returns the scores in an evaluation's folder.
 
     Raises:
         UserError: it has no results of line retrieval.
@@ -34,8 +34,8 @@ def read(folder: str | pathlib.Path) -> list[Score]:
         return [Score(**{field: row[field] for field in fields}) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: no results of line retrieval ({type(error).__name__}: {error}); a folder that "
-            "eval.line_retrieval wrote would work"
+            f"{path}: no results of line retrieval ({type(error).__name__}: {error}); a folder "
+            "that eval.line_retrieval wrote would work"
         ) from None
 
 
@@ -49,8 +49,10 @@ def write(
 
     Args:
         outcomes: the answered cases.
-        output: the folder, which receives results.json, cases.jsonl, line_retrieval.png and line_depth.png.
-        about: what was evaluated and how (checkpoint, trained length, seed, ...), for results.json and the plot's title.
+        output: the folder, which receives results.json, cases.jsonl, line_retrieval.png and
+          line_depth.png.
+        about: what was evaluated and how (checkpoint, trained length, seed, ...), for results.json
+          and the plot's title.
         others: scores of other evaluations, by name, for the plot.
     """
     folder = pathlib.Path(output)
@@ -75,8 +77,11 @@ def write(
 
 
 def by_depth(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """Returns the accuracy, with its 95% Wilson interval, by family, number of lines and depth: the part of the prompt, from
-    depth_from to depth_to of it, in which the line in question begins."""
+    """Returns accuracies and 95% Wilson intervals by family, number of lines and depth.
+
+    The depth is the part of the prompt, from depth_from to depth_to, in which the requested line
+    begins.
+    """
     groups: dict[tuple[str, int, int], list[Outcome]] = {}
     for outcome in outcomes:
         part = min(int(outcome.case.depth * DEPTHS), DEPTHS - 1)
@@ -104,7 +109,7 @@ def by_depth(outcomes: list[Outcome]) -> list[dict[str, Any]]:
 def as_json(
     scores: list[Score], about: dict[str, Any], depths: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the contents of results.json, in which lengths within and beyond the trained one are separate."""
+    """Returns the content of results.json, which separates lengths beyond the trained one."""
     rows = [
         dataclasses.asdict(item)
         | {
@@ -116,7 +121,7 @@ def as_json(
     ]
     return {
         "about": about,
-        "scoring": "last integer of the generated text equals the expected one; 95% Wilson interval",
+        "scoring": "the generated text's last integer is the expected one; 95% Wilson interval",
         "within_trained_length": [row for row in rows if not row["beyond_trained_length"]],
         "beyond_trained_length": [row for row in rows if row["beyond_trained_length"]],
         "by_depth": depths,
@@ -161,7 +166,7 @@ def print_table(scores: list[Score], console: "Console | None" = None) -> None:
 
 
 def curves(scores: list[Score]) -> dict[tuple[str, bool], list[Score]]:
-    """Groups the scores that a line may connect: of the same family, and all within or all beyond the trained length."""
+    """Groups the scores of one curve: one family, within or beyond the trained length."""
     groups: dict[tuple[str, bool], list[Score]] = {}
     for item in scores:
         groups.setdefault((item.family, item.beyond_trained_length), []).append(item)
@@ -169,7 +174,7 @@ def curves(scores: list[Score]) -> dict[tuple[str, bool], list[Score]]:
 
 
 def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str = "") -> None:
-    """Plots the accuracy, with its interval, against the depth of the line in question; a curve for each number of lines."""
+    """Plots accuracy and interval against depth, a curve for each number of lines."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -208,10 +213,10 @@ def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str
 def plot(
     scores: list[Score] | dict[str, list[Score]], path: str | pathlib.Path, title: str = ""
 ) -> None:
-    """Plots accuracies with their 95% intervals, and chance, against the number of lines, into a file.
+    """Plots accuracies with 95% intervals, and chance, against the number of lines.
 
-    The axis of lines is logarithmic; its labels also give the mean number of prompt tokens. Each family of
-    keys is a curve. A dictionary holds the scores of several evaluations by name, each in one color.
+    The axis of lines is logarithmic; its labels also give the mean number of prompt tokens. Each
+    family of keys is a curve. A dictionary of scores by evaluation gives each evaluation a color.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -243,7 +248,7 @@ def plot(
 
 
 def _plot_curve(axes: "Axes", scores: list[Score], label: str, color: str, beyond: bool) -> None:
-    """Plots one curve; dashed with open markers where it is beyond the trained length."""
+    """Plots one curve; dashed with open markers beyond the trained length."""
     scores = sorted(scores, key=lambda item: item.num_lines)
     axes.errorbar(
         [item.num_lines for item in scores],
@@ -262,7 +267,7 @@ def _plot_curve(axes: "Axes", scores: list[Score], label: str, color: str, beyon
 
 
 def _label_lines(axes: "Axes", scores: list[Score]) -> None:
-    """Makes the x axis logarithmic, with a label where there is room for one: lines above mean tokens."""
+    """Makes the x axis logarithmic, labelled where there is room: lines above mean tokens."""
     tokens = {item.num_lines: item.mean_prompt_tokens for item in scores}
     axes.set_xscale("log")
     axes.minorticks_off()
@@ -276,7 +281,7 @@ def _label_lines(axes: "Axes", scores: list[Score]) -> None:
 
 
 def _outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """Returns a line of cases.jsonl, where a hash stands for the prompt: eval.compare pairs the answers to equal ones."""
+    """Returns a line of cases.jsonl; a hash of the prompt lets eval.compare pair answers."""
     return {
         "source": outcome.case.source,
         "prompt": hashlib.sha256(outcome.case.prompt.encode()).hexdigest()[:32],

@@ -1,11 +1,13 @@
-"""Line retrieval, which measures whether a model uses its long context: asks for a number in a long record of lines.
+"""Line retrieval: asks for a number in a long record, which shows whether a model uses its context.
 
-    python -m eval.line_retrieval --checkpoint DIR_OR_HF [--cases FILE.jsonl ...] [--lines 20 50 ...] --output DIR
+    python -m eval.line_retrieval --checkpoint DIR_OR_HF [--cases FILE.jsonl ...] [--lines 20 50
+    ...] --output DIR
 
-The test is LongChat's: the model answers greedily, and the last integer of at most 100 new tokens must be the number. Generated
-cases have our own wording, which makes another test than LongChat's files, or with --like that of a file. Prompts are processed
-by the same distributed attention as in training (model/decode.py). Writes results.json, cases.jsonl, line_retrieval.png and
-line_depth.png into --output.
+The test is LongChat's: the model answers greedily, and the last integer of at most 100 new tokens
+must be the number. Generated cases have our wording, or with --like that of a file; only with
+LongChat's are scores comparable. Prompts are processed by the same distributed attention as in
+training (model/decode.py). Writes results.json, cases.jsonl, line_retrieval.png and line_depth.png
+into --output.
 """
 
 from __future__ import annotations
@@ -46,8 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         type=entry.tokens,
         default=[],
-        help="generate cases with as many lines as fill this many "
-        "tokens of the model, with the answer",
+        help="generate cases that fill this many of the model's tokens, the answer included",
     )
     parser.add_argument(
         "--count",
@@ -59,14 +60,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--questions",
         type=int,
         default=1,
-        help="number of generated cases that ask about the same lines, "
-        "which then are processed once (default 1)",
+        help=(
+            "number of generated cases about the same lines, which are then processed once "
+            "(default 1)"
+        ),
     )
     parser.add_argument(
         "--limit",
         type=int,
         default=0,
-        help="use only the first so many cases of each file; 0 uses all",
+        help="use only the first N cases of each file; 0 uses all",
     )
     parser.add_argument(
         "--keys",
@@ -91,7 +94,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="DIR",
-        help="folders of other evaluations, to be drawn in the same plot",
+        help="folders of other evaluations, drawn in the same plot",
     )
     return runner.parse(parser, argv)
 
@@ -100,7 +103,7 @@ def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
     """Returns the cases that the command line selects, without those of --tokens.
 
     Raises:
-        UserError: an option is wrong, as far as can be known without the model.
+        UserError: an option is wrong, as far as is known without the model.
     """
     if not args.cases and not args.lines and not args.tokens:
         raise UserError(
@@ -116,8 +119,8 @@ def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
     for path in args.cases:
         if path.isdecimal() and not Path(path).exists():
             raise UserError(
-                f"--cases: found {path}, which is no file of cases; --count {path} would generate so many for each "
-                "of --lines or --tokens"
+                f"--cases: found {path}, which is not a file of cases; --count {path} would "
+                "generate that many for each of --lines or --tokens"
             )
         file_cases = line_cases.read(path)
         cases += file_cases[: args.limit] if args.limit else file_cases
@@ -134,7 +137,7 @@ def _generate(args: argparse.Namespace, lines: int) -> list[line_cases.LineCase]
 def cases_that_fill(
     tokens: int, args: argparse.Namespace, respondent: runner.Respondent
 ) -> list[line_cases.LineCase]:
-    """Returns generated cases whose prompts take at most `tokens` tokens with their answers, all with the same number of lines.
+    """Returns generated cases that take at most `tokens`, answers included, with equal line counts.
 
     Raises:
         UserError: not even one line fits.
@@ -159,8 +162,8 @@ def cases_that_fill(
             return cases
         lines -= max(1, lines * (longest - tokens) // longest)
     raise UserError(
-        f"--tokens: a case of one line takes {first_length(1)} tokens with its answer, found {tokens}; more "
-        "would work"
+        f"--tokens: a case of one line takes {first_length(1)} tokens with its answer, found "
+        f"{tokens}; more would work"
     )
 
 
@@ -169,7 +172,7 @@ class LiveLines(LiveTest):
     """Line retrieval, during training."""
 
     like: str | None = None
-    """Case file whose wording lines take; our own wording unless given."""
+    """Case file whose wording to use; ours by default."""
     max_new_tokens: Tokens = 32
     """Tokens of an answer."""
 
@@ -185,7 +188,8 @@ class LiveLines(LiveTest):
     def cases(self, count: Count, lengths: Sequence[int]) -> list[suite.Case]:
         """Returns the cases of these lengths."""
         wording = line_cases.wording_like(self.like) if self.like else None
-        # All cases of a number of lines are generated together, so that the lines in question are evenly spread.
+        # All cases with equal line counts are generated together, so that the requested lines are
+        # evenly spread.
         together = functools.lru_cache(maxsize=2)(
             lambda lines: line_cases.generate(lines, self.count, wording=wording)
         )
@@ -193,7 +197,7 @@ class LiveLines(LiveTest):
         for tokens in lengths:
 
             def make(lines: int, sample: int | None = None, tokens=tokens) -> suite.Case:
-                # The one that the number of lines is fitted with is generated alone, which is quicker.
+                # Fitting the number of lines generates one case at a time, which is faster.
                 case = (
                     line_cases.generate(lines, 1, wording=wording)[0]
                     if sample is None

@@ -1,4 +1,4 @@
-"""Tests of long contexts and answers to prompts during training: the loop hands over its parameters every so many steps."""
+"""Tests of long contexts and answers to prompts during training, by the loop's parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def _respondent(
     run: RunConfig, objective: Objective, rows: int = 0, chunk: int = 4096
 ) -> runner.Respondent:
-    """Returns the run's model on its own mesh as one that answers greedily, in the template of the run's conversations."""
+    """Returns the run's model on its mesh as a greedy respondent, with the run's chat template."""
     from model.decode import Sampling
 
     text = cast("TextObjective", objective)
@@ -46,7 +46,7 @@ def _respondent(
 def _answers(
     respondent: runner.Respondent, params: Params, prompts: list[runner.Prompt]
 ) -> list[runner.Answer]:
-    """Returns the answers of these parameters; those that are trained in the host's memory are brought to the devices."""
+    """Returns the answers of these parameters, moved to the devices if they are in host memory."""
     return respondent.answer(jax.device_put(params, dict(respondent.model.shardings)), prompts)
 
 
@@ -56,14 +56,14 @@ TESTS: dict[str, type[LiveTest]] = {
     "ruler": ruler.LiveRuler,
     "coreference": coreference.LiveCoreference,
 }
-"""The name of a test in recipes -> its section, which makes the cases."""
+"""A test's name in recipes -> its section, which makes the cases."""
 
 
 def tests_of(config: RunConfig) -> list[LiveTest]:
     """Returns the entries of the recipe's list `evaluations`, each as the section of its test.
 
     Raises:
-      UserError: an unknown test or field, or a value that the field does not take.
+      UserError: an unknown test or field, or a wrong value.
     """
     tests = []
     for index, entry in enumerate(config.evaluations):
@@ -79,31 +79,31 @@ def tests_of(config: RunConfig) -> list[LiveTest]:
 
 
 def with_tests(config: RunConfig) -> RunConfig:
-    """Returns the configuration with every default of its evaluations filled in; errors as in `tests_of`."""
+    """Returns the configuration with its evaluations' defaults filled in; errors as `tests_of`."""
     return dataclasses.replace(
         config, evaluations=tuple(dataclasses.asdict(test) for test in tests_of(config))
     )
 
 
 class LiveEvaluation:
-    """An `Evaluation` of the trainer that asks questions. It returns mean scores by NAME/TASK/TOKENS, for needles by
-    NAME/TASK/TOKENS/DEPTH."""
+    """An `Evaluation` that asks questions and returns mean scores by NAME/TASK/TOKENS[/DEPTH]."""
 
     def __init__(self, test: LiveTest, run: RunConfig) -> None:
         """Takes an entry of the recipe's list `evaluations`.
 
         Raises:
-          UserError: the run trains on no text.
+          UserError: the run does not train on text.
         """
         if run.trajectories.path:
             raise UserError(
-                "evaluations: found some in a run on trajectories, which answers no questions; leave them out"
+                "evaluations: found some in a run on trajectories, which answers no questions; "
+                "leave them out"
             )
         self.test, self.run_config = test, run
         self.name, self.every = test.name or test.test, test.every
 
     def prepare(self, objective: Objective, builder: StepBuilder) -> None:
-        """Makes the cases; programs are compiled by the first measurement."""
+        """Makes the cases; the first measurement compiles the programs."""
         self.respondent = _respondent(self.run_config, objective, self.test.rows, self.test.chunk)
         self.cases = self.test.cases(
             self.respondent.length, self.test.tokens or (self.run_config.data.context_length,)
@@ -121,7 +121,7 @@ class LiveEvaluation:
 
 
 class Samples:
-    """An `Evaluation` of the trainer that answers the recipe's prompts; what it returns are the answers by their prompts."""
+    """An `Evaluation` that returns the answers to the recipe's prompts, by prompt."""
 
     name = "samples"
 
@@ -129,11 +129,12 @@ class Samples:
         """Takes the recipe's section `samples`.
 
         Raises:
-          UserError: the run trains on no text.
+          UserError: the run does not train on text.
         """
         if run.trajectories.path:
             raise UserError(
-                "samples.prompts: found some in a run on trajectories, which answers none; leave them out"
+                "samples.prompts: found some in a run on trajectories, which answers none; leave "
+                "them out"
             )
         self.run_config, self.every = run, run.samples.every
         self.prompts = [
@@ -141,7 +142,7 @@ class Samples:
         ]
 
     def prepare(self, objective: Objective, builder: StepBuilder) -> None:
-        """Takes the model; programs are compiled by the first answers."""
+        """Takes the model; the first answers compile its programs."""
         self.respondent = _respondent(self.run_config, objective)
 
     def run(self, params: Params, step: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What an entry of a recipe's list `evaluations` has, whichever test it names; each test adds its own fields."""
+"""The common fields of a recipe's `evaluations`; each test adds its own."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Count = Callable[[Prompt], int]
 
 @dataclasses.dataclass(frozen=True)
 class LiveTest(abc.ABC):
-    """A test of long contexts that is repeated during training, on the parameters as they are."""
+    """A test of long contexts that is repeated during training on the current parameters."""
 
     test: str
     """Its name in `eval.live.TESTS`."""
     every: int = 0
     """Steps between measurements; 0 measures only before the first and after the last step."""
     tokens: tuple[Tokens, ...] = ()
-    """Lengths of the cases, answers included; data.context_length where not given."""
+    """Lengths of the cases, answers included; data.context_length by default."""
     count: int = 20
     """Cases of each task and length."""
     rows: int = 0
-    """Prompts answered together; mesh.data * mesh.fsdp where 0."""
+    """Prompts answered together; 0 means mesh.data * mesh.fsdp."""
     chunk: Tokens = 4096
     """Tokens of a prompt that are computed at once."""
     name: str = ""
-    """Name of its file in the run's folder and on boards; that of the test where not given."""
+    """Name of its file in the run's folder and on boards; the test's name by default."""
 
     def __post_init__(self) -> None:
         for minimum, fields in ((0, ("every", "rows")), (1, ("count", "chunk"))):

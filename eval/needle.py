@@ -1,9 +1,11 @@
-"""Needle in a haystack: is a sentence found that is hidden at some depth of a long text? A map of depths and lengths.
+"""Needle in a haystack: does the model find a sentence hidden at some depth of a long text?
 
-    python -m eval.needle --checkpoint DIR_OR_HF --tokens 4096 8192 [--depths 0 0.25 0.5 0.75 1] [--needles 1 4] --output DIR
+    python -m eval.needle --checkpoint DIR_OR_HF --tokens 4096 8192 [--depths 0 0.25 0.5 0.75 1]
+    [--needles 1 4] --output DIR
 
-The text is RULER's noise, or --text FILE, a book or essays. With several needles the first is at the depth and the others are
-evenly spread behind it; the score is the share that is found. Writes results.json, cases.jsonl and needle.png into --output.
+The text is RULER's noise, or --text FILE, a book or essays. With several needles the first is at
+the depth and the others are evenly spread after it; the score is the share found. Writes
+results.json, cases.jsonl and needle.png into --output.
 """
 
 from __future__ import annotations
@@ -148,7 +150,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="cases of each length and depth (default 5)",
     )
     parser.add_argument(
-        "--text", metavar="FILE", help="a text that the needles are hidden in, instead of noise"
+        "--text", metavar="FILE", help="a text in which the needles are hidden, instead of noise"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
     args = runner.parse(parser, argv)

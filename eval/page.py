@@ -1,4 +1,4 @@
-"""The pieces of a self-contained HTML page: its style, text, tables, and line charts as SVG. Nothing loads anything."""
+"""The pieces of a self-contained HTML page: style, text, tables, and line charts as SVG."""
 
 from __future__ import annotations
 
@@ -14,23 +14,30 @@ STYLE = """
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; }
 body { margin: 0 auto; padding: 1rem; max-width: 70rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; } h3 { font-size: 1rem; }
-.side { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1.2rem; }
+h1 { font-size: 1.5rem; } h3 { font-size: 1rem; }
+h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
+.side { display: grid; gap: 1.2rem; }
+.side { grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); }
 .side > * { min-width: 0; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #e3e3e3; white-space: nowrap; }
+th, td { padding: .2rem .6rem; text-align: right; white-space: nowrap; }
+th, td { border-bottom: 1px solid #e3e3e3; }
 th:first-child, td:first-child { text-align: left; }
 .map td { text-align: center; border: 1px solid #fff; }
 svg { width: 100%; height: auto; display: block; }
 figure { margin: 0; } figcaption, .note { font-size: .85rem; color: #555; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f5f5f5; padding: .6rem; font-size: .8rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { background: #f5f5f5; padding: .6rem; font-size: .8rem; }
 @media (max-width: 40rem) { table { font-size: .8rem; }
   th, td { padding: .2rem .25rem; white-space: normal; vertical-align: bottom; } }
-@media print { body { max-width: none; font-size: 11px; padding: 0; } details > * { display: block; } h2 { break-after: avoid; }
-  .wide { overflow: visible; } th, td { white-space: normal; vertical-align: bottom; } section { break-inside: auto; }
-  details::details-content { content-visibility: visible; height: auto; } .side { grid-template-columns: 1fr 1fr; }
-  figure, table, pre { break-inside: avoid; } * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
+@media print { body { max-width: none; font-size: 11px; padding: 0; }
+  details > * { display: block; } h2 { break-after: avoid; }
+  .wide { overflow: visible; } th, td { white-space: normal; vertical-align: bottom; }
+  section { break-inside: auto; }
+  details::details-content { content-visibility: visible; height: auto; }
+  .side { grid-template-columns: 1fr 1fr; } figure, table, pre { break-inside: avoid; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 
 Series = dict[str, list[tuple[float, float]]]
@@ -42,7 +49,7 @@ def text(value: object) -> str:
 
 
 def ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """Returns two to six round numbers, evenly spaced, from at or below `low` to at or above `high`.
+    """Returns two to six evenly spaced round numbers that cover `low` to `high`.
 
     Args:
       whole: they are whole numbers.
@@ -51,13 +58,13 @@ def ticks(low: float, high: float, whole: bool = False) -> list[float]:
     power = 10.0 ** math.floor(math.log10(span / 4))
     step = next(digit * power for digit in (1, 2, 5, 10) if span / (digit * power) <= 4.5)
     step = max(round(step), 1) if whole else step
-    # What float32 adds to a round number must not need a further tick.
+    # float32's rounding of a round number must not add a tick.
     first, last = math.floor(low / step + 1e-5), math.ceil(high / step - 1e-5)
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
 
 def number(value: float) -> str:
-    """Returns a number for an axis: 1,500 and 0.0005 as they are, others by powers of ten."""
+    """Returns a number for an axis: 1,500 and 0.0005 unchanged, others by powers of ten."""
     return f"{value:,.10g}" if value == 0 or 1e-5 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
@@ -94,7 +101,8 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
         _, down = place(points[0][0], y).split(",")
         marks.append(
             f'<line x1="{left}" x2="{width - right}" y1="{down}" y2="{down}" stroke="#ddd"/>'
-            f'<text x="{left - 6}" y="{down}" text-anchor="end" dominant-baseline="middle">{number(y)}</text>'
+            f'<text x="{left - 6}" y="{down}" text-anchor="end" dominant-baseline="middle">'
+            f"{number(y)}</text>"
         )
     for x in x_ticks:
         across = left + (x - x_low) / x_span * (width - left - right)
@@ -118,7 +126,8 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
             if len(curve) <= 24
         ]
     marks.append(
-        f'<text x="{(left + width) / 2}" y="{height - 8}" text-anchor="middle">{text(x_label)}</text>'
+        f'<text x="{(left + width) / 2}" y="{height - 8}" text-anchor="middle">'
+        f"{text(x_label)}</text>"
     )
     squares = ("&#9632;", "&#9633;")
     legend = " ".join(
@@ -126,8 +135,10 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
         for index, name in enumerate(series)
     )
     return (
-        f'<figure><figcaption>{text(y_label)}</figcaption><svg viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{text(y_label)} against {text(x_label)}" font-size="12" font-family="sans-serif">'
+        f"<figure><figcaption>{text(y_label)}</figcaption>"
+        f'<svg viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{text(y_label)} against {text(x_label)}" '
+        f'font-size="12" font-family="sans-serif">'
         f"{''.join(marks)}</svg>"
         f"<figcaption>{legend}</figcaption></figure>"
     )
@@ -138,4 +149,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     body = "".join(
         "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    return f'<div class="wide"><table><tr>{"".join(f"<th>{text(cell)}</th>" for cell in head)}</tr>{body}</table></div>'
+    header = "".join(f"<th>{text(cell)}</th>" for cell in head)
+    return f'<div class="wide"><table><tr>{header}</tr>{body}</table></div>'

@@ -1,9 +1,10 @@
-"""One HTML file about a run, or two side by side: curves, evaluations with intervals, maps, samples, cost, configuration.
+"""One HTML file about a run, or two side by side: curves, evaluations, samples, cost.
 
     python -m eval.report RUN [RUN] [--evaluations DIR ...] [--output report.html]
 
-A run is a folder that train.py wrote. Evaluations are looked for in the run's folder; with two runs, --evaluations may be given
-once for each. The file loads nothing from a network and has no script: it opens anywhere, on a phone too, and prints.
+A run is a folder that train.py wrote. Evaluations are read from the run's folder; with two runs,
+--evaluations may be given once for each. The file has no script and loads nothing: it opens
+anywhere, also on a phone, and prints.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from eval.page import STYLE, chart, table, text
 from eval.report_input import Evaluation, Run, Score, read_run, scores_by_run
 from trainer import entry
 
-SAMPLES = 3  # of right answers, and as many of wrong ones
-GENERATOR = (
-    '<meta name="generator" content="eval.report of Longstripe">'  # by which a report knows its own
-)
+SAMPLES = 3  # right answers, and as many wrong ones
+# By which a report recognizes its own.
+GENERATOR = '<meta name="generator" content="eval.report of Longstripe">'
 STEPS_SHOWN = 6  # of answers to the recipe's own prompts
 LONGEST_SAMPLE = 600  # characters of an answer
 
@@ -37,7 +37,7 @@ LONGEST_SAMPLE = 600  # characters of an answer
 
 
 def cost(run: Run) -> dict[str, str]:
-    """Returns what a run took, as far as its metrics say."""
+    """Returns a run's cost, as far as its metrics tell."""
     rows, mesh = run.logs.get("metrics", []), run.config.get("mesh", {})
     devices = math.prod(
         mesh.get(axis, 1) for axis in ("data", "fsdp", "expert", "tensor", "sequence")
@@ -47,7 +47,7 @@ def cost(run: Run) -> dict[str, str]:
     seconds = sum(
         span * (row.get("step_seconds") or 0) for span, row in zip(spans, rows, strict=True)
     )
-    # For metrics of earlier versions, which do not have tokens_seen.
+    # Metrics of earlier versions lack tokens_seen.
     tokens = sum(
         span * (row.get("step_seconds") or 0) * (row.get("tokens_per_second") or 0)
         for span, row in zip(spans, rows, strict=True)
@@ -63,7 +63,7 @@ def cost(run: Run) -> dict[str, str]:
         "device hours": f"{seconds * devices / 3600:,.2f} on {devices} {kind}",
         "compilation": _duration(last.get("compile_seconds") or 0),
     }
-    for name, label in (("mfu", "MFU, last"), ("peak_device_gib", "peak GiB a device")):
+    for name, label in (("mfu", "MFU, last"), ("peak_device_gib", "peak GiB per device")):
         if last.get(name) is not None:
             values[label] = f"{last[name]:.3g}"
     return values
@@ -79,7 +79,7 @@ def _duration(seconds: float) -> str:
 
 
 def curves_of(runs: Sequence[Run]) -> str:
-    """Returns a chart of each metric worth looking at: of training, of held-out data, of evaluations during training."""
+    """Returns charts of metrics: of training, held-out data, and evaluations during training."""
     names: dict[tuple[str, str], None] = {}
     for run in runs:
         for log, rows in run.logs.items():
@@ -114,7 +114,7 @@ def curves_of(runs: Sequence[Run]) -> str:
 
 
 def scores_of(runs: Sequence[Run]) -> str:
-    """Returns the table of all scores without depth, and the maps of those with one."""
+    """Returns the table of scores without depth, and the maps of those with one."""
     by_run = [{score.key: score for score in scores} for scores in scores_by_run(runs)]
     every = {key: score for scores in by_run for key, score in scores.items()}
     parts = []
@@ -168,7 +168,7 @@ def scores_of(runs: Sequence[Run]) -> str:
 
 
 def differences_of(runs: Sequence[Run]) -> str:
-    """Returns the table of paired differences between two runs' evaluations of the same cases, or nothing."""
+    """Returns the table of two runs' paired differences on the same cases, or nothing."""
     if len(runs) != 2:
         return ""
     rows = [(label, row) for pairs in _pairs(*runs).values() for label, row in _labelled(pairs)]
@@ -197,7 +197,7 @@ Pair = tuple[str, str, Difference]
 
 
 def _pairs(before: Run, after: Run) -> dict[Group, list[Pair]]:
-    """Returns for each task and length the evaluations of two runs that have a case in common."""
+    """Returns by task and length the evaluations of two runs that share a case."""
     pairs: dict[Group, list[Pair]] = {}
     for first in before.evaluations:
         for second in after.evaluations:
@@ -208,8 +208,11 @@ def _pairs(before: Run, after: Run) -> dict[Group, list[Pair]]:
 
 
 def _labelled(pairs: list[Pair]) -> list[tuple[str, Difference]]:
-    """Returns the differences of a task and length with the name of each. Of several pairs those of equal folders are taken,
-    if there are any, and the name has the folders."""
+    """Returns the named differences of a task and length.
+
+    Of several pairs, those of equal folders are taken, if there are any, and the names have the
+    folders.
+    """
     if len(pairs) == 1:
         return [(row.task, row) for _, _, row in pairs]
     alike = [pair for pair in pairs if pair[0] == pair[1]]
@@ -250,14 +253,13 @@ def _map(scores: list[Score], title: str) -> str:
             score = cells.get((size, depth))
             hover = f"{score.low:.2f} to {score.high:.2f}, {score.cases} cases" if score else ""
             color = f"hsl({120 * score.score:.0f} 60% 75%)" if score else "#eee"
-            row.append(
-                f'<td style="background:{color}" title="{hover}">{f"{score.score:.2f}" if score else ""}</td>'
-            )
+            shown = f"{score.score:.2f}" if score else ""
+            row.append(f'<td style="background:{color}" title="{hover}">{shown}</td>')
         rows.append("<tr>" + "".join(row) + "</tr>")
     head = "".join(f"<th>{size:,} {text(scores[0].unit)}</th>" for size in sizes)
     return (
-        f'<figure class="wide"><figcaption>{text(title)}</figcaption><table class="map"><tr><th>depth</th>{head}</tr>'
-        f"{''.join(rows)}</table></figure>"
+        f'<figure class="wide"><figcaption>{text(title)}</figcaption><table class="map">'
+        f"<tr><th>depth</th>{head}</tr>{''.join(rows)}</table></figure>"
     )
 
 
@@ -279,7 +281,7 @@ def positions_of(runs: Sequence[Run]) -> str:
 
 
 def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns at most STEPS_SHOWN rows: the first, the last, and some between them at about equal distances."""
+    """Returns at most STEPS_SHOWN rows: the first, the last, and evenly spaced ones between."""
     if len(rows) <= STEPS_SHOWN:
         return rows
     return [
@@ -288,7 +290,7 @@ def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _live_samples(run: Run) -> list[str]:
-    """Returns for each prompt of the recipe the answers that were given during training."""
+    """Returns the answers during training to each prompt of the recipe."""
     rows = run.logs.get("samples", [])
     parts = []
     for prompt in dict.fromkeys(key for row in rows for key in row if key != "step"):
@@ -304,7 +306,7 @@ def _live_samples(run: Run) -> list[str]:
 
 
 def samples_of(run: Run) -> str:
-    """Returns answers to the recipe's own prompts, and a few right and wrong ones of each evaluation."""
+    """Returns answers to the recipe's prompts, and some right and wrong ones of evaluations."""
     parts = _live_samples(run)
     for evaluation in run.evaluations:
         chosen: list[dict] = []
@@ -320,7 +322,10 @@ def samples_of(run: Run) -> str:
             expected = row.get("expected", row.get("expected_number"))
             verdict = row.get("right", row.get("score"))
             label = row.get("task") or f"{row.get('num_lines')} lines"
-            facts = f"{label}, {row.get('prompt_tokens')} tokens; expected {json.dumps(expected)}; score {float(verdict or 0)}"
+            facts = (
+                f"{label}, {row.get('prompt_tokens')} tokens; expected {json.dumps(expected)}; "
+                f"score {float(verdict or 0)}"
+            )
             blocks.append(
                 f"<pre>{text(facts)}\n\n{text(str(row.get('generated'))[:LONGEST_SAMPLE])}</pre>"
             )
@@ -339,14 +344,14 @@ def about_of(run: Run) -> str:
         command = " ".join(map(str, about.get("command", ())))
         facts = {key: value for key, value in about.items() if key != "command"}
         parts.append(
-            f"<details><summary>{text(run.folder_of(evaluation))}: how it was made</summary><pre>{text(command)}\n\n"
-            f"{text(json.dumps(facts, indent=1))}</pre></details>"
+            f"<details><summary>{text(run.folder_of(evaluation))}: how it was made</summary>"
+            f"<pre>{text(command)}\n\n{text(json.dumps(facts, indent=1))}</pre></details>"
         )
     configuration = yaml.safe_dump(run.config, sort_keys=False)
     command = f"python train.py --config {run.folder}/config.yaml --run_dir {run.folder}"
     parts.append(
-        f"<details><summary>Configuration and command</summary><pre>{text(command)}\n\n{text(configuration)}</pre>"
-        "</details>"
+        "<details><summary>Configuration and command</summary>"
+        f"<pre>{text(command)}\n\n{text(configuration)}</pre></details>"
     )
     return "".join(parts)
 
@@ -355,7 +360,8 @@ def page(runs: Sequence[Run]) -> str:
     """Returns the report as HTML."""
     title = " and ".join(run.name for run in runs)
     costs = "".join(
-        f'<section>{table(["", run.name], cost(run).items())}<p class="note">{text(run.folder)}</p></section>'
+        f"<section>{table(['', run.name], cost(run).items())}"
+        f'<p class="note">{text(run.folder)}</p></section>'
         for run in runs
     )
     about = "".join(f"<section><h3>{text(run.name)}</h3>{about_of(run)}</section>" for run in runs)
@@ -364,10 +370,12 @@ def page(runs: Sequence[Run]) -> str:
         for run in runs
     )
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
-        f'initial-scale=1">{GENERATOR}<title>{text(title)}</title><style>{STYLE}</style></head><body><h1>{text(title)}</h1>'
-        f'<h2>Cost</h2><div class="side">{costs}</div><h2>Evaluations</h2>{scores_of(runs)}{differences_of(runs)}'
-        f'{positions_of(runs)}<h2>Curves</h2>{curves_of(runs)}<h2>Samples</h2><div class="side">{samples}</div>'
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"{GENERATOR}<title>{text(title)}</title><style>{STYLE}</style></head>"
+        f'<body><h1>{text(title)}</h1><h2>Cost</h2><div class="side">{costs}</div>'
+        f"<h2>Evaluations</h2>{scores_of(runs)}{differences_of(runs)}{positions_of(runs)}"
+        f'<h2>Curves</h2>{curves_of(runs)}<h2>Samples</h2><div class="side">{samples}</div>'
         f'<h2>How it was made</h2><div class="side">{about}</div></body></html>\n'
     )
 
@@ -391,8 +399,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         default=[],
         metavar="DIR",
-        help="folders with "
-        "results of evaluations; the first --evaluations are of the first run, the second of the second",
+        help=(
+            "folders with results of evaluations; give --evaluations twice for two runs, in their "
+            "order"
+        ),
     )
     parser.add_argument(
         "--output", type=Path, help="the file (default: report.html in the folder of the last run)"
@@ -409,15 +419,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def write(args: argparse.Namespace) -> None:
-    """Writes the report to `args.output` and prints its path; `args` are those of `parse`."""
+    """Writes the report to `args.output` and prints its path; `args` come from `parse`."""
     evaluations = [*args.evaluations, *([] for _ in args.runs)]
     runs = [
         read_run(folder, folders) for folder, folders in zip(args.runs, evaluations, strict=False)
     ]
     if len({run.name for run in runs}) < len(runs):
         raise UserError(
-            f"{args.runs[0]} and {args.runs[1]}: the report tells runs apart by the names of their folders, which "
-            "are equal; a link of another name would work"
+            f"{args.runs[0]} and {args.runs[1]}: both folders have the same name, by which the "
+            "report tells runs apart; a link of another name would work"
         )
     path = output_file(args.output, GENERATOR.encode())
     path.write_text(page(runs), encoding="utf-8")

@@ -1,5 +1,4 @@
-"""What a run's folder holds for its report: metrics, evaluations with their cases, losses by
-position."""
+"""Reads a run's folder for its report: metrics, evaluations with cases, losses by position."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from trainer.run.directory import EARLIER_STAGES
 from trainer.run.results import evaluated, is_of_run
 
 CONFIG = "config.yaml"
-# In rows of metrics, since the beginning of the run or of the stage.
+# Metrics that count from the beginning of the run or of the stage.
 COUNTS = ("step", "tokens_seen", "compile_seconds")
 
 
@@ -28,8 +27,7 @@ class Score:
 
     Attributes:
       size: length of the context, in `unit`.
-      folder: of the evaluation, where a run has several whose rows are of the same key without it;
-        else empty.
+      folder: of the evaluation, if a run has several with rows of the same key; else empty.
     """
 
     evaluation: str
@@ -46,7 +44,7 @@ class Score:
 
     @property
     def key(self) -> tuple:
-        """By which rows of two runs are compared: (evaluation, task, folder, unit, size, depth)."""
+        """Identifies rows of two runs to compare: (evaluation, task, folder, unit, size, depth)."""
         return (
             self.evaluation,
             self.task,
@@ -58,13 +56,13 @@ class Score:
 
     @property
     def label(self) -> str:
-        """The task, and where it is needed the folder."""
+        """The task, and the folder if needed."""
         return f"{self.task} ({self.folder})" if self.folder else self.task
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """One results.json, and the cases beside it."""
+    """One results.json, and the cases next to it."""
 
     path: Path
     scores: list[Score]
@@ -77,9 +75,8 @@ class Run:
     """What a run's folder holds.
 
     Attributes:
-      config: of the run; of one with stages that of the last stage that has begun.
-      logs: the rows of each JSONL file of metrics, by name; of a run with stages those of all
-        stages, one after the other.
+      config: of the run; with stages, of the last stage that has begun.
+      logs: the rows of each JSONL file of metrics, by name, over all stages.
       curves: losses by position, by the checkpoint's name.
     """
 
@@ -91,11 +88,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Its name in the report, which is its folder's."""
+        """Its folder's name, which the report shows."""
         return self.folder.absolute().name
 
     def folder_of(self, evaluation: Evaluation) -> str:
-        """Returns the folder of an evaluation, from the run's folder where it lies in it."""
+        """Returns an evaluation's folder, relative to the run's folder if it is inside."""
         folder = evaluation.path.parent
         return str(
             folder.relative_to(self.folder) if folder.is_relative_to(self.folder) else folder
@@ -103,24 +100,24 @@ class Run:
 
 
 def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
-    """Returns what a run's folder holds, with the evaluations in other folders.
+    """Reads a run's folder, and evaluations in other folders.
 
-    Results of another model than the run's checkpoints are named in a warning where they lie in the
-    run's folder.
+    A warning names results in the run's folder that are of another model.
 
     Raises:
-      UserError: it is no run, a file in it cannot be read, or `evaluations` have results of another
-        model.
+      UserError: it is not a run, a file in it cannot be read, or `evaluations` have results of
+        another model.
     """
     stages = _stage_folders(folder)
     if not stages:
         raise UserError(
-            f"{folder}: holds no run (config.yaml is missing); a folder that train.py wrote would work"
+            f"{folder}: holds no run (config.yaml is missing); a folder that train.py wrote would "
+            "work"
         )
     for path in evaluations:
         if not path.is_dir():
             raise UserError(f"--evaluations: {path} is no folder")
-    # By where it really is, since --evaluations may name folders of the run.
+    # By the resolved path, since --evaluations may name folders of the run.
     files = sorted(
         {
             path.resolve(): (path, root)
@@ -139,12 +136,16 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
 
 
 def _check_model(evaluation: Evaluation, run: Path) -> None:
-    """Raises UserError for an evaluation outside of the run's folder that is of another model than
-    its checkpoints, and warns of one within it."""
+    """Refuses an evaluation of another model than the run's, or warns within the run's folder.
+
+    Raises:
+      UserError: such an evaluation outside of the run's folder.
+    """
     if is_of_run(evaluation.about, run):
         return
     found = (
-        f"{evaluation.path}: is of {evaluated(evaluation.about)}, which is no checkpoint of {run}"
+        f"{evaluation.path}: is of {evaluated(evaluation.about)}, which is not a checkpoint of "
+        f"{run}"
     )
     if not evaluation.path.resolve().is_relative_to(run.resolve()):
         raise UserError(f"--evaluations: {found}; an evaluation of --checkpoint {run} would work")
@@ -164,8 +165,7 @@ def _config(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _stage_folders(folder: Path) -> list[Path]:
-    """Returns the folders of a run's stages that have begun, in order; of a run without stages its
-    own, if it is one."""
+    """Returns the folders of a run's stages that have begun, in order, or the run's own."""
     earlier = sorted(
         (folder / EARLIER_STAGES).glob("*"), key=lambda path: (len(path.name), path.name)
     )
@@ -173,8 +173,7 @@ def _stage_folders(folder: Path) -> list[Path]:
 
 
 def _logs(stages: Sequence[Path], folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Returns the rows of each JSONL file of metrics over all stages, with the counts of a stage
-    added to those before it."""
+    """Returns the rows of each JSONL file of metrics, with counts continued over the stages."""
     logs: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     before: dict[str, float] = dict.fromkeys(COUNTS, 0)
     for stage in stages:
@@ -208,7 +207,8 @@ def _json(path: Path, folder: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(content, dict):
         raise UserError(
-            f"{path}: found {type(content).__name__} where a table is needed; without it, the report can be made"
+            f"{path}: found {type(content).__name__} where a table is needed; without it, the "
+            "report can be made"
         )
     return content
 
@@ -228,8 +228,8 @@ def _evaluation(path: Path, folder: Path) -> Evaluation | None:
         ) from None
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"{path}: holds no results of an evaluation ({first_line(error)}); without it, the report can be "
-            "made"
+            f"{path}: holds no results of an evaluation ({first_line(error)}); without it, the "
+            "report can be made"
         ) from None
 
 
@@ -289,8 +289,7 @@ def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> Evaluat
 
 
 def scores_by_run(runs: Sequence[Run]) -> list[list[Score]]:
-    """Returns each run's scores. Those whose key a run has in several evaluations are told apart by
-    their folders."""
+    """Returns each run's scores; folders tell apart those with the same key."""
     repeated = set()
     for run in runs:
         counts = collections.Counter(

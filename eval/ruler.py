@@ -1,10 +1,12 @@
-"""RULER's tasks that need no download: retrieval of one and several needles, variable tracking, common and frequent words.
+"""RULER's tasks that need no download: needles, variable tracking, common and frequent words.
 
-    python -m eval.ruler --checkpoint DIR_OR_HF --tokens 4096 16384 [--tasks niah_single_1 vt ...] --output DIR
+    python -m eval.ruler --checkpoint DIR_OR_HF --tokens 4096 16384 [--tasks niah_single_1 vt ...]
+    --output DIR
 
-Tasks, wording, lengths of answers and scoring are RULER's (Hsieh et al. 2024; github.com/NVIDIA/RULER); words are our own. The
-tasks that RULER hides in essays take --text FILE, without which they are hidden in its noise, and are another test; questions
-about documents take --qa FILE. Writes results.json, cases.jsonl and ruler.png into --output.
+Tasks, wording, lengths of answers and scoring are RULER's (Hsieh et al. 2024;
+github.com/NVIDIA/RULER); the random words are ours. The tasks that RULER hides in essays take
+--text FILE; without it they are hidden in its noise, so scores are not comparable. Questions about
+documents take --qa FILE. Writes results.json, cases.jsonl and ruler.png into --output.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from trainer import entry
 
 NEEDLES = Haystack("needles")
 TEXT = Haystack("text")  # stands for the text of --text
-# RULER's scripts/synthetic.yaml; the number is scripts/data/synthetic/constants.py's tokens_to_generate.
+# RULER's scripts/synthetic.yaml; the number is scripts/data/synthetic/constants.py's
+# tokens_to_generate.
 TASKS: dict[str, tuple[Callable[..., Exercise], int]] = {
     "niah_single_1": (tasks.needles, 128),
     "niah_single_2": (functools.partial(tasks.needles, haystack=TEXT), 128),
@@ -47,8 +50,8 @@ TASKS: dict[str, tuple[Callable[..., Exercise], int]] = {
 }
 QA_TOKENS = 32
 QA_FORM = (
-    'a line of JSON for each question: {"question": "...", "answers": ["..."], "documents": ["the one with the answer", '
-    "...]}"
+    'a line of JSON for each question: {"question": "...", "answers": ["..."], "documents": '
+    '["the one with the answer", "...]}'
 )
 
 
@@ -105,10 +108,10 @@ def qa_cases(
     each: int,
     seed: int,
 ) -> list[suite.Case]:
-    """Returns RULER's questions about documents: the one with the answer among others of the file.
+    """Returns RULER's questions about documents: the answer's document among others of the file.
 
     Raises:
-      UserError: the file cannot be read, or a line has another form, which is named.
+      UserError: the file cannot be read, or a line has another form.
     """
     questions = []
     try:
@@ -138,7 +141,10 @@ def qa_cases(
     if not questions:
         raise UserError(f"--qa: {path} has no question; the form is {QA_FORM}")
     documents = list(dict.fromkeys(document for *_, own in questions for document in own))
-    instruction = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+    instruction = (
+        "Answer the question based on the given documents. Only give me the answer and do not "
+        "output any other words."
+    )
     cases = []
     for tokens in lengths:
         for sample in range(each):
@@ -162,8 +168,8 @@ def qa_cases(
                     for i, j in enumerate(rng.permutation(len(shown)), 1)
                 )
                 text = (
-                    f"{instruction}\n\nThe following are given documents.\n\n{context}\n\n{instruction}\n\n"
-                    f"Question: {question}"
+                    f"{instruction}\n\nThe following are given documents.\n\n{context}\n\n"
+                    f"{instruction}\n\nQuestion: {question}"
                 )
                 return suite.Case(
                     "qa",

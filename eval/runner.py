@@ -1,4 +1,4 @@
-"""What evaluations that ask a model questions share: flags, the model, prompts and answers."""
+"""Shared by evaluations that ask questions: flags, the model, prompts and answers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ def add_flags(
     evaluation: bool = True,
     continues: bool = True,
 ) -> None:
-    """Adds the flags that all commands share that ask a model questions.
+    """Adds the flags shared by question-answering commands.
 
     Args:
-      new_tokens: default of --max-new-tokens; None for a test that says itself how long its answers
-        are.
-      evaluation: also those that evaluations share.
-      continues: whether the evaluation keeps its answers in a journal, which its help for --output
-        then says.
+      new_tokens: default of --max-new-tokens; None for a test that sets the length of its answers.
+      evaluation: also add those shared by evaluations.
+      continues: whether the evaluation keeps its answers in a journal; the help for --output then
+        says so.
     """
     if evaluation:
         parser.add_argument(
@@ -56,11 +55,7 @@ def add_flags(
             "--output",
             required=True,
             help="folder for the results"
-            + (
-                "; the same command again continues an evaluation that was interrupted"
-                if continues
-                else ""
-            ),
+            + ("; repeat the command to continue an interrupted evaluation" if continues else ""),
         )
         parser.add_argument(
             "--rows", type=int, default=1, help="number of prompts in a batch (default 1)"
@@ -92,8 +87,10 @@ def add_flags(
     parser.add_argument(
         "--compute-dtype",
         choices=["bfloat16", "float32"],
-        help="dtype of the computation (default: bfloat16; "
-        "float32 on a CPU, where it is several times faster)",
+        help=(
+            "dtype of the computation (default: bfloat16; on a CPU float32, which is several "
+            "times faster there)"
+        ),
     )
     parser.add_argument(
         "--schedule",
@@ -110,13 +107,13 @@ def add_flags(
     parser.add_argument(
         "--memory-gib",
         type=float,
-        help="memory of a device that may be used (default: all that it has)",
+        help="memory of a device that may be used (default: all)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
-        help="0 takes the most likely token (default); above it, tokens are sampled",
+        help="0 takes the most likely token (default); above 0, tokens are sampled",
     )
     parser.add_argument(
         "--top-p",
@@ -128,13 +125,15 @@ def add_flags(
     parser.add_argument(
         "--replicate",
         action="store_true",
-        help="keep a copy of all weights on every device; if the model "
-        "fits, this is much faster, since decoding gathers no weights",
+        help=(
+            "keep a copy of all weights on every device; much faster if the model fits, since "
+            "decoding gathers no weights"
+        ),
     )
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the options of the command line, and as `command` the whole line."""
+    """Returns the options of the command line, and the whole line as `command`."""
     args = parser.parse_args(argv)
     args.command = [*parser.prog.split(), *(sys.argv[1:] if argv is None else argv)]
     return args
@@ -145,7 +144,8 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.rows < 1 or args.rows % args.fsdp:
         next_multiple = max(-(-args.rows // args.fsdp), 1) * args.fsdp
         raise UserError(
-            f"--rows: {args.rows} is no multiple of --fsdp {args.fsdp}; {next_multiple} would work"
+            f"--rows: {args.rows} is not a multiple of --fsdp {args.fsdp}; {next_multiple} would "
+            "work"
         )
 
 
@@ -154,8 +154,8 @@ class Prompt:
     """A question as text.
 
     Attributes:
-      text: of the user's turn, or all turns so far.
-      new_tokens: most tokens of the answer.
+      text: the user's turn, or all turns so far.
+      new_tokens: the most tokens of the answer.
       prefix: beginning of the answer, which the model continues.
     """
 
@@ -165,7 +165,7 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """A hash by which its answer is found again."""
+        """A hash that identifies its answer."""
         turns = (
             [("user", self.text)]
             if isinstance(self.text, str)
@@ -177,14 +177,12 @@ class Prompt:
 
     @property
     def draw(self) -> int:
-        """The number that tells its sampling from other prompts', 28 bits of its key: whatever was
-        asked before, and in whatever order, its answer is the same."""
+        """Its sampling number, 28 bits of its key: its answer is independent of earlier prompts."""
         return int(self.key[:7], 16)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> list[int]:
-    """Returns the ids of a prompt: its turns in the chat template, or plain text without a
-    template."""
+    """Returns a prompt's ids: turns in the chat template, or plain text without one."""
     prefix = tokenizer.encode(prompt.prefix) if prompt.prefix else []
     turns = (Message("user", prompt.text),) if isinstance(prompt.text, str) else prompt.text
     if template:
@@ -201,8 +199,8 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> li
 def stop_ids(
     config: TransformerConfig, tokenizer: Tokenizer, template: str | None
 ) -> tuple[int, ...]:
-    """Returns the ids that end an answer: the model's and the tokenizer's EOS, and the template's
-    end of a turn."""
+    """Returns the ids that end an answer: EOS of model and tokenizer, the template's end of
+    turn."""
     eos = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
     ends = end_ids(template, tokenizer) if template else ()
     return tuple(
@@ -211,10 +209,9 @@ def stop_ids(
 
 
 def padded_length(length: int, multiple: int) -> int:
-    """Returns the length to compile for: a multiple of `multiple`, rounded up so that few lengths
-    need to be compiled.
+    """Rounds a length up to a multiple of `multiple`, so that few lengths are compiled.
 
-    For lengths that are large compared with `multiple`, at most an eighth is added.
+    Lengths much larger than `multiple` grow by at most an eighth.
     """
     step = max(multiple, 2 ** max(length.bit_length() - 4, 0) // multiple * multiple)
     return -(-length // step) * step
@@ -225,9 +222,9 @@ class Respondent:
     """A model that answers questions.
 
     Attributes:
-      template: of chats; None asks in plain text.
+      template: of chats; None for plain text.
       rows, chunk, sampling: see `model.decode.Generator`.
-      trained_length: tokens of the contexts that it was trained on.
+      trained_length: tokens of the contexts in training.
       limit: bytes of a device that may be used; None if that is not known.
       generators: those compiled so far, by capacity and new tokens.
     """
@@ -262,16 +259,16 @@ class Respondent:
     ) -> list[Answer]:
         """Returns the answer to each prompt.
 
-        Prompts of similar lengths are answered together, those with a common beginning one after
-        the other, so that it is computed once.
+        Prompts of similar lengths are answered together. Those with a common beginning follow one
+        another, so that it is computed once.
 
         Args:
           params: the model's parameters.
-          journal: answers that are there already, and receives the others.
-          on_answer: called with the number of prompts that have just been answered.
+          journal: existing answers; receives the others.
+          on_answer: called with the number of newly answered prompts.
 
         Raises:
-          UserError: a prompt is longer than what fits in memory.
+          UserError: a prompt is too long for the memory.
         """
         answers = dict(journal.answers) if journal else {}
         on_answer(sum(prompt.key in answers for prompt in prompts))
@@ -303,8 +300,8 @@ class Respondent:
     ) -> Iterator[tuple[int, int, list[str]]]:
         """Yields capacity, new tokens, and the keys of at most `rows` prompts.
 
-        Neighbours in the order of their ids have the longest common beginnings; each row of the
-        batches gets a run of them.
+        Neighbours in the order of their ids share the longest beginnings; each row of the batches
+        gets a run of them.
         """
         groups: dict[tuple[int, int], list[str]] = {}
         for key, prompt in prompts.items():
@@ -318,11 +315,10 @@ class Respondent:
                 yield capacity, new_tokens, keys[number::run]
 
     def capacity(self, tokens: int) -> int:
-        """Returns the tokens to compile for where prompt and answer have so many, rounded up so
-        that few have to be compiled.
+        """Rounds up the tokens of prompt and answer, so that few capacities are compiled.
 
-        Under RoPE rules that depend on it (`model.cache.CachedModel`) it is the same on every mesh,
-        and is not rounded up beyond the model's original length.
+        Under RoPE rules that depend on the capacity (`model.cache.CachedModel`) it is equal on
+        every mesh, and not rounded up beyond the model's original length.
         """
         config = self.model.config
         originals = [
@@ -343,7 +339,7 @@ class Respondent:
           longest: tokens of the longest prompt, for the message.
 
         Raises:
-          UserError: it does not fit in memory.
+          UserError: it needs too much memory.
         """
         from model.decode import Generator
 
@@ -361,23 +357,23 @@ class Respondent:
         needed = generator.cached.bytes_per_device + sum(
             x.addressable_shards[0].data.nbytes for x in params.values()
         )
-        # Else there is no doubt, and no need to compile for it.
+        # Otherwise it surely fits, without compiling.
         if self.limit is not None and 2 * needed > self.limit:
             fitting = generator.longest_prompt(self.limit)
             if fitting + new_tokens < capacity:
                 rows = "" if self.rows == 1 else "fewer --rows, "
                 raise UserError(
-                    f"prompts of up to {longest:,} tokens: in the {self.limit / 2**30:.1f} GiB of a "
-                    f"device {fitting:,} tokens fit, with {self.rows} rows at a time; {rows}a smaller --chunk or "
-                    "more devices along --sequence make room"
+                    f"prompts of up to {longest:,} tokens: in the {self.limit / 2**30:.1f} GiB of "
+                    f"a device {fitting:,} tokens fit, with {self.rows} rows at a time; {rows}a "
+                    "smaller --chunk or more devices along --sequence make room"
                 )
         self.generators[capacity, new_tokens] = generator
         return generator
 
 
 def memory_limit(device: Any, devices: int, gib: float | None) -> int | None:
-    """Returns the bytes of a device that may be used: `gib`, else what its runtime says; on a CPU
-    its share of the machine."""
+    """Returns a device's usable bytes: `gib`, else its runtime's; on a CPU its share of the
+    machine."""
     if gib is not None:
         return int(gib * 2**30)
     if limit := (device.memory_stats() or {}).get("bytes_limit"):
@@ -389,16 +385,14 @@ def memory_limit(device: Any, devices: int, gib: float | None) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model that a command line names, ready to answer, with its parameters, and what
-    results.json says about it."""
+    """A command line's model, ready to answer, and its description for results.json."""
 
     respondent: Respondent
     params: dict
     about: dict[str, Any]
 
     def answer(self, prompts: Sequence[Prompt], output: str | Path) -> list[Answer]:
-        """Returns the answer to each prompt, and shows the progress; answers in the folder `output`
-        are not asked for again."""
+        """Returns the answers, with progress; those in the folder `output` are reused."""
         names = ("model", "reads", "quantize", "template", "compute_dtype", "sampling")
         journal = Journal(
             Path(output) / JOURNAL, {name: self.about[name] for name in names if name in self.about}
@@ -406,7 +400,7 @@ class LoadedModel:
         try:
             known = sum(prompt.key in journal.answers for prompt in prompts)
             if known:
-                print(f"{known} of {len(prompts)} answers are there already")
+                print(f"{known} of {len(prompts)} answers exist already")
             with ProgressBar("answering", len(prompts), "answers") as bar:
                 return self.respondent.answer(self.params, prompts, journal, bar.advance)
         finally:
@@ -414,16 +408,14 @@ class LoadedModel:
 
 
 def _reads(config: TransformerConfig, tokenizer: Tokenizer) -> str:
-    """Returns a hash of what decides about an answer beside weights and flags: the model's
-    configuration, tokenizer and template."""
+    """Returns a hash of the model's configuration, tokenizer and template, which affect answers."""
     parts = (repr(config), tokenizer.fingerprint, tokenizer.chat_template or "")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def open_respondent(args: argparse.Namespace) -> LoadedModel:
-    """Opens the model that the shared flags describe: the model on its mesh, then what asks it,
-    then what is said of it."""
-    # Imported only now, so that a wrong option is reported at once.
+    """Opens the model that the shared flags describe."""
+    # Imported here, so that a wrong option is reported at once.
     from model.decode import Sampling
     from trainer.config.schema import MeshConfig
     from trainer.inference import open_for_inference
@@ -455,8 +447,9 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
     about = _about(args, opened, respondent)
     if hasattr(args, "output") and (run := foreign_run(about, Path(args.output))):
         print(
-            f"warning: --output: {args.output} is in the folder of the run {run}, which has no such checkpoint as "
-            f"{evaluated(about)}; reports of that run would show these results beside its own",
+            f"warning: --output: {args.output} is in the folder of the run {run}, of which "
+            f"{evaluated(about)} is not a checkpoint; reports of that run would show these "
+            "results too",
             file=sys.stderr,
         )
     return LoadedModel(respondent, opened.read(), about)
@@ -465,7 +458,7 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
 def _about(
     args: argparse.Namespace, opened: InferenceModel, respondent: Respondent
 ) -> dict[str, Any]:
-    """Returns what results.json says about the model and how it was asked."""
+    """Returns the description of the model and its settings for results.json."""
     import jax
 
     source, mesh = opened.source, opened.model.mesh

@@ -1,4 +1,4 @@
-"""Intervals of scores; and of line retrieval, whether each answer is right, and the accuracy for each number of lines."""
+"""Intervals of scores; line retrieval's right answers and accuracies by number of lines."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ class Outcome:
     """The generated text."""
     prompt_tokens: int
     beyond_trained_length: bool = False
-    """Whether the prompt with the longest possible answer exceeds the length that the model was trained on."""
+    """Whether the prompt with the longest possible answer exceeds the trained length."""
 
     @property
     def answer(self) -> int | None:
@@ -36,12 +36,15 @@ class Outcome:
         return self.answer == self.case.expected_number
 
 
-ENOUGH = 100  # cases, from which on a score may be called above chance
+ENOUGH = 100  # the fewest cases for which a score may be called above chance
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The accuracy over the cases of one source and number of lines that are all within or all beyond the trained length."""
+    """The accuracy over one source's cases of equal line count.
+
+    All of them are within the trained length, or all beyond it.
+    """
 
     source: str
     family: str
@@ -63,12 +66,12 @@ class Score:
 
     @property
     def above_chance(self) -> bool | None:
-        """Whether the interval lies above chance; None with fewer than ENOUGH cases, which are too few to say."""
+        """Whether the interval is above chance; None with fewer than ENOUGH cases."""
         return self.low > self.chance if self.cases >= ENOUGH else None
 
     @property
     def above_chance_reason(self) -> str | None:
-        """Why `above_chance` is None; None where it is not."""
+        """Why `above_chance` is None, else None."""
         return (
             f"{self.cases} cases; at least {ENOUGH} are needed"
             if self.above_chance is None
@@ -77,14 +80,15 @@ class Score:
 
 
 def last_integer(text: str) -> int | None:
-    """Returns the last run of digits in `text` as an integer without sign ("x-7" gives 7), or None without one."""
+    """Returns the last run of digits in `text` as an unsigned integer ("x-7" gives 7), or None."""
     runs = re.findall(r"[0-9]+", text)
-    # A model that repeats a digit for long is wrong; its number must not exceed Python's limit for converting strings.
+    # A model that keeps repeating a digit is wrong; its number must not exceed Python's limit for
+    # converting strings.
     return int(runs[-1]) if runs and len(runs[-1]) <= 100 else None
 
 
 def wilson(right: int, cases: int, z: float = Z95) -> tuple[float, float]:
-    """Returns the bounds of Wilson's score interval of an accuracy, by default for 95%; (0, 1) without cases.
+    """Returns the bounds of an accuracy's Wilson interval, 95% by default; (0, 1) without cases.
 
     Args:
         right: number of right answers.
@@ -101,12 +105,12 @@ def wilson(right: int, cases: int, z: float = Z95) -> tuple[float, float]:
     share, square = right / cases, z * z / cases
     middle = (share + square / 2) / (1 + square)
     half = z * math.sqrt(share * (1 - share) / cases + square / (4 * cases)) / (1 + square)
-    # At no or all right answers a bound is exactly 0 or 1; rounding would leave 1e-17.
+    # With no or all right answers a bound is exactly 0 or 1; rounding would leave 1e-17.
     return (0.0 if right == 0 else middle - half), (1.0 if right == cases else middle + half)
 
 
 def bootstrap(values: Float[np.ndarray, " n"], resamples: int = RESAMPLES) -> tuple[float, float]:
-    """Returns the bounds of the 95% interval of the mean, by resampling (percentile bootstrap, fixed seed)."""
+    """Returns the bounds of the mean's 95% interval by percentile bootstrap with a fixed seed."""
     generator = np.random.default_rng(0)
     means = generator.choice(values, (resamples, len(values))).mean(1)
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
@@ -115,11 +119,11 @@ def bootstrap(values: Float[np.ndarray, " n"], resamples: int = RESAMPLES) -> tu
 def paired_interval(
     before: Float[np.ndarray, " n"], after: Float[np.ndarray, " n"]
 ) -> tuple[float, float]:
-    """Returns the bounds of the 95% interval of the mean of `after - before`, two scores of each case.
+    """Returns the bounds of the 95% interval of the mean of `after - before`, paired by case.
 
-    Where all scores are 0 or 1 it is the interval of Bonett and Price (2012, "Adjusted Wald confidence interval for a
-    difference of binomial proportions based on paired data"), which also holds where no case differs; else that of a bootstrap
-    over the cases.
+    If all scores are 0 or 1 it is the interval of Bonett and Price (2012, "Adjusted Wald confidence
+    interval for a difference of binomial proportions based on paired data"), which also holds if no
+    case differs; otherwise a bootstrap over the cases.
     """
     if not set(before) | set(after) <= {0.0, 1.0}:
         return bootstrap(after - before)
@@ -140,14 +144,14 @@ def outcome(
         case: the case.
         generated: the generated text.
         prompt_tokens: number of tokens of the prompt.
-        trained_length: number of tokens of the contexts that the model was trained on.
+        trained_length: number of tokens of the contexts in training.
         new_tokens: number of tokens that may be generated.
     """
     return Outcome(case, generated, prompt_tokens, prompt_tokens + new_tokens > trained_length)
 
 
 def score(outcomes: Iterable[Outcome]) -> list[Score]:
-    """Returns the accuracy of each group of outcomes with equal family, number of lines, source and beyond_trained_length."""
+    """Returns accuracies of outcomes grouped by family, lines, source and beyond_trained_length."""
     groups: dict[tuple[str, int, str, bool], list[Outcome]] = {}
     for item in outcomes:
         key = (item.case.family, item.case.num_lines, item.case.source, item.beyond_trained_length)

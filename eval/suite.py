@@ -1,4 +1,4 @@
-"""Tests of long contexts from cases to results: how an answer is scored, what is averaged, and how it is shown."""
+"""Tests of long contexts, from cases to results: scoring, averages, and pictures."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A question, and what its answer should have.
+    """A question and its expected answer.
 
     Attributes:
       task: the test's name; scores of different tasks are never averaged.
       expected: texts, as `scoring` takes them.
-      tokens: length that the case was made for, its answer included.
-      depth: where in the context the answer is, 0 to 1; None where it is in several places.
+      tokens: intended length, answer included.
+      depth: position of the answer in the context, 0 to 1; None if it is in several places.
       scoring: a name in SCORINGS.
     """
 
@@ -47,18 +47,18 @@ class Case:
 
 
 def clean(text: str) -> str:
-    """Returns a generated text as RULER scores it: without white space around it, control characters as line ends."""
+    """Cleans a generated text as RULER does: stripped, control characters as line ends."""
     return re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip()
 
 
 def match_all(text: str, expected: Sequence[str]) -> float:
-    """Returns the share of the expected texts that occur, whatever their case and order (RULER's string_match_all)."""
+    """Returns the share of expected texts that occur, in any case and order (string_match_all)."""
     text = clean(text).lower()
     return sum(item.lower() in text for item in expected) / len(expected)
 
 
 def match_any(text: str, expected: Sequence[str]) -> float:
-    """Returns 1 if any of the expected texts occurs, whatever its case (RULER's string_match_part)."""
+    """Returns 1 if any expected text occurs, in any case (RULER's string_match_part)."""
     text = clean(text).lower()
     return float(any(item.lower() in text for item in expected))
 
@@ -69,7 +69,7 @@ def match_integer(text: str, expected: Sequence[str]) -> float:
 
 
 def similarity(text: str, expected: Sequence[str]) -> float:
-    """Returns how similar a text is to the expected one after the words that it must begin with, else 0 (as OpenAI's MRCR).
+    """Returns the similarity after the required beginning, else 0 (as OpenAI's MRCR).
 
     Args:
       expected: the required beginning, and what should follow it.
@@ -92,7 +92,7 @@ SCORINGS: dict[str, Callable[[str, Sequence[str]], float]] = {
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Returns the bounds of the 95% interval of the mean score: Wilson's where all are 0 or 1, else of a bootstrap."""
+    """Returns the mean score's 95% interval: Wilson's if all are 0 or 1, else a bootstrap."""
     if set(scores) <= {0.0, 1.0}:
         return wilson(int(sum(scores)), len(scores))
     return bootstrap(np.array(scores))
@@ -100,7 +100,7 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The mean score of cases that differ in their keys and values only.
+    """The mean score of cases that differ only in keys and values.
 
     Attributes:
       low, high: bounds of its 95% interval.
@@ -122,7 +122,7 @@ class Result:
 def results_of(
     cases: Sequence[Case], answers: Sequence[Answer], trained_length: int
 ) -> list[Result]:
-    """Returns the mean scores by task, length and depth, in the order in which these first occur."""
+    """Returns the mean scores by task, length and depth, in order of first occurrence."""
     groups: dict[tuple[str, int, float | None], list[tuple[Case, Answer]]] = {}
     for case, answer in zip(cases, answers, strict=True):
         groups.setdefault((case.task, case.tokens, case.depth), []).append((case, answer))
@@ -154,9 +154,10 @@ def score_of(case: Case, answer: Answer) -> float:
 
 
 def largest(length: Callable[[int], int], limit: int, most: int) -> int:
-    """Returns how many units a text may have for its length to be within the limit, for a length that grows about evenly.
+    """Returns the number of units with which a text's length is within the limit.
 
-    It is the largest number, or one whose text fills 99% of the limit; 0 where even one unit is too many.
+    It is the largest number, or one whose text fills 99% of the limit; 0 if even one unit is too
+    long. The length should grow about linearly.
     """
     low, high, shortest = 0, most + 1, length(0)
     low_length, units = shortest, min(16, most)
@@ -176,7 +177,7 @@ def largest(length: Callable[[int], int], limit: int, most: int) -> int:
 def fit(
     make: Callable[[int], Case], tokens: int, count: Callable[[Prompt], int], most: int = 10**7
 ) -> int:
-    """Returns the number of units with which the case that `make` makes fills `tokens` tokens, its answer included.
+    """Returns the number of units with which the case of `make` fills `tokens`, answer included.
 
     Args:
       count: tokens of a prompt.
@@ -191,8 +192,8 @@ def fit(
     units = largest(length, tokens, most)
     if not units:
         raise UserError(
-            f"{make(1).task}: its shortest case takes {length(1)} tokens, found {tokens}; {length(1)} or more "
-            "would work"
+            f"{make(1).task}: its shortest case takes {length(1)} tokens, found {tokens}; "
+            f"{length(1)} or more would work"
         )
     return units
 
@@ -204,16 +205,17 @@ def cases_of(
     each: int,
     most: int = 10**7,
 ) -> list[Case]:
-    """Returns `each` cases that with their answers take at most `tokens` tokens.
+    """Returns `each` cases of at most `tokens` tokens, answers included.
 
-    All have as many units as fill `tokens` in the case of `make(units)`. A sample that takes more tokens gets fewer units.
+    All have as many units as fill `tokens` in the case of `make(units)`. A sample that is longer
+    gets fewer units.
 
     Args:
-      make: returns the case of so many units; a second argument, `sample`, says which of those, from 0.
+      make: returns the case of `units` units; a second argument, `sample`, numbers them from 0.
       count: tokens of a prompt.
       most: units that a case may have.
 
-    Where the shortest case is longer a warning names it, and there are none.
+    If the shortest case is longer, a warning names it and no case is returned.
     """
     cases: list[Case] = []
     try:
@@ -242,7 +244,9 @@ def run(
     output: str | Path,
     options: dict[str, Any],
 ) -> list[Result]:
-    """Answers the cases, writes results.json, cases.jsonl and a picture to a folder, prints a table, and returns the results.
+    """Answers the cases; writes and prints the results, and returns them.
+
+    The folder receives results.json, cases.jsonl and a picture.
 
     Args:
       name: of the evaluation and of its picture.
@@ -312,7 +316,7 @@ def print_table(results: Iterable[Result]) -> None:
 
 
 def picture(results: Sequence[Result], title: str = "") -> Figure:
-    """Returns a map of length and depth for each task whose cases have a depth, and the others' curves against length."""
+    """Draws maps of length and depth for tasks with depths, curves against length for others."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

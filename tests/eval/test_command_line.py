@@ -25,6 +25,6 @@ def test_only_an_evaluation_with_a_journal_promises_to_continue(command, continu
     shown = " ".join(capsys.readouterr().out.split())
     assert (
         "folder for the results" in shown
-        and ("the same command again continues" in shown) is continues
+        and ("repeat the command to continue" in shown) is continues
     )
     assert "quantization of the base weights" in shown

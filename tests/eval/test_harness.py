@@ -145,7 +145,7 @@ def test_a_task_that_asks_for_sampling_is_refused(opened, options, sampling):
     with pytest.raises(UserError) as refused:
         ours.generate_until([Request("a", {}), Request("a", options)])
     assert str(refused.value).startswith(
-        f"--tasks: writing asks for sampling ({sampling}); answers here are greedy, so its score would be another test's"
+        f"--tasks: writing asks for sampling ({sampling}); answers here are greedy, so its score would not be comparable"
     )
     assert harness.AnswerForm.of("writing", options, is_greedy=False) == harness.AnswerForm(
         "writing"
@@ -328,7 +328,7 @@ def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch):
         ),
         (
             ["--tasks", "arc_easy", "--include-path", "nowhere"],
-            "error: --include-path: nowhere is no folder",
+            "error: --include-path: nowhere is not a folder",
         ),
     ],
 )

@@ -221,4 +221,4 @@ def test_another_models_checkpoint_is_named(tmp_path):
 def test_seeds_that_fsdp_does_not_divide_are_named(capsys):
     with pytest.raises(SystemExit):
         parse(["--checkpoint", "x", "--output", "y", "--seeds", "5", "--fsdp", "2"])
-    assert "--seeds: 5 is no multiple of --fsdp 2" in capsys.readouterr().err
+    assert "--seeds: 5 is not a multiple of --fsdp 2" in capsys.readouterr().err

@@ -20,15 +20,15 @@ from trainer import inference
         ),
         (
             "--output {folder} --lines 2 --cases 4",
-            "--cases: found 4, which is no file of cases; --count 4 would generate",
+            "--cases: found 4, which is not a file of cases; --count 4 would generate",
         ),
         (
             "--output {folder} --lines 2 --rows 3 --fsdp 2",
-            "--rows: 3 is no multiple of --fsdp 2; 4 would work",
+            "--rows: 3 is not a multiple of --fsdp 2; 4 would work",
         ),
         (
             "--output {folder} --lines 2 --rows 0",
-            "--rows: 0 is no multiple of --fsdp 1; 1 would work",
+            "--rows: 0 is not a multiple of --fsdp 1; 1 would work",
         ),
         (
             "--output {folder} --lines 20 --keys short",

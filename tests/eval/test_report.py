@@ -266,7 +266,7 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
         line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")
     ]
     assert warnings == [
-        f"warning: {run}/other/results.json: is of runs/a, which is no checkpoint of {run}; the report "
+        f"warning: {run}/other/results.json: is of runs/a, which is not a checkpoint of {run}; the report "
         "shows it all the same"
     ]
     assert [foreign_run(about[name], run / "results" / name) for name in about] == [
@@ -283,7 +283,7 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
     )
     assert report.main([str(run), "--evaluations", *outside]) == 2
     assert (
-        f"--evaluations: {outside[3]}/results.json: is of runs/a, which is no checkpoint of {run}; an evaluation of "
+        f"--evaluations: {outside[3]}/results.json: is of runs/a, which is not a checkpoint of {run}; an evaluation of "
         in (capsys.readouterr().err)
     )
     evaluate(run / "other", 1)

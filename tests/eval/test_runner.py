@@ -217,7 +217,7 @@ def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "b" / "line_depth.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
     assert line_retrieval.main(arguments(hf_model, tmp_path / "a")) == 0
-    assert "4 of 4 answers are there already" in capsys.readouterr().out
+    assert "4 of 4 answers exist already" in capsys.readouterr().out
     assert line_retrieval.main(arguments(hf_model, tmp_path / "a", "--temperature", "1")) == 2
     assert "has answers with sampling" in capsys.readouterr().err
 

@@ -335,4 +335,4 @@ def test_commands_write_results_and_go_on(hf_model, tmp_path, monkeypatch, capsy
     assert command.main([*shared, *flags]) == 0
     assert (
         tmp_path / "answers.jsonl"
-    ).read_bytes() == before and "are there already" in capsys.readouterr().out
+    ).read_bytes() == before and "exist already" in capsys.readouterr().out
