@@ -1,4 +1,4 @@
-"""Adapters, and models that are read with one."""
+"""Adapters, and models with one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class AdapterSource(abc.ABC):
 
     @abc.abstractmethod
     def read(self, model: LanguageModel) -> Params:
-        """Reads the trained parameters in float32 onto the mesh, each device its own part."""
+        """Reads the trained parameters in float32 onto the mesh, each device its part."""
 
     @abc.abstractmethod
     def adapt(self, base: StoredSource, path: str) -> AdaptedSource:
@@ -98,7 +98,7 @@ class PeftAdapter(AdapterSource):
 
     @property
     def fingerprint(self) -> str:
-        # With its configuration: another lora_alpha makes another model of the same weights.
+        # Includes its configuration: another lora_alpha makes another model of the same weights.
         content = b"\0".join(
             (self.folder / name).read_bytes() for name in (peft.CONFIG, peft.WEIGHTS)
         )
@@ -114,7 +114,7 @@ class PeftAdapter(AdapterSource):
 
 
 class CheckpointAdapter(AdapterSource):
-    """A checkpoint of adapters. Its vocabulary is the one that it was trained with."""
+    """A checkpoint of adapters, with the vocabulary of its training."""
 
     @property
     def mask(self) -> Mask:
@@ -140,5 +140,6 @@ class CheckpointAdapter(AdapterSource):
                 f"{path}: an adapter of another base (its fingerprint is {trained_on}, that of "
                 f"{base.folder} {base.fingerprint}); give the model that it was trained on"
             )
-        assets = self.folder / "assets"  # with the trained length, and tokens that the run added
+        # Includes the trained length, and tokens that the run added.
+        assets = self.folder / "assets"
         return AdaptedSource(TransformerConfig.from_hf(assets), assets, base, self)

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run by a metric of its evaluations, and the end of a run that no longer becomes better."""
+"""A run's best checkpoint by a metric of its evaluations, and early stopping."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .config.schema import CheckpointConfig
 
 @dataclasses.dataclass
 class BestCheckpoint:
-    """The best measurement so far. Checkpoints hold it, so that a run that was stopped resumes with it.
+    """The best measurement so far. Checkpoints hold it, so that a resumed run knows it.
 
     Attributes:
-      config: names the metric, whether lower or higher values are better, and the patience.
+      config: names the metric, the better direction, and the patience.
       step, value: of the best measurement; None before the first.
       waited: measurements since then.
-      is_measured: whether some evaluation is known to measure the metric.
+      is_measured: whether an evaluation is known to measure the metric.
     """
 
     config: CheckpointConfig
@@ -31,7 +31,7 @@ class BestCheckpoint:
 
     @classmethod
     def restored(cls, config: CheckpointConfig, data: Mapping[str, Any]) -> BestCheckpoint:
-        """Returns what a checkpoint's data say; nothing yet where they are of another metric or of none."""
+        """Reads a checkpoint's data; starts anew if they are of another metric or of none."""
         best = data.get("best") or {}
         if (best.get("metric"), best.get("is")) != (config.best, config.best_is):
             return cls(config)
@@ -39,7 +39,7 @@ class BestCheckpoint:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What a checkpoint holds: nothing where no metric is named."""
+        """What a checkpoint holds: nothing if no metric is named."""
         if self.config.best is None:
             return {}
         return {
@@ -54,18 +54,18 @@ class BestCheckpoint:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run ends, because so many measurements as its patience says were not better."""
+        """Whether the run ends, since no measurement within its patience was better."""
         return 0 < self.config.patience <= self.waited
 
     @property
     def to_be_checked(self) -> bool:
-        """Whether a metric is named that no evaluation has measured yet, as in a run that is resumed with another metric."""
+        """Whether the metric has not been measured yet, as after resuming with another metric."""
         return self.config.best is not None and not self.is_measured
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Takes the metrics after a step, without effect where the metric is not among them; returns whether it is the best.
+        """Takes the metrics after a step, if they have the metric; returns whether it is the best.
 
-        The best step itself is not counted again, and what is not a finite number is never the best.
+        The best step itself is not counted again, and a value that is not finite is never the best.
         """
         if self.config.best is None or self.config.best not in metrics or step == self.step:
             return False
@@ -87,12 +87,13 @@ class BestCheckpoint:
           measured: the names of what all evaluations measure.
 
         Raises:
-          UserError: lists the metrics that there are.
+          UserError: lists the available metrics.
         """
         names = sorted(measured)
         if self.config.best is not None and self.config.best not in names:
             raise UserError(
-                f"checkpoint.best: found {self.config.best!r}, which no evaluation measures; measured here are "
+                f"checkpoint.best: found {self.config.best!r}, which no evaluation measures; "
+                "measured here are "
                 f"{', '.join(names) or 'none, without held-out data and evaluations'}"
             )
         self.is_measured = True

@@ -1,4 +1,4 @@
-"""From a run's configuration to the model on its mesh."""
+"""Builds a run's model on its mesh."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def build_language_model(
     mesh: Mesh,
     storage_axes: tuple[str, ...] = STORAGE_AXES,
 ) -> LanguageModel:
-    """Returns a model of this shape with the adapters of the run, to be computed as its sections `attention`, `memory`, `model`
-    and `mesh` say.
+    """Returns a model of this shape with the run's adapters.
+
+    The sections `attention`, `memory`, `model` and `mesh` say how it is computed.
 
     Args:
       storage_axes: the mesh axes that parameters are split over; () keeps a copy on each device.
 
     Raises:
-      ValueError: options that do not go together, or not with the mesh.
+      ValueError: options that contradict each other or the mesh.
     """
     model_config = model_config.with_adapter(config.adapter)
     return LanguageModel(
@@ -48,7 +49,7 @@ def build_agentic(
     sizes: TrajectorySizes,
     storage_axes: tuple[str, ...] = STORAGE_AXES,
 ) -> AgenticTransformer:
-    """Returns a model of trajectories whose states and actions have these sizes; otherwise as `build_language_model`."""
+    """Returns a model of trajectories with states and actions of these sizes; see above."""
     return AgenticTransformer(
         model_config,
         mesh,
@@ -59,7 +60,7 @@ def build_agentic(
 
 
 def _options(config: RunConfig, model_config: TransformerConfig, mesh: Mesh) -> dict[str, Any]:
-    """Returns how a transformer is computed, by the names of its fields. The window is the model's own unless one is given."""
+    """Returns a Transformer's options by field name; the window is the model's by default."""
     attention = config.attention
     return {
         "schedule": get_schedule(
@@ -76,7 +77,7 @@ def _options(config: RunConfig, model_config: TransformerConfig, mesh: Mesh) -> 
 
 
 def _mask(config: RunConfig, model_config: TransformerConfig) -> Mask:
-    """Returns the mask of all layers. Raises ValueError for global tokens of a model none of whose layers has a window."""
+    """Returns the mask of all layers. Raises ValueError for global tokens without any window."""
     attention = config.attention
     mask = Mask(
         window=attention.window or model_config.common_window, global_tokens=attention.global_tokens
@@ -85,14 +86,14 @@ def _mask(config: RunConfig, model_config: TransformerConfig) -> Mask:
         mask.within(kind.window).window is None for kind in model_config.layer_kinds
     ):
         raise ValueError(
-            f"attention.global_tokens is {mask.global_tokens}; without attention.window every token is seen "
-            "already, as the model has no window of its own; give a window, or 0"
+            f"attention.global_tokens is {mask.global_tokens}; without attention.window every "
+            "token is seen already, since the model has no window; give a window, or 0"
         )
     return mask
 
 
 def window_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
-    """Returns what a sliding window does not save with the run's schedule and layout; see `window_lines`."""
+    """Returns what a sliding window does not save under the run's schedule; see `window_lines`."""
     masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
     attention, size, tensor = config.attention, config.mesh.sequence, config.mesh.tensor
     block = Block(

@@ -1,6 +1,6 @@
-"""The facts of accelerators: one table, read by the metrics of a run (MFU), by plans and by the cost model.
+"""The facts of accelerators, for a run's MFU, for plans and for the cost model.
 
-A "device" is what JAX calls one: a core of a TPU v3 (whose chips have two), a whole chip of every later TPU, one GPU.
+A "device" is JAX's: a core of a TPU v3 (whose chips have two), a chip of later TPUs, or a GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ class Device:
     """One device, with the source of each figure.
 
     Attributes:
-      kinds: beginnings of the `device_kind`s that JAX reports for it.
+      kinds: prefixes of the `device_kind`s that JAX reports for it.
       peak_flops: dense bfloat16 FLOP/s.
-      memory_gib: memory of the device, of a TPU what a program may use of it; None where nothing asks for it.
+      memory_gib: memory of the device, for a TPU what a program may use; None if nothing needs it.
       memory_bandwidth: bytes/s between the device and its memory.
-      link: bytes/s one way: of one inter-chip link of a TPU, of all of a GPU's links to the others in its box.
-      host_gib: the host's memory, each device's share of it; None where `box_host_gib` is shared instead.
-      box_host_gib: the host's memory, shared by those GPUs of the box that a job uses.
-      sources: field -> where its figure comes from.
+      link: bytes/s one way: of one inter-chip link of a TPU, or of all of a GPU's links in its box.
+      host_gib: each device's share of host memory; None if `box_host_gib` is shared instead.
+      box_host_gib: host memory, shared by the GPUs of the box that a job uses.
+      sources: field -> the source of its figure.
     """
 
     kinds: tuple[str, ...]
@@ -38,14 +38,15 @@ class Device:
         return self.memory_gib
 
 
-# The share of a GPU's memory that the launchers let JAX take and that a plan may fill; JAX's own default is 0.75. The rest is
-# for CUDA's context, NCCL's buffers and cuBLAS. NVIDIA's tips for JAX use 0.8 or 0.9; how much NCCL takes was not measured.
+# The share of a GPU's memory that the launchers let JAX take and a plan may fill; JAX's default is
+# 0.75. The rest is for CUDA's context, NCCL's buffers and cuBLAS. NVIDIA's tips for JAX use 0.8 or
+# 0.9; NCCL's use was not measured.
 GPU_MEMORY_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu(Device):
-    """A GPU, with the figures that the CUDA compiler asks for when the device is absent.
+    """A GPU, with the figures that the CUDA compiler needs if it is absent.
 
     Attributes:
       product: the name that the driver reports.
@@ -71,7 +72,10 @@ class Gpu(Device):
 
 
 _TORCH = "the total capacity in out-of-memory messages of PyTorch, public issues"
-_LINKS = "How To Scale Your Model, chapter TPUs, table of ICI bandwidth per link, one way (jax-ml.github.io/scaling-book/tpus)"
+_LINKS = (
+    "How To Scale Your Model, chapter TPUs, table of ICI bandwidth per link, one way "
+    "(jax-ml.github.io/scaling-book/tpus)"
+)
 
 
 def _tpu(page: str, **facts) -> Device:
@@ -81,7 +85,7 @@ def _tpu(page: str, **facts) -> Device:
         sources={
             "peak_flops, memory_bandwidth": google,
             "host_gib": f"{google}, memory of a host divided by its devices",
-            "memory_gib": "what the TPU compiler says is available when it refuses a larger program",
+            "memory_gib": "the available memory in the TPU compiler's refusal of a larger program",
             "link": _LINKS,
         },
     )
@@ -94,14 +98,19 @@ def _gpu(sheet: str, bandwidth_source: str = "", **facts) -> Gpu:
             "peak_flops, link": sheet,
             "memory_bandwidth": bandwidth_source or sheet,
             "memory_gib": "the memory that the driver reports",
-            "box_host_gib": "NVIDIA DGX user guides: 2 TB; that a program may use 1,920 GiB of them is assumed",
+            "box_host_gib": (
+                "NVIDIA DGX user guides: 2 TB; that a program may use 1,920 GiB of them is assumed"
+            ),
         },
     )
 
 
 def _ada(sheet: str, **facts) -> Gpu:
-    """A GPU of the Ada generation. The figures of its cores are those of NVIDIA's Ada architecture whitepaper, and of the CUDA
-    C++ Programming Guide for compute capability 8.9."""
+    """A GPU of the Ada generation.
+
+    The figures of its cores are from NVIDIA's Ada architecture whitepaper, and from the CUDA C++
+    Programming Guide for compute capability 8.9.
+    """
     return Gpu(
         **facts,
         compute_capability=(8, 9),
@@ -118,9 +127,10 @@ def _ada(sheet: str, **facts) -> Gpu:
     )
 
 
-# By the names that topologies use (v4:4x4x4, a100:8).
+# By their names in topologies (v4:4x4x4, a100:8).
 TPUS: dict[str, Device] = {
-    # A chip has 123 TFLOP/s and 900 GB/s for its two cores, each of which is a device; the links are the chip's.
+    # A chip has 123 TFLOP/s and 900 GB/s for its two cores, each of them a device; the links are
+    # per chip.
     "v3": _tpu(
         "v3",
         kinds=("TPU v3",),
@@ -130,7 +140,7 @@ TPUS: dict[str, Device] = {
         link=100e9,
         host_gib=42,
     ),
-    # Memory as one device a chip has it (megacore).
+    # Memory with one device per chip (megacore).
     "v4": _tpu(
         "v4",
         kinds=("TPU v4",),
@@ -170,7 +180,8 @@ TPUS: dict[str, Device] = {
     ),
 }
 _A100 = _gpu(
-    "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOP/s bfloat16, 2,039 GB/s, NVLink 600 GB/s both ways together",
+    "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOP/s bfloat16, 2,039 GB/s, NVLink 600 GB/s both "
+    "ways together",
     kinds=("NVIDIA A100",),
     product="NVIDIA A100-SXM4-80GB",
     compute_capability=(8, 0),
@@ -197,12 +208,18 @@ GPUS: dict[str, Gpu] = {
         sources={
             "peak_flops, link, memory_bandwidth": "NVIDIA A100 datasheet, 40 GB SXM: 1,555 GB/s",
             "memory_gib": _TORCH,
-            "box_host_gib": "NVIDIA DGX A100 user guide, 320 GB: 1 TB; that a program may use 960 GiB of it is assumed",
+            "box_host_gib": (
+                "NVIDIA DGX A100 user guide, 320 GB: 1 TB; that a program may use 960 GiB of it "
+                "is assumed"
+            ),
         },
     ),
     "h100": _gpu(
-        "NVIDIA H100 datasheet, SXM: 989 TFLOP/s bfloat16 dense, NVLink 900 GB/s both ways together",
-        bandwidth_source="memory clock 2,619 MHz x 2 transfers x 5,120 bits; the datasheet rounds to 3.35 TB/s",
+        "NVIDIA H100 datasheet, SXM: 989 TFLOP/s bfloat16 dense, NVLink 900 GB/s both ways "
+        "together",
+        bandwidth_source=(
+            "memory clock 2,619 MHz x 2 transfers x 5,120 bits; the datasheet rounds to 3.35 TB/s"
+        ),
         kinds=("NVIDIA H100 80GB HBM3",),
         product="NVIDIA H100 80GB HBM3",
         compute_capability=(9, 0),
@@ -218,7 +235,8 @@ GPUS: dict[str, Gpu] = {
         shared_memory_per_core=228 << 10,
     ),
     "h200": _gpu(
-        "NVIDIA H200 datasheet, SXM: 989 TFLOP/s bfloat16 dense, 4.8 TB/s, NVLink 900 GB/s both ways together",
+        "NVIDIA H200 datasheet, SXM: 989 TFLOP/s bfloat16 dense, 4.8 TB/s, NVLink 900 GB/s both "
+        "ways together",
         kinds=("NVIDIA H200",),
         product="NVIDIA H200",
         compute_capability=(9, 0),
@@ -234,7 +252,8 @@ GPUS: dict[str, Gpu] = {
         shared_memory_per_core=228 << 10,
     ),
     "rtx4090": _ada(
-        "NVIDIA Ada architecture whitepaper: 165.2 TFLOP/s bfloat16 dense with float32 sums, 1,008 GB/s",
+        "NVIDIA Ada architecture whitepaper: 165.2 TFLOP/s bfloat16 dense with float32 sums, "
+        "1,008 GB/s",
         kinds=("NVIDIA GeForce RTX 4090",),
         product="NVIDIA GeForce RTX 4090",
         peak_flops=165.2e12,
@@ -253,7 +272,7 @@ GPUS: dict[str, Gpu] = {
         cores=142,
         l2_cache=96 << 20,
     ),
-    # The figures of its cores are those of XLA's own description (b200.txtpb).
+    # The figures of its cores are from XLA's description (b200.txtpb).
     "b200": Gpu(
         kinds=("NVIDIA B200",),
         product="NVIDIA B200",
@@ -269,10 +288,15 @@ GPUS: dict[str, Gpu] = {
         l2_cache=132_644_864,
         shared_memory_per_core=228 << 10,
         sources={
-            "peak_flops, memory_bandwidth, link": "NVIDIA HGX B200: 2.25 PFLOP/s bfloat16 dense and 1,800 GB/s of NVLink "
-            "both ways a GPU; 8 TB/s",
+            "peak_flops, memory_bandwidth, link": (
+                "NVIDIA HGX B200: 2.25 PFLOP/s bfloat16 dense and 1,800 GB/s of NVLink both ways "
+                "per GPU; 8 TB/s"
+            ),
             "memory_gib": "NVIDIA DGX B200 datasheet: 1,440 GB of 8 GPUs",
-            "box_host_gib": "NVIDIA DGX user guides: 2 TB or more; that a program may use 1,920 GiB of them is assumed",
+            "box_host_gib": (
+                "NVIDIA DGX user guides: 2 TB or more; that a program may use 1,920 GiB of them "
+                "is assumed"
+            ),
         },
     ),
 }
@@ -282,12 +306,14 @@ A100_PCIE = Device(
     memory_bandwidth=1935e9,
     link=32e9,
     sources={
-        "peak_flops, memory_bandwidth, link": "NVIDIA A100 datasheet, 80 GB PCIe: 312 TFLOP/s bfloat16, 1,935 GB/s, PCIe "
-        "4.0 x16 (32 GB/s one way)"
+        "peak_flops, memory_bandwidth, link": (
+            "NVIDIA A100 datasheet, 80 GB PCIe: 312 TFLOP/s bfloat16, 1,935 GB/s, PCIe 4.0 x16 "
+            "(32 GB/s one way)"
+        )
     },
 )
 DEVICES: dict[str, Device] = {**TPUS, **GPUS, "a100-pcie": A100_PCIE}
-# Other devices whose kinds begin with the kind of a listed one, and are slower.
+# Slower devices whose kinds begin with a listed device's.
 UNLISTED_KINDS = (
     "TPU v4 lite",
     "NVIDIA H200 NVL",
@@ -297,9 +323,9 @@ UNLISTED_KINDS = (
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """The dense bfloat16 FLOP/s of one device, by JAX's `device_kind`; None for a kind that the table does not list.
+    """The dense bfloat16 FLOP/s of a device by JAX's `device_kind`; None for unlisted kinds.
 
-    The longest listed beginning decides, whatever the case of its letters.
+    The longest listed prefix decides, in any case.
     """
     peaks: dict[str, float | None] = {
         kind: device.peak_flops for device in DEVICES.values() for kind in device.kinds

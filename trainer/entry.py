@@ -1,4 +1,4 @@
-"""The frame of every command: exit codes, one line for an error that its user can mend, and the compilation cache."""
+"""The frame of every command: exit codes, one-line user errors, the compilation cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trainer.run.preemption import Preempted
 
 
 def at_least_one(text: str) -> int:
-    """The argparse type of a whole number of at least 1, such as devices, rows or tokens."""
+    """The argparse type of a whole number of at least 1, such as devices or rows."""
     try:
         if (number := int(text)) >= 1:
             return number
@@ -46,17 +46,17 @@ def at_least_one(text: str) -> int:
 
 
 def store_path(text: str) -> str:
-    """The argparse type of a path that may also be in a store, such as gs://, where the command reads or writes it."""
+    """The argparse type of a path that may also be in a store, such as gs://."""
     return text
 
 
 def free_text(text: str) -> str:
-    """The argparse type of a text that is no path, such as a question, and may look like one."""
+    """The argparse type of a text that may look like a path, such as a question."""
     return text
 
 
 def tokens(text: str, least: int = 1) -> int:
-    """The argparse type of a number of tokens of at least 1, such as 4096, 64K or 1M."""
+    """The argparse type of a positive number of tokens, such as 4096, 64K or 1M."""
     try:
         if (number := tokens_of(text)) >= least:
             return number
@@ -66,12 +66,12 @@ def tokens(text: str, least: int = 1) -> int:
 
 
 def tokens_or_0(text: str) -> int:
-    """The argparse type of a number of tokens where 0 has a meaning of its own."""
+    """The argparse type of a number of tokens that may be 0."""
     return tokens(text, least=0)
 
 
 class NoDownload(argparse.Action):
-    """The argparse action of --no-download: models of the hub are read from its cache alone."""
+    """The argparse action of --no-download: the hub's models are read only from its cache."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
         super().__init__(
@@ -79,7 +79,7 @@ class NoDownload(argparse.Action):
             dest,
             nargs=0,
             default=False,
-            help="use no model and no data of the hub but those in its local cache, as HF_HUB_OFFLINE=1 does",
+            help="use only models and data in the hub's local cache, as HF_HUB_OFFLINE=1 does",
         )
 
     def __call__(
@@ -91,16 +91,16 @@ class NoDownload(argparse.Action):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with the flag or value that is nearest to a misspelt one.
+    """An argument parser with one-line errors that suggest the nearest flag or value.
 
-    A value that names a store, such as gs://bucket/folder, is refused unless the option's type is `store_path` or
-    `free_text`: a command that does not know stores would take it for a folder of this machine named `gs:`.
+    A value that names a store, such as gs://bucket/folder, is refused unless the option's type is
+    `store_path` or `free_text`: other commands would take it for a local folder named `gs:`.
     """
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
-        """As of argparse; raises SystemExit(2) after one line for what it does not know."""
+        """As argparse; raises SystemExit(2) after one line about unknown arguments."""
         words = list(sys.argv[1:] if args is None else args)
-        # A misspelt flag is named before the required one that it may have been meant to be.
+        # A misspelt flag is named before the required one that it may stand for.
         known = self._known_options()
         for word in words[: words.index("--")] if "--" in words else words:
             if re.match("--[a-z]", word) and word.partition("=")[0] not in known:
@@ -123,7 +123,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """One value of an option; refuses that of a store where the option takes none."""
+        """One value of an option; refuses a store if the option takes none."""
         if ":/" in arg_string and action.type not in (store_path, free_text):
             from data.paths import on_this_machine
 
@@ -135,11 +135,12 @@ class CommandParser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         self.error(
-            f"{word.partition('=')[0]} is no option of this command{self._meant(word)}; --help lists them"
+            f"{word.partition('=')[0]} is not an option of this command{self._meant(word)}; "
+            "--help lists them"
         )
 
     def error(self, message: str) -> NoReturn:
-        """Prints the message in one line and exits with 2."""
+        """Prints the message on one line and exits with 2."""
         if match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             choices = [choice.strip(" '") for choice in match[2].split(",")]
             near = difflib.get_close_matches(match[1], choices, n=1)
@@ -170,7 +171,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def keep_compiled(folder: str | None = None) -> None:
-    """Keeps compiled programs between starts, in `folder`, or else $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
+    """Keeps compiled programs in `folder`, $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
     import jax
 
     from data.paths import cache_folder
@@ -185,16 +186,17 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     """Runs a command's work and returns its exit code.
 
     Args:
-      work: raises an error that the user can mend, or another one.
-      output: the file or folder that the command writes, by which an error of a full disk that names no file is named.
+      work: raises a user's error, or another one.
+      output: the file or folder that the command writes, for full-disk errors that name no file.
 
-    The code is that of `trainer.run.outcome.outcome_of`: 0 for success, 2 with one line on standard error for an error that the
-    user can mend, 75 with one line for what another start may pass, 130 after Ctrl-C, and 143 after SIGTERM.
-    LONGSTRIPE_TRACEBACK=1 raises the errors that would be one line. All that is printed meanwhile is made printable.
+    The code is that of `trainer.run.outcome.outcome_of`: 0 for success, 2 with one line on standard
+    error for a user's error, 75 with one line if another start may succeed, 130 after Ctrl-C, and
+    143 after SIGTERM. LONGSTRIPE_TRACEBACK=1 raises one-line errors instead. All output is made
+    printable.
     """
-    # A Ctrl-C within a callback, from which Python lets no exception escape, is sent again a moment later.
+    # A Ctrl-C within a callback, from which no exception can escape, is sent again a moment later.
     unraisable, sys.unraisablehook = sys.unraisablehook, _interrupt_again
-    # These stay when the work has ended, since the threads of a failed save may end later.
+    # These stay in place after the work, since the threads of a failed save may end later.
     threading.excepthook = _in_one_line
     for library in ("absl", "asyncio"):
         logging.getLogger(library).addFilter(_without_traceback)
@@ -204,10 +206,11 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         outcome = outcome_of(error)
         if outcome.code == TRY_AGAIN and (cluster := _cluster()) is not None:
-            # Where another process has said why it ended, that is the reason, rather than the connection that was lost by it.
+            # If another process has told why it ended, that is the reason, not the connection lost
+            # with it.
             outcome = cluster.first_failure() or outcome
         if outcome.code in (STOPPED, TERMINATED):
-            # What was interrupted while it was being made may fail once more as it is deleted.
+            # An object interrupted during construction may fail again when it is deleted.
             sys.unraisablehook = lambda _: None
             print(outcome.message, file=sys.stderr, flush=True)
             if not isinstance(error, Preempted):
@@ -225,7 +228,7 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process with the code of `run`; after Ctrl-C at once, without waiting for threads that are writing."""
+    """Ends the process with the code of `run`; after Ctrl-C at once, without joining threads."""
     if code == STOPPED:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -234,13 +237,13 @@ def leave(code: int) -> NoReturn:
 
 
 def _cluster() -> ModuleType | None:
-    """`trainer.run.cluster` if this process has joined a cluster; a command without JAX does not import it."""
+    """`trainer.run.cluster` if this process has joined a cluster; not imported without JAX."""
     cluster = sys.modules.get("trainer.run.cluster")
     return cluster if cluster is not None and cluster.client() is not None else None
 
 
 def _leave_others(error: BaseException, code: int) -> None:
-    """Calls `cluster.leave_others` if this process has joined a cluster; prints the traceback of an error of ours."""
+    """Calls `cluster.leave_others` in a cluster; prints the traceback of a bug."""
     if (cluster := _cluster()) is not None:
         if code == UNEXPECTED:
             traceback.print_exception(error)
@@ -248,14 +251,14 @@ def _leave_others(error: BaseException, code: int) -> None:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """The filter of Orbax's log, which prints the traceback of an error that it also raises."""
+    """A filter for Orbax's log, which prints the traceback of errors that it also raises."""
     if not os.environ.get("LONGSTRIPE_TRACEBACK"):
         record.msg, record.args, record.exc_info = one_line(record.getMessage()), (), None
     return True
 
 
 def _in_one_line(error: threading.ExceptHookArgs) -> None:
-    """The hook for errors that end a thread: one line, as the main thread learns of them when it waits for the thread."""
+    """The hook for errors in threads: one line, since the main thread also receives them."""
     if os.environ.get("LONGSTRIPE_TRACEBACK") or error.thread is None:
         threading.__excepthook__(error)
     else:
@@ -263,7 +266,7 @@ def _in_one_line(error: threading.ExceptHookArgs) -> None:
 
 
 def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """The hook for exceptions that Python cannot raise: repeats a Ctrl-C shortly after, and prints any other in one line."""
+    """The hook for unraisable exceptions: repeats a Ctrl-C, and prints others on one line."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     elif os.environ.get("LONGSTRIPE_TRACEBACK"):

@@ -1,4 +1,4 @@
-"""What is measured during training beside the loss: the `Evaluation` protocol, and the held-out loss."""
+"""Measurements during training: the `Evaluation` protocol, and the held-out loss."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from .step import StepBuilder
 
 
 class Evaluation(Protocol):
-    """A measurement that the loop repeats: before the first step, every so many steps, and after the last step.
+    """A measurement before the first step, every `every` steps, and after the last step.
 
     Attributes:
-      name: of the file RUN/NAME.jsonl, which gets a line for each measurement, and of its section in TensorBoard.
-      every: number of steps between measurements; 0 measures only before the first and after the last step.
+      name: of the file RUN/NAME.jsonl, which gets a line per measurement, and of its TensorBoard
+        section.
+      every: number of steps between measurements; 0 measures only before the first and after the
+        last step.
     """
 
     name: str
     every: int
 
     def prepare(self, objective: Objective, builder: StepBuilder) -> None:
-        """Compiles what `run` needs; called by all processes before the first step. The time counts as compile time."""
+        """Compiles for `run`, as compile time; called by all processes before the first step."""
 
     def run(self, params: Params, step: int) -> Mapping[str, float | str]:
         """Measures the parameters after `step` finished steps; called by all processes.
 
         Returns:
-          Metrics by name, and answers by their prompts; {} if there is nothing to measure, and then no line is written.
+          Metrics by name, and answers by prompt; {} if there is nothing to measure: no line is
+          written.
         """
 
 
 class HeldOutLoss:
-    """The loss over all held-out data: the mean weighted by every target, not a mean of batches. Also that of each source."""
+    """The mean loss over all held-out targets (not over batches), and that of each source."""
 
     name = "held_out"
 
@@ -50,7 +53,7 @@ class HeldOutLoss:
         self._sums = builder.lower_evaluate().compile() if objective.has_held_out else None
 
     def run(self, params: Params, step: int) -> dict[str, float]:
-        """Returns the loss, the sum of its weights, and the loss of each source that has any weight."""
+        """Returns the loss, the sum of its weights, and the losses of sources with weight."""
         if self._sums is None:
             return {}
         batches = (self._objective.to_device(batch) for batch in self._objective.held_out())

@@ -1,7 +1,7 @@
-"""The floating-point operations that a training step needs: the one formula, for metrics, plans, the cost model and benchmarks.
+"""The FLOPs of a training step, for metrics, plans, the cost model and benchmarks.
 
-Only work that the model itself asks for is counted, as MFU has it: neither what remat computes again nor masked pairs
-(Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
+As for MFU, only the model's own work counts: neither recomputation nor masked pairs (Chowdhery et
+al., PaLM, arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from model.config import TransformerConfig
 
 
 def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:
-    """The number of query-key pairs that a causal mask shows within documents of these lengths (in tokens)."""
+    """The query-key pairs that a causal mask allows in documents of these lengths (tokens)."""
     lengths = np.asarray(lengths).astype(np.int64)  # 100M tokens make 5e15 pairs
     pairs = int((lengths * (lengths + 1) // 2).sum())
-    if (
-        mask.window is not None
-    ):  # the last query misses so many keys, the one before it one fewer, ...
+    # The last query misses this many keys, the one before it one fewer, ...
+    if mask.window is not None:
         missed = np.maximum(lengths - mask.window - mask.global_tokens, 0)
         pairs -= int((missed * (missed + 1) // 2).sum())
     return pairs
 
 
 def pairs_per_layer(config: TransformerConfig, lengths: np.ndarray, mask: Mask = Mask()) -> float:
-    """The number of visible query-key pairs, averaged over layers that may have windows of their own."""
+    """The number of visible query-key pairs, averaged over layers with different windows."""
     kinds = config.layer_kinds
     pairs = [visible_pairs(lengths, mask.within(kind.window)) for kind in kinds]
     return (
@@ -35,8 +34,11 @@ def pairs_per_layer(config: TransformerConfig, lengths: np.ndarray, mask: Mask =
 
 
 def layer_weights(config: TransformerConfig) -> int:
-    """The number of weights in the matrices of one layer that a token is multiplied with:
-    attention's projections, and the feed-forward network or the router and the token's experts."""
+    """The weights of one layer that a token passes through.
+
+    These are attention's projections, and the feed-forward network or the router and the token's
+    experts.
+    """
     query_width = config.num_attention_heads * config.head_dim
     key_value_width = config.num_key_value_heads * config.head_dim
     widths = (config.num_experts_per_tok or 1) * config.expert_width
@@ -46,7 +48,7 @@ def layer_weights(config: TransformerConfig) -> int:
 
 
 def stored_layer_weights(config: TransformerConfig) -> int:
-    """The number of weights in all matrices of one layer, those of all experts among them."""
+    """The weights in all matrices of one layer, all experts included."""
     idle = config.num_experts - (config.num_experts_per_tok or 0) if config.num_experts else 0
     return layer_weights(config) + 3 * config.hidden_size * config.expert_width * idle
 
@@ -61,22 +63,24 @@ def training_flops(
 ) -> float:
     """FLOPs of one training step, forward and backward.
 
-    A weight of a matrix takes 2 a token forward and 4 backward. A visible pair takes 4 for each number of a query forward
-    (a product for the score and one for the value) and 8 backward.
+    Per token, a weight of a matrix takes 2 forward and 4 backward. A visible pair takes 4 per query
+    element forward (a product for the score and one for the value) and 8 backward.
 
     Args:
-      weights: of all matrices that tokens are multiplied by; an embedding that is only looked up is none.
+      weights: of all matrices that tokens pass through; an embedding, only looked up, is none.
       attention_width: layers x query heads x head size.
       tokens: all tokens but padding, whether in the loss or not.
       pairs: visible query-key pairs, of one layer and head.
-      frozen: how many of the weights have no gradient, which saves 2 FLOPs a token for each.
+      frozen: how many weights have no gradient, which saves 2 FLOPs per token each.
     """
     return (6.0 * weights - 2.0 * frozen) * tokens + 12.0 * attention_width * pairs
 
 
 def flops_per_step(config: TransformerConfig, tokens: float, pairs: float) -> float:
-    """FLOPs of one training step of this model; `tokens` and `pairs` as in `training_flops`. Beside adapters, the model's own
-    matrices are frozen."""
+    """FLOPs of one training step of this model; with adapters, the base's matrices are frozen.
+
+    `tokens` and `pairs` are as in `training_flops`.
+    """
     base = config.num_hidden_layers * layer_weights(config) + head_weights(config)
     adapters = (
         0

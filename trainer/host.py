@@ -1,4 +1,4 @@
-"""How much memory this process may take of its host."""
+"""The host memory that this process may use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 def host_bytes(
     cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Returns the bytes of the host's memory, or of the smallest control group around this process (containers, Slurm).
+    """Returns the bytes of host memory, or of this process's smallest control group.
+
+    Containers and Slurm jobs have control groups.
 
     Args:
       cgroups: where control groups are mounted, of version 2 or 1.
@@ -30,7 +32,8 @@ def host_bytes(
             else (cgroups, "memory.max")
         )
         folder = root / group.lstrip("/")
-        # A group's memory is limited by those around it too. Inside a container its own group may be mounted as the root.
+        # Enclosing groups limit a group's memory too. Inside a container its group may be mounted
+        # as the root.
         for place in dict.fromkeys([folder, *folder.parents, root]):
             if place.is_relative_to(root):
                 limits.append(_limit(place / name))
@@ -38,7 +41,7 @@ def host_bytes(
 
 
 def _limit(file: Path) -> int:
-    """Returns a control group's limit in bytes; 0 where it has none."""
+    """Returns a control group's limit in bytes; 0 if it has none."""
     try:
         text = file.read_text(encoding="utf-8").strip()
     except OSError:

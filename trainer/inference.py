@@ -1,4 +1,4 @@
-"""A model that is read to answer questions, not to be trained."""
+"""Opens models for inference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ComputeDtype = Literal["bfloat16", "float32"]
 
 @dataclasses.dataclass(frozen=True)
 class InferenceModel:
-    """A model on its mesh, and where its parameters and its tokenizer come from.
+    """A model on its mesh, with the source of its parameters and tokenizer.
 
     Attributes:
       quantize: how the base of its adapter is quantized; None for a whole model.
@@ -52,20 +52,21 @@ def open_for_inference(
     adapter: str | None = None,
     quantize: Quantization | None = None,
 ) -> InferenceModel:
-    """Returns a model, whose parameters are not read yet.
+    """Returns a model whose parameters are not read yet.
 
     Args:
-      path: what `open_model` takes; beside `adapter`, its base.
-      mesh: on which it is computed, of all devices.
+      path: as for `open_model`; with `adapter`, its base.
+      mesh: of all devices.
       schedule: of attention.
       simulated: devices that JAX simulates on the CPU; 0 takes those of the machine.
       replicate: keep a copy of all parameters on every device.
-      compute_dtype: bfloat16 unless given, but on a CPU float32, which is several times faster there.
-      adapter: an adapter beside the model.
-      quantize: of the adapter's base; as in training unless given.
+      compute_dtype: bfloat16 by default, on a CPU float32, which is several times faster there.
+      adapter: an adapter of the model.
+      quantize: of the adapter's base; as in training by default.
 
     Raises:
-      UserError, ValueError: see `open_model`, `make_mesh` and `build_language_model`; or `quantize` without an adapter.
+      UserError, ValueError: as `open_model`, `make_mesh` and `build_language_model`; or `quantize`
+        without an adapter.
     """
     if simulated:
         simulate(simulated)
@@ -87,7 +88,7 @@ def open_for_inference(
 
 
 def adapter_of(source: ModelSource, path: str, quantize: Quantization | None) -> AdapterConfig:
-    """Returns the model's adapter, its base quantized as asked for or as in training; one of rank 0 for a whole model.
+    """Returns the model's adapter with its base's quantization; rank 0 for a whole model.
 
     Raises:
       UserError: `quantize`, without an adapter.
@@ -98,7 +99,7 @@ def adapter_of(source: ModelSource, path: str, quantize: Quantization | None) ->
         )
     if quantize:
         raise UserError(
-            f"--quantize: found {quantize}; {path} is a whole model, and only the base of an adapter can be "
-            "quantized; --adapter names one"
+            f"--quantize: found {quantize}; {path} is a whole model, and only the base of an "
+            "adapter can be quantized; --adapter names one"
         )
     return AdapterConfig()

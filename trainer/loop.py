@@ -1,4 +1,4 @@
-"""The training loop: restores or initializes, trains, logs, evaluates and saves. What is learned is up to the objective."""
+"""The training loop: restores or initializes, trains an objective, logs, evaluates, saves."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from .run.versions import difference, require_same_code, versions
 from .run.watchdog import Watchdog
 from .step import StepBuilder, StepMetrics
 
-SHOWN_RECORDS = 20  # of a step whose loss is not finite
-LONG_WAIT = 1.0  # seconds that a save waits for the one before until the log says so
+SHOWN_RECORDS = 20  # of a step with a non-finite loss
+LONG_WAIT = 1.0  # seconds of waiting for the previous save after which the log says so
 
 
 def train(
@@ -53,25 +53,25 @@ def train(
     evaluations: Sequence[Evaluation] = (),
     stage_follows: bool = False,
 ) -> Path:
-    """Trains the run that `config` describes to its last step, from its newest checkpoint if it has one.
+    """Trains a run to its last step, from its newest checkpoint if it has one.
 
     Args:
-      make_objective: creates the objective, once the devices are known.
+      make_objective: creates the objective once the devices are known.
       evaluations: measured during training, in this order.
-      stage_follows: another run will begin when this one returns; a notice to end, which comes in the last step or later, then
-        ends this one by Preempted all the same.
+      stage_follows: another run begins when this one returns; a notice to end during or after the
+        last step then still raises Preempted.
 
     Returns:
       The folder of the last checkpoint.
 
     Raises:
-      UserError, ValueError: an error that the user can correct, in one line.
+      UserError, ValueError: a user's error, in one line.
       Preempted: SIGTERM or Ctrl-C ended training; its last step is saved.
     """
     start_devices(config)
     require_same_code()
     if config.logging.wandb:
-        import_wandb()  # a missing package is reported now, not after an hour of preparing data
+        import_wandb()  # reports a missing package now, not after an hour of preparing data
     mesh = make_mesh(config.mesh, schedule=config.attention.schedule)
     folder = check_run(
         config, jax.process_index() == 0, steps_known=config.train.epochs is None
@@ -85,7 +85,7 @@ def train(
             **shared_fields(config),
         }
     )
-    # The lock is released last: leaving the store waits for a save to finish.
+    # The lock is released last: closing the store waits for a save to finish.
     with (
         contextlib.ExitStack() as lock,
         CheckpointStore(folder, keep=config.checkpoint.keep) as store,
@@ -97,7 +97,8 @@ def train(
         def open_and_lock(message: str | None) -> RunDirectory:
             return open_run(config, process_zero=message is None, lock=lock)
 
-        # The folder is claimed only now: if the data, the model or the step is refused, another attempt may use it.
+        # The folder is claimed only now, so another attempt may use it if the data, the model or
+        # the step is refused.
         with named_errors(folder):
             run = first_then_others(open_and_lock, lambda run: "")
             training.catch_up()
@@ -105,15 +106,15 @@ def train(
 
 
 class _Training:
-    """The state of one process in a run: arrays, compiled steps and the number of finished steps.
+    """The state of one process in a run: arrays, compiled steps, the number of finished steps.
 
     Attributes:
       trainable, frozen: the parameters that are trained, and the others.
       optimizer_state: moments and counters.
       step: number of finished steps.
       tokens_seen: tokens of the finished steps, without padding.
-      earlier_seconds: of training, before this start.
-      logged: what the newest checkpoint holds of the logs.
+      earlier_seconds: of training before this start.
+      logged: the newest checkpoint's record of the logs.
       evaluated: whether the evaluations that are due after `step` have been done.
       best: the best measurement so far, and how many measurements ago.
     """
@@ -134,11 +135,7 @@ class _Training:
         )
         self.watchdog = watchdog
         self.builder = StepBuilder.of(
-            config,
-            objective.model,
-            objective.loss,
-            objective.abstract_batch(),
-            objective.totals,
+            config, objective.model, objective.loss, objective.abstract_batch(), objective.totals
         )
         self.meter = Meter(
             objective.model.config, objective.model.mesh.devices.flat, mask=objective.model.mask
@@ -147,7 +144,7 @@ class _Training:
         self._initialize()
 
     def _initialize(self) -> None:
-        """Takes parameters and optimizer state from the newest good checkpoint, or begins at step 0."""
+        """Restores the newest good checkpoint, or begins at step 0."""
         self.trainable: Params = {}  # frees the arrays of an earlier call
         self.frozen: Params = {}
         self.optimizer_state: Any = None
@@ -165,7 +162,7 @@ class _Training:
         )
         self._set_params(self._placed(params))
         self.step, self.evaluated = 0, False
-        self.updates = 0  # steps that were not skipped
+        self.updates = 0  # steps without skipped ones
         self.tokens_seen, self.earlier_seconds = 0, 0.0
         self.logged: dict[str, Any] = {}
         self.best = BestCheckpoint(self.config.checkpoint)
@@ -183,8 +180,8 @@ class _Training:
         self._check_fingerprints(data, path)
         if jax.process_index() == 0 and (change := difference(data.get("versions", versions()))):
             print(
-                f"warning: {path}: was written with {change}; the run goes on, but may not repeat bit by bit what that code "
-                "would have computed",
+                f"warning: {path}: was written with {change}; the run continues, but may not "
+                "repeat bit by bit what that code would have computed",
                 file=sys.stderr,
             )
         base = (
@@ -202,19 +199,19 @@ class _Training:
         self.store.protected = self.best.step
         if self.best.exhausted:
             self._print(
-                f"already stopped at step {checkpoint_step}: {self._best_words}; a higher checkpoint.patience "
-                "continues it"
+                f"already stopped at step {checkpoint_step}: {self._best_words}; a higher "
+                "checkpoint.patience continues it"
             )
         else:
             self._print(
                 f"already trained to step {checkpoint_step}"
                 if self.finished
-                else f"going on from step {checkpoint_step} ({path})"
+                else f"continuing from step {checkpoint_step} ({path})"
             )
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left, or none that the run's patience allows."""
+        """Whether no step is left, or the run's patience is exhausted."""
         return self.step >= self.config.train.steps or self.best.exhausted
 
     @property
@@ -228,26 +225,26 @@ class _Training:
         )
 
     def _check_fingerprints(self, saved: dict[str, Any], path: Path) -> None:
-        """Raises UserError if the checkpoint was trained on other data, or began with other parameters."""
+        """Raises UserError if the checkpoint's data or initial parameters were different."""
         for name, current in self._fingerprints.items():
             if saved.get(name, current) != current:
                 difference = (
-                    "was trained on other data, or on other text that earlier rules made of these"
+                    "was trained on other data, or on text that earlier rules made of these data"
                     if name == "fingerprint"
                     else "began with another model"
                 )
                 raise UserError(
-                    f"{path}: {difference} (fingerprint {saved[name]}, now {current}); give the files that "
-                    "the run began with, or another --run_dir"
+                    f"{path}: {difference} (fingerprint {saved[name]}, now {current}); give the "
+                    "files that the run began with, or another --run_dir"
                 )
 
     @property
     def _fingerprints(self) -> dict[str, str]:
-        """What a checkpoint records about the contents of the files that the run is made from."""
+        """A checkpoint's fingerprints of the run's input files."""
         return {"fingerprint": self.objective.fingerprint, "model": self.objective.origin}
 
     def _placed(self, params: Params) -> Params:
-        """Returns the parameters in the memory, the device's or the host's, where the step takes them from."""
+        """Moves the parameters to the memory, device or host, where the step expects them."""
         return {
             name: jax.device_put(x, self.builder.abstract_params[name].sharding)
             for name, x in params.items()
@@ -258,21 +255,20 @@ class _Training:
         self.frozen = {name: x for name, x in params.items() if name not in self.trainable}
 
     def _print(self, text: str) -> None:
-        """Prints a line while there is no progress bar yet."""
+        """Prints a line before there is a progress bar."""
         if self.config.logging.console and jax.process_index() == 0:
             print(text, file=sys.stderr)
 
     def compile(self) -> None:
-        """Compiles the training step and prepares the evaluations, unless that is done or no step is left."""
+        """Compiles the training step and prepares evaluations, unless done or no step is left."""
         if self.finished or self.compiled_step is not None:
             return
         with (
             self.meter.compiling(),
             self.watchdog.phase("compiling", self.config.distributed.compile_minutes),
         ):
-            lowered = (
-                self.builder.lower_train()
-            )  # takes seconds, and raises most errors that a configuration can have
+            # Takes seconds, and raises most errors of a configuration.
+            lowered = self.builder.lower_train()
             self._print(f"compiling for {self.objective.model.mesh.size} devices")
             self.compiled_step = lowered.compile()
             for evaluation in self.evaluations:
@@ -280,7 +276,7 @@ class _Training:
             barrier("compiled")
 
     def catch_up(self) -> None:
-        """Restores again if another process has trained in this folder before this one had the lock."""
+        """Restores again if another process trained here before this one had the lock."""
         if self.store.steps_for_all() != self.steps_seen:
             self._initialize()
             self.compile()
@@ -299,13 +295,12 @@ class _Training:
             self._open_log(run) as log,
             Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler,
         ):
-            if (
-                jax.process_index() == 0
-            ):  # now, since the files of the initial model may be gone when a checkpoint is saved
+            # Now, since the initial model's files may be gone when a checkpoint is saved.
+            if jax.process_index() == 0:
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)
                 replace_file(run.versions, (json.dumps(versions(), indent=1) + "\n").encode())
-            self._evaluate_before_training(log)  # without notices: nothing has to be saved yet
+            self._evaluate_before_training(log)  # without notices: there is nothing to save yet
             with notices(self._no_time_to_finish) as asked_to_end:
                 self._train(run, log, profiler, asked_to_end, stage_follows)
         return self.store.path(self.step)
@@ -318,7 +313,7 @@ class _Training:
         asked_to_end: Callable[[], signal.Signals | None],
         stage_follows: bool,
     ) -> None:
-        """Takes the remaining steps, with what is due after each of them."""
+        """Takes the remaining steps, and does what is due after each."""
         notice = None
         for _ in () if self.best.exhausted else self._steps(profiler, log):
             notice = asked_to_end()
@@ -332,13 +327,14 @@ class _Training:
         log.say(f"saved {self.store.path(self.step)}")
         if self.best.step not in (None, self.step):
             log.say(
-                f"best: {self.store.path(self.best.step)} ({self.config.checkpoint.best} {self.best.value:.6g})"
+                f"best: {self.store.path(self.best.step)} ({self.config.checkpoint.best} "
+                f"{self.best.value:.6g})"
             )
         if stage_follows and (notice := notice or asked_to_end()):
             raise Preempted(notice, self.store.path(self.step))
 
     def _evaluate_before_training(self, log: MetricsLog) -> None:
-        """Runs all evaluations before the first step, and those that a preempted start had no time for.
+        """Runs all evaluations before the first step, or those that a preempted start missed.
 
         Raises:
           UserError: `checkpoint.best` names a metric that none of them measures.
@@ -346,9 +342,8 @@ class _Training:
         if self.step == 0 or self.best.to_be_checked:
             self._evaluate(self.evaluations, log)
         elif not self.evaluated:
-            self._evaluate(
-                self._due_evaluations() or self.evaluations, log
-            )  # all if none is due any more
+            # All, if none is due.
+            self._evaluate(self._due_evaluations() or self.evaluations, log)
 
     def _open_log(self, run: RunDirectory) -> MetricsLog:
         logging, wandb = self.config.logging, None
@@ -373,7 +368,7 @@ class _Training:
         )
 
     def _steps(self, profiler: Profiler, log: MetricsLog) -> Iterator[None]:
-        """Trains step after step to the last one; yields after each."""
+        """Trains to the last step; yields after each step."""
         batches = self.objective.batches(self.step)
         self.started = time.monotonic()
         self.save_clock = SaveClock(self.config.checkpoint.minutes)
@@ -387,7 +382,7 @@ class _Training:
     def _next_batch(
         self, batches: Iterator[HostBatch], computed: Future[float] | None = None
     ) -> DeviceBatch:
-        """Fetches a batch; what comes after `computed`, the end of the running step, is a wait."""
+        """Fetches a batch; time after `computed`, the running step's end, counts as waiting."""
         with self.meter.waiting_for_data(computed):
             batch = next(batches)
         return self.objective.to_device(batch)
@@ -395,7 +390,7 @@ class _Training:
     def _train_step(
         self, batch: DeviceBatch, batches: Iterator[HostBatch], log: MetricsLog
     ) -> DeviceBatch | None:
-        """Trains on `batch` and, while the devices compute, fetches and returns the next one; None after the last step."""
+        """Trains on `batch`, meanwhile fetches the next one; None after the last step."""
         assert self.compiled_step is not None
         self.watchdog.begin_step(self.step + 1)
         self.trainable, self.optimizer_state, metrics = self.compiled_step(
@@ -417,17 +412,17 @@ class _Training:
         return next_batch
 
     def _progress(self) -> dict[str, float]:
-        """Returns how far the run has come, by the names that the log gives it."""
+        """Returns the run's progress by the names in the log."""
         rows = self.objective.rows_per_epoch
         epoch = {"epoch": self.step * self.config.train.batch_size / rows} if rows else {}
         return {**epoch, "tokens_seen": self.tokens_seen, "wall_seconds": self._wall_seconds()}
 
     def _wall_seconds(self) -> float:
-        """Returns the seconds since the run began to train, over all its starts."""
+        """Returns the run's seconds of training, over all its starts."""
         return self.earlier_seconds + time.monotonic() - self.started
 
     def _named(self, metrics: StepMetrics) -> dict[str, float]:
-        """Returns a step's metrics by the names that the log gives them, without sources that the batch has no target of."""
+        """Returns a step's metrics by the names in the log, without sources that have no target."""
         named = {
             self.objective.loss_name: float(metrics.loss),
             self.objective.weight_name: float(metrics.weight),
@@ -438,14 +433,14 @@ class _Training:
         named |= {BY_SOURCE + source: loss for source, loss in by_source if not math.isnan(loss)}
         named |= {AUXILIARY + name: float(loss) for name, loss in metrics.auxiliary.items()}
         measures = {name: float(value) for name, value in metrics.measures.items()}
-        # A mean over what the batch has none of is not a number.
+        # The mean of nothing is not a number.
         return named | {name: x for name, x in measures.items() if not math.isnan(x)}
 
     def _check_finite(self, metrics: StepMetrics) -> bool:
-        """Returns whether the loss and the gradient are finite; if not, reports the step and its records.
+        """Returns whether loss and gradient are finite; otherwise reports the step and its records.
 
         Raises:
-          UserError: the run is to stop at such a step.
+          UserError: the run should stop at such a step.
         """
         values = {
             self.objective.loss_name: float(metrics.loss),
@@ -464,38 +459,35 @@ class _Training:
         )
         if self.config.train.non_finite == "stop":
             raise UserError(
-                f"{problem}; the checkpoints before this step are good: mend those records or lower "
-                "optimizer.learning_rate in another --run_dir, or give --train.non_finite skip to leave such steps "
-                "out"
+                f"{problem}; earlier checkpoints are good: fix those records or lower "
+                "optimizer.learning_rate in another --run_dir, or give --train.non_finite skip "
+                "to skip such steps"
             )
         if jax.process_index() == 0:
-            print(
-                f"warning: {problem}; skipped, the parameters are left as they were",
-                file=sys.stderr,
-            )
+            print(f"warning: {problem}; skipped, the parameters are unchanged", file=sys.stderr)
         return False
 
     def _require_an_update(self) -> None:
-        """Raises UserError if every step of the run was skipped, so that its parameters are those that it began with."""
+        """Raises UserError if every step was skipped, so the parameters are the initial ones."""
         if self.step > 0 and self.updates == 0:
             raise UserError(
-                f"{self.store.path(self.step)}: all {self.step} steps were skipped, since no loss and gradient was "
-                "finite; nothing is trained: see the records that the warnings name, or lower "
-                "optimizer.learning_rate, in another --run_dir"
+                f"{self.store.path(self.step)}: all {self.step} steps were skipped, since no loss "
+                "or gradient was finite; nothing was trained: see the records in the warnings, "
+                "or lower optimizer.learning_rate, in another --run_dir"
             )
 
     def _require_finite_parameters(self) -> None:
-        """Raises UserError if a trained parameter is not finite: the update has overflowed after a loss that was finite."""
+        """Raises UserError if a trained parameter is not finite: the update overflowed."""
         name = next((name for name, x in self.trainable.items() if not _is_finite(x)), None)
         if name is None:
             return
         raise UserError(
-            f"step {self.step}: {name} is not finite after the update, so nothing is saved; the checkpoints before "
-            "this step are good: lower optimizer.learning_rate in another --run_dir"
+            f"step {self.step}: {name} is not finite after the update, so nothing is saved; "
+            "earlier checkpoints are good: lower optimizer.learning_rate in another --run_dir"
         )
 
     def _after_step(self, run: RunDirectory, log: MetricsLog, notice: Any) -> None:
-        """Evaluates and saves what is due; on notice saves at once.
+        """Evaluates and saves if due; on notice saves at once.
 
         Raises:
           Preempted: on notice, unless the last step is done.
@@ -504,7 +496,7 @@ class _Training:
         save_is_due = self.save_clock.due(self.step) or self._due(self.config.checkpoint.every)
         self.evaluated = not due
         if notice and self.step < self.config.train.steps:
-            # There may be no time for evaluations: the next start begins with them.
+            # There may be no time for evaluations, so the next start begins with them.
             self._save(run, log)
             self._wait_for_save()
             raise Preempted(notice, self.store.path(self.step))
@@ -514,7 +506,7 @@ class _Training:
                 self._save(run, log)
 
     def _no_time_to_finish(self) -> str | None:
-        """Returns why a run that gets SIGTERM now ends without finishing its step; None if there is time for that.
+        """Returns why a SIGTERM now would end the run within its step; None if there is time.
 
         Called by another thread than the loop's. A save that is under way is waited for.
         """
@@ -526,8 +518,9 @@ class _Training:
         self.store.wait_at_most(grace - (time.monotonic() - begun))
         newest = max(self.store.steps(), default=None)
         return (
-            f"preempted (SIGTERM): step {self.step + 1} was not finished, since it and its checkpoint need about "
-            f"{needed:,.0f} s more and checkpoint.grace_seconds is {grace:g}; the same command resumes the run from "
+            f"preempted (SIGTERM): step {self.step + 1} was not finished, since it and its "
+            f"checkpoint need about {needed:,.0f} s more and checkpoint.grace_seconds is "
+            f"{grace:g}; the same command resumes the run from "
             + ("its beginning" if newest is None else str(self.store.path(newest)))
         )
 
@@ -535,11 +528,11 @@ class _Training:
         return [evaluation for evaluation in self.evaluations if self._due(evaluation.every)]
 
     def _due(self, every: int) -> bool:
-        """Whether a thing that is done every so many steps, and after the last one, is due now."""
+        """Whether something done every `every` steps, and after the last one, is due now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     def _evaluate(self, evaluations: Sequence[Evaluation], log: MetricsLog) -> bool:
-        """Measures, and returns whether the run has never been as good by the metric that `checkpoint.best` names."""
+        """Runs the evaluations, and returns whether `checkpoint.best` has a new best."""
         measured: dict[str, float] = {}
         for evaluation in evaluations:
             with self.watchdog.phase(
@@ -553,7 +546,7 @@ class _Training:
             )
         self.evaluated = True
         if self.best.to_be_checked:
-            self.best.require(measured)  # nothing but all evaluations runs before that
+            self.best.require(measured)  # before that, only all evaluations run
         return self.step > 0 and self.best.update(self.step, measured)
 
     def _wait_for_save(self) -> None:
@@ -570,11 +563,11 @@ class _Training:
         self._require_finite_parameters()
         frozen = {} if self.builder.saves_trainable_only else self.frozen
         start = time.monotonic()
-        self._wait_for_save()  # the save before may still be removing old checkpoints
+        self._wait_for_save()  # the previous save may still be removing old checkpoints
         if (seconds := time.monotonic() - start) >= LONG_WAIT:
             log.say(
-                f"step {self.step}: waited {seconds:.1f} s until the checkpoint before was written; with a higher "
-                "checkpoint.every or a faster store it would not"
+                f"step {self.step}: waited {seconds:.1f} s for the previous checkpoint; a higher "
+                "checkpoint.every or a faster store would avoid this"
             )
         self.store.protected = self.best.step
         self.save_clock.saved()
@@ -599,7 +592,7 @@ class _Training:
 
 
 def _is_finite(array: jax.Array) -> bool:
-    """Whether every number of an array is finite; of one in the host's memory, every number that this process holds."""
+    """Whether an array is finite; in host memory, this process's part of it."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return True
     if array.sharding.memory_kind == "pinned_host":

@@ -1,7 +1,8 @@
-"""The device mesh, and how a batch is placed on it.
+"""The device mesh, and the placement of batches on it.
 
-A mesh always names its five axes in the same order. Which devices an axis runs along is decided by mesh.order (the last axis
-has the nearest neighbours) and mesh.dcn (the axes that cross from slice to slice, or from host to host).
+A mesh always names its five axes in the same order. mesh.order (the last axis has the nearest
+neighbours) and mesh.dcn (the axes that cross slices or hosts) decide which devices an axis runs
+along.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from .config.schema import MeshConfig, RunConfig
 from .placement import ring_placed
 from .run.cluster import join
 
-# Nothing hides the sums over tensor, so tensor gets the nearest devices; the ring along the sequence runs beside the kernels.
+# Nothing hides the sums over tensor, so tensor gets the nearest devices; kernels hide the ring
+# along the sequence.
 ORDER = ("data", "fsdp", "expert", "sequence", "tensor")
 # Schedules that split the sequence axis into lines of ranks.
 IN_LINES = ("ulysses", "attention2d")
 
 
 def start_devices(config: RunConfig) -> None:
-    """Joins the other processes and simulates devices, as the configuration says; to be called before JAX starts its backend.
+    """Joins the other processes and simulates devices; call it before JAX starts its backend.
 
-    Another call, for a further stage, changes nothing.
+    Later calls, for further stages, change nothing.
 
     Raises:
       UserError: see `join` and `simulate`.
@@ -43,13 +45,15 @@ def start_devices(config: RunConfig) -> None:
 
 
 def simulate(devices: int, processes: int = 1) -> None:
-    """Makes JAX simulate `devices` CPU devices, counted over all processes; to be called before JAX starts its backend.
+    """Makes JAX simulate `devices` CPU devices over all processes, before its backend starts.
 
-    It also turns off the persistent compilation cache: a program of several CPU devices that is read back from the cache
-    has lost the order of its collectives, and deadlocks if two of them do not depend on each other (jaxlib 0.10.2).
+    It also turns off the persistent compilation cache: a cached program of several CPU devices
+    loses the order of its collectives, and deadlocks if two of them are independent (jaxlib
+    0.10.2).
 
     Raises:
-      UserError: JAX has already started with another number of devices, or the processes do not divide the number.
+      UserError: JAX has already started with another number of devices, or the processes do not
+        divide `devices`.
     """
     if devices % processes:
         raise UserError(
@@ -64,26 +68,30 @@ def simulate(devices: int, processes: int = 1) -> None:
     except RuntimeError:
         if len(jax.devices()) != devices:
             raise UserError(
-                f"mesh.simulate: found {devices}, but JAX runs on {len(jax.devices())} devices already"
+                f"mesh.simulate: found {devices}, but JAX runs on {len(jax.devices())} devices "
+                "already"
             ) from None
 
 
 def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
-    """Returns the mesh (data, fsdp, expert, tensor, sequence), placed by config.order and config.dcn.
+    """Returns the mesh (data, fsdp, expert, tensor, sequence), placed by order and dcn.
 
     Args:
-      devices: all of JAX's devices unless given.
-      schedule: the attention schedule. Most send to neighbours and get a closed walk over the slice; those of IN_LINES get
-        JAX's own rows and boxes (v5e's compiler ends the program if a group of a closed walk has no route).
+      devices: all of JAX's devices by default.
+      schedule: the attention schedule. Most send to neighbours and get a closed walk over the
+        slice; those of IN_LINES get JAX's rows and boxes (v5e's compiler aborts if a group of a
+        closed walk has no route).
 
     Raises:
-      UserError: the product of the axes is not the number of devices, or that of dcn not the number of slices or hosts.
+      UserError: the product of the axes is not the number of devices, or dcn's not that of slices
+        or hosts.
     """
     devices = jax.devices() if devices is None else devices
     if config.devices != len(devices):
         raise UserError(
-            f"mesh: {config.named} is {config.devices} devices, found {len(devices)}; change an axis so that the "
-            f"product is {len(devices)}, or give --mesh.simulate {config.devices} to try it on a CPU"
+            f"mesh: {config.named} is {config.devices} devices, found {len(devices)}; change an "
+            f"axis so that the product is {len(devices)}, or give --mesh.simulate {config.devices} "
+            "to try it on a CPU"
         )
     order = config.order or ORDER
     if "expert" not in order:  # of size 1
@@ -98,7 +106,7 @@ def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
 
 
 def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = True) -> np.ndarray:
-    """Returns the devices as an array with the axes of `order`; neighbours on the last axis are nearest.
+    """Returns the devices as an array with the axes of `order`, nearest along the last axis.
 
     walk: place the sequence axis as a closed walk, see `placement`.
     """
@@ -115,14 +123,13 @@ def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = Tr
     factors = [config.dcn.get(axis, 1) for axis in order]
     sizes = [getattr(config, axis) for axis in order]
     no_slow_network = not config.dcn and (slices == 1 or not tpu)
-    if no_slow_network or (
-        config.simulate and count == 1
-    ):  # a single process that simulates its devices
+    # One process that simulates its devices.
+    if no_slow_network or (config.simulate and count == 1):
         return _placed_near(sizes, order, devices, walk)
     if math.prod(factors) != count:
         raise UserError(
-            f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {count} {kind}; factors whose product is "
-            f"{count} would work, such as {{data: {count}}}"
+            f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {count} {kind}; factors "
+            f"whose product is {count} would work, such as {{data: {count}}}"
         )
     sizes_inside = [size // factor for size, factor in zip(sizes, factors, strict=True)]
     groups: dict[int, list[jax.Device]] = {}
@@ -139,27 +146,28 @@ def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = Tr
 
 
 def _placed_near(sizes: list[int], order: tuple[str, ...], devices, walk: bool) -> np.ndarray:
-    """Returns the devices of one slice, or of one host, as an array of these sizes."""
+    """Returns the devices of one slice or host as an array of these sizes."""
     if walk and devices[0].platform == "tpu":
         placed = ring_placed(sizes, order.index("sequence"), devices)
         if placed is not None:
             return placed
-    # An axis of 2 on a torus of 4 x 4 x 4 takes a part of a physical axis: its ring is a line there, which costs speed only.
+    # An axis of 2 on a torus of 4 x 4 x 4 takes a part of a physical axis, where its ring is a
+    # line; that only costs speed.
     return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array [B, L]: rows over data, fsdp and expert, length over sequence."""
+    """Returns the sharding of [B, L]: rows over data, fsdp and expert, length over sequence."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalPart:
-    """The part of a global batch [B, L] that a process makes: its rows and its tokens, both ascending.
+    """A process's part of a global batch [B, L]: its rows and tokens, both ascending.
 
     Attributes:
       shape: B and L.
-      rows: int64 numbers of the rows.
+      rows: int64 indices of the rows.
       tokens: int64 indices into a row, after the permutation into the layout.
     """
 
@@ -169,14 +177,14 @@ class LocalPart:
 
 
 def local_part(mesh: Mesh, rows: int, length: int) -> LocalPart:
-    """Returns the part of a batch [rows, length] that lies on this process's devices."""
+    """Returns the part of a batch [rows, length] on this process's devices."""
     return part_of_slices(
         batch_sharding(mesh).addressable_devices_indices_map((rows, length)).values(), rows, length
     )
 
 
 def part_of_slices(shards: Iterable[tuple[slice, ...] | None], rows: int, length: int) -> LocalPart:
-    """Returns the part of a batch [rows, length] that these shards cover, each a slice of the rows and one of the tokens."""
+    """Returns the part of a batch [rows, length] in these shards (slices of rows and tokens)."""
     slices = [shard for shard in shards if shard is not None]
     covered = [
         sorted({number for shard in slices for number in range(*shard[axis].indices(size))})
@@ -186,10 +194,10 @@ def part_of_slices(shards: Iterable[tuple[slice, ...] | None], rows: int, length
 
 
 def local_order(part: LocalPart, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which tokens of a row to read, ascending, and the order that brings them into the layout.
+    """Returns the tokens of a row to read, ascending, and their order in the layout.
 
     Args:
-      order: int [L], the whole row's permutation: x[:, order] is in the layout.
+      order: int [L], the permutation of the whole row: x[:, order] is in the layout.
     """
     natural = order[part.tokens]
     indices = np.sort(natural)
@@ -199,10 +207,10 @@ def local_order(part: LocalPart, order: np.ndarray) -> tuple[np.ndarray, np.ndar
 def place_batch(
     batch: dict[str, np.ndarray], mesh: Mesh, part: LocalPart | None = None
 ) -> dict[str, jax.Array]:
-    """Returns a host batch as global arrays [B, L, ...]; each process provides what its devices hold.
+    """Returns a host batch as global arrays [B, L, ...]; each process provides its part.
 
     Args:
-      part: what of the global batch the arrays of `batch` hold; all of it unless given.
+      part: the part of the global batch in `batch`; all of it by default.
     """
     sharding = batch_sharding(mesh)
 

@@ -1,4 +1,4 @@
-"""Opens a model by its path, its hub name or a recipe, with an adapter if there is one."""
+"""Opens a model by path, hub name or recipe, with an adapter if there is one."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ from .source_kinds import (
 
 
 def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
-    """The model at `path`: a Hugging Face folder, org/name@revision, a checkpoint, a run with checkpoints, or an adapter, which
-    names its base.
+    """Opens the model at `path`.
+
+    A path may be a Hugging Face folder, org/name@revision, a checkpoint, a run with checkpoints, or
+    an adapter, which names its base.
 
     Args:
-      weights: whether they will be read: a model that is named by its name on the hub is downloaded without them otherwise.
+      weights: whether they will be read: otherwise a hub model is downloaded without them.
 
     Raises:
-      ValueError: there is none, or one of another architecture; one line that says what would work.
+      ValueError: no such model, or an unsupported architecture; one line that says what would work.
     """
     folder = best_or_itself(on_this_machine(path).expanduser())
     if (folder / peft.CONFIG).is_file() and not (folder / "config.json").exists():
@@ -50,7 +52,7 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
         if (assets / peft.CONFIG).is_file():
             return open_adapter(path)
         config = TransformerConfig.from_hf(assets)
-        # The search for a run's newest undamaged checkpoint has compared it with its manifest.
+        # The search for a run's newest undamaged checkpoint has verified it.
         verified = not (folder / MANIFEST).exists()
         source: StoredSource = CheckpointSource(config, assets, assets.parent, config, verified)
     else:
@@ -63,14 +65,16 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
 
 
 def adapter_source(path: str) -> tuple[AdapterSource, str]:
-    """Returns the adapter at `path`, and the path or name of its base. A checkpoint's stands beside weights that are quantized
-    as in training; PEFT's format does not tell.
+    """Returns the adapter at `path`, and the path or name of its base.
+
+    A checkpoint's adapter has its base quantized as in training; PEFT's format does not tell.
 
     Args:
-      path: a folder of PEFT's, org/name@revision on the hub, a checkpoint with adapters, or a run with such checkpoints.
+      path: a PEFT folder, org/name@revision on the hub, a checkpoint with adapters, or a run with
+        such checkpoints.
 
     Raises:
-      ValueError: there is none, or one of a kind that is not supported.
+      ValueError: no such adapter, or an unsupported kind.
     """
     folder = best_or_itself(on_this_machine(path).expanduser())
     if not folder.is_dir() and hub_name(path):
@@ -97,7 +101,8 @@ def open_adapter(path: str, base: str | None = None) -> AdaptedSource:
     _, named = adapter_source(path)
     if not (base or named):
         raise ValueError(
-            f"{path}: {peft.CONFIG} names no base_model_name_or_path; give the base beside --adapter"
+            f"{path}: {peft.CONFIG} names no base_model_name_or_path; give the base in addition "
+            "to --adapter"
         )
     return with_adapter(open_model(base or named), path)
 
@@ -106,8 +111,7 @@ def with_adapter(source: ModelSource, path: str) -> AdaptedSource:
     """Returns this model with the adapter at `path`.
 
     Raises:
-      ValueError: see `adapter_source`; or the model is no base, or not the one that the adapter was
-        trained on.
+      ValueError: as `adapter_source`; or the model is not a base, or not the adapter's.
     """
     adapter, _ = adapter_source(path)
     if isinstance(source, AdaptedSource):
@@ -124,7 +128,7 @@ def with_adapter(source: ModelSource, path: str) -> AdaptedSource:
 
 
 def _generation_ends(folder: Path) -> list[int]:
-    """The eos ids in generation_config.json: chat models often name their end of a turn only there."""
+    """The eos ids in generation_config.json, often the only place of a chat's end of turn."""
     path = folder / "generation_config.json"
     try:
         ends = (
@@ -138,20 +142,21 @@ def _generation_ends(folder: Path) -> list[int]:
 def choose_model(
     config: ModelConfig, adapter_path: str | None = None, weights: bool = True
 ) -> ModelSource:
-    """The model that a recipe's section `model` names, with the adapter at `adapter_path` beside it if that is given.
+    """Opens the model of a recipe's section `model`, with the adapter at `adapter_path`, if any.
 
-    `overrides` and `tokenizer` hold for the adapter too: they take the place of what its checkpoint was trained with.
-    `weights` as of `open_model`.
+    `overrides` and `tokenizer` also replace those of the adapter's checkpoint. `weights` as for
+    `open_model`.
 
     Raises:
-      UserError, ValueError: neither a path nor a shape, no tokenizer, or a shape that no model has; or see `with_adapter`.
+      UserError, ValueError: neither a path nor a shape, no tokenizer, or an impossible shape; or as
+        `with_adapter`.
     """
     if config.path:
         source = open_model(config.path, weights)
         if isinstance(source, AdaptedSource):
             raise UserError(
-                f"model.path: {config.path} is an adapter; --adapter.path goes on with it, and python -m "
-                "scripts.export_hf --merge makes a whole model of it"
+                f"model.path: {config.path} is an adapter; --adapter.path continues it, and "
+                "python -m scripts.export_hf --merge makes a whole model of it"
             )
         source = with_adapter(source, adapter_path) if adapter_path else source
         return dataclasses.replace(
@@ -166,7 +171,8 @@ def choose_model(
         )
     if not config.tokenizer:
         raise UserError(
-            "model.tokenizer: a model from scratch needs a tokenizer; give its folder or .model file"
+            "model.tokenizer: a model from scratch needs a tokenizer; give its folder or .model "
+            "file"
         )
     tokenizer = Tokenizer.load(config.tokenizer)
     shape = scratch_config(
@@ -176,17 +182,17 @@ def choose_model(
         pad_token_id=tokenizer.pad_id,
     )
     scratch = ScratchSource(shape, Path(config.tokenizer))
-    return with_adapter(scratch, adapter_path) if adapter_path else scratch  # refused: no base
+    return with_adapter(scratch, adapter_path) if adapter_path else scratch  # refused: not a base
 
 
 def scratch_config(config: ModelConfig, **defaults: Any) -> TransformerConfig:
-    """Returns the shape of a model from scratch that a recipe's section `model` describes.
+    """Returns the shape of a model from scratch in a recipe's section `model`.
 
     Args:
       defaults: fields of TransformerConfig that `overrides` may replace.
 
     Raises:
-      UserError, ValueError: a field that TransformerConfig does not have, or a shape that no model has.
+      UserError, ValueError: an unknown field of TransformerConfig, or an impossible shape.
     """
     names = {field.name for field in dataclasses.fields(TransformerConfig)} - {
         "rope",
@@ -206,11 +212,11 @@ def scratch_config(config: ModelConfig, **defaults: Any) -> TransformerConfig:
 
 
 def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, Tokenizer]:
-    """Returns the model and its tokenizer, made ready for the chat templates of the data.
+    """Prepares the model and its tokenizer for the data's chat templates.
 
-    With `data.add_control_tokens`, the tokenizer gets every control token that the templates need and it lacks, and the model's
-    vocabulary a row for each. The end-of-turn token of the template that is exported, that of the first conversations, is added
-    to the model's eos ids; base models lack it.
+    With `data.add_control_tokens`, the tokenizer gets every control token that the templates need
+    and it lacks, and the model's vocabulary a row for each. The end-of-turn token of the exported
+    template, that of the first conversations, joins the model's eos ids; base models lack it.
     """
     tokenizer, templates = source.tokenizer(), chat_templates(data)
     if data.add_control_tokens:
@@ -227,7 +233,7 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
 
 
 def chat_templates(data: DataConfig) -> list[str]:
-    """The templates of the sources whose records are made of turns, in the order of the sources."""
+    """The templates of the sources of conversations, in the order of the sources."""
     return [
         source.template or data.template for source in data.sources if source.format in TURN_FORMATS
     ]

@@ -1,4 +1,4 @@
-"""The optimizer with its learning rate and clipping, and the choice of the parameters that it trains."""
+"""The optimizer with its learning rate and clipping, and the choice of trained parameters."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from .streaming import in_host_memory
 
 
 def learning_rate(config: OptimizerConfig, steps: int, step: Int[Array, ""]) -> Float[Array, ""]:
-    """Returns the learning rate of step `step` (from 0) of `steps`: linear warm-up, which does not begin at 0, then the decay
-    that the schedule names."""
+    """Returns the learning rate of step `step` (from 0) of `steps`.
+
+    It is a linear warm-up, which does not begin at 0, then the schedule's decay.
+    """
     rising = config.first_steps(steps)
     warmup = jnp.minimum((step + 1) / max(rising, 1), 1.0)
     first = steps - config.decay_steps(steps) if config.schedule == "wsd" else rising
@@ -42,14 +44,14 @@ def learning_rate(config: OptimizerConfig, steps: int, step: Int[Array, ""]) -> 
 
 
 def clipping(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns clipping by the global norm. It has no state, and is the only part of AdamW and Lion that is not elementwise."""
+    """Returns clipping by the global norm: stateless, and not elementwise."""
     return optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns clipping followed by the optimizer, and perhaps by an average of the weights.
+    """Returns clipping, then the optimizer, then an optional average of the weights.
 
-    Weight decay applies to matrices, not to norms, biases and DoRA's lengths.
+    Weight decay applies to matrices, not to norms, biases and DoRA's magnitudes.
     """
     optimizer = _optimizer(config, lambda step: learning_rate(config, steps, step))
     return optax.chain(
@@ -71,14 +73,14 @@ class WeightAverage(NamedTuple):
 
 
 def _averaging(decay: float) -> optax.GradientTransformation:
-    """Leaves the updates as they are, and keeps a moving average of the parameters to which they lead.
+    """Keeps a moving average of the updated parameters, and leaves the updates unchanged.
 
-    The decay after n steps is at most (1 + n) / (10 + n), as in TensorFlow's ExponentialMovingAverage: otherwise the first
-    parameters would weigh for thousands of steps.
+    The decay after n steps is at most (1 + n) / (10 + n), as in TensorFlow's
+    ExponentialMovingAverage: otherwise the first parameters would count for thousands of steps.
     """
 
     def init(params):
-        # Copies, since the training step takes both parameters and state as its own.
+        # Copies, since the training step donates both parameters and state.
         return WeightAverage(
             jnp.zeros((), jnp.int32),
             jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params),
@@ -134,7 +136,7 @@ def _optimizer(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientT
 
 
 def moment_count(config: OptimizerConfig, name: str) -> int:
-    """Returns the number of moments as large as the parameter of this name; Adafactor's rows and columns are none."""
+    """Returns how many moments are as large as this parameter; Adafactor's factors are not."""
     if config.name == "muon":
         return 1 if _is_layers_matrix(name) else 2
     return {"adamw": 2, "lion": 1, "adafactor": 0}[config.name]
@@ -145,7 +147,7 @@ def _is_matrix(name: str) -> bool:
 
 
 def _inputs(name: str) -> tuple[int, ...]:
-    """Returns the axes of a layer's stacked matrix [N, ...] that its product sums over; the later ones are its outputs."""
+    """Returns the contracted axes of a stacked matrix [N, ...]; the later ones are outputs."""
     return (1, 2) if ".o_proj." in name and not name.endswith("lora_B") else (1,)
 
 
@@ -154,7 +156,7 @@ def _is_layers_matrix(name: str) -> bool:
 
 
 def _dimension_numbers(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns which axes of each of a layer's weights make a matrix; None for other parameters."""
+    """Returns the axes that form a matrix, for each layer weight; None for other parameters."""
 
     def numbers(name):
         inputs = _inputs(name)
@@ -165,7 +167,7 @@ def _dimension_numbers(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_matrices(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Lets an optimizer see each of a layer's weights as stacked matrices [N, inputs, outputs]."""
+    """Applies an optimizer to each layer weight as stacked matrices [N, inputs, outputs]."""
 
     def matrices(tree):
         return {
@@ -187,7 +189,7 @@ def _with_moments_in(
 ) -> optax.GradientTransformation:
     """Stores the optimizer's moments in `dtype` between steps and computes with them in float32.
 
-    Optax's own `mu_dtype` does so for the first moment alone.
+    Optax's `mu_dtype` does so only for the first moment.
     """
 
     def cast(state, dtype):
@@ -206,7 +208,7 @@ def _with_moments_in(
 
 
 def split_trainable(names: Iterable[str], pattern: str) -> tuple[list[str], list[str]]:
-    """Returns the names that `pattern` matches as a whole, and the others.
+    """Returns the names that `pattern` fully matches, and the others.
 
     Raises:
       UserError: `pattern` is not a regular expression, or matches no name.
@@ -232,7 +234,9 @@ def abstract_state(
     mesh: Mesh,
     on_host: bool = False,
 ) -> Any:
-    """Returns shapes and shardings of the optimizer's state: moments are sharded like their parameters, the rest is replicated.
+    """Returns shapes and shardings of the optimizer's state.
+
+    Moments are sharded like their parameters; the rest is replicated.
 
     Args:
       params: the trained parameters, with shardings.
@@ -245,9 +249,8 @@ def abstract_state(
             key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in params
         ]
         parameter = params[names[-1]] if names else None
-        if (
-            parameter is None or parameter.shape != x.shape
-        ):  # a counter; a row or a column of Adafactor's
+        # A counter; a row or a column of Adafactor's.
+        if parameter is None or parameter.shape != x.shape:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
         sharding = in_host_memory(parameter.sharding) if on_host else parameter.sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -1,11 +1,12 @@
-"""Places a mesh on a slice of TPUs so that the ring along the sequence is a closed walk from neighbour to neighbour.
+"""Places a mesh on a TPU slice so that the sequence ring is a closed walk over neighbours.
 
-On generations with limited routing (v5e, v6e) the compiler makes a permute asynchronous only if all its hops are short and
-straight. In row-major order the ring's hops from row to row are not, and every transfer of the ring would be exposed.
+On generations with limited routing (v5e, v6e) the compiler makes a permute asynchronous only if all
+its hops are short and straight. In row-major order the hops from row to row are not, which would
+expose every transfer of the ring.
 
-Each dimension of the slice is therefore cut into three levels. The mesh axes outside of the ring are boxes of cells; within a
-box the ring walks from cell to cell; the mesh axes inside of the ring (tensor, whose sums nothing hides) are the devices of a
-cell.
+Each dimension of the slice is therefore divided into three levels. Mesh axes outside the ring are
+boxes of cells; within a box the ring walks from cell to cell; mesh axes inside the ring (tensor,
+whose sums nothing hides) are the devices of a cell.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import numpy as np
 
 
 def ring_placed(sizes: list[int], ring: int, devices) -> np.ndarray | None:
-    """Returns the TPUs of one slice as an array of these sizes, in which the axis `ring` is a closed walk over neighbours.
+    """Returns a slice's TPUs as an array whose axis `ring` is a closed walk over neighbours.
 
     Args:
-      sizes: of the mesh axes, those whose devices may be far apart first.
-      ring: which of the axes is the ring.
+      sizes: of the mesh axes, from distant devices to near ones.
+      ring: the index of the ring's axis.
 
     Returns:
-      The array, or None if the slice is not a full box or has no such walk (fewer than two dimensions, or an odd number of
-      cells).
+      The array, or None if the slice is not a full box or has no closed walk (fewer than two
+      dimensions, or an odd number of cells).
     """
     grid = _grid(devices)
     if grid is None:
@@ -36,9 +37,8 @@ def ring_placed(sizes: list[int], ring: int, devices) -> np.ndarray | None:
         return None
     parts = grid.reshape([n for dimension in cut for n in dimension])
     dimensions = len(cut)
-    order = [
-        3 * i + level for level in range(3) for i in range(dimensions)
-    ]  # outer boxes, cells, devices of a cell
+    # Outer boxes, cells, devices of a cell.
+    order = [3 * i + level for level in range(3) for i in range(dimensions)]
     placed = parts.transpose(order).reshape(level_sizes)
     _, cells, inside = zip(*cut, strict=True)
     placed = placed[:, closed_walk(cells)]
@@ -46,7 +46,7 @@ def ring_placed(sizes: list[int], ring: int, devices) -> np.ndarray | None:
 
 
 def _grid(devices) -> np.ndarray | None:
-    """Returns the devices by their coordinates, cores of a chip last, or None if they are not a full box."""
+    """Returns the devices by coordinates, then core; None if they are not a full box."""
     coordinates = [(*device.coords, device.core_on_chip) for device in devices]
     low = np.min(coordinates, axis=0)
     shape = np.max(coordinates, axis=0) - low + 1
@@ -59,9 +59,9 @@ def _grid(devices) -> np.ndarray | None:
 
 
 def _cut(shape, level_sizes: tuple[int, int, int]) -> list[tuple[int, int, int]] | None:
-    """Returns each dimension as (boxes, cells, devices of a cell), with these products over all dimensions, or None.
+    """Returns each dimension as (boxes, cells, devices of a cell) with these products, or None.
 
-    Of several such cuts, that with the most compact cells, then boxes.
+    Of several divisions, it takes the one with the most compact cells, then boxes.
     """
     candidates = []
     for cut in itertools.product(*(_triples(size) for size in shape)):
@@ -84,10 +84,11 @@ def _triples(size: int) -> list[tuple[int, int, int]]:
 
 
 def closed_walk(cells) -> list[int] | None:
-    """Returns a closed walk over the cells of a box as their row-major numbers, or None if there is none.
+    """Returns a closed walk over the cells of a box (row-major numbers), or None.
 
-    Each cell is a neighbour of the previous one, and the last of the first. The walk goes down the first column of an even
-    dimension and returns row by row; the other dimensions are walked to and fro, as if they were one.
+    Each cell is a neighbour of the previous one, and the last of the first. The walk goes down the
+    first column of an even dimension and returns row by row; the other dimensions are walked back
+    and forth, as if they were one.
     """
     if math.prod(cells) == 1:
         return [0]
@@ -108,7 +109,7 @@ def closed_walk(cells) -> list[int] | None:
 
 
 def _to_and_fro(sizes: list[int]) -> list[tuple[int, ...]]:
-    """Returns the coordinates of all cells of a box, each a neighbour of the previous one."""
+    """Returns the coordinates of a box's cells, each a neighbour of the previous one."""
     if not sizes:
         return [()]
     rest = _to_and_fro(sizes[1:])

@@ -1,4 +1,4 @@
-"""Where a model comes from: a Hugging Face folder, a checkpoint, or a shape alone."""
+"""Sources of models: a Hugging Face folder, a checkpoint, or only a shape."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ModelSource(abc.ABC):
 
     @property
     def mask(self) -> Mask:
-        """The attention mask that this project trained the model with."""
+        """The attention mask with which this project trained the model."""
         return Mask()
 
     @property
@@ -62,21 +62,20 @@ class ModelSource(abc.ABC):
     @property
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """A hash of the initial weights, wherever their files are; empty from scratch."""
+        """A hash of the initial weights, independent of paths; empty from scratch."""
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """The base's name in an adapter's configuration: its name on the hub, or its folder."""
+        """The base's name in an adapter's configuration: its hub name or its folder."""
 
     @abc.abstractmethod
     def read(self, model: LanguageModel, seed: int = 0) -> Params:
-        """Reads the parameters onto the mesh of `model`, each device its own part; from scratch,
-        draws them.
+        """Reads, or draws, the parameters onto the mesh of `model`, each device its part.
 
         Args:
-          seed: for the parameters of a model from scratch, for new adapters, and for the rows of the
-            vocabulary that the files do not have (see `with_vocabulary`).
+          seed: for a model from scratch, new adapters, and rows of the vocabulary that the files
+            lack (see `with_vocabulary`).
         """
 
     @abc.abstractmethod
@@ -84,7 +83,7 @@ class ModelSource(abc.ABC):
         """Copies the source's configuration and tokenizer files to the new folder `assets`."""
 
     def with_vocabulary(self, tokenizer: Tokenizer) -> Self:
-        """Returns this model with at least one row of vocabulary for each of the tokenizer's ids."""
+        """Returns this model with a row of vocabulary for each of the tokenizer's ids."""
         size = max(self.config.vocab_size, tokenizer.vocab_size)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, vocab_size=size))
 
@@ -105,13 +104,12 @@ class ModelSource(abc.ABC):
     def write_assets(
         self, assets: Path, tokenizer: Tokenizer, chat_template: str | None, resolved: str
     ) -> None:
-        """Writes the assets of a checkpoint trained from this model, so that an export needs no
-        other files.
+        """Writes the assets of a checkpoint trained from this model, all that an export needs.
 
         Args:
           assets: the folder to write.
-          tokenizer: the tokenizer that the run uses.
-          chat_template: the Jinja template that is exported; None for none.
+          tokenizer: the run's tokenizer.
+          chat_template: the exported Jinja template; None for none.
           resolved: the run's configuration as YAML, a mapping.
         """
         self.copy_assets(assets)
@@ -152,12 +150,11 @@ class StoredSource(ModelSource):
 
     @abc.abstractmethod
     def stored(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
-        """Returns the parameters on disk, of which slicing reads one layer. Closing `stack` closes
-        their files."""
+        """Returns the parameters on disk; slicing reads a layer, and `stack` closes the files."""
 
     @abc.abstractmethod
     def _read_stored(self, model: LanguageModel, base: Mapping[str, Parameter]) -> Params:
-        """Reads the parameters `base`, which the files have, onto the mesh."""
+        """Reads the stored parameters `base` onto the mesh."""
 
     def read(self, model: LanguageModel, seed: int = 0) -> Params:
         params = {**self.read_base(model, seed), **model.init_adapters(seed)}
@@ -204,7 +201,7 @@ class CheckpointSource(StoredSource):
     """A checkpoint of a whole model.
 
     Attributes:
-      verified: all of it has been compared with its manifest.
+      verified: whether all of it has been compared with its manifest.
     """
 
     verified: bool = False
@@ -246,8 +243,7 @@ class CheckpointSource(StoredSource):
 def _read_some(
     stored: Mapping[str, Any], parameters: Mapping[str, Parameter], shardings: Mapping[str, Any]
 ) -> Params:
-    """Reads some parameters of a checkpoint, each whole on the host, cut or zero-padded to its shape
-    in memory."""
+    """Reads parameters of a checkpoint via the host, cut or zero-padded to their shapes."""
 
     def read(name: str, parameter: Parameter) -> jax.Array:
         part = np.asarray(stored[name])[tuple(map(slice, parameter.shape))]

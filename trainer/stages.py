@@ -1,4 +1,4 @@
-"""A curriculum: the stages of a recipe as runs one after the other in one folder, each from the parameters of the last."""
+"""A curriculum: a recipe's stages as consecutive runs, each from the last one's parameters."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from .run.directory import EARLIER_STAGES, RunDirectory, check_run
 
 
 def stages_of(config: RunConfig) -> list[RunConfig]:
-    """Returns the configuration of each stage; without stages only `config` itself.
+    """Returns the configuration of each stage; without stages only `config`.
 
-    The last stage's folder is the run's own, so that its checkpoints, logs and evaluations are the run's; earlier stages are in
-    RUN/stages/1, 2 and so on. Each stage is an ordinary run: it has a warm-up, moments and a decay of its own, and its data in
-    an order of their own.
+    The last stage's folder is the run's, so its checkpoints, logs and evaluations are the run's;
+    earlier stages are in RUN/stages/1, 2 and so on. Each stage is an ordinary run with its own
+    warm-up, moments, decay and order of the data.
 
     Raises:
-      UserError: a stage's fields do not fit the other sections, or the stages need different numbers of devices.
+      UserError: a stage contradicts the other sections, or stages need different numbers of
+        devices.
     """
     if not config.stages:
         return [config]
@@ -42,12 +43,12 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
             mesh = dataclasses.replace(config.mesh, **axes)
         except ValueError as error:
             raise UserError(
-                f"{field}: {error}; all stages need as many devices as the section mesh says"
+                f"{field}: {error}; all stages need the number of devices in the section mesh"
             ) from None
         if mesh.devices != config.mesh.devices:
             raise UserError(
-                f"{field}.mesh: found {mesh.product} devices, needs {config.mesh.devices} as in the section mesh; "
-                "all stages run on the same devices"
+                f"{field}.mesh: found {mesh.product} devices, needs {config.mesh.devices} as in "
+                "the section mesh; all stages run on the same devices"
             )
         configs.append(check(_staged(config, index, mesh, configs[-1] if configs else None), field))
     return configs
@@ -56,12 +57,11 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
 def _staged(
     config: RunConfig, index: int, mesh: MeshConfig, previous: RunConfig | None
 ) -> RunConfig:
-    """Returns the configuration of a stage, which begins with what the stage before it, if there is one, has trained."""
+    """Returns the configuration of a stage, which begins with the previous stage's result."""
     stage, last = config.stages[index], index == len(config.stages) - 1
     model, adapter = config.model, config.adapter
-    if (
-        previous is not None and adapter.rank
-    ):  # its checkpoints hold the adapter alone: the base and its positions stay
+    # Its checkpoints only hold the adapter: the base and its positions stay.
+    if previous is not None and adapter.rank:
         model, adapter = previous.model, dataclasses.replace(adapter, path=str(previous.folder))
     elif previous is not None:
         model = dataclasses.replace(
@@ -99,14 +99,15 @@ def _staged(
 
 
 def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:
-    """Returns the configuration of a stage as its data are read: with the recipe's own model, from whose folder the tokenizer
-    can be had before the stages in front of it have run. Without stages it is `config` itself.
+    """Returns the configuration that reads a stage's data; without stages `config`.
+
+    It has the recipe's model, whose tokenizer is available before the earlier stages have run.
 
     Args:
-      number: of the stage, from 1; the last one unless given.
+      number: of the stage, from 1; the last one by default.
 
     Raises:
-      UserError: there is no stage of this number; or see `stages_of`.
+      UserError: there is no such stage; or as `stages_of`.
     """
     stages = stages_of(config)
     if number is not None and not 1 <= number <= len(stages):
@@ -122,16 +123,18 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
     """Trains each stage that is not finished, in order, and returns the last checkpoint.
 
     Args:
-      train: trains a run to its end, from its newest checkpoint if it has one; it is told whether another stage follows.
+      train: trains a run to its end, from its newest checkpoint if any; is told whether another
+        stage follows.
 
     Raises:
-      UserError: see `stages_of`; or a stage's folder holds another run.
+      UserError: as `stages_of`; or a stage's folder holds another run.
     """
     stages = stages_of(config)
     if len(stages) == 1:
         return train(stages[0], False)
     start_devices(config)
-    # One process looks for all: they would find each other's locks, or a folder that the others do not see yet.
+    # One process checks for all: they would find each other's locks, or a folder that others do not
+    # see yet.
     first = first_then_others(
         lambda index: _first_unfinished(stages) if index is None else int(index), str
     )
@@ -143,21 +146,22 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
 
 
 def _first_unfinished(stages: list[RunConfig]) -> int:
-    """Returns the index of the first stage after which none has begun.
+    """Returns the index of the first stage after which no other has begun.
 
     Raises:
-      UserError: the folder of a stage before it holds another run.
+      UserError: an earlier stage's folder holds another run.
     """
     for index, (stage, following) in enumerate(itertools.pairwise(stages)):
         if not RunDirectory(following.folder).config.exists():
             return index
-        check_run(stage)  # the next one has begun, so that this one is finished, if it is the same
+        check_run(stage)  # the next one has begun, so this one is finished, if it is the same
     return len(stages) - 1
 
 
 def _announce(stages: list[RunConfig], index: int) -> None:
     stage = stages[index]
     print(
-        f"stage {index + 1} of {len(stages)}: {stage.data.context_length:,} tokens, {stage.train.steps} steps",
+        f"stage {index + 1} of {len(stages)}: {stage.data.context_length:,} tokens, "
+        f"{stage.train.steps} steps",
         flush=True,
     )

@@ -1,7 +1,8 @@
-"""The training step and the evaluation step, compiled ahead of time from shapes alone.
+"""The training step and the evaluation step, compiled ahead of time from shapes.
 
-A batch may be computed in parts, one after the other (gradient accumulation). The parts' *sums* of weighted losses and their
-gradients are added up in float32 and divided by the sum of all weights at the end, so that parts may differ in weight.
+A batch may be computed in consecutive parts (gradient accumulation). The parts' *sums* of weighted
+losses and their gradients are added up in float32 and divided by the sum of all weights at the end,
+so parts may differ in weight.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .streaming import in_host_memory, keep_unless_finite, streamed_update
 
 
 class StepMetrics(NamedTuple):
-    """What a training step measures; scalars in float32."""
+    """A training step's measurements; scalars in float32."""
 
     loss: Float[Array, ""]
     """The weighted mean of the batch's losses."""
@@ -43,9 +44,9 @@ class StepMetrics(NamedTuple):
     """The global norm of the gradient, before clipping."""
     learning_rate: Float[Array, ""]
     loss_by_source: Float[Array, " S"]
-    """The mean loss of each source; not a number for a source without weight in the batch."""
+    """The mean loss of each source; NaN for a source without weight in the batch."""
     auxiliary: dict[str, Float[Array, ""]]
-    """The losses that layers add to it, by name, divided by the same weight; {} in dense models."""
+    """The layers' auxiliary losses, by name, divided by the same weight; {} in dense models."""
     measures: dict[str, Float[Array, ""]]
     """Other quantities of the objective, by name, divided by the same weight."""
 
@@ -63,13 +64,14 @@ class StepBuilder:
       loss: the loss of a global batch; see `Objective.loss`.
       abstract_batch: shapes, dtypes and shardings of a global batch.
       optimizer_config: the optimizer.
-      train_config: `steps`, which the learning rate depends on; `accumulation`, the number of parts that each device's rows
-        are divided into; `non_finite`: "skip" leaves parameters and moments unchanged in a step whose loss or gradient is not
-        finite.
-      memory_config: whether moments and parameters are in the host's memory; gradients are always on the device.
-      trainable_pattern: regular expression for the names of the parameters that are trained.
+      train_config: `steps`, for the learning rate; `accumulation`, the number of parts of each
+        device's rows; `non_finite`: "skip" leaves parameters and moments unchanged in a step with a
+        non-finite loss or gradient.
+      memory_config: whether moments and parameters are in host memory; gradients are always on the
+        device.
+      trainable_pattern: regular expression for the names of trained parameters.
       seed: of dropout.
-      totals: see `Objective.totals`; None stands for none.
+      totals: see `Objective.totals`; None for none.
     """
 
     model: TrainableModel
@@ -91,7 +93,7 @@ class StepBuilder:
         abstract_batch: AbstractBatch,
         totals: Totals | None = None,
     ) -> StepBuilder:
-        """Returns the builder of the steps that a run's configuration describes."""
+        """Returns the builder of a configuration's steps."""
         return cls(
             model,
             loss,
@@ -112,12 +114,12 @@ class StepBuilder:
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """Clipping, the optimizer that the section names, and perhaps an average of the weights."""
+        """Clipping, the section's optimizer, and an optional average of the weights."""
         return make_optimizer(self.optimizer_config, self.train_config.steps)
 
     @functools.cached_property
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """All parameters with their shardings: in float32, or frozen in the model's compute dtype."""
+        """All parameters with their shardings: float32, or frozen in the compute dtype."""
         shardings = self.model.shardings
         if self.memory_config.parameters_on_host:
             shardings = {name: in_host_memory(sharding) for name, sharding in shardings.items()}
@@ -140,17 +142,17 @@ class StepBuilder:
 
     @property
     def saves_trainable_only(self) -> bool:
-        """Whether checkpoints hold the trained parameters alone: adapters only, without their base model."""
+        """Whether checkpoints hold only the trained parameters: adapters without their base."""
         return any(parameter.frozen for parameter in self.model.parameters.values())
 
     @property
     def abstract_saved(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Those of `abstract_params` that checkpoints hold."""
+        """The `abstract_params` that checkpoints hold."""
         return self.abstract_trainable if self.saves_trainable_only else self.abstract_params
 
     @property
     def saved_size(self) -> str:
-        """The number of trained parameters and the size of a checkpoint, in words."""
+        """A message with the number of trained parameters and a checkpoint's size."""
         trained, total = (
             sum(weights_in(name, x) for name, x in params.items())
             for params in (self.abstract_trainable, self.abstract_params)
@@ -172,18 +174,19 @@ class StepBuilder:
         )
 
     def init_optimizer(self, trainable: Params) -> Any:
-        """Returns a fresh state of the optimizer, created in its shards."""
+        """Returns a new state of the optimizer, created in its shards."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_optimizer)
         return jax.jit(self.optimizer.init, out_shardings=shardings)(trainable)
 
     def lower_train(self) -> jax.stages.Lowered:
-        """Returns the lowered training step `train`, to be compiled or read. It donates parameters and moments."""
+        """Returns the lowered training step `train`, which donates parameters and moments."""
         step = jax.ShapeDtypeStruct((), jnp.int32)
         shardings = [
             jax.tree.map(lambda x: x.sharding, tree)
             for tree in (self.abstract_trainable, self.abstract_optimizer)
         ]
-        # Without fixed shardings of the results the compiler might choose others, and the second step would compile again.
+        # Without fixed shardings of the results the compiler might choose others, and the second
+        # step would recompile.
         jitted = jax.jit(self.train, donate_argnums=(0, 2), out_shardings=(*shardings, None))
         return jitted.lower(
             self.abstract_trainable,
@@ -194,7 +197,7 @@ class StepBuilder:
         )
 
     def lower_evaluate(self) -> jax.stages.Lowered:
-        """Returns the lowered evaluation step, from all parameters and a batch to `LossSums`."""
+        """Returns the lowered evaluation step: parameters and batch to `LossSums`."""
 
         def evaluate(params, batch):
             whole = self._whole_batch(params, batch)
@@ -218,7 +221,7 @@ class StepBuilder:
           step: number of finished steps.
 
         Returns:
-          The new trained parameters, the new state of the optimizer, and what was measured.
+          The new trained parameters, the new state of the optimizer, and the metrics.
         """
         adapter = self.model.config.adapter
         if adapter is not None and adapter.dropout_rate:
@@ -244,13 +247,13 @@ class StepBuilder:
         return *self._update(trainable, optimizer_state, gradient, finite), metrics
 
     def _whole_batch(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
-        """Returns what the loss of a part needs to know of the whole batch, from a forward pass over all parts."""
+        """Returns what a part's loss needs of the whole batch, by a forward pass over all parts."""
         if self.train_config.accumulation == 1 or self.totals is None:
             return {}
         return self._over_parts(functools.partial(self.totals, params), batch)
 
     def _router_totals(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
-        """Returns the totals of a mixture's routers, whose losses are no sums over parts, as `_whole_batch`."""
+        """As `_whole_batch`, for a mixture's router losses, which are not sums over parts."""
         if self.train_config.accumulation == 1 or not self.model.config.has_router_losses:
             return {}
         count = functools.partial(self.model.router_totals, params)
@@ -259,7 +262,7 @@ class StepBuilder:
     def _update(
         self, trainable: Params, state: Any, gradient: Params, finite: Bool[Array, ""] | bool
     ) -> tuple[Params, Any]:
-        """Returns the new parameters and the new state of the optimizer; the old ones if the step is not finite."""
+        """Returns new parameters and optimizer state; the old ones if the step is not finite."""
         if self.memory_config.moments_on_host or self.memory_config.parameters_on_host:
             clipped, _ = clipping(self.optimizer_config).update(gradient, optax.EmptyState())
             without_clipping = dataclasses.replace(self.optimizer_config, clip_norm=0)
@@ -273,7 +276,7 @@ class StepBuilder:
     def _sums_and_gradient(
         self, trainable: Params, frozen: Params, batch: DeviceBatch
     ) -> tuple[LossSums, Params]:
-        """Returns the sums of the loss, and the gradient of their total; it is taken outside of `shard_map`."""
+        """Returns the loss sums and the gradient of their total, taken outside of `shard_map`."""
         on_host = self.memory_config.parameters_on_host
 
         def total(variables):
@@ -281,7 +284,8 @@ class StepBuilder:
             sums = self.loss({**params, **frozen}, batch)
             return sums.trained, sums
 
-        # The gradient of a parameter in the host's memory is taken with respect to its placeholder on the device.
+        # The gradient of a parameter in host memory is taken with respect to its placeholder on the
+        # device.
         variables = (
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainable) if on_host else trainable
         )
@@ -295,7 +299,7 @@ class StepBuilder:
             return fn(batch)
 
         def split(name: str, x: jax.Array) -> jax.Array:
-            """Splits [B, ...] into [parts, B / parts, ...]: each device's own rows, so that no row moves to another device."""
+            """Splits [B, ...] into [parts, B / parts, ...] within each device's rows."""
             abstract = self.abstract_batch["index" if name == "dropout" else name]
             rows, *rest = x.shape
             row_axes, *other_axes = tuple(abstract.sharding.spec) or (None,)

@@ -1,4 +1,4 @@
-"""The optimizer's update where parameters or moments are in the host's memory: layer by layer, to the device and back."""
+"""Updates parameters or moments in host memory: layer by layer, to the device and back."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ DEVICE = jax.memory.Space.Device
 
 
 def in_host_memory(sharding: NamedSharding) -> NamedSharding:
-    """Returns the same sharding in the host's pinned memory."""
+    """Returns the same sharding in pinned host memory."""
     on_host = sharding.with_memory_kind("pinned_host")
     if on_host.memory_kind:
         return on_host
-    # A described GPU does not list its memories, and jax then drops the kind. An abstract mesh keeps it.
+    # A described GPU lists no memories, so jax drops the kind. An abstract mesh keeps it.
     return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind="pinned_host")
 
 
 def keep_unless_finite(finite: Bool[Array, ""] | bool, new: Any, old: Any) -> Any:
-    """Returns `new` where `finite` holds, otherwise `old`, except for counters: the learning rate depends on the step alone.
+    """Returns `new` if `finite`, otherwise `old` except for counters.
+
+    Counters always advance: the learning rate depends only on the step.
 
     Args:
       finite: True selects `new` without a test.
@@ -51,23 +53,23 @@ def streamed_update(
     params: dict[str, jax.Array],
     finite: Bool[Array, ""] | bool = True,
 ) -> tuple[dict[str, jax.Array], Any]:
-    """Applies one optimizer step to parameters or moments in the host's memory, of which one layer at a time is on the device.
+    """Applies an optimizer step in host memory, with one layer at a time on the device.
 
     Args:
-      optimizer: an elementwise one, without a global norm.
+      optimizer: elementwise, without a global norm.
       gradient: by parameter name, on the device.
       state: the optimizer's state, whose dictionaries have the same names.
       params: by name; those called `layers.*` are stacked layers [N, ...].
       finite: see `keep_unless_finite`.
 
     Returns:
-      The new parameters and the new state, each in the memory where the old one was.
+      The new parameters and state, each in the memory of the old one.
     """
     layer_names = [name for name in params if name.startswith("layers.")]
     other_names = [name for name in params if name not in layer_names]
 
     def update(names: Sequence[str], params, state, read: Callable, write: Callable):
-        """Updates the arrays of these names: `read` takes the part to update from an array, `write` puts a new one there."""
+        """Updates the named arrays: `read` takes the part to update, `write` stores the new one."""
 
         def fetch(arrays):
             if not isinstance(arrays, dict):
@@ -81,9 +83,8 @@ def streamed_update(
         )
 
         def store(arrays, new_arrays):
-            if not isinstance(
-                arrays, dict
-            ):  # a counter advances once in a step: with the last update, of the other parameters
+            # A counter advances once per step: with the last update, of the other parameters.
+            if not isinstance(arrays, dict):
                 return arrays if names is layer_names else new_arrays
             return {
                 **arrays,
@@ -116,5 +117,5 @@ def _memory(array: jax.Array) -> Any:
 
 
 def _map_dicts(fn: Callable, tree: Any, *others: Any) -> Any:
-    """Maps `fn` over the dictionaries of a tree (optax keeps one for each moment) and over the leaves outside of them."""
+    """Maps `fn` over a tree's dictionaries (optax has one per moment) and its other leaves."""
     return jax.tree.map(fn, tree, *others, is_leaf=lambda node: isinstance(node, dict))

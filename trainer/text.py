@@ -1,4 +1,4 @@
-"""The objective of language models: the cross-entropy of the next token, over packed documents."""
+"""The objective of language models: next-token cross-entropy over packed documents."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from .source_kinds import ModelSource
 def text_batch(
     rows: int, length: int, mesh: Mesh, with_sources: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes, dtypes and shardings of a batch of text: the arrays of `data.batch.Batch`, each [rows, length].
+    """Returns shapes, dtypes and shardings of `data.batch.Batch`'s arrays, each [rows, length].
 
     Args:
       with_sources: whether the batch also holds each token's source, `source_ids`.
@@ -62,10 +62,10 @@ def text_batch(
 def prepare_text(
     config: RunConfig, tokenizer: Tokenizer, progress: bool = True, key: str | None = None
 ) -> Prepared:
-    """Returns the run's tokenized data, from the folder `data.prepared` if it is there already.
+    """Returns the run's tokenized data, from the folder `data.prepared` if they exist there.
 
     Args:
-      progress: shows a progress bar if standard error is a terminal.
+      progress: whether to show a progress bar if standard error is a terminal.
       key: opens the data set of this name instead, without reading the sources.
     """
     data = config.data
@@ -111,17 +111,16 @@ def prepare_text(
 
 
 def longest_document(prepared: Prepared) -> int:
-    """Returns the number of tokens of the longest document that is trained on; of a pair, each
-    completion with its prompt is one."""
+    """Returns the tokens of the longest training document; each completion of a pair is one."""
     documents = prepared.train
     lengths = np.maximum(documents.chosen, documents.lengths - documents.chosen)
     return int(lengths.max(initial=0))
 
 
 def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str | None:
-    """Returns a warning where documents are longer than what a pretrained model was trained for; None where they are not.
+    """Returns a warning if documents exceed a pretrained model's length; else None.
 
-    None also where the recipe chooses its own rope_theta: then it has seen to the length.
+    Also None if the recipe sets rope_theta, which takes care of the length.
 
     Args:
       source: the model with the recipe's positions; model: the recipe's section.
@@ -141,11 +140,11 @@ def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str
 
 
 def source_names(config: RunConfig) -> tuple[str, ...]:
-    """Returns the names by which metrics report each source's loss, in the order of their numbers.
+    """Returns the sources' names in metrics, in order of their numbers.
 
-    There are none, (), for a single source, with or without a held-out file.
+    They are () for a single source, with or without a held-out file.
 
-    A source is called like its file without the suffix, or its task if it is generated; a name that is taken already gets a
+    A source's name is its file's without the suffix, or its task if generated; a duplicate gets a
     number: x, x_2. The held-out file comes last.
     """
     data = config.data
@@ -167,21 +166,21 @@ def source_names(config: RunConfig) -> tuple[str, ...]:
 
 
 class _ReadPart(TypedDict):
-    """What this process reads of a batch: numbers of its rows, and indices within a row."""
+    """This process's part of a batch: indices of rows, and indices within a row."""
 
     rows: list[int]
     indices: Int[np.ndarray, " T"]
 
 
 class TextObjective(Objective):
-    """Next-token prediction: cross-entropy over the assistant's turns of conversations, and over every token of other texts.
+    """Next-token prediction: of the assistant's turns, and of every token of other texts.
 
     Attributes:
       config: the run's configuration.
-      source: where the model and the tokenizer come from.
+      source: of the model and the tokenizer.
       prepared: the tokenized data.
       loader: the batches of the training split.
-      order: the permutation from the tokens as this process reads them to the mesh's layout.
+      order: the permutation from this process's tokens to the mesh's layout.
     """
 
     model: LanguageModel
@@ -189,10 +188,11 @@ class TextObjective(Objective):
     weight_name = "target_tokens"
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
-        """Opens the model and prepares the data, which process 0 does for all.
+        """Opens the model and prepares the data (process 0 prepares them for all).
 
         Raises:
-          UserError, ValueError: the model, the tokenizer or the data cannot be used; one line that says what would work.
+          UserError, ValueError: the model, the tokenizer or the data cannot be used; one line that
+            says what would work.
         """
         self.config, self.mesh = config, mesh
         self._open_model()
@@ -219,8 +219,9 @@ class TextObjective(Objective):
                 else f"model.overrides.vocab_size {self.tokenizer.vocab_size}"
             )
             raise UserError(
-                f"model.tokenizer: has ids up to {self.tokenizer.vocab_size - 1}, but the model has "
-                f"{self.source.config.vocab_size} rows of vocabulary; another tokenizer or {more} would work"
+                f"model.tokenizer: has ids up to {self.tokenizer.vocab_size - 1}, but the model "
+                f"has {self.source.config.vocab_size} rows of vocabulary; another tokenizer or "
+                f"{more} would work"
             )
         self.model = build_language_model(
             self.config, self.source.config.with_length(data.context_length), self.mesh
@@ -237,7 +238,7 @@ class TextObjective(Objective):
         )
         if jax.process_index() == 0:
             self._report_data()
-        # Exports take the longest document for the length that the model can use: longer rows hold several.
+        # Exports state the longest document as the model's length: longer rows hold several.
         longest = longest_document(self.prepared)
         self.source = dataclasses.replace(
             self.source, config=self.source.config.with_length(longest)
@@ -270,8 +271,10 @@ class TextObjective(Objective):
         )
 
     def _report_data(self) -> None:
-        """Prints what became of the records, at the run's first start alone, and warnings: of documents beyond the length that
-        the model was trained for, and if none was held out."""
+        """Prints the data report at the run's first start, and warnings.
+
+        They concern documents beyond the model's trained length, and missing held-out data.
+        """
         data = self.config.data
         if not RunDirectory(self.config.folder).config.exists():
             print(self.prepared.report.summary(), flush=True)
@@ -281,19 +284,22 @@ class TextObjective(Objective):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         if not len(self.prepared.held_out) and (data.held_out_path or data.held_out_fraction):
             wanted = (
-                f"data.held_out_path {data.held_out_path} has no document to measure on"
+                f"data.held_out_path {data.held_out_path} has no document to measure"
                 if data.held_out_path
-                else f"data.held_out_fraction {data.held_out_fraction:g} of {len(self.prepared.train):,} documents is none"
+                else (
+                    f"data.held_out_fraction {data.held_out_fraction:g} of "
+                    f"{len(self.prepared.train):,} documents is none"
+                )
             )
             print(
-                f"warning: there is no held-out loss: {wanted}; a larger data.held_out_fraction or another "
-                "data.held_out_path would give one",
+                f"warning: there is no held-out loss: {wanted}; a larger data.held_out_fraction or "
+                "another data.held_out_path would give one",
                 file=sys.stderr,
                 flush=True,
             )
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
-        """Returns the sums of the cross-entropy in nats over the targets and of their weights; see `LanguageModel.loss`."""
+        """Returns the sums of cross-entropy (nats) and of weights; see `LanguageModel.loss`."""
         return self.model.loss(params, batch, sources=len(self.sources))
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -310,7 +316,7 @@ class TextObjective(Objective):
         yield from map(self._permuted, self.loader.batches(step, **self._local))
 
     def held_out(self) -> Iterator[HostBatch]:
-        """Yields the held-out batches, in the mesh's layout; none without held-out data."""
+        """Yields the held-out batches, if any, in the mesh's layout."""
         if self._held_out_loader is not None:
             yield from map(self._permuted, self._held_out_loader.epoch_batches(**self._local))
 
@@ -318,7 +324,7 @@ class TextObjective(Objective):
         return cast(HostBatch, permute(batch, self.order))
 
     def to_device(self, batch: HostBatch) -> DeviceBatch:
-        """Returns the global arrays [rows, length] of which `batch` holds this process's part."""
+        """Returns the global arrays [rows, length] of `batch`, this process's part."""
         return place_batch(dict(batch), self.mesh, self.part)
 
     def record_ids(self, step: int) -> list[str]:
@@ -336,7 +342,7 @@ class TextObjective(Objective):
     def write_assets(self, folder: Path) -> None:
         """Writes config.json, the tokenizer with its chat template, and the configuration."""
         templates = chat_templates(self.config.data)
-        # A model that is trained on texts alone keeps the chat template it had.
+        # A model trained only on texts keeps its chat template.
         template = (
             jinja_template(templates[0], self.tokenizer)
             if templates
@@ -351,22 +357,24 @@ class TextObjective(Objective):
 
 
 def _check_vocabulary(source: AdaptedSource, rows: int) -> None:
-    """Raises UserError if the templates add rows to the `rows` of an adapter's checkpoint, whose trained or drawn ones would
-    not be those of a larger vocabulary."""
+    """Refuses templates that add rows to the `rows` of an adapter's checkpoint.
+
+    Its trained or drawn rows would not be those of a larger vocabulary.
+    """
     if isinstance(source.adapter, CheckpointAdapter) and source.config.vocab_size > rows:
         raise UserError(
-            f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens that the run of "
-            f"{source.adapter.folder} did not have; python -m scripts.export_hf --merge makes a whole model of it, "
-            "which gets them as model.path"
+            f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens "
+            f"that the run of {source.adapter.folder} did not have; python -m scripts.export_hf "
+            "--merge makes a whole model of it, which gets them as model.path"
         )
 
 
 def _check_same(section: AdapterConfig, source: AdaptedSource) -> None:
-    """Raises UserError unless the recipe's section describes the adapter that training goes on from."""
+    """Raises UserError unless the recipe's section describes the continued adapter."""
     for name in ("rank", "alpha", "projections", "use_rslora", "use_dora", "train"):
         needed, found = getattr(source.adapter.config, name), getattr(section, name)
         if needed != found:
             raise UserError(
-                f"adapter.{name.replace('projections', 'targets')}: found {found!r}; the adapter in {section.path} "
-                f"has {needed!r}"
+                f"adapter.{name.replace('projections', 'targets')}: found {found!r}; the adapter "
+                f"in {section.path} has {needed!r}"
             )

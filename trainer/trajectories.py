@@ -1,4 +1,4 @@
-"""The objective of trajectories: the action of every state, by squared error, over several episodes in one context."""
+"""The objective of trajectories: predicts actions over several episodes in one context."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
 from .run.cluster import first_then_others
 
 ASSET = "trajectories.json"
-"""File of a checkpoint's assets that says what its inputs are."""
+"""File in a checkpoint's assets that describes its inputs."""
 SAMPLED = 256
-"""Episodes that the scales of states are computed from, at most."""
+"""The most episodes from which the scales of states are computed."""
 
 
 def trajectory_batch(
     rows: int, length: int, mesh: Mesh, sizes: TrajectorySizes
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes, dtypes and shardings of a batch of trajectories; see `model.agentic.AgenticTransformer`."""
+    """Returns a batch's shapes, dtypes and shardings; see `model.agentic.AgenticTransformer`."""
 
     def array(dtype, *rest):
         return jax.ShapeDtypeStruct((rows, length, *rest), dtype, sharding=batch_sharding(mesh))
@@ -60,12 +60,12 @@ def trajectory_batch(
 
 
 def trajectory_model(config: RunConfig) -> TransformerConfig:
-    """Returns the transformer's shape for the run's context: that of the checkpoint `model.path`, or of the section `model`.
+    """Returns the run's transformer: the checkpoint's at `model.path`, or the section's.
 
-    There is no vocabulary; a size of 1 keeps it out of the counts of FLOPs and of memory.
+    There is no vocabulary; a size of 1 keeps it out of FLOPs and memory.
 
     Raises:
-      UserError, ValueError: see `stored_shape` and `scratch_config`.
+      UserError, ValueError: as `stored_shape` and `scratch_config`.
     """
     if config.model.path:
         shape = stored_shape(assets_dir(config.model.path)).with_positions(**config.model.overrides)
@@ -78,11 +78,11 @@ def stored_shape(assets: Path) -> TransformerConfig:
     """Returns the shape of the transformer in a checkpoint on trajectories.
 
     Raises:
-      UserError: its model is none of trajectories.
+      UserError: it is not a model of trajectories.
     """
     if not (assets / ASSET).exists():
         raise UserError(
-            f"{assets.parent}: no model of trajectories; a checkpoint that train.py made from a recipe with a "
+            f"{assets.parent}: not a model of trajectories; a checkpoint of a recipe with a "
             "section trajectories would work"
         )
     fields = read_json(assets / "config.json", assets)
@@ -92,10 +92,10 @@ def stored_shape(assets: Path) -> TransformerConfig:
 
 
 class Contexts:
-    """Draws the episodes of each row: a function of the seed and the row's number alone.
+    """Draws the episodes of each row, a function of the seed and the row's number.
 
     Attributes:
-      episodes: numbers of the episodes to draw from.
+      episodes: indices of the episodes to draw from.
     """
 
     def __init__(
@@ -146,12 +146,12 @@ class Contexts:
 
 
 class TrajectoryObjective(Objective):
-    """In-context reinforcement learning: predicts actions from the returns to go, states and rewards before them.
+    """In-context RL: predicts actions from earlier returns to go, states and rewards.
 
     Attributes:
       config: the run's configuration.
-      prepared: the episodes; scales: what their numbers are divided by.
-      contexts: the rows of training.
+      prepared: the episodes; scales: the divisors of their numbers.
+      contexts: the training rows.
     """
 
     model: AgenticTransformer
@@ -159,10 +159,11 @@ class TrajectoryObjective(Objective):
     sources = ()
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
-        """Prepares the episodes, which process 0 does for all, and the model of their sizes.
+        """Prepares the episodes (process 0 does so for all) and the model of their sizes.
 
         Raises:
-          UserError, ValueError: the model or the data cannot be used; one line that says what would work.
+          UserError, ValueError: the model or the data cannot be used; one line that says what would
+            work.
         """
         self.config, self.mesh = config, mesh
         options = config.trajectories
@@ -201,11 +202,11 @@ class TrajectoryObjective(Objective):
         self.fingerprint = hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()[:16]
 
     def _split(self) -> None:
-        """Chooses the episodes of training and those held out."""
+        """Chooses the training and the held-out episodes."""
         options, data, returns = self.config.trajectories, self.config.data, self.prepared.returns
         best_first = np.argsort(-returns, kind="stable")
         chosen = np.sort(best_first[: max(1, round(options.best * len(returns)))])
-        # The same in every stage of a curriculum, whose seeds differ.
+        # Equal in every stage of a curriculum, whose seeds differ.
         shuffled = np.random.default_rng(len(chosen)).permutation(chosen)
         held_out = round(len(chosen) * data.held_out_fraction)
         self.has_held_out = held_out >= options.in_context
@@ -230,7 +231,7 @@ class TrajectoryObjective(Objective):
 
         Args:
           chosen: indices of the episodes to train on and of those to hold out.
-          trained, held_out: how many of them are for each, the latter perhaps too few for a context.
+          trained, held_out: their numbers; the latter may be too few for a context.
 
         Raises:
           UserError: there are too few episodes, one has no decision, or a row is too short.
@@ -238,14 +239,15 @@ class TrajectoryObjective(Objective):
         options, data = self.config.trajectories, self.config.data
         if trained < options.in_context:
             raise UserError(
-                f"trajectories.in_context: found {options.in_context}, but {options.path} has {trained} episodes "
-                "to train on; a smaller number, or more episodes, would work"
+                f"trajectories.in_context: found {options.in_context}, but {options.path} has "
+                f"{trained} episodes to train on; a smaller number, or more episodes, would work"
             )
         lengths = self.prepared.lengths[chosen]
         if lengths.min() < options.action_repeat:
             raise UserError(
-                f"trajectories.action_repeat: found {options.action_repeat}, but the shortest episode of "
-                f"{options.path} has {lengths.min()} steps; at most {lengths.min()} would work"
+                f"trajectories.action_repeat: found {options.action_repeat}, but the shortest "
+                f"episode of {options.path} has {lengths.min()} steps; at most {lengths.min()} "
+                "would work"
             )
         counts = lengths // options.action_repeat
         most = int(min(counts.max(), options.decisions or counts.max()))
@@ -258,15 +260,16 @@ class TrajectoryObjective(Objective):
             )
         if not self.has_held_out and data.held_out_fraction and jax.process_index() == 0:
             print(
-                f"warning: there is no held-out loss: data.held_out_fraction {data.held_out_fraction:g} of {len(chosen)} "
-                f"episodes is {held_out}, and a context takes {options.in_context}; a larger data.held_out_fraction would "
-                "give one",
+                "warning: there is no held-out loss: data.held_out_fraction "
+                f"{data.held_out_fraction:g} of {len(chosen)} episodes is {held_out}, and a "
+                f"context takes {options.in_context}; a larger data.held_out_fraction would give "
+                "one",
                 file=sys.stderr,
                 flush=True,
             )
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
-        """Returns the sums of the actions' losses (squared errors, or nats of a mixture) and of their weights.
+        """Returns the sums of action losses (squared errors, or a mixture's nats) and of weights.
 
         See `AgenticTransformer.loss`.
         """
@@ -285,7 +288,7 @@ class TrajectoryObjective(Objective):
             step += 1
 
     def held_out(self) -> Iterator[HostBatch]:
-        """Yields held-out batches in which each held-out episode comes about once; none if there are too few."""
+        """Yields batches with each held-out episode about once; none if there are too few."""
         if self.has_held_out:
             rows = len(self._held_out.episodes) / self.config.trajectories.in_context
             for number in range(max(1, round(rows / self.config.train.batch_size))):
@@ -298,7 +301,7 @@ class TrajectoryObjective(Objective):
         return {name: np.stack([row[name][tokens] for row in rows]) for name in rows[0]}
 
     def to_device(self, batch: HostBatch) -> DeviceBatch:
-        """Returns the global arrays of which `batch` holds this process's part."""
+        """Returns the global arrays of `batch`, this process's part."""
         return place_batch(dict(batch), self.mesh, self.part)
 
     def _episodes(self, step: int) -> list[int]:
@@ -314,7 +317,7 @@ class TrajectoryObjective(Objective):
         return [f"episode {episode}" for episode in self._episodes(step)]
 
     def lengths(self, step: int) -> Int[np.ndarray, " rows"]:
-        """Returns the tokens of each row: all of its trajectories attend to each other."""
+        """Returns the tokens of each row, whose trajectories attend to each other."""
         options = self.config.trajectories
         counts = self.prepared.lengths[self._episodes(step)] // options.action_repeat
         counts = np.minimum(counts, options.decisions) if options.decisions else counts
@@ -324,7 +327,7 @@ class TrajectoryObjective(Objective):
         """Draws the parameters, or reads those of the checkpoint `model.path`.
 
         Raises:
-          ValueError: the checkpoint is damaged, or of a model of another shape.
+          ValueError: the checkpoint is damaged, or of another shape.
         """
         if not self.config.model.path:
             return self.model.init(self.config.model.seed)
@@ -334,7 +337,7 @@ class TrajectoryObjective(Objective):
         )
 
     def write_assets(self, folder: Path) -> None:
-        """Writes config.json, what the inputs are (trajectories.json), and the configuration."""
+        """Writes config.json, trajectories.json (the inputs), and the configuration."""
         folder.mkdir(parents=True, exist_ok=True)
         options, returns = self.config.trajectories, self.prepared.returns
         inputs = {

@@ -1,4 +1,4 @@
-"""New rows of a vocabulary that has grown."""
+"""Draws new rows of a grown vocabulary."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from model.padding import vocabulary_axes
 def draw_rows(
     params: dict[str, jax.Array], model: LanguageModel, stored_rows: int, seed: int
 ) -> dict[str, jax.Array]:
-    """Returns the parameters with all rows of the vocabulary after `stored_rows` drawn anew.
+    """Returns the parameters with new vocabulary rows after `stored_rows`.
 
-    A new row is the mean of the stored ones plus the noise of an initialisation; one of noise alone would be far from every
-    embedding that the other layers were trained on.
+    A new row is the mean of the stored ones plus an initialisation's noise; only noise would be far
+    from every embedding on which the other layers were trained.
     """
     config = model.config
 

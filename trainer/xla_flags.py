@@ -1,13 +1,14 @@
-"""The compiler's flags for each platform, and why: python -m trainer.xla_flags tpu | gpu | cpu prints them for a shell.
+"""Compiler flags by platform: python -m trainer.xla_flags tpu | gpu | cpu, for a shell.
 
-For GPUs it also prints how much memory JAX may take, which is otherwise 75% of a GPU and, for each process, 64 GiB of pinned
-host memory. With --plan the host's part is what the plan needs, and a plan that this machine cannot hold is refused.
+For GPUs it also prints how much memory JAX may take: by default 75% of a GPU and 64 GiB of pinned
+host memory per process. With --plan the host's part is what the plan needs, and a plan that does
+not fit on this machine is refused.
 
-Only the launchers apply the flags, before Python starts (`eval "$(python -m trainer.xla_flags tpu)"`). Importing this
-module changes nothing, and train.py started by hand has the compiler's own defaults. Flags that the user has set come
-last, and so win. The compiler refuses for one generation of TPUs what another needs: the chips of this host tell the
-generation, or --generation. The tests compile with each generation's flags; the time that they save has not been
-measured.
+Only the launchers apply the flags, before Python starts (`eval "$(python -m trainer.xla_flags
+tpu)"`). Importing this module changes nothing, and train.py started by hand has the compiler's
+defaults. The user's flags come last, so they win. The compiler refuses for one generation of TPUs
+what another needs: this host's chips tell the generation, or --generation. The tests compile with
+each generation's flags; the time that they save has not been measured.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .host import host_bytes
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of the compiler and why it is set; `only`: the generations of TPUs that get it, all of them if empty."""
+    """A compiler flag and its reason; `only`: its TPU generations, all of them if empty."""
 
     name: str
     value: str
@@ -43,45 +44,46 @@ class Flag:
         return f"--{self.name}={self.value}"
 
 
-# Where each platform's compiler reads its flags.
+# The variable with each platform's compiler flags.
 VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS", "cpu": "XLA_FLAGS"}
-# Chips with SparseCores: the compilers overlap no gather there that the TensorCore drives.
+# Chips with SparseCores: their compilers overlap no gather that the TensorCore drives.
 _SPARSE_CORES = ("v5p", "v6e")
 FLAGS = {
     "tpu": (
         Flag(
             "xla_max_concurrent_async_collective_permutes",
             "8",
-            "a round of `balanced`, or of the ring both ways, has six transfers under way; by default five may be",
+            "a round of `balanced`, or of the bidirectional ring, has six transfers in flight; "
+            "the default allows five",
         ),
         Flag(
             "xla_enable_async_all_gather",
             "true",
-            "FSDP's gathers run beside the matrix products; v5e's compiler does that by itself",
+            "FSDP's gathers overlap with matrix products; v5e's compiler does that by default",
             ("v3", "v4"),
         ),
         Flag(
             "xla_tpu_enable_sparse_core_collective_offload_all_gather",
             "true",
-            "FSDP's gathers are driven by the SparseCores, beside the matrix products",
+            "the SparseCores drive FSDP's gathers, which overlap with matrix products",
             _SPARSE_CORES,
         ),
         Flag(
             "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
             "true",
-            "so are the gradients' reduce-scatters",
+            "the same for the gradients' reduce-scatters",
             _SPARSE_CORES,
         ),
         Flag(
             "xla_tpu_use_tc_device_shape_on_sc",
             "true",
-            "the SparseCores see the slice as the TensorCores do",
+            "the SparseCores see the same topology as the TensorCores",
             _SPARSE_CORES,
         ),
         Flag(
             "xla_sc_disable_megacore_partitioning",
             "true",
-            "a collective is the work of one SparseCore",
+            "one SparseCore handles a collective",
             _SPARSE_CORES,
         ),
     ),
@@ -89,12 +91,12 @@ FLAGS = {
         Flag(
             "xla_gpu_enable_latency_hiding_scheduler",
             "true",
-            "the ring's transfers and FSDP's gathers are started early, and awaited where they are needed",
+            "the ring's transfers and FSDP's gathers start early, and are awaited when needed",
         ),
         Flag(
             "xla_gpu_enable_pipelined_all_gather",
             "true",
-            "the gather of a layer's weights moves to the layer before",
+            "the gather of a layer's weights moves to the previous layer",
         ),
         Flag(
             "xla_gpu_enable_pipelined_reduce_scatter",
@@ -104,7 +106,7 @@ FLAGS = {
         Flag(
             "xla_gpu_all_gather_combine_threshold_bytes",
             "268435456",
-            "the small matrices of a layer are gathered together, not one by one",
+            "a layer's small matrices are gathered together, not one by one",
         ),
         Flag(
             "xla_gpu_reduce_scatter_combine_threshold_bytes",
@@ -116,13 +118,14 @@ FLAGS = {
         Flag(
             "xla_cpu_collective_call_terminate_timeout_seconds",
             "600",
-            "simulated devices that share few cores wait long for each other; the default soon ends the program",
+            "simulated devices that share few cores wait long for each other; the default soon "
+            "aborts",
         ),
     ),
 }
 
 
-# What Google's chips call themselves on the PCI bus (v5e's and v5p's hosts are told apart by nothing else).
+# PCI ids of Google's chips (nothing else distinguishes v5e and v5p hosts).
 _GOOGLE, _CHIPS = (
     "0x1ae0",
     {"0x0027": "v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"},
@@ -130,7 +133,7 @@ _GOOGLE, _CHIPS = (
 
 
 def generation(bus: Path = Path("/sys/bus/pci/devices")) -> str | None:
-    """Returns the generation of this host's TPUs, or None if it has none that are known."""
+    """Returns the generation of this host's TPUs; None if there are no known ones."""
     for device in bus.glob("*"):
         vendor, chip = ((device / name).read_text().strip() for name in ("vendor", "device"))
         if vendor == _GOOGLE and chip in _CHIPS:
@@ -139,41 +142,44 @@ def generation(bus: Path = Path("/sys/bus/pci/devices")) -> str | None:
 
 
 def flags(platform: str, generation: str | None = None) -> list[Flag]:
-    """Returns the platform's flags; for an unknown generation of TPUs those that all generations share."""
+    """Returns the platform's flags; only the shared ones for an unknown TPU generation."""
     return [flag for flag in FLAGS[platform] if not flag.only or generation in flag.only]
 
 
 def shell_line(platform: str, given: str = "", generation: str | None = None) -> str:
-    """Returns the `export` line that sets a platform's flags in a shell, before those `given` by the user.
+    """Returns the `export` line for a platform's flags, followed by those `given` by the user.
 
     Args:
       platform: cpu, gpu or tpu.
-      generation: of TPUs, such as v4; None takes the flags that all generations share.
+      generation: of TPUs, such as v4; None takes the flags shared by all generations.
     """
     words = " ".join([*map(str, flags(platform, generation)), *filter(None, [given])])
     return f"export {VARIABLES[platform]}={shlex.quote(words)}"
 
 
-# The share of a GPU's memory that JAX takes: jaxlib/xla_client.py of 0.10.2, which refuses it beside its older name.
+# The share of a GPU's memory that JAX takes: jaxlib/xla_client.py of 0.10.2, which refuses it
+# together with its older name.
 MEMORY_SHARE, OLD_MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# The pinned host memory of a process in GiB, 64 by default, taken as it is needed: GetGpuHostAllocator in XLA's
-# pjrt/gpu/gpu_helpers.cc (openxla/xla#20633).
+# The pinned host memory of a process in GiB, 64 by default, allocated on demand:
+# GetGpuHostAllocator in XLA's pjrt/gpu/gpu_helpers.cc (openxla/xla#20633).
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-# What of the host's memory may be pinned; of a plan's host memory how much more, since its allocator's free pieces do not join.
+# The share of host memory that may be pinned, and a margin for a plan's host memory, since free
+# pieces of its allocator do not merge.
 HOST_SHARE, FRAGMENTS = 0.9, 1.1
 
 
 def gpu_memory(
     plan: Mapping[str, Any] | None, host_gib: float, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the environment variables that set how much memory JAX may take, without those that the user has set.
+    """Returns the variables that set JAX's memory, without those that the user has set.
 
     Args:
-      plan: as `python -m scripts.plan --compile --output` writes it, for GPUs; None allows what the machine has.
+      plan: from `python -m scripts.plan --compile --output`, for GPUs; None allows the machine's
+        memory.
       host_gib: the memory of this host.
 
     Raises:
-      UserError: the plan is not for GPUs, or needs more of the GPU or of the host than there is.
+      UserError: the plan is not for GPUs, or needs more GPU or host memory than there is.
     """
     limit = math.floor(HOST_SHARE * host_gib)
     if plan is not None:
@@ -186,15 +192,16 @@ def gpu_memory(
         assert usable is not None
         if plan["peak_gib"] > usable:
             raise UserError(
-                f"--plan: needs {plan['peak_gib']:.2f} GiB of each {chip}, where JAX may take {usable:.2f} "
-                f"({GPU_MEMORY_SHARE:g} of its memory); python -m scripts.plan finds one that fits"
+                f"--plan: needs {plan['peak_gib']:.2f} GiB of each {chip}, where JAX may take "
+                f"{usable:.2f} ({GPU_MEMORY_SHARE:g} of its memory); python -m scripts.plan finds "
+                "one that fits"
             )
         needed = plan["host_gib"] * gpus
         if needed > limit:
             raise UserError(
-                f"--plan: needs {needed:.0f} GiB of pinned memory for the host's {gpus} GPUs, where {limit} of its "
-                f"{host_gib:.0f} GiB may be pinned; python -m scripts.plan --host-gib {limit // gpus} finds one "
-                "that fits"
+                f"--plan: needs {needed:.0f} GiB of pinned memory for the host's {gpus} GPUs, "
+                f"where {limit} of its {host_gib:.0f} GiB may be pinned; python -m scripts.plan "
+                f"--host-gib {limit // gpus} finds one that fits"
             )
         limit = min(limit, max(64, math.ceil(FRAGMENTS * needed)))
     settings = {MEMORY_SHARE: f"{GPU_MEMORY_SHARE:g}", HOST_LIMIT: str(limit)}
@@ -204,7 +211,7 @@ def gpu_memory(
 
 
 def read_plan(path: str) -> dict[str, Any]:
-    """Returns a plan of `python -m scripts.plan --compile --output`, or the longest one of its --search.
+    """Returns a plan of `scripts.plan --compile --output`, or the longest one of its --search.
 
     Raises:
       UserError: the file is not a plan.
@@ -223,7 +230,7 @@ def read_plan(path: str) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the lines to evaluate in a shell, or with --why each flag with its reason."""
+    """Prints lines for a shell to evaluate, or with --why each flag and its reason."""
     about = __doc__.splitlines()[0]
     parser = CommandParser(
         prog="python -m trainer.xla_flags", description=about, allow_abbrev=False
@@ -238,13 +245,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--why",
         action="store_true",
-        help="print each flag with its reason instead, those of all generations",
+        help="print each flag with its reason instead, for all generations",
     )
     parser.add_argument(
         "--plan",
         metavar="FILE",
-        help="for gpu: the plan of this run, as scripts.plan --compile --output "
-        "writes it; its memory is allowed, and one that needs more than this machine has is refused",
+        help=(
+            "for gpu: this run's plan, from scripts.plan --compile --output; allows its memory, "
+            "and refuses a plan that needs more than this machine has"
+        ),
     )
     args = parser.parse_args(argv)
     if not args.why:
@@ -262,9 +271,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.platform == "gpu":
         print(
-            f"{MEMORY_SHARE}={GPU_MEMORY_SHARE:g}\n    JAX takes 75% of a GPU's memory unless told otherwise\n"
-            f"{HOST_LIMIT}={HOST_SHARE:g} of the host's\n    a process may pin 64 GiB unless told otherwise, less than most "
-            "plans that offload need"
+            f"{MEMORY_SHARE}={GPU_MEMORY_SHARE:g}\n"
+            "    JAX takes 75% of a GPU's memory by default\n"
+            f"{HOST_LIMIT}={HOST_SHARE:g} of the host's\n"
+            "    a process may pin 64 GiB by default, less than most plans with offloading need"
         )
     for flag in FLAGS[args.platform]:
         print(f"{flag}{' (' + ', '.join(flag.only) + ')' if flag.only else ''}\n    {flag.why}")

@@ -159,7 +159,7 @@ def test_samples_are_the_most_likely_tokens_of_the_model_on_one_device(recipe):
     [
         (
             ["--samples.every", "5"],
-            "samples.prompts: found [], needs at least one prompt beside samples.every",
+            "samples.prompts: found [], needs at least one prompt with samples.every",
         ),
         (
             ["--samples.prompts", '["a", "a"]'],

@@ -53,7 +53,7 @@ CASES = [
     (
         "scripts.export_hf",
         ["runs/none", "model", "--dtyp", "float16"],
-        "is no option of this command",
+        "is not an option of this command",
     ),
     ("scripts.chat", ["runs/none", "--documnt", "book.txt"], "did you mean --document?"),
     ("eval.line_retrieval", [*LINES, "--case", "cases.jsonl"], "did you mean --cases?"),

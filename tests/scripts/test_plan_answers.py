@@ -236,7 +236,7 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
         (["--machine", "v5p-33", "--context", "64K"], "v5p-32"),
         (["--machine", "8xH100", "--context", "64X"], "such as 4096, 64K or 1M"),
         (["--machine", "8xH100", "--contxt", "64K"], "did you mean --context?"),
-        (["--machine", "8xH100", "--seq_len", "64K"], "no option of this command"),
+        (["--machine", "8xH100", "--seq_len", "64K"], "not an option of this command"),
         (
             ["--machine", "8xH100", "--context", "64K", "--layout", "stripped"],
             "did you mean striped?",

@@ -126,7 +126,7 @@ def measure(folder: pathlib.Path) -> dict:
         "said": [
             line
             for line in printed.getvalue().splitlines()
-            if "until the checkpoint before" in line
+            if "for the previous checkpoint" in line
         ],
     }
 

@@ -32,7 +32,7 @@ def test_a_save_that_waits_says_so(small_recipe, tmp_path, capfd):
     said = [
         line
         for line in capfd.readouterr().err.splitlines()
-        if "until the checkpoint before was written" in line
+        if "for the previous checkpoint" in line
     ]
     assert [line.split(": waited")[0] for line in said] == ["step 4", "step 6"]
     assert waits.others() and not waits.main()

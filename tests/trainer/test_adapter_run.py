@@ -257,7 +257,7 @@ def test_a_run_goes_on_from_a_peft_adapter(run, command, tmp_path, capfd):
     )
     assert "adapter.rank: found 4; the adapter in" in capfd.readouterr().err
     assert train.main(command("more", model=run)) == 2
-    assert "is an adapter; --adapter.path goes on with it" in capfd.readouterr().err
+    assert "is an adapter; --adapter.path continues it" in capfd.readouterr().err
 
 
 def test_what_the_recipe_says_of_the_model_holds_beside_a_run_s_adapter_too(run, hf_model):

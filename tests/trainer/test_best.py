@@ -73,7 +73,7 @@ def test_a_run_stops_when_its_patience_ends_and_keeps_the_best(start, tmp_path):
     code, said = start("--checkpoint.patience", "3")
     assert code == 0 and "already stopped at step 14" in said and saved(tmp_path) == [8, 14]
     code, said = start("--checkpoint.patience", "4")
-    assert code == 0 and "going on from step 14" in said and saved(tmp_path) == [16]
+    assert code == 0 and "continuing from step 14" in said and saved(tmp_path) == [16]
     assert find_checkpoint(tmp_path / "run" / "best").name == "16"
 
 

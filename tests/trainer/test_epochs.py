@@ -23,7 +23,7 @@ def test_steps_of_epochs(epochs, rows, steps):
 def test_rows_without_end_have_no_epochs():
     with pytest.raises(
         ValueError,
-        match=r"train\.epochs: found 2, needs to be left out where rows are drawn without end",
+        match=r"train\.epochs: found 2, needs to be left out, since rows are drawn without end",
     ):
         TrainConfig(epochs=2).for_epochs(None)
 
@@ -31,7 +31,7 @@ def test_rows_without_end_have_no_epochs():
 def test_an_epoch_without_rows_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"train\.epochs: found 2, needs to be left out where the sources' weights leave no",
+        match=r"train\.epochs: found 2, needs to be left out, since the sources' weights leave no",
     ):
         TrainConfig(epochs=2).for_epochs(0)
 

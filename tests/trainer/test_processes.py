@@ -139,7 +139,7 @@ def test_two_processes_that_another_start_overtook_both_go_on_from_what_it_saved
         assert launch_local.wait(running) == 0
     finally:
         launch_local.end(running)
-    assert "going on from step 35" in capfd.readouterr().err
+    assert "continuing from step 35" in capfd.readouterr().err
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
 
 

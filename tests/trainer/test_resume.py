@@ -164,7 +164,8 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     assert [signal.getsignal(told) for _, told, _ in stops.values()] == handlers
     assert train.main(command) == 0
     assert (
-        f"going on from step {step} ({run / 'checkpoints' / str(step)})\n" in capfd.readouterr().err
+        f"continuing from step {step} ({run / 'checkpoints' / str(step)})\n"
+        in capfd.readouterr().err
     )
     assert_same_run(run, whole_run, final_state)
 
@@ -188,7 +189,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path, monkeypatch, small_
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param("already trained to step 40", marks=pytest.mark.slow), "going on from step 35"],
+    [pytest.param("already trained to step 40", marks=pytest.mark.slow), "continuing from step 35"],
 )
 def test_a_start_that_another_overtook_goes_on_from_what_that_one_saved(
     tmp_path,
@@ -333,6 +334,6 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_used(
         and victim.name in warning
         and "using the checkpoint before" in warning
     )
-    assert f"\ngoing on from step 35 ({run / 'checkpoints/35'})\n" in said
+    assert f"\ncontinuing from step 35 ({run / 'checkpoints/35'})\n" in said
     assert_same_run(run, whole_run, final_state)
     assert json.loads((run / "checkpoints/40/manifest.json").read_text())["items"]

@@ -1,1 +1,1 @@
-"""The configuration of a run: its schema, how it is read, and the rules that its types cannot express."""
+"""The configuration of a run: its schema, loading, and rules beyond types."""

@@ -1,4 +1,4 @@
-"""The rules between the sections of a configuration; those within one section are in its dataclass (trainer.config.schema)."""
+"""Rules across the sections of a configuration; trainer.config.schema has those within one."""
 
 import dataclasses
 
@@ -10,10 +10,10 @@ from .schema import DataConfig, ModelConfig, RunConfig, require
 
 
 def check(config: RunConfig, source: str = "configuration") -> RunConfig:
-    """Returns `config` unchanged if its sections go together. Needs no device.
+    """Returns `config` unchanged if its sections agree. Needs no device.
 
     Args:
-      source: the recipe or command line that the configuration came from, named at the beginning of an error.
+      source: the recipe or command line of the configuration, which begins an error.
 
     Raises:
       UserError: one line that names the field, what was found and what would work.
@@ -39,7 +39,7 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
     return config
 
 
-# Fields whose paths may be in a store, such as gs://, and texts that are no paths.
+# Fields whose paths may be in a store, such as gs://, and texts that are not paths.
 IN_STORES = (
     "data.path",
     "data.sources.path",
@@ -51,7 +51,7 @@ TEXTS = ("samples.prompts",)
 
 
 def _check_stores(value: object, source: str, field: str = "") -> None:
-    """Raises UserError if a field that must be a path of this machine, whichever it is, names a store."""
+    """Raises UserError if a field that must be a local path names a store."""
     if field in IN_STORES or field in TEXTS:
         return
     if isinstance(value, str):
@@ -69,11 +69,11 @@ def _check_stores(value: object, source: str, field: str = "") -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
-    """A section may be incomplete while it is put together; a run needs a model and a tokenizer."""
+    """Requires a model and a tokenizer, which a section may lack until the run is complete."""
     if not (model.path or model.preset or model.overrides):
         raise ValueError(
-            "model.path: no model; give --model.path HF_DIR, or for a model from scratch model.preset or "
-            "model.overrides"
+            "model.path: no model; give --model.path HF_DIR, or for a model from scratch "
+            "model.preset or model.overrides"
         )
     require(
         bool(model.path or model.tokenizer),
@@ -84,7 +84,7 @@ def _check_model(model: ModelConfig) -> None:
 
 
 def _check_trajectories(config: RunConfig) -> None:
-    """A model of trajectories begins from scratch or from another such model, and reads no text."""
+    """A model of trajectories starts from scratch or from another such model, and reads no text."""
     model = config.model
     require(
         bool(model.path or model.preset or model.overrides),
@@ -114,29 +114,30 @@ def _check_preference(config: RunConfig) -> None:
         loss is None or all(pairs),
         "data.sources.format",
         formats,
-        "format: preference in every source with preference.loss; other data is trained on in a run of its own",
+        "format: preference in every source with preference.loss; other data is trained on in a "
+        "run of its own",
     )
 
 
 def _check_adapter(config: RunConfig) -> None:
-    """Adapters stand beside a pretrained language model, and say themselves what is trained."""
+    """Adapters need a pretrained language model, and choose what is trained."""
     if config.adapter.rank:
         require(
             not config.trajectories.path,
             "adapter.rank",
             config.adapter.rank,
-            "0 with trajectories: their model begins from scratch",
+            "0 with trajectories: their model starts from scratch",
         )
         require(
             config.model.trainable == ".*",
             "model.trainable",
             config.model.trainable,
-            "to be left out with adapters; adapter.train names modules that are trained beside them",
+            "to be left out with adapters; adapter.train names further modules to train",
         )
 
 
 def _check_optimizer(config: RunConfig) -> None:
-    """What is updated layer by layer, on its way from the host, is updated number by number."""
+    """Updates that stream through the device layer by layer must be elementwise."""
     on_host = next(
         (
             name
@@ -165,7 +166,8 @@ def _check_sequence(config: RunConfig) -> None:
         attention.schedule_name != "local" or mesh.sequence == 1,
         "attention.schedule",
         attention.schedule,
-        f"to attend across mesh.sequence = {mesh.sequence} shards, as local cannot; use ring or all_gather",
+        f"to attend across mesh.sequence = {mesh.sequence} shards, as local cannot; use ring or "
+        "all_gather",
     )
     zigzag = attention.layout == "zigzag"  # gives each device two pieces of the sequence
     pieces = mesh.sequence * (2 if zigzag else 1)
@@ -174,8 +176,9 @@ def _check_sequence(config: RunConfig) -> None:
         length % pieces == 0,
         "data.context_length",
         length,
-        f"a multiple of {'2 * ' if zigzag else ''}mesh.sequence = {pieces}{' (zigzag)' if zigzag else ''}; "
-        f"the next good length is {longer}{f' (or {shorter})' if shorter else ''}",
+        f"a multiple of {'2 * ' if zigzag else ''}mesh.sequence = "
+        f"{pieces}{' (zigzag)' if zigzag else ''}; the next good length is "
+        f"{longer}{f' (or {shorter})' if shorter else ''}",
     )
     local_tokens = length // mesh.sequence
     require(

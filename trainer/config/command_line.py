@@ -1,4 +1,4 @@
-"""The command line `--config RECIPE.yaml [--section.field value ...]`, split into flags and checked before any is parsed."""
+"""Splits and checks the command line `--config RECIPE.yaml [--section.field value ...]`."""
 
 import contextlib
 import json
@@ -24,20 +24,21 @@ class Flag(NamedTuple):
 
 
 class CommandLine(NamedTuple):
-    """A recipe's path, and the flags that change its fields, in their order."""
+    """A recipe's path, and the flags that change its fields, in order."""
 
     recipe: str
     flags: list[Flag]
 
 
 def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
-    """Splits the words of a command line into the recipe's path and the other flags, whose names are checked.
+    """Splits a command line into the recipe's path and the other flags, and checks their names.
 
     Args:
       own: the calling command's flags, offered in spelling suggestions.
 
     Raises:
-      UserError: a flag without value, a word without flag, an unknown field, or not exactly one --config.
+      UserError: a flag without value, a word without flag, an unknown field, or not exactly one
+        --config.
     """
     recipes, flags = [], []
     words = iter(argv)
@@ -47,7 +48,8 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
             recipe = text if equals else next(words, None)
             if recipe is None:
                 raise UserError(
-                    "command line: --config needs the path of a recipe, such as configs/quickstart.yaml"
+                    "command line: --config needs the path of a recipe, such as "
+                    "configs/quickstart.yaml"
                 )
             recipes.append(recipe)
             continue
@@ -56,7 +58,7 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
                 f"--config {word}" if word.endswith((".yaml", ".yml")) else "--section.field value"
             )
             raise UserError(f"command line: {word!r} belongs to no flag; write {flag}")
-        is_set = name == "--data.clean"  # a section that a name of a set may stand for
+        is_set = name == "--data.clean"  # a section for which the name of a set may stand
         if not is_set:
             _check_name(name.removeprefix("--"), own)
         value = text if equals else next(words, "--")
@@ -77,11 +79,11 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
 
 
 def _check_name(name: str, own: Iterable[str]) -> None:
-    """Refuses a flag that names no field, with the nearest field or flag of `own`."""
+    """Refuses an unknown field, and names the nearest field or flag of `own`."""
     if name.startswith(("data.sources.", "data.sources+")):
         raise UserError(
-            f"command line: --{name} cannot edit one of the sources; give --data.path FILE for one source, "
-            'or the whole list as --data.sources \'[{"path": "FILE"}]\''
+            f"command line: --{name} cannot edit one of the sources; give --data.path FILE for one "
+            'source, or the whole list as --data.sources \'[{"path": "FILE"}]\''
         )
     if name in SECTIONS:
         raise UserError(
@@ -92,7 +94,7 @@ def _check_name(name: str, own: Iterable[str]) -> None:
     section = name.split(".")[0]
     if section in SECTIONS:
         valid = _fields_of(section)
-    else:  # the sections, rather than all their ninety fields
+    else:  # the sections, not all their ninety fields
         valid = [
             *own,
             *(field for field in FIELDS if "." not in field),
@@ -107,9 +109,10 @@ def _fields_of(section: str) -> list[str]:
 
 
 def _check_values(flags: list[Flag]) -> None:
-    """Refuses values of which something would be lost without a word.
+    """Refuses values of which a part would be lost silently.
 
-    That is a key written twice in one value, and a list or mapping that a later flag would replace as a whole.
+    These are keys written twice in one value, and lists or mappings that a later flag would
+    replace.
     """
     earlier: list[tuple[Flag, Any]] = []
     for flag in flags:
@@ -120,8 +123,8 @@ def _check_values(flags: list[Flag]) -> None:
             replaced = other.name == flag.name and isinstance(other_value, dict | list)
             if replaced or other.name.startswith(f"{flag.name}."):
                 raise UserError(
-                    f"command line: --{flag.name} {flag.text} would drop --{other.name} {other.text} before it; "
-                    f"write both as one --{flag.name}"
+                    f"command line: --{flag.name} {flag.text} would drop --{other.name} "
+                    f"{other.text} before it; write both as one --{flag.name}"
                 )
         if flag.name in LISTS and isinstance(value, list):
             check_list(flag.name, value, "command line")

@@ -1,4 +1,4 @@
-"""The names of all sections and fields of a configuration, and errors for names that are none."""
+"""The names of a configuration's sections and fields, and errors for unknown names."""
 
 import dataclasses
 import difflib
@@ -29,20 +29,19 @@ def _sections(cls: type, prefix: str = "") -> dict[str, type]:
 
 
 SECTIONS = _sections(RunConfig)
-# Dotted name -> type of every field that is no section.
+# Dotted name -> type of every field that is not a section.
 FIELDS: dict[str, Any] = {
     name: kind
     for section, cls in {"": RunConfig, **SECTIONS}.items()
-    for field, kind in typing.get_type_hints(
-        cls
-    ).items()  # types also where a module's annotations are texts
+    for field, kind in typing.get_type_hints(cls).items()  # resolves annotations that are strings
     if (name := f"{section}.{field}".lstrip(".")) not in SECTIONS
 }
 # Fields that are lists of sections; the first field of such a section is required.
 LISTS = {"data.sources": SourceConfig, "stages": StageConfig}
 # Fields that are mappings, of which a flag may set one entry: --model.overrides.hidden_size 64.
 MAPPINGS = ("model.overrides", "attention.schedule")
-# What other trainers call these fields (Hugging Face's TrainingArguments, torchtune, MaxText, Megatron).
+# What other trainers call these fields (Hugging Face's TrainingArguments, torchtune, MaxText,
+# Megatron).
 _ELSEWHERE = {
     "checkpoint.every": ("save_steps", "checkpoint_period", "save_interval"),
     "checkpoint.keep": ("save_total_limit",),
@@ -106,8 +105,7 @@ MEANT = {name: field for field, names in _ELSEWHERE.items() for name in names}
 
 
 def suggestion(name: str, valid: Iterable[str], prefix: str = "") -> str:
-    """' (did you mean PREFIX NAME?)' with the field that other trainers call so, else with the valid name nearest to a misspelt
-    one; nothing if none is near."""
+    """Returns ' (did you mean PREFIX NAME?)' for a name of other trainers or a misspelt one."""
     if meant := MEANT.get(name.replace("-", "_").rsplit(".", 1)[-1].lower()):
         return f" (did you mean {'--' if prefix == '--' else ''}{meant}?)"
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
@@ -121,7 +119,7 @@ def check_names(recipe: Mapping[str, Any], source: str) -> None:
       source: the recipe's path, for messages.
 
     Raises:
-      UserError: names the field and the nearest valid one, or what is no mapping where a section is expected.
+      UserError: names the field and the nearest valid one, or what should be a mapping.
     """
     check_keys(recipe, RunConfig, "", source)
     for section, cls in SECTIONS.items():
@@ -137,10 +135,10 @@ def check_names(recipe: Mapping[str, Any], source: str) -> None:
 
 
 def clean_set(name: str, field: str) -> dict[str, Any]:
-    """Returns the fields of a named set of cleaning rules, which stand for `data.clean: NAME`.
+    """Returns the fields for `data.clean: NAME`, a named set of cleaning rules.
 
     Args:
-      field: what gave the name, for messages.
+      field: the source of the name, for messages.
 
     Raises:
       UserError: no set has this name.
@@ -153,10 +151,10 @@ def clean_set(name: str, field: str) -> dict[str, Any]:
 
 
 def check_list(field: str, entries: Any, source: str) -> None:
-    """Refuses a value of a field of LISTS that is not a list of mappings with its first field and known other ones.
+    """Requires a field of LISTS to be a list of mappings with known fields and the first one.
 
     Args:
-      source: the recipe or flag that the value came from, for messages.
+      source: the recipe or flag that gave the value, for messages.
     """
     cls = LISTS[field]
     names = field_names(cls)
@@ -173,7 +171,7 @@ def check_list(field: str, entries: Any, source: str) -> None:
 
 
 def check_keys(section: Any, cls: type, prefix: str, source: str) -> None:
-    """Refuses what is no mapping, and keys that are no fields of the dataclass `cls`; `prefix` begins the names in messages."""
+    """Requires a mapping with the fields of `cls`; `prefix` begins the names in messages."""
     valid = field_names(cls)
     if not isinstance(section, Mapping):
         raise UserError(

@@ -1,4 +1,4 @@
-"""The run's configuration: typed sections, read from a YAML recipe and overridden by `--section.field value`."""
+"""Loads a run's configuration: a YAML recipe with `--section.field value` overrides."""
 
 import dataclasses
 import operator
@@ -27,15 +27,16 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
     """Reads the configuration of `--config RECIPE.yaml [--section.field value ...]`.
 
     Args:
-      argv: the words of the command line; sys.argv's unless given. --help prints every field, or those of the section that
-        follows it, and exits.
+      argv: the words of the command line; sys.argv's unless given. --help prints every field, or
+        those of the section that follows it, and exits.
       own: the calling command's flags, offered in spelling suggestions.
 
     Raises:
-      UserError: one line that names the recipe or command line, the field, what was found and what would work.
+      UserError: one line that names the recipe or command line, the field, what was found and what
+        would work.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    from . import parsing  # jsonargparse, which commands that read no recipe do without
+    from . import parsing  # jsonargparse, imported only by commands that read a recipe
 
     if asks := {"-h", "--help"} & set(argv):
         print(parsing.help_text(next(iter(argv[argv.index(asks.pop()) + 1 :]), "")))
@@ -51,7 +52,7 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
-    """The configuration as plain dicts, lists and scalars with every default filled in, as config.yaml holds it."""
+    """The configuration as plain values with every default filled in, as in config.yaml."""
     return _plain(dataclasses.asdict(config))
 
 
@@ -61,16 +62,17 @@ def dump(config: RunConfig) -> str:
 
 
 def check_version(written: Mapping[str, Any], source: str) -> None:
-    """Raises UserError for a recipe or resolved configuration of another version; one without a version is VERSION's."""
+    """Raises UserError for another version of a configuration; VERSION is the default."""
     version = written.get("config_version", VERSION)
     if version != VERSION:
         raise UserError(
-            f"{source}: config_version: found {version!r}, needs {VERSION}, which is all that this code reads"
+            f"{source}: config_version: found {version!r}, needs {VERSION}, which is all that "
+            "this code reads"
         )
 
 
 def _read(recipe: str) -> dict[str, Any]:
-    """The recipe at a path, as a dict whose version and names are checked."""
+    """Reads a recipe as a dict and checks its version and names."""
     try:
         text = read_text(on_this_machine(recipe), most=MAX_BYTES)
     except (OSError, UnicodeDecodeError) as error:
@@ -78,7 +80,8 @@ def _read(recipe: str) -> dict[str, Any]:
         recipes = sorted(str(path) for path in folder.glob("*.yaml")) if folder.is_dir() else []
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{recipe}: cannot read the recipe ({reason}); beside it: {', '.join(recipes) or 'none'}"
+            f"{recipe}: cannot read the recipe ({reason}); beside it: "
+            f"{', '.join(recipes) or 'none'}"
         ) from error
     written = parse(text, recipe)
     if not isinstance(written, dict):
@@ -97,12 +100,13 @@ def _read(recipe: str) -> dict[str, Any]:
 
 
 def _without_replaced(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> dict[str, Any]:
-    """The recipe without the fields that a flag (by its name: its text) replaces by another field.
+    """The recipe without fields that `flags` (name -> text) replace by other fields.
 
-    --data.path and --data.sources replace each other, but for a single source, of which --data.path replaces the path alone.
-    --train.steps and --train.epochs replace each other; a run's own configuration has both. --model.path replaces a model from
-    scratch: its preset, its tokenizer, and overrides that make a shape rather than change the positions of a pretrained model.
-    An --attention.kernel whose tiles no option sets replaces the tiles, which were another kernel's.
+    --data.path and --data.sources replace each other; of a single source --data.path replaces only
+    the path. --train.steps and --train.epochs replace each other; a run's own configuration has
+    both. --model.path replaces a model from scratch: its preset, its tokenizer, and overrides of
+    its shape, but not of positions. An --attention.kernel replaces tiles that it has no options
+    for.
     """
     for pair in (("data.path", "data.sources"), ("train.steps", "train.epochs")):
         if set(pair) <= flags.keys():
@@ -140,7 +144,7 @@ def _without_replaced(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> di
 
 
 def _with_one_source(config: RunConfig) -> RunConfig:
-    """The configuration with data.path written out as the one source, with the other fields of the recipe's if it has one."""
+    """The configuration with data.path as its only source, with the recipe's other fields."""
     if not config.data.path:
         return config
     (source,) = config.data.sources or (SourceConfig(path=""),)
@@ -150,13 +154,16 @@ def _with_one_source(config: RunConfig) -> RunConfig:
     )
 
 
-# Fields whose defaults have changed; a run that began before goes on with the values that its folder holds.
+# Fields whose defaults have changed; a run that began before keeps the values in its folder.
 CHANGED_DEFAULTS = ("data.template", "data.clean.html", "data.clean.rate_limits")
 
 
 def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> RunConfig:
-    """The configuration, of a run that has begun, with the values that it began with in those of CHANGED_DEFAULTS that neither
-    the recipe nor a flag gives; says so on standard error."""
+    """The configuration with the old defaults of a run that began with them.
+
+    They apply to fields of CHANGED_DEFAULTS that neither the recipe nor a flag gives. Standard
+    error says so.
+    """
     stored = _begun(config.folder)
     for field in CHANGED_DEFAULTS:
         default = operator.attrgetter(field)(config)
@@ -165,7 +172,8 @@ def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> 
         if given or value in (None, default) or not isinstance(value, type(default)):
             continue
         print(
-            f"{config.folder}: goes on with {field} {printable(str(value))}, as it began; the default is now {default}",
+            f"{config.folder}: keeps {field} {printable(str(value))}, with which it began; the "
+            f"default is now {default}",
             file=sys.stderr,
             flush=True,
         )
@@ -182,14 +190,16 @@ def _entry(written: Mapping[str, Any], field: str) -> Any:
 
 
 def _with_value(section: Any, names: list[str], value: Any) -> Any:
-    """A section, or the whole configuration, with another value of the field that these names lead to."""
+    """A section or configuration with another value at this path of field names."""
     inner = value if len(names) == 1 else _with_value(getattr(section, names[0]), names[1:], value)
     return dataclasses.replace(section, **{names[0]: inner})
 
 
 def _begun(folder: pathlib.Path) -> dict[str, Any]:
-    """The configuration that a run's folder holds, of one with stages that of its first; empty where none can be read, which
-    opening the run reports."""
+    """The configuration in a run's folder, or in its first stage's; empty if unreadable.
+
+    Opening the run reports why it cannot be read.
+    """
     for path in (folder / "stages" / "1" / "config.yaml", folder / "config.yaml"):
         try:
             written = parse(read_text(path, folder, MAX_BYTES), str(path))
@@ -201,18 +211,18 @@ def _begun(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _refuse_without_effect(flags: set[str], config: RunConfig) -> None:
-    """Raises UserError for a flag whose field every stage of the recipe replaces by one of its own."""
+    """Raises UserError for a flag whose field every stage of the recipe replaces."""
     stages = () if "stages" in flags else config.stages
     for field, name in STAGED.items():
         if field in flags and stages and all(stage.replaces(name) for stage in stages):
             raise UserError(
-                f"command line: --{field} has no effect, since each of the recipe's stages has its own {name}; "
-                "change them in the recipe, or give them as --stages"
+                f"command line: --{field} has no effect, since each of the recipe's stages has its "
+                f"own {name}; change them in the recipe, or give them as --stages"
             )
 
 
 def _plain(value: Any) -> Any:
-    """`value` with all tuples in it as lists, for YAML and JSON."""
+    """`value` with all tuples as lists, for YAML and JSON."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

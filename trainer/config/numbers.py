@@ -1,4 +1,4 @@
-"""Numbers of a recipe in the precision in which they are used: float32 and int32 on the devices."""
+"""Checks that a recipe's numbers are valid float32 and int32 on the devices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)
 MOST = 2**31 - 1
 SEEDS = 2**32 - 1
-# Decays: 1 minus them is what a step adds, which must not be nothing.
+# Decays: a step adds 1 minus them, which must not be 0.
 BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.average_decay")
 
 
 def refusal(config: Any) -> str | None:
-    """Returns what is wrong with the first number of a configuration that the devices cannot hold; None if all can.
+    """Returns an error about the first number that the devices cannot hold; None if all can.
 
-    The message says the field, what was found and what would work.
+    It names the field, what was found and what would work.
     """
     for field, number in _numbers(config, ""):
         needs = (
@@ -35,7 +35,10 @@ def _float_needs(field: str, number: float) -> str | None:
     if not math.isfinite(number) or abs(number) > LARGEST:
         return f"a number of at most {LARGEST:.6g}, which float32 holds"
     if 0 < abs(number) < SMALLEST:
-        return f"0, or a number of at least {SMALLEST:.6g}: in float32 this one is 0, or has lost its digits"
+        return (
+            f"0, or a number of at least {SMALLEST:.6g}: in float32 this one is 0, or loses its "
+            "digits"
+        )
     if field in BELOW_ONE and np.float32(number) == 1:
         return "a number below 1 in float32, such as 0.9999"
     return None

@@ -1,4 +1,4 @@
-"""Values of a recipe and of flags, parsed by jsonargparse to the types of the schema."""
+"""Parses the values of recipes and flags with jsonargparse to the schema's types."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ from .command_line import CommandLine
 from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, check_keys, field_names, suggestion
 from .schema import RunConfig
 
-# What jsonargparse raises for a value that its type refuses.
+# What jsonargparse raises for a value of a wrong type.
 _REFUSED = (
     argparse.ArgumentError,
     jsonargparse.ArgumentError,
@@ -33,7 +33,7 @@ _Section = TypeVar("_Section")
 
 
 class _Value(NamedTuple):
-    """A value that a recipe or flag gives to a field, and the type that it must have."""
+    """A field's value from a recipe or flag, and its required type."""
 
     field: str
     type: Any
@@ -41,10 +41,10 @@ class _Value(NamedTuple):
 
 
 def parser() -> jsonargparse.ArgumentParser:
-    """The parser of RunConfig's fields. It is made on demand, since its settings are global to the process."""
+    """The parser of RunConfig's fields, made on demand since its settings are global."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     _register_tokens()
-    # Abbreviations are off because `--mesh.seq` would be taken silently.
+    # Abbreviations are off: `--mesh.seq` would be accepted silently.
     made = jsonargparse.ArgumentParser(
         prog="train.py", description="Fine-tune a model.", exit_on_error=False, allow_abbrev=False
     )
@@ -54,7 +54,7 @@ def parser() -> jsonargparse.ArgumentParser:
 
 
 def _register_tokens() -> None:
-    """Makes jsonargparse read fields of the type Tokens: 64K, 1M or a plain number, which stays an int."""
+    """Makes jsonargparse read the type Tokens: 64K, 1M or a plain number, as an int."""
 
     def number(value: Any) -> int:
         if not isinstance(value, str):
@@ -87,7 +87,7 @@ _FLAGS_OF_TRAIN: dict[str, dict[str, Any]] = {
 
 
 def help_text(section: str = "") -> str:
-    """Returns the description of every field, or of those of a section.
+    """Returns the description of every field, or of a section's fields.
 
     Raises:
       UserError: no section of this name.
@@ -99,7 +99,8 @@ def help_text(section: str = "") -> str:
         return made.format_help()
     if section not in SECTIONS:
         raise UserError(
-            f"--help: {section} is no section{suggestion(section, SECTIONS)}; sections are {', '.join(SECTIONS)}"
+            f"--help: {section} is not a section{suggestion(section, SECTIONS)}; sections are "
+            f"{', '.join(SECTIONS)}"
         )
     made.usage = made.description = argparse.SUPPRESS
     made._action_groups = [
@@ -111,7 +112,7 @@ def help_text(section: str = "") -> str:
 
 
 def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:
-    """The configuration of a recipe (whose names are checked) with the values that flags give.
+    """Builds the configuration of a recipe (whose names are checked) and flags.
 
     Raises:
       UserError: a value is not of its field's type or breaks a rule of its section.
@@ -143,13 +144,14 @@ def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:
 
 
 def section(cls: type[_Section], written: Mapping[str, Any], field: str) -> _Section:
-    """Returns a section that is declared outside of the schema, a dataclass, from its fields as they were written.
+    """Builds a section declared outside of the schema, a dataclass, from written fields.
 
     Args:
-      field: what the section is called in messages.
+      field: the section's name in messages.
 
     Raises:
-      UserError: an unknown field, a value that is not of its field's type, or one that breaks a rule of the section.
+      UserError: an unknown field, a value of a wrong type, or one that breaks a rule of the
+        section.
     """
     check_keys(written, cls, f"{field}.", "configuration")
     kinds = typing.get_type_hints(cls)
@@ -170,18 +172,18 @@ def section(cls: type[_Section], written: Mapping[str, Any], field: str) -> _Sec
 
 
 def _raise_refused(values: Iterator[_Value], source: str, error: Exception) -> typing.NoReturn:
-    """Raises a UserError that names the first of the values that jsonargparse refuses by itself.
+    """Raises a UserError that names the first value that jsonargparse refuses alone.
 
-    jsonargparse reports the field and its type only within a message, so each value is parsed once more, alone.
+    jsonargparse reports the field and its type only in a message, so each value is parsed again by
+    itself.
     """
     for field, kind, value in values:
         single = jsonargparse.ArgumentParser(exit_on_error=False)
         single.add_argument("--value", type=kind)
         try:
             if isinstance(value, _Words):
-                single.parse_args(
-                    ["--value", str(value)]
-                )  # a list in another class of str is refused
+                # A list in another class of str is refused.
+                single.parse_args(["--value", str(value)])
             else:
                 single.parse_object({"value": value})
         except _REFUSED:
@@ -192,11 +194,12 @@ def _raise_refused(values: Iterator[_Value], source: str, error: Exception) -> t
 
 
 def _refuse_null(values: Iterable[_Value], source: str) -> None:
-    """Raises a UserError for the first null of a field whose type has none; jsonargparse takes null for every type."""
+    """Raises a UserError for the first invalid null; jsonargparse accepts null for any type."""
     for field, kind, value in values:
         if value is None and kind is not Any and type(None) not in typing.get_args(kind):
             raise UserError(
-                f"{source}: {field}: found null, expects {describe(kind)}; left out, it has its default"
+                f"{source}: {field}: found null, expects {describe(kind)}; left out, it has its "
+                "default"
             )
 
 
@@ -205,7 +208,7 @@ class _Words(str):
 
 
 def _recipe_values(recipe: Mapping[str, Any]) -> Iterator[_Value]:
-    """Every value of a recipe, those of lists of sections one by one."""
+    """Every value of a recipe, including each one in lists of sections."""
     for field, kind in FIELDS.items():
         *sections, name = field.split(".")
         section = recipe

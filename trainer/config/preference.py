@@ -9,30 +9,34 @@ WITHOUT_REFERENCE = ("orpo", "simpo")
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceConfig:
-    """Learning from pairs of completions, sources of format preference: which one is to become likelier."""
+    """Learning from pairs of completions, sources of format preference: which one is to become
+    likelier."""
 
     loss: (
         Literal["sigmoid", "sigmoid_norm", "hinge", "robust", "ipo", "orpo", "simpo", "kto"] | None
     ) = None
-    """The loss, under TRL's names: sigmoid is DPO (Rafailov et al., Direct Preference Optimization),
-    sigmoid_norm takes means over a completion's tokens, ipo is Azar et al.'s, robust Chowdhury et al.'s
-    for flipped labels; orpo (Hong et al.) and simpo (Meng et al.) need no reference; kto (Ethayarajh et
-    al.) takes completions with labels instead of pairs. Where a loss is given, the run learns from preferences."""
+    """The loss, under TRL's names: sigmoid is DPO (Rafailov et al., Direct Preference
+    Optimization), sigmoid_norm takes means over a completion's tokens, ipo is Azar et al.'s, robust
+    Chowdhury et al.'s for flipped labels; orpo (Hong et al.) and simpo (Meng et al.) need no
+    reference; kto (Ethayarajh et al.) takes completions with labels instead of pairs. Where a loss
+    is given, the run learns from preferences."""
     beta: float = 0.1
     """How far the model is held to the reference: the scale of rewards."""
     label_smoothing: float = 0.0
-    """Share of the pairs whose labels are taken to be flipped, of sigmoid (conservative DPO) and robust; below 0.5."""
+    """Share of the pairs whose labels are taken to be flipped, of sigmoid (conservative DPO) and
+    robust; below 0.5."""
     simpo_gamma: float = 0.5
     """The margin by which simpo wants the chosen completion's reward to be the greater one."""
     sft_weight: float = 0.0
-    """Weight of the chosen completions' cross-entropy, the mean over the batch's tokens, added to the loss; of orpo it is
-    always 1 and stands for itself."""
+    """Weight of the chosen completions' cross-entropy, the mean over the batch's tokens, added to
+    the loss; of orpo it is always 1 and stands for itself."""
     desirable_weight: float = 1.0
     """Weight of desirable completions' losses, of kto."""
     undesirable_weight: float = 1.0
     """Weight of undesirable completions' losses, of kto."""
     long_pairs: Literal["drop", "cut_prompt"] = "drop"
-    """What becomes of a pair longer than a row: it is dropped, or loses the beginning of its prompt."""
+    """What becomes of a pair longer than a row: it is dropped, or loses the beginning of its
+    prompt."""
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
@@ -43,12 +47,13 @@ class PreferenceConfig:
             )
         if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
             raise ValueError(
-                f"preference.label_smoothing: found {self.label_smoothing}, needs 0 with preference.loss {self.loss}; "
-                "sigmoid and robust read it"
+                f"preference.label_smoothing: found {self.label_smoothing}, needs 0 with "
+                f"preference.loss {self.loss}; sigmoid and robust read it"
             )
         if self.sft_weight < 0 or (self.sft_weight and self.loss in ("orpo", "kto")):
             raise ValueError(
-                f"preference.sft_weight: found {self.sft_weight}, needs a number of 0 or more, 0 with orpo and kto"
+                f"preference.sft_weight: found {self.sft_weight}, needs a number of 0 or more, 0 "
+                "with orpo and kto"
             )
         for name in ("desirable_weight", "undesirable_weight"):
             found = getattr(self, name)
@@ -60,7 +65,8 @@ class PreferenceConfig:
 
     @property
     def labelled(self) -> bool:
-        """Whether the loss takes completions with labels, each without a second one to compare it with."""
+        """Whether the loss takes completions with labels, each without a second one to compare it
+        with."""
         return self.loss == "kto"
 
     @property

@@ -1,4 +1,4 @@
-"""The recipes that come with the project, as a list."""
+"""Lists the project's recipes."""
 
 from pathlib import Path
 

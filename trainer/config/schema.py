@@ -1,7 +1,7 @@
-"""Every section and field of a recipe, typed, documented (`--help` prints this) and with the rules of its own values.
+"""Every section and field of a recipe: types, documentation (for `--help`) and rules.
 
-A section made from values that break one of its rules raises ValueError: `section.field: found ..., needs ...`. The rules
-between sections are in trainer.config.checks.
+A section whose values break one of its rules raises ValueError: `section.field: found ..., needs
+...`. Rules across sections are in trainer.config.checks.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ from model.memory.options import MemoryConfig
 from .preference import PreferenceConfig
 
 VERSION = 2
-# Fields of Hugging Face's config.json that hold a number of tokens, read in model.overrides and stages.rope as 64K too.
+# Fields of Hugging Face's config.json that hold a number of tokens; model.overrides and stages.rope
+# also read 64K.
 _LENGTHS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
 
 
@@ -47,21 +48,24 @@ class ModelConfig:
     """Which model is trained, and which of its parameters."""
 
     path: str | None = None
-    """Pretrained model: a Hugging Face folder, a Longstripe checkpoint, or org/name[@revision], which is downloaded from the
-    hub unless it is in the cache (--no-download forbids it). On the command line it replaces the recipe's preset and the
-    overrides of a model from scratch."""
+    """Pretrained model: a Hugging Face folder, a Longstripe checkpoint, or org/name[@revision],
+    which is downloaded from the hub unless it is cached (--no-download forbids it). On the command
+    line it replaces the recipe's preset and overrides of a model from scratch."""
     preset: str | None = None
-    """Shape of a model trained from scratch: a name of TransformerConfig.preset, such as llama-7b or tiny."""
+    """Shape of a model trained from scratch: a name of TransformerConfig.preset, such as llama-7b
+    or tiny."""
     tokenizer: str | None = None
-    """Folder or file of the tokenizer; needed from scratch, otherwise the model's own unless given."""
+    """Folder or file of the tokenizer; required from scratch, otherwise the model's by default."""
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """TransformerConfig fields set over the preset (llama-7b where none is given) for a model from scratch, rope_theta and
-    rope_scaling among them, as in Hugging Face's config.json; key heads and head_dim follow where neither names them. Of a
-    pretrained model rope_theta, rope_scaling and max_position_embeddings alone can be set."""
+    """TransformerConfig fields that replace the preset's (llama-7b by default) for a model from
+    scratch, including rope_theta and rope_scaling, as in Hugging Face's config.json; key heads and
+    head_dim follow from the others if not given. For a pretrained model only rope_theta,
+    rope_scaling and max_position_embeddings can be set."""
     trainable: str = ".*"
-    """Regular expression: parameters whose whole name it matches are trained, the others stay frozen."""
+    """Regular expression for the full names of trained parameters; the others stay frozen."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of activations and of keys and values on the wire; parameters and moments are float32."""
+    """Precision of activations and of transferred keys and values; parameters and moments are
+    float32."""
     seed: int = 0
     """Seed of the initialiser of a model from scratch."""
 
@@ -71,7 +75,7 @@ class ModelConfig:
             not (self.path and self.preset),
             "model.preset",
             self.preset,
-            "to be left out where model.path is given; keep one of them",
+            "to be left out with model.path; keep one of them",
         )
         require(
             not self.path or set(self.overrides) <= set(ADJUSTABLE),
@@ -92,22 +96,22 @@ class SourceConfig:
     """One file or folder of records."""
 
     path: str
-    """File, or folder of files, here or in a store (gs://, s3://); or exercises that are generated, of all sizes up to the
-    context length: synthetic:TASK?count=2000&seed=0, with the tasks lines (&like=FILE for another wording), needles,
-    key_values, variables and copying."""
+    """File, or folder of files, here or in a store (gs://, s3://); or generated exercises of all
+    sizes up to the context length: synthetic:TASK?count=2000&seed=0, with the tasks lines
+    (&like=FILE for another wording), needles, key_values, variables and copying."""
     format: str = "sharegpt"
-    """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with `text`), tokens (.npy, or
-    JSON with `tokens` and perhaps `loss_mask`) or preference (`prompt`, `chosen` and `rejected`, or `completion`
-    and `label`)."""
+    """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with
+    `text`), tokens (.npy, or JSON with `tokens` and optional `loss_mask`) or preference (`prompt`,
+    `chosen` and `rejected`, or `completion` and `label`)."""
     template: str | None = None
-    """Chat template of this source's conversations; data.template where not given."""
+    """Chat template of this source's conversations; data.template by default."""
     weight: float = 1.0
-    """How often the source is seen in an epoch, relative to once."""
+    """How many times an epoch contains the source."""
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
-    """What the records' own names of fields stand for, such as {question: user, answer: assistant} or {dialog: messages,
-    speaker: role}; see docs/data.md."""
+    """Meanings of the records' field names, such as {question: user, answer: assistant} or {dialog:
+    messages, speaker: role}; see docs/data.md."""
     add_bos: bool | None = None
-    """Whether each text of format: text begins with BOS; unless given, as the tokenizer does by itself."""
+    """Whether each text of format: text begins with BOS; by default as the tokenizer does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,39 +119,46 @@ class DataConfig:
     """What the model is trained on."""
 
     path: str | None = None
-    """One source, shorthand for a list of one; on the command line it replaces the recipe's sources, of a single one the path
-    alone."""
+    """One source, short for a list of one; on the command line it replaces the recipe's sources, or
+    only the path of a single one."""
     template: str = DEFAULT_TEMPLATE
-    """Chat template: tokenizer for the model's own, or vicuna_v1.1, koala, llama-2, llama-3, chatml, alpaca, plain. A base
-    model has none of its own, so that one of the others is to be chosen."""
+    """Chat template: tokenizer for the model's own, or vicuna_v1.1, koala, llama-2, llama-3,
+    chatml, alpaca, plain. A base model has none, so choose one of the others."""
     add_control_tokens: bool = False
-    """Add the control tokens that the templates need and the tokenizer lacks, each with a new row of the embedding."""
+    """Add control tokens that the templates need and the tokenizer lacks, each with a new embedding
+    row."""
     text_tokens: tuple[str, ...] = ()
-    """Added tokens of the tokenizer that turns may hold, such as [<think>, </think>]: typed, they are these tokens."""
+    """Added tokens of the tokenizer that turns may contain, such as [<think>, </think>]: typed,
+    they become these tokens."""
     template_date: str = TEMPLATE_DATE.date().isoformat()
-    """Date, YYYY-MM-DD, that chat templates write which write one (strftime_now), or `today`; fixed so that the same data gives
-    the same ids. Chats and evaluations of the model keep it."""
+    """Date, YYYY-MM-DD or `today`, for chat templates that write one (strftime_now); fixed so that
+    the same data gives the same ids. Chats and evaluations of the model keep it."""
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Variables for the chat template, such as {enable_thinking: false} for Qwen 3's; a record's field of this name precedes
-    them. Chats and evaluations of the model keep them."""
+    """Variables for the chat template, such as {enable_thinking: false} for Qwen 3's; a record's
+    field of this name precedes them. Chats and evaluations of the model keep them."""
     train_on: Literal["all", "last"] = "all"
-    """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own `train: false` leaves it out."""
+    """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own
+    `train: false` leaves it out."""
     sources: tuple[SourceConfig, ...] = ()
     """The sources, each {path, format, template, weight, fields, add_bos}."""
     context_length: Tokens = 4096
-    """Tokens in a packed row, such as 65536 or 64K (K and M are 2^10 and 2^20, in every field of tokens); a multiple of
-    mesh.sequence, for the layout zigzag of twice that."""
+    """Tokens in a packed row, such as 65536 or 64K (K and M are 2^10 and 2^20, in every field of
+    tokens); a multiple of mesh.sequence, or of twice that for the layout zigzag."""
     prepared: str = "prepared"
-    """Folder that keeps the tokenized data sets; one in a store (gs://, s3://) is read through the cache on this machine."""
+    """Folder of the tokenized data sets; one in a store (gs://, s3://) is read through this
+    machine's cache."""
     held_out_fraction: float = 0.05
-    """Share of the conversations kept out of training for the held-out loss, unless held_out_path is given."""
+    """Share of the conversations kept out of training for the held-out loss, unless held_out_path
+    is given."""
     held_out_path: str | None = None
-    """File or folder of held-out records, in the first source's format and template; replaces held_out_fraction."""
+    """File or folder of held-out records, in the first source's format and template; replaces
+    held_out_fraction."""
     clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
-    """How conversations are cleaned before training; `clean: scraped` for rules made for scrapes of web chats. Texts and tokens
-    are used as they are."""
+    """How conversations are cleaned before training; `clean: scraped` for scraped web chats. Texts
+    and tokens are used unchanged."""
     seed: int = 0
-    """Seed of the order of the documents. Which of them are held out does not depend on it."""
+    """Seed of the order of the documents. The choice of held-out documents does not depend on
+    it."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, "data", 1, "context_length")
@@ -157,7 +168,7 @@ class DataConfig:
             self.held_out_fraction,
             "a share from 0 to below 1",
         )
-        # The day itself is recorded: a run that goes on tomorrow keeps it.
+        # The day itself is recorded: a run that continues tomorrow keeps it.
         object.__setattr__(self, "template_date", _date(self.template_date))
         for index, source in enumerate(self.sources):
             require(
@@ -182,26 +193,29 @@ def _date(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How many devices along each axis; their product is the number of devices."""
+    """The number of devices along each axis; their product is the number of all devices."""
 
     data: int = 1
     """Copies of the model, each with its own share of the batch."""
     fsdp: int = 1
-    """Shards of the batch over which the parameters are sharded too."""
+    """Shards of the batch, over which the parameters are sharded too."""
     expert: int = 1
-    """Shards of a mixture's experts, and of the batch: each token's hidden states go to the devices that have its experts."""
+    """Shards of a mixture's experts, and of the batch: hidden states are sent to the devices of
+    their experts."""
     tensor: int = 1
     """Shards of the heads and of the feed-forward width."""
     sequence: int = 1
     """Shards of the sequence."""
     sequence_parallel: bool = False
-    """Megatron's sequence parallelism: between attention and feed-forward the tokens are split over tensor too."""
+    """Megatron's sequence parallelism: between attention and feed-forward the tokens are split over
+    tensor too."""
     dcn: dict[str, int] = dataclasses.field(default_factory=dict)
-    """How often an axis is cut by the slow network between TPU slices or GPU hosts, such as {data: 2}: the product is their
-    number, and only these axes cross it. None is needed on one slice, nor on GPUs where the outermost axes are to cross."""
+    """Factors of the axes that cross the slow network between TPU slices or GPU hosts, such as
+    {data: 2}; their product is the number of slices or hosts. Not needed on one slice, or on GPUs
+    if the outermost axes are to cross."""
     order: tuple[Literal["data", "fsdp", "expert", "tensor", "sequence"], ...] = ()
-    """The axes from those whose devices may lie far apart to those whose devices must be near; unless given data, fsdp,
-    expert, sequence, tensor: tensor waits for its sums, and the ring along the sequence runs beside the kernels."""
+    """The axes, from distant devices to near ones; by default data, fsdp, expert, sequence, tensor:
+    tensor waits for its sums, while the kernels hide the ring along the sequence."""
     simulate: int = 0
     """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
 
@@ -219,7 +233,8 @@ class MeshConfig:
             divisors,
             "mesh.dcn",
             self.dcn,
-            f"factors of the axes, such as {{data: 2}}, each a divisor of its axis in {self.product}",
+            "factors of the axes, such as {data: 2}, each a divisor of its axis in "
+            f"{self.product}",
         )
         require(
             sorted(self.order)
@@ -230,13 +245,15 @@ class MeshConfig:
             ),
             "mesh.order",
             self.order,
-            f"all five axes, each once: {', '.join(MESH_AXES)}; expert may be left out where it is 1",
+            f"all five axes, each once: {', '.join(MESH_AXES)}; expert may be left out where it "
+            "is 1",
         )
         require(
             self.simulate in (0, self.devices),
             "mesh.simulate",
             self.simulate,
-            f"the number of devices that the mesh takes, {self.product}: simulate {self.devices}, or change the mesh",
+            f"the number of devices that the mesh takes, {self.product}: simulate {self.devices}, "
+            "or change the mesh",
         )
 
     @property
@@ -251,7 +268,7 @@ class MeshConfig:
 
     @property
     def named(self) -> str:
-        """The axes for messages; expert where it is used."""
+        """The axes for messages; expert only if used."""
         axes = [axis for axis in MESH_AXES if axis != "expert" or self.expert > 1]
         return " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
 
@@ -263,7 +280,7 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DistributedConfig:
-    """The other processes; to be given only where JAX does not find them by itself (it does on Cloud TPU, GKE, Slurm)."""
+    """The other processes, if JAX does not detect them (it does on Cloud TPU, GKE, Slurm)."""
 
     coordinator: str | None = None
     """Address of process 0 as HOST:PORT; any free port, the same for all."""
@@ -272,8 +289,8 @@ class DistributedConfig:
     num_processes: int | None = None
     """Number of all processes; mesh.simulate counts the devices of all of them."""
     stall_minutes: float = 15.0
-    """Minutes that a step may take, or ten times the usual step where that is more, before all processes print where they
-    stand and end with exit code 75. 0 waits for ever, here and below."""
+    """Minutes that a step may take, or ten times the usual step if that is more, before all
+    processes print their stacks and end with exit code 75. 0 waits forever, here and below."""
     compile_minutes: float = 180.0
     """The same for compiling, and for the first step."""
     save_minutes: float = 60.0
@@ -300,8 +317,8 @@ class DistributedConfig:
             return
         if self.coordinator is None or self.process_id is None or self.num_processes is None:
             raise ValueError(
-                f"distributed.{missing[0]}: missing; coordinator, process_id and num_processes are given "
-                "together, or none of them where JAX finds its cluster by itself"
+                f"distributed.{missing[0]}: missing; give coordinator, process_id and "
+                "num_processes together, or none of them if JAX detects its cluster"
             )
         require(
             0 <= self.process_id < self.num_processes,
@@ -319,25 +336,26 @@ class DistributedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer, the learning rate's course, and clipping."""
+    """The optimizer, the learning-rate schedule, and clipping."""
 
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
-    """AdamW; Lion, with one moment; Adafactor, with a row and a column of the second moment; or Muon, which orthogonalises the
-    updates of the layers' matrices, and leaves all other parameters to AdamW with Nesterov's momentum and without weight
-    decay."""
+    """AdamW; Lion, with one moment; Adafactor, with a row and a column of the second moment; or
+    Muon, which orthogonalises the updates of the layers' matrices and trains all other parameters
+    by AdamW with Nesterov momentum, without weight decay."""
     learning_rate: float = 2e-5
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """What the learning rate does after the warm-up: a cosine or a line down to its final share, no decay, or no decay but
-    for the last steps (warm-up, stable, decay). A run of the last two can be made longer."""
+    """The learning rate after the warm-up: cosine or linear decay to its final share, constant, or
+    constant until a decay in the last steps (wsd: warm-up, stable, decay). A run with one of the
+    last two can be extended."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its peak."""
     warmup_fraction: float = 0.0
-    """Share of the steps over which it rises, such as 0.03, in place of warmup_steps."""
+    """Share of the steps over which it rises, such as 0.03, instead of warmup_steps."""
     final_fraction: float = 0.1
-    """Learning rate at the last step, as a share of the peak; a constant one stays at the peak."""
+    """Learning rate at the last step, as a share of the peak; ignored if constant."""
     decay_fraction: float = 0.2
-    """Share of the steps, the last ones, in which the schedule wsd decays, along a line."""
+    """Share of the steps, at the end, in which the schedule wsd decays linearly."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -349,11 +367,11 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """The gradient is scaled down to this global norm; 0 never clips."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which both moments are stored; they are computed with in float32."""
+    """Precision in which both moments are stored; updates compute in float32."""
     average_decay: float = 0.0
-    """Keeps an exponential moving average of the trained weights, with this decay, such as 0.999; it takes 4 bytes a parameter,
-    and `scripts.export_hf --average` writes it. In the first steps the decay is less: (1 + n) / (10 + n) after n steps. 0 keeps
-    none."""
+    """Decay of an exponential moving average of the trained weights, such as 0.999; it takes 4
+    bytes per parameter, and `scripts.export_hf --average` writes it. The first steps decay less: (1
+    + n) / (10 + n) after n steps. 0 keeps none."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
@@ -385,7 +403,7 @@ class OptimizerConfig:
         require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             require(0 <= beta < 1, f"optimizer.{name}", beta, "a number from 0 to below 1")
-            # bfloat16 has 8 bits: a moment that loses less than 1/256 of itself a step would never shrink.
+            # bfloat16 has 8 bits: a moment that loses less than 1/256 per step would never shrink.
             require(
                 self.moment_dtype == "float32" or beta <= 0.99,
                 f"optimizer.{name}",
@@ -394,8 +412,8 @@ class OptimizerConfig:
             )
 
     def stable_steps(self, steps: int) -> int:
-        """Returns the number of first steps whose learning rate would be the same in a longer run than one of `steps`."""
-        if self.warmup_fraction:  # of a longer run the warm-up is longer
+        """Returns the number of first steps whose learning rate a longer run would share."""
+        if self.warmup_fraction:  # a longer run has a longer warm-up
             return 0
         if self.schedule == "constant":
             return steps
@@ -414,24 +432,27 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """How long, and in what batches."""
+    """The length of training, and its batches."""
 
     steps: int = 100
     """Optimizer steps of the whole run; the decay depends on it."""
     epochs: float | None = None
-    """Passes over the data, such as 3 or 0.5, in place of steps: the run has the steps that so many passes take. Every epoch is
-    counted as long as the first one; where sources have weights they differ a little."""
+    """Passes over the data, such as 3 or 0.5, instead of steps. Every epoch counts as long as the
+    first; with weights of sources they differ a little."""
     batch_size: int = 1
-    """Rows of context_length tokens in a step, over all devices; a multiple of mesh.data * mesh.fsdp * accumulation."""
+    """Rows of context_length tokens in a step, over all devices; a multiple of mesh.data *
+    mesh.fsdp * accumulation."""
     accumulation: int = 1
-    """Parts that a step's rows are computed in, one after the other; the result is that of all rows at once."""
+    """Number of microbatches into which a step's rows are divided; the result is that of all rows
+    at once."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """What follows a loss or gradient that is not finite: the run stops, or that step leaves the parameters unchanged."""
+    """After a non-finite loss or gradient, stop the run, or skip the update of that step."""
     evaluate_every: int = 0
     """Steps between held-out losses; 0 measures only before the first and after the last step."""
     log_every: int = 1
-    """Steps between lines of metrics.jsonl, and between updates of the progress bar; where there is no terminal, the first of
-    these is printed, and then one every 30 seconds or 20th of the run, whichever is sooner."""
+    """Steps between lines of metrics.jsonl, and between updates of the progress bar; without a
+    terminal, the first is printed, and then one every 30 seconds or 20th of the run, whichever is
+    sooner."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, "train", 1, "steps", "batch_size", "accumulation", "log_every")
@@ -444,10 +465,10 @@ class TrainConfig:
         )
 
     def for_epochs(self, rows: int | None) -> "TrainConfig":
-        """Returns the section with the steps that its epochs take; itself without epochs.
+        """Returns the section with steps for its epochs; itself without epochs.
 
         Args:
-          rows: of an epoch; None where rows are drawn without end.
+          rows: per epoch; None if rows are drawn without end.
 
         Raises:
           ValueError: there are epochs to train, but the data have none.
@@ -458,17 +479,17 @@ class TrainConfig:
             rows is not None,
             "train.epochs",
             self.epochs,
-            "to be left out where rows are drawn without end; give train.steps",
+            "to be left out, since rows are drawn without end; give train.steps",
         )
         require(
             rows != 0,
             "train.epochs",
             self.epochs,
-            "to be left out where the sources' weights leave no row in the first epoch; give train.steps",
+            "to be left out, since the sources' weights leave no row in the first epoch; give "
+            "train.steps",
         )
-        steps = round(
-            self.epochs * (rows or 0) / self.batch_size, 9
-        )  # 0.07 * 100 is a little more than 7
+        # 0.07 * 100 is a little more than 7.
+        steps = round(self.epochs * (rows or 0) / self.batch_size, 9)
         return dataclasses.replace(self, steps=max(1, math.ceil(steps)))
 
 
@@ -479,20 +500,22 @@ class CheckpointConfig:
     every: int = 100
     """Steps between checkpoints; the last step is always saved. 0 saves only the last."""
     minutes: float = 0.0
-    """Minutes after the last checkpoint at which another one is saved, whichever comes first; 0: `every` counts alone."""
+    """Minutes after the last checkpoint at which another one is saved, whichever comes first; 0:
+    `every` counts alone."""
     grace_seconds: float = 25.0
-    """Seconds that may pass between SIGTERM and the end. The running step is finished and saved if, by the steps and saves
-    before, that takes no longer; otherwise the run ends at once, and goes on from the newest checkpoint. 0 always finishes
-    the step."""
+    """Seconds that may pass between SIGTERM and the end. The running step is finished and saved if,
+    by the steps and saves before, that takes no longer; otherwise the run ends at once, and goes on
+    from the newest checkpoint. 0 always finishes the step."""
     keep: int = 2
     """Newest checkpoints kept."""
     best: str | None = None
-    """Metric of an evaluation, such as held_out_loss_nats_per_target: whenever it is the best so far, a checkpoint is saved,
-    and kept beside the newest ones until a better one is there. RUN/best names it, for exports and evaluations."""
+    """Metric of an evaluation, such as held_out_loss_nats_per_target: each new best saves a
+    checkpoint, which is kept in addition to the newest ones until there is a better one. RUN/best
+    names it, for exports and evaluations."""
     best_is: Literal["lowest", "highest"] = "lowest"
-    """Which value of that metric is the best."""
+    """Whether lower or higher values of that metric are better."""
     patience: int = 0
-    """Measurements of that metric without a better one after which the run ends; 0 trains to the last step."""
+    """Measurements without a new best after which the run ends; 0 trains to the last step."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, "checkpoint", 0, "every", "patience", "minutes", "grace_seconds")
@@ -507,16 +530,17 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LoggingConfig:
-    """Where metrics go beside metrics.jsonl."""
+    """Where metrics go in addition to metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard event files."""
     console: bool = True
     """Show a progress bar."""
     wandb: str | None = None
-    """Project of Weights & Biases that the figures are sent to as well; needs the package wandb."""
+    """Weights & Biases project that receives the metrics too; needs the package wandb."""
     profile_steps: tuple[int, ...] = ()
-    """First and last step of a profile, such as [10, 12], written to the run's folder `profile`; none unless given."""
+    """First and last step of a profile, such as [10, 12], written to the run's folder `profile`;
+    none unless given."""
 
     def __post_init__(self) -> None:
         steps = self.profile_steps
@@ -530,26 +554,27 @@ class LoggingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class StageConfig:
-    """A part of a curriculum of lengths; what it leaves out is as in the other sections."""
+    """A part of a curriculum of lengths; the other sections give its defaults."""
 
     context_length: Tokens
     """Tokens in a row; replaces data.context_length."""
     steps: int = 0
-    """Optimizer steps; train.steps where 0."""
+    """Optimizer steps; 0 means train.steps."""
     batch_size: int = 0
-    """Rows in a step; train.batch_size where 0."""
+    """Rows in a step; 0 means train.batch_size."""
     in_context: int = 0
-    """Episodes in a row; trajectories.in_context where 0."""
+    """Episodes in a row; 0 means trajectories.in_context."""
     accumulation: int = 0
-    """Parts of a batch; train.accumulation where 0."""
+    """Parts of a batch; 0 means train.accumulation."""
     learning_rate: float = 0.0
-    """Peak learning rate; optimizer.learning_rate where 0."""
+    """Peak learning rate; 0 means optimizer.learning_rate."""
     warmup_steps: int | None = None
-    """Steps of the warm-up; optimizer.warmup_steps where not given."""
+    """Steps of the warm-up; optimizer.warmup_steps by default."""
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Axes of the mesh that differ, such as {fsdp: 1, sequence: 8}; the number of devices stays."""
+    """Changed axes of the mesh, such as {fsdp: 1, sequence: 8}; the number of devices stays."""
     rope: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields rope_theta, rope_scaling and max_position_embeddings from this stage on, as in model.overrides."""
+    """Fields rope_theta, rope_scaling and max_position_embeddings from this stage on, as in
+    model.overrides."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rope", with_lengths(self.rope, _LENGTHS))
@@ -565,11 +590,11 @@ class StageConfig:
         )
 
     def replaces(self, name: str) -> bool:
-        """Returns whether the stage has a value of its own for its field `name`, where others are as in another section."""
+        """Returns whether the stage sets its field `name`, whose default is in another section."""
         return getattr(self, name) != getattr(StageConfig, name, None)
 
 
-# The fields of other sections that a stage may replace -> its own names of them.
+# The fields of other sections that a stage may replace -> their names in the stage.
 STAGED = {
     "data.context_length": "context_length",
     "train.steps": "steps",
@@ -583,12 +608,15 @@ STAGED = {
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """Prompts that the model answers during training: in the console, RUN/samples.jsonl, TensorBoard and eval.report.
+    """Prompts that the model answers during training.
+
+    Answers appear in the console, RUN/samples.jsonl, TensorBoard and eval.report.
 
     An answer has the most likely tokens."""
 
     prompts: tuple[str, ...] = ()
-    """The users' first turns, or beginnings of a text where the recipe has no chat template; none are answered unless given."""
+    """The users' first turns, or beginnings of texts if the recipe has no chat template; none by
+    default."""
     every: int = 0
     """Steps between answers; 0 answers only before the first and after the last step."""
     new_tokens: Tokens = 64
@@ -608,18 +636,18 @@ class SampleConfig:
             bool(self.prompts) or not self.every,
             "samples.prompts",
             [],
-            "at least one prompt beside samples.every, such as '[\"Who are you?\"]'",
+            "at least one prompt with samples.every, such as '[\"Who are you?\"]'",
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Everything a run is made from."""
+    """The configuration of a run."""
 
     config_version: int = VERSION
     """Version of this format."""
     name: str = ""
-    """Name of the run; the recipe's file name where not given."""
+    """Name of the run; the recipe's file name by default."""
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
@@ -634,17 +662,20 @@ class RunConfig:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     evaluations: tuple[dict[str, Any], ...] = ()
-    """Tests of long contexts during training, each {test, every, tokens, count, rows, chunk, name} with the fields of that test
-    (docs/evaluation.md); each writes RUN/NAME.jsonl, NAME being the test's where none is given."""
+    """Tests of long contexts during training, each {test, every, tokens, count, rows, chunk, name}
+    with the fields of that test (docs/evaluation.md); each writes RUN/NAME.jsonl, with the test's
+    name by default."""
     samples: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     stages: tuple[StageConfig, ...] = ()
-    """A curriculum, each {context_length, steps, batch_size, learning_rate, mesh, rope, ...}: the stages are trained one after
-    the other, each from the parameters of the one before, and the same command continues in any of them."""
+    """A curriculum, each {context_length, steps, batch_size, learning_rate, mesh, rope, ...}:
+    stages are trained in order, each from the previous one's parameters, and the same command
+    continues in any of them."""
     run_dir: str | None = None
-    """Folder of the run; runs/NAME where not given."""
+    """Folder of the run; runs/NAME by default."""
     compile_cache: str | None = None
-    """Folder that keeps compiled programs for the next start; unless given, $LONGSTRIPE_CACHE/xla, or ~/.cache/longstripe/xla.
-    Of several processes all read and the first writes: on storage that all share (also gs://) one compiles for all."""
+    """Folder of compiled programs for the next start; $LONGSTRIPE_CACHE/xla or
+    ~/.cache/longstripe/xla by default. All processes read it and the first one writes: on shared
+    storage (also gs://) one compiles for all."""
 
     def __post_init__(self) -> None:
         require(self.config_version == VERSION, "config_version", self.config_version, str(VERSION))
@@ -655,7 +686,8 @@ class RunConfig:
             and all(re.fullmatch(r"[\w-]+", name) for name in names),
             "evaluations.name",
             names,
-            f"different names of letters, digits, _ and -, none of them {', '.join(taken[:-1])} or {taken[-1]}",
+            f"different names of letters, digits, _ and -, none of them {', '.join(taken[:-1])} "
+            f"or {taken[-1]}",
         )
         require(
             "://" not in (self.run_dir or ""),

@@ -1,4 +1,4 @@
-"""YAML that a user writes, read strictly: PyYAML keeps only the last of two equal keys, without a word."""
+"""Reads YAML strictly: PyYAML silently keeps only the last of two equal keys."""
 
 import itertools
 import math
@@ -9,13 +9,13 @@ import yaml
 from data.errors import UserError
 
 MAX_BYTES = 4 << 20  # of a file
-MAX_VALUES = 100_000  # in a document, with those that its aliases repeat
+MAX_VALUES = 100_000  # in a document, counting those that its aliases repeat
 _MAX_DEPTH = 100  # of brackets and of indents within each other
-_MERGE = "tag:yaml.org,2002:merge"  # the key `<<`, of which two in one mapping lose nothing
+_MERGE = "tag:yaml.org,2002:merge"  # the key `<<`; two in one mapping lose nothing
 
 
 class InvalidYAML(UserError):
-    """The text is no YAML."""
+    """The text is not YAML."""
 
 
 class _DuplicateKey(Exception):
@@ -25,8 +25,10 @@ class _DuplicateKey(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that holds a key twice, and early what is nested too deeply: PyYAML's time
-    grows with the square of the depth."""
+    """Refuses duplicate keys and, early, deep nesting.
+
+    PyYAML's time grows with the square of the depth.
+    """
 
     def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
         if self.flow_level >= _MAX_DEPTH:
@@ -51,8 +53,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_date(self, node: Any) -> str:
-        """Returns a date as it is written: no field has a date's type, and some hold one as a text."""
-        self.construct_yaml_timestamp(node)  # raises ValueError for one that does not exist
+        """Returns a date as written: no field has a date's type, and some hold one as text."""
+        self.construct_yaml_timestamp(node)  # raises ValueError if it does not exist
         return str(node.value)
 
 
@@ -60,8 +62,8 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_date)
 
 
 def _require_small(root: yaml.Node, source: str) -> None:
-    """Raises UserError for aliases that make a value part of itself, or a few lines into more than MAX_VALUES values."""
-    sizes: dict[yaml.Node, float] = {}  # number of values in a node, inf while it is counted
+    """Raises UserError for recursive aliases, or expansions beyond MAX_VALUES values."""
+    sizes: dict[yaml.Node, float] = {}  # number of values in a node; inf while counting
 
     def count(node: yaml.Node) -> float:
         if node not in sizes:
@@ -79,7 +81,7 @@ def _require_small(root: yaml.Node, source: str) -> None:
             else f"aliases that stand for {total:,} values"
         )
         raise UserError(
-            f"{source}: not a recipe: {found}; the values themselves, without aliases, would work"
+            f"{source}: not a recipe: {found}; plain values, without aliases, would work"
         )
 
 
@@ -87,10 +89,10 @@ def parse(text: str, source: str) -> Any:
     """The value of a YAML (or JSON) document.
 
     Args:
-      source: the file or flag that holds the text, named at the beginning of an error.
+      source: the file or flag that holds the text, which begins an error.
 
     Raises:
-      InvalidYAML: the text is no YAML.
+      InvalidYAML: the text is not YAML.
       UserError: a key is written twice in one mapping, or the document is nested too deeply.
     """
     try:

@@ -1,5 +1,4 @@
-"""What a checkpoint keeps of a Hugging Face folder beside its weights: tokenizer, configuration,
-dtypes."""
+"""A checkpoint's other files of a Hugging Face folder: tokenizer, configuration, dtypes."""
 
 from __future__ import annotations
 
@@ -26,14 +25,12 @@ from .folder import SMALL_FILES, tensor_dtypes
 from .table import DTYPES
 
 # Files of a Hugging Face folder that belong to the model and are not weights. The list is fixed,
-# since a training run puts files of its own beside them (its configuration), which do not belong in
-# an exported model.
+# since a training run adds files (its configuration) that do not belong in an export.
 ASSET_FILES = tuple(name for name in SMALL_FILES if name != "adapter_config.json")
 
-# Fields of config.json about files of the source that an export does not have, or has in another
-# form.
+# Fields of config.json about the source's files that an export lacks or changes.
 _OF_ITS_FILES = ("auto_map", "quantization_config")
-# Fields that a change of the rotary embedding makes void, in all spellings.
+# Fields that a change of the rotary embedding invalidates, in all spellings.
 _ROPE = frozenset(
     (
         "rope_theta",
@@ -48,32 +45,31 @@ SOURCE_DTYPE_FILE = "source_dtype.json"
 
 
 def copy_assets(folder: str | Path, assets: str | Path) -> None:
-    """Copies the files that a checkpoint keeps of a Hugging Face folder to `assets`, and records
-    its dtypes there."""
+    """Copies a Hugging Face folder's files to a checkpoint's `assets`, and records its dtypes."""
     folder, assets = Path(folder), Path(assets)
     assets.mkdir(parents=True, exist_ok=True)
     for name in ASSET_FILES:
         if file := file_within(folder, name):
             shutil.copyfile(file, assets / name)
+    # Not those of codes.
     dtypes = {
         name: dtype for name, dtype in tensor_dtypes(folder).items() if dtype in DTYPES.values()
-    }  # not those of codes
+    }
     write_source_dtype(assets, dtypes)
 
 
 def described(
     config: TransformerConfig, source: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the config.json of a model that was trained from another one, and the fields of that
-    one's that are left out.
+    """Returns a trained model's config.json, and the fields of its source that are left out.
 
-    Fields that nothing here reads are kept, since other programs do; so are those that training has
-    not changed, as they were spelled. Left out are those that would be wrong: inside a RoPE that
-    training changed, of weights in other numbers, and of code that is not exported.
+    Fields that only other programs read are kept, as are those that training has not changed, with
+    their spelling. Fields that would be wrong are left out: within a changed RoPE, about the
+    numbers of weights, and about code that is not exported.
 
     Args:
       config: the trained model.
-      source: the config.json of the model that it was trained from.
+      source: the config.json of the model from which it was trained.
     """
     fields = config.to_hf()
     only_there = [name for name in source if name not in fields]
@@ -100,7 +96,7 @@ def described(
         elif isinstance(result.get(rope), dict) and not any(
             isinstance(value, dict) for value in result[rope].values()
         ):
-            # Programs read one of the two spellings: what one had, both have.
+            # Programs read one of the two spellings, so a field in one is written in both.
             other = source.get("rope_parameters" if rope == "rope_scaling" else "rope_scaling")
             result[rope] = {**_unknown_numbers(other), **result[rope]}
     try:
@@ -110,12 +106,12 @@ def described(
         )
     except ValueError:
         same = False
-    # A field that contradicts what training changed: none that is only the source's is kept.
+    # A field contradicts what training changed: the source's own fields are dropped.
     return (result, left_out) if same else (fields, only_there)
 
 
 def _unknown_numbers(rope: Any) -> dict[str, Any]:
-    """The fields of a RoPE in config.json that `RopeConfig` does not hold."""
+    """The fields of a RoPE in config.json that `RopeConfig` lacks."""
     known = {field.name for field in dataclasses.fields(RopeConfig)} | {
         "rope_type",
         "type",
@@ -130,14 +126,17 @@ def _unknown_numbers(rope: Any) -> dict[str, Any]:
 
 
 def write_config(config: TransformerConfig, assets: str | Path) -> None:
-    """Writes the config.json of a trained model over that of its source in `assets`, if there is
-    one. A warning names the fields that are left out; see `described`."""
+    """Writes a trained model's config.json over its source's in `assets`.
+
+    A warning names the fields that are left out; see `described`.
+    """
     path = Path(assets) / "config.json"
     source = _read_json(path) if path.is_file() else {}
     content, left_out = described(config, source) if source else (config.to_hf(), [])
     if left_out:
         warnings.warn(
-            f"{path.name} of the source: left out, since they do not hold for this model: {', '.join(left_out)}",
+            f"{path.name} of the source: left out, since they do not hold for this model: "
+            f"{', '.join(left_out)}",
             stacklevel=2,
         )
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -150,8 +149,10 @@ def write_assets(
     chat_template: str | None,
     resolved: str,
 ) -> None:
-    """Writes a trained model's configuration, tokenizer and recipe over the files of its source, of
-    which `assets` has copies; see `ModelSource.write_assets`."""
+    """Writes a trained model's configuration, tokenizer and recipe over its source's files.
+
+    `assets` has copies of those; see `ModelSource.write_assets`.
+    """
     write_config(config, assets)
     generation = assets / "generation_config.json"
     eos = config.to_hf()["eos_token_id"]
@@ -168,7 +169,7 @@ def write_assets(
 
 
 def _ids(value: Any) -> set[Any]:
-    """The ids in a field that holds one, several, or null for none."""
+    """The ids in a field that holds one, several, or null."""
     return set(value if isinstance(value, list | tuple) else () if value is None else (value,))
 
 
@@ -183,8 +184,7 @@ def _set_fields(path: Path, **fields: object) -> None:
 
 
 def write_source_dtype(assets: str | Path, dtypes: Mapping[str, str] | str) -> None:
-    """Records in `assets` the dtype that an export is written in: one for all, or by Hugging Face
-    tensor name."""
+    """Records an export's dtype in `assets`: one for all, or by Hugging Face tensor name."""
     if isinstance(dtypes, str):
         dtypes = {"": dtypes}
     common = collections.Counter(dtypes.values()).most_common(1)[0][0]
@@ -198,8 +198,7 @@ def write_source_dtype(assets: str | Path, dtypes: Mapping[str, str] | str) -> N
 
 
 def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
-    """The dtype that an export from `assets` is written in, and tensor name -> dtype of the
-    exceptions.
+    """The dtype of an export from `assets`, and tensor name -> dtype of the exceptions.
 
     Without a record it is the dtype in config.json, or else bfloat16.
     """
@@ -219,21 +218,18 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
 
 
 def trained_mask(assets: str | Path) -> Mask:
-    """The attention mask that the model of a checkpoint's `assets` was trained with, by its
-    run.yaml; full without one."""
+    """The attention mask of a checkpoint's training, from its run.yaml; full without one."""
     attention = _recipe(assets).get("attention", {})
     return Mask(window=attention.get("window"), global_tokens=attention.get("global_tokens", 0))
 
 
 def trained_quantization(assets: str | Path) -> Quantization:
-    """How the base was quantized that the adapters of a checkpoint's `assets` were trained beside,
-    by its run.yaml."""
+    """The quantization of the adapters' base in a checkpoint's training, from its run.yaml."""
     return _recipe(assets).get("adapter", {}).get("quantize", "none")
 
 
 def trained_date(assets: str | Path) -> datetime:
-    """The date that chat templates wrote in the training of a checkpoint's `assets`, by its
-    run.yaml."""
+    """The date that chat templates wrote in a checkpoint's training, from its run.yaml."""
     text = _recipe(assets).get("data", {}).get("template_date")
     return datetime.fromisoformat(text) if text else TEMPLATE_DATE
 
@@ -244,7 +240,7 @@ def trained_template_kwargs(assets: str | Path) -> dict[str, Any]:
 
 
 def _recipe(assets: str | Path) -> dict[str, Any]:
-    """Returns the run's configuration that lies in `assets`; empty where none does."""
+    """Returns the run's configuration in `assets`; empty if there is none."""
     return read_recipe(Path(assets) / "run.yaml", Path(assets))
 
 

@@ -1,5 +1,4 @@
-"""Matrices that bitsandbytes has stored in NF4 with double quantization, as Hugging Face folders
-hold them."""
+"""bitsandbytes' NF4 matrices with double quantization, as stored in Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from model.codecs import NESTED_BLOCK, NF4_LEVELS, Nf4, dynamic_levels, nested_c
 from .table import check_numbers
 
 STATE = "quant_state.bitsandbytes__nf4"
-# What stands beside the tensor of the codes, under its name.
+# The tensors that accompany a tensor of codes, under its name.
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
-# More than the JSON text of STATE ever takes.
+# More than the JSON text of STATE ever needs.
 _STATE_BYTES = 256
-# What a config.json says of such a folder: bitsandbytes' own words, as transformers writes them.
+# The entry in such a folder's config.json, in bitsandbytes' words, as transformers writes it.
 CONFIG = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
@@ -41,30 +40,31 @@ def is_nf4(files: Mapping[str, Any], name: str) -> bool:
 
 
 def parts(name: str) -> list[str]:
-    """Returns the names of the tensors that stand beside the codes."""
+    """Returns the names of the tensors that accompany the codes."""
     return [f"{name}.{part}" for part in _PARTS]
 
 
 def read_nf4(
     files: Mapping[str, Any], name: str, shape: tuple[int, ...], rows: slice = slice(None)
 ) -> Nf4:
-    """Returns the codes and scales of a matrix, or of some of its rows, as they are stored.
+    """Returns the stored codes and scales of a matrix, or of some of its rows.
 
     Args:
       shape: of the whole matrix.
-      rows: those of one parameter, of a matrix that holds several one below the other.
+      rows: one parameter's, if the matrix holds several below each other.
 
     Raises:
-      ValueError: names the tensor that is missing or of another kind than blocks of 64 and 256 with
-        the published levels; or `rows` begin or end within 256 blocks that share a scale.
+      ValueError: names the tensor that is missing, or not in blocks of 64 and 256 with the
+        published levels; or `rows` begin or end within 256 blocks that share a scale.
     """
     missing = [part for part in parts(name) if part not in files]
     if missing:
         raise ValueError(
-            f"tensor {missing[0]} is missing beside the codes of {name}; NF4 is read with double quantization"
+            f"tensor {missing[0]} of the codes {name} is missing; NF4 is read with double "
+            "quantization"
         )
     arrays = {part: files[f"{name}.{part}"].get_tensor(f"{name}.{part}") for part in _PARTS}
-    # Of the scales alone: a code of 4 bits stands for a number, whichever it is.
+    # Only of the scales: every 4-bit code is a valid number.
     check_numbers(f"{name}.nested_absmax", arrays["nested_absmax"])
     state = json.loads(arrays[STATE].tobytes().decode())
     needed = {
@@ -79,14 +79,14 @@ def read_nf4(
     for field, levels in (("quant_map", NF4_LEVELS), ("nested_quant_map", dynamic_levels())):
         if not np.array_equal(arrays[field], levels):
             raise ValueError(
-                f"tensor {name}: {field}: found other levels than bitsandbytes' own; quantize it again"
+                f"tensor {name}: {field}: found other levels than bitsandbytes'; quantize it again"
             )
     first, end, _ = rows.indices(shape[0])
     blocks = shape[1] // NF4_BLOCK
     if first * blocks % NESTED_BLOCK or (end < shape[0] and end * blocks % NESTED_BLOCK):
         raise ValueError(
-            f"tensor {name}: rows {first} to {end} share a scale of the second quantization with others; use the "
-            "unquantised model, which adapter.quantize quantizes as it is read"
+            f"tensor {name}: rows {first} to {end} share a scale of the second quantization with "
+            "others; use the unquantized model, which adapter.quantize quantizes while reading it"
         )
     nested = arrays["nested_absmax"][
         first * blocks // NESTED_BLOCK : math.ceil(end * blocks / NESTED_BLOCK)
@@ -101,11 +101,12 @@ def read_nf4(
 
 
 def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
-    """Returns the tensors by name that bitsandbytes loads as this matrix; their order and bytes are
-    those of `nf4_layout`.
+    """Returns the tensors, by name, that bitsandbytes loads as this matrix.
+
+    Their order and sizes are those of `nf4_layout`.
 
     Args:
-      dtype: of the numbers that it dequantizes to, such as bfloat16.
+      dtype: of the dequantized numbers, such as bfloat16.
     """
     shape = (weight.codes.shape[0], 2 * weight.codes.shape[1])
     state = {
@@ -117,7 +118,7 @@ def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
         "nested_dtype": "float32",
         "nested_offset": float(weight.offset),
     }
-    # JSON may end in spaces, so that the length does not depend on the digits of a number.
+    # JSON may end in spaces, so padding makes the length independent of a number's digits.
     text = json.dumps(state).encode().ljust(nf4_layout(name, shape)[f"{name}.{STATE}"][1][0])
     return {
         f"{name}.quant_map": NF4_LEVELS,
@@ -130,10 +131,10 @@ def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
 
 
 def nf4_layout(name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns the dtype and shape of each tensor of `write_nf4` before the matrix is known.
+    """Returns the dtypes and shapes of `write_nf4`'s tensors before the matrix is known.
 
-    float32 comes first, and all together take a multiple of 8 bytes, so that each begins at a
-    multiple of its item's size.
+    float32 comes first, and the total is a multiple of 8 bytes, so each begins at a multiple of its
+    item size.
     """
     blocks = math.prod(shape) // NF4_BLOCK
     nested = nested_count(*shape)

@@ -1,5 +1,4 @@
-"""The model card (README.md) of an exported folder: what it was made from, by which recipe, and
-what the run measured."""
+"""The model card (README.md) of an export: its sources, recipe and measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from .assets import read_recipe
 from .folder import hub_name
 
 LICENCE = (
-    "Not stated. Fill it in: the base model's licence and the data's decide what you may allow."
+    "Not stated. Fill it in: the licences of the base model and the data decide what you may allow."
 )
 
 
@@ -33,23 +32,20 @@ def model_card(
     library: str = "transformers",
     base: str | None = None,
 ) -> str:
-    """Returns the card of an export as markdown, with a YAML head that the Hugging Face hub reads.
+    """Returns an export's card as Markdown, with a YAML header for the Hugging Face hub.
 
-    It says nothing that the checkpoint and its run's folder do not hold; the licence is left to the
-    user.
+    Its content comes from the checkpoint and its run's folder; the licence is left to the user.
 
     Args:
       checkpoint: the exported checkpoint's folder, in its run's folder or alone.
       library: what loads the export, `transformers` or `peft`.
-      base: the path or name of the model that it was trained from; None for the one that the run's
-        recipe names.
+      base: the path or name of the model from which it was trained; None for the recipe's.
     """
     run = read_recipe(checkpoint / "assets" / "run.yaml", checkpoint)
     name = run.get("name") or checkpoint.name
     base = base or (run.get("model") or {}).get("path")
     data = run.get("data") or {}
-    # Names of local folders say nothing to a reader of the hub, who would take them for models
-    # there.
+    # A reader of the hub would take the names of local folders for models there.
     hub_base = hub_name(base) if base else None
     head: dict[str, Any] = {
         "library_name": library,
@@ -61,13 +57,13 @@ def model_card(
     sections = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {name}",
-        "Trained with Longstripe: exact attention over a sequence that is split over devices.",
+        "Trained with Longstripe: exact attention over sequences split across devices.",
         _facts(checkpoint, config, run, hub_base or base),
     ]
     if rows := _data_rows(data):
         sections += ["## Data", rows]
     if results := _results(checkpoint):
-        sections += ["## Results seen in the run", results]
+        sections += ["## Results of the run", results]
     sections += ["## Licence", LICENCE]
     if run:
         changed = _without_defaults(run, RunConfig)
@@ -102,8 +98,7 @@ def _facts(
 
 
 def _data_rows(data: dict[str, Any]) -> str:
-    """Returns a table of the sources, with the counts of the data report where it is still
-    there."""
+    """Returns a table of the sources, with the data report's counts if it still exists."""
     sources = data.get("sources") or ([{"path": data["path"]}] if data.get("path") else [])
     if not sources:
         return ""
@@ -112,16 +107,16 @@ def _data_rows(data: dict[str, Any]) -> str:
     for source in sources:
         report = counts.get(source.get("path"), {})
         rows.append(
-            f"| {_without_folders(source.get('path', ''))} | {source.get('format') or 'sharegpt'} | "
-            f"{source.get('template') or data.get('template') or ''} | {source.get('weight', 1.0)} | "
-            f"{report.get('records', '')} | {report.get('kept', '')} |"
+            f"| {_without_folders(source.get('path', ''))} | {source.get('format') or 'sharegpt'} "
+            f"| {source.get('template') or data.get('template') or ''} | "
+            f"{source.get('weight', 1.0)} | {report.get('records', '')} | {report.get('kept', '')} "
+            "|"
         )
     return "\n".join(rows)
 
 
 def _report(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the newest data report whose sources are those of the recipe, by the path of a
-    source."""
+    """Returns the newest data report about the recipe's sources, by path of a source."""
     sources = [str(source.get("path")) for source in data.get("sources") or ()]
     for path in sorted(
         Path(data.get("prepared") or "prepared").glob("*/report.json"),
@@ -142,7 +137,7 @@ def _report(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _results(checkpoint: Path) -> str:
-    """Returns the losses and scores that the run's folder holds, up to the checkpoint's step."""
+    """Returns the losses and scores in the run's folder, up to the checkpoint's step."""
     run, lines = checkpoint.parent.parent, []
     if not checkpoint.name.isdigit() or checkpoint.parent.name != "checkpoints":
         return ""
@@ -170,25 +165,27 @@ def _results(checkpoint: Path) -> str:
         about = content.get("about")
         if isinstance(about, dict) and not is_of_checkpoint(about, checkpoint):
             print(
-                f"warning: {path}: is of {evaluated(about)}, not of {checkpoint}; the card leaves it out",
+                f"warning: {path}: is of {evaluated(about)}, not of {checkpoint}; the card leaves "
+                "it out",
                 file=sys.stderr,
             )
             continue
         for row in content.get("within_trained_length", ()):
             lines.append(
-                f"- line retrieval, {row['num_lines']} lines: {row['right']} of {row['cases']} right, 95% interval "
-                f"{row['low']:.2f} to {row['high']:.2f}"
+                f"- line retrieval, {row['num_lines']} lines: {row['right']} of {row['cases']} "
+                f"right, 95% interval {row['low']:.2f} to {row['high']:.2f}"
             )
         for row in content.get("results", ()) if "evaluation" in content else ():
             lines.append(
-                f"- {content['evaluation']}, {row['task']}, {row['tokens']:,} tokens: {row['score']:.3f}, "
-                f"95% interval {row['low']:.2f} to {row['high']:.2f}, {row['cases']} cases"
+                f"- {content['evaluation']}, {row['task']}, {row['tokens']:,} tokens: "
+                f"{row['score']:.3f}, 95% interval {row['low']:.2f} to {row['high']:.2f}, "
+                f"{row['cases']} cases"
             )
     return "\n".join(lines)
 
 
 def _without_defaults(values: Mapping[str, Any], section: type) -> dict[str, Any]:
-    """Returns the fields of a recipe, or of a section of it, whose values are not the defaults."""
+    """Returns the fields of a recipe or section that differ from their defaults."""
     kept = {}
     fields = {field.name: field for field in dataclasses.fields(section)}
     kinds = typing.get_type_hints(section)
@@ -208,13 +205,12 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A default as YAML has it: tuples are lists."""
+    """A default as in YAML: tuples are lists."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _without_folders(value: Any) -> Any:
-    """Returns a value with the last part in place of each absolute path: folders of the machine
-    that trained are nobody's business."""
+    """Returns a value with absolute paths cut to their last part, which hides private folders."""
     if isinstance(value, dict):
         return {key: _without_folders(part) for key, part in value.items()}
     if isinstance(value, list):

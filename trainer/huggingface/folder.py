@@ -1,5 +1,4 @@
-"""Hugging Face model folders: where one lies, its safetensors files, and whether they hold the
-model that it describes."""
+"""Hugging Face model folders: finding one, opening its safetensors, checking its tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from .mxfp4 import with_matrices
 from .table import DTYPES, HFEntry
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# What is downloaded of a model on the hub.
+# A hub model's files to download.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 SMALL_FILES = (
     "config.json",
@@ -49,12 +48,11 @@ _WEIGHTS = (
     "model.safetensors.index.json",
     "adapter_model.safetensors",
 )
-_COMPARED_NUMBERS = 1 << 22  # of two tensors at a time
+_COMPARED_NUMBERS = 1 << 22  # for two tensors at a time
 
 
 def hub_name(path: str) -> str | None:
-    """The name org/name[@revision] on the hub that a path is, or that the folder of the local cache
-    has; None for another."""
+    """The hub name org/name[@revision] of a path or cache folder; None for other paths."""
     if cached := re.search(r"models--([^/]+)/snapshots/", f"{path}/"):
         return cached[1].replace("--", "/", 1)
     is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@.+)?", path)
@@ -62,17 +60,16 @@ def hub_name(path: str) -> str | None:
 
 
 def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
-    """The folder of a model: `path` itself, or that of `org/name` or `org/name@revision` in the
-    local Hugging Face cache.
+    """A model's folder: `path`, or that of org/name[@revision] in the Hugging Face cache.
 
-    What is not in the cache is downloaded, unless HF_HUB_OFFLINE is set; what is there whole is
+    Missing files are downloaded, unless HF_HUB_OFFLINE is set; a complete model in the cache is
     used without asking the hub. Pickled weights are never downloaded.
 
     Args:
-      weights: whether they are needed; the other files are small.
+      weights: whether to download them; the other files are small.
 
     Raises:
-      ValueError, UserError: there is no such model.
+      ValueError, UserError: no such model.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -107,14 +104,14 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
         if hub.is_offline():
             command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
             raise ValueError(
-                f"{path}: neither a folder nor in the local Hugging Face cache, and downloads are forbidden "
-                f"(HF_HUB_OFFLINE or --no-download); download it: {command}"
+                f"{path}: neither a folder nor in the local Hugging Face cache, and downloads are "
+                f"forbidden (HF_HUB_OFFLINE or --no-download); download it: {command}"
             ) from None
     return hub.download_model(name, revision or None, files, ".safetensors" if weights else "")
 
 
 def _is_whole(folder: Path, weights: bool) -> bool:
-    """Whether an earlier download of a model into the cache has got all that is read of it."""
+    """Whether an earlier download has left all files that are read in the cache."""
     if (folder / "adapter_config.json").is_file():
         return not weights or (folder / "adapter_model.safetensors").is_file()
     if not (folder / "config.json").is_file() or not any(
@@ -130,8 +127,8 @@ def _is_whole(folder: Path, weights: bool) -> bool:
 def folder_config(folder: str | Path) -> TransformerConfig:
     """Returns the sizes of the model in a Hugging Face folder.
 
-    A head in its files that differs from the embedding is the model's own, whatever
-    tie_word_embeddings says, as in transformers; a warning names it.
+    A head in its files that differs from the embedding is kept, whatever tie_word_embeddings says,
+    as in transformers; a warning names it.
 
     Raises:
       ValueError: as `TransformerConfig.from_hf` and `open_tensors`.
@@ -148,16 +145,15 @@ def folder_config(folder: str | Path) -> TransformerConfig:
         ):
             return config
     warnings.warn(
-        f"{folder}: tie_word_embeddings is true in config.json, but {HEAD} differs from {EMBEDDING}: "
-        "both are kept, and the model is not tied, as in transformers",
+        f"{folder}: tie_word_embeddings is true in config.json, but {HEAD} differs from "
+        f"{EMBEDDING}: both are kept, and the model is not tied, as in transformers",
         stacklevel=2,
     )
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def are_equal(first: Any, second: Any) -> bool:
-    """Whether two tensors in files hold the same numbers; read some rows at a time, up to the first
-    that differ."""
+    """Whether two tensors in files are equal, reading rows up to the first difference."""
     shape = first.get_shape()
     if shape != second.get_shape():
         return False
@@ -172,22 +168,21 @@ def are_equal(first: Any, second: Any) -> bool:
 def _compare_frequencies(
     folder: Path, files: Mapping[str, Any], name: str, config: TransformerConfig
 ) -> None:
-    """Warns of a table of RoPE's frequencies in the files that is not the one of config.json, which
-    is used."""
+    """Warns if RoPE frequencies in the files differ from config.json's, which are used."""
     stored = files[name].get_tensor(name).astype(np.float32)
-    # Old exports have the table from before any rule for longer texts.
+    # Old exports have the table without any rule for longer texts.
     tables = [
         inverse_frequencies(rope, config.rotary_dim)
         for rope in (config.rope, RopeConfig(theta=config.rope.theta))
     ]
-    # The tolerance is two places of bfloat16, in which such a table was rounded with the model;
-    # 6e-8 is float16's least step.
+    # The tolerance is two units of bfloat16, to which such a table was rounded with the model; 6e-8
+    # is float16's smallest step.
     if not any(
         stored.shape == table.shape and np.allclose(stored, table, 2**-7, 6e-8) for table in tables
     ):
         warnings.warn(
-            f"{folder}: tensor {name} holds other frequencies than rope_theta and rope_scaling of config.json "
-            "give; those of config.json are used, as in transformers",
+            f"{folder}: tensor {name} holds other frequencies than rope_theta and rope_scaling of "
+            "config.json give; those of config.json are used, as in transformers",
             stacklevel=2,
         )
 
@@ -203,8 +198,7 @@ def tensor_dtypes(folder: str | Path) -> dict[str, str]:
 
 
 def weights_fingerprint(folder: str | Path) -> str:
-    """A hash of every byte of the weights in a Hugging Face folder, wherever that is; read once,
-    see `file_digest`."""
+    """A hash of a Hugging Face folder's weights, independent of its path; see `file_digest`."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.safetensors")):
         check_within(folder, path)
@@ -213,10 +207,10 @@ def weights_fingerprint(folder: str | Path) -> str:
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name -> opened safetensors file that holds it. The files are closed with `stack`.
+    """Tensor name -> opened safetensors file; closing `stack` closes the files.
 
-    If several files hold a tensor, it is read from the one that the index names. Codes of MXFP4 are
-    read as the matrices that they stand for.
+    If several files hold a tensor, the index names the one to read. MXFP4 codes are read as
+    matrices.
     """
     index_file = folder / "model.safetensors.index.json"
     indexed: dict[str, Path] = {}
@@ -239,22 +233,22 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
             ) from None
         except (SafetensorError, OSError) as error:
             raise ValueError(
-                f"{path}: not a whole safetensors file ({error}); download it again"
+                f"{path}: not a complete safetensors file ({error}); download it again"
             ) from None
         for name in opened.keys():  # noqa: SIM118 - not a mapping
             if indexed.get(name, path) != path:
                 continue
             if name in tensors:
                 raise ValueError(
-                    f"{folder}: tensor {name} is in {holders[name].name} and {path.name}, and {index_file.name} "
-                    "does not say in which; download the folder again"
+                    f"{folder}: tensor {name} is in {holders[name].name} and {path.name}, and "
+                    f"{index_file.name} does not say in which; download the folder again"
                 )
             tensors[name], holders[name] = opened, path
     for name, path in indexed.items():
         if name not in tensors:
             raise ValueError(
-                f"{index_file}: tensor {name} is not in {path.name}, the file that it names; download the folder "
-                "again"
+                f"{index_file}: tensor {name} is not in {path.name}, the file that it names; "
+                "download the folder again"
             )
     try:
         return with_matrices(tensors)
@@ -263,8 +257,7 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _read_index(index_file: Path) -> dict[str, Path]:
-    """Tensor name -> file, as the index of a model in several files names them; ValueError for a
-    file outside its folder."""
+    """Tensor name -> file, from an index; ValueError for a file outside its folder."""
     folder = index_file.parent
     try:
         weight_map = read_json(index_file, folder)["weight_map"]
@@ -280,15 +273,15 @@ def _read_index(index_file: Path) -> dict[str, Path]:
 
 
 def _raise_no_weights(folder: Path) -> NoReturn:
-    """Raises the ValueError for a folder without safetensors, which says what the folder has
-    instead."""
+    """Raises the ValueError for a folder without safetensors; says what it has instead."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     pickled = sorted([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")])
     if pickled:
         raise ValueError(
-            f"{folder}: only pickled weights here ({pickled[0].name}); they can run code when loaded and are "
-            "refused; convert them to safetensors (https://huggingface.co/docs/safetensors/convert-weights)"
+            f"{folder}: only pickled weights here ({pickled[0].name}); they can run code when "
+            "loaded and are refused; convert them to safetensors "
+            "(https://huggingface.co/docs/safetensors/convert-weights)"
         )
     raise ValueError(
         f"{folder}: no weights here; needs model.safetensors or model.safetensors.index.json"
@@ -298,8 +291,7 @@ def _raise_no_weights(folder: Path) -> NoReturn:
 def check_tensors(
     folder: Path, files: Mapping[str, Any], layout: list[HFEntry], config: TransformerConfig
 ) -> None:
-    """Raises ValueError for the first tensor that is missing, unknown, or of another shape or dtype
-    than can be read."""
+    """Raises ValueError for the first tensor that is missing, unknown, or unreadable."""
     expected = set()
     for entry in layout:
         for name, shape in entry.file_tensors().items():
@@ -319,7 +311,8 @@ def check_tensors(
                 )
             if tensor.get_dtype() not in DTYPES:
                 raise ValueError(
-                    f"{folder}: tensor {name} is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}"
+                    f"{folder}: tensor {name} is {tensor.get_dtype()}; supported are "
+                    f"{', '.join(DTYPES)}"
                 )
     for name in sorted(set(files) - expected):
         if name == HEAD and config.tie_word_embeddings:

@@ -1,4 +1,4 @@
-"""Adapters merged into the weights that they stand beside, one layer at a time."""
+"""Merges adapters into their base's weights, one layer at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from model.quantized_weights import quantize_layer, quantized_names
 
 
 class Dequantized:
-    """A stacked parameter's layers, quantized and dequantized again: the numbers that codes stand
-    for, in float32."""
+    """A stacked parameter's layers after quantization and dequantization, in float32."""
 
     def __init__(self, name: str, stored: Any, shape: tuple[int, ...], kind: str) -> None:
         """`name`: of the weight; `stored`: read when sliced, maybe padded to more than `shape`."""
@@ -34,8 +33,7 @@ class Dequantized:
 
 
 def dequantized(base: Mapping[str, Any], config: TransformerConfig) -> dict[str, Any]:
-    """Returns the base's parameters with the numbers that codes stand for where the model with
-    adapters has codes.
+    """Returns the base's parameters, dequantized where the model with adapters has codes.
 
     Args:
       base: as of `merged`.
@@ -57,13 +55,12 @@ def dequantized(base: Mapping[str, Any], config: TransformerConfig) -> dict[str,
 def merged(
     base: Mapping[str, Any], trained: Mapping[str, Any], config: TransformerConfig
 ) -> dict[str, Any]:
-    """Returns the parameters of the model without adapters that computes the same.
+    """Returns the parameters of the equivalent model without adapters.
 
     Args:
       base: the base's parameters by name: arrays, or arrays on disk that are read when sliced;
         padded or not.
-      trained: adapters, and modules that were trained whole and replace those of the base; of the
-        same kinds.
+      trained: adapters, and fully trained modules, which replace the base's; of the same kinds.
       config: of the model with its adapters.
     """
     adapter = config.adapter
@@ -87,12 +84,10 @@ def merged(
 
 
 class _MergedParameter:
-    """W + s A B of stacked layers, with DoRA's lengths of its columns, if there are any; in
-    float32, a layer at a time."""
+    """W + s A B of stacked layers in float32, with DoRA's column norms if there are any."""
 
     def __init__(self, factors: list[Any], shapes: list[tuple[int, ...]], scale: float) -> None:
-        """`factors`: W, A, B and DoRA's lengths, if any, maybe padded, and `shapes` without
-        padding."""
+        """`factors`: W, A, B and DoRA's norms, possibly padded; `shapes` without padding."""
         self.factors, self.shapes, self.scale = factors, shapes, scale
         self.shape = shapes[0]
 

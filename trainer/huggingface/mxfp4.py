@@ -1,5 +1,4 @@
-"""Experts' matrices in MXFP4, as gpt-oss is published: read as the bfloat16 numbers that they stand
-for.
+"""Reads experts' MXFP4 matrices, as in the published gpt-oss, as bfloat16.
 
 Two tensors hold a matrix [X, K, N], N the outputs: `NAME_blocks` [X, N, K / 32, 16], two codes a
 byte, the lower bits first; and `NAME_scales` [X, N, K / 32], the exponents of powers of 2, plus 127
@@ -19,7 +18,7 @@ from .table import HoldsNaN
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK = 32
 _BIAS = 127
-_NAN = 255  # a scale that is no number
+_NAN = 255  # a scale that is not a number
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _LEVELS = np.concatenate([_POSITIVE, -_POSITIVE])
 _BYTES = np.arange(256)
@@ -27,7 +26,7 @@ _PAIRS = np.stack([_LEVELS[_BYTES & 15], _LEVELS[_BYTES >> 4]], -1)  # the two n
 
 
 def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Returns the numbers that codes stand for, bfloat16 [..., G * 32], as transformers makes them.
+    """Returns the dequantized numbers, bfloat16 [..., G * 32], as transformers does.
 
     Args:
       blocks: uint8 [..., G, 16]; scales: uint8 [..., G].
@@ -39,7 +38,7 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class _Matrices:
-    """The matrices [X, K, N] of two tensors, with the methods that a tensor of safetensors has."""
+    """The matrices [X, K, N] of two tensors, with the interface of a safetensors slice."""
 
     def __init__(self, name: str, blocks: Any, scales: Any) -> None:
         self.name, self._blocks, self._scales = name, blocks, scales
@@ -52,7 +51,7 @@ class _Matrices:
         return [experts, groups * _BLOCK, outputs]
 
     def __getitem__(self, index: tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Returns a part of some or one of the matrices; only the blocks that hold it are read."""
+        """Returns a part of one or more matrices; only the blocks that hold it are read."""
         expert, rows, columns = index
         start, stop, _ = rows.indices(self.get_shape()[1])
         first = start // _BLOCK
@@ -60,8 +59,8 @@ class _Matrices:
         scales = self._scales[stored]
         if (scales == _NAN).any():
             raise HoldsNaN(
-                f"tensor {self.name}{_SCALES} holds NaN ({np.count_nonzero(scales == _NAN):,} scales "
-                f"are {_NAN}); a whole copy of the model, or one without, would work"
+                f"tensor {self.name}{_SCALES} holds NaN ({np.count_nonzero(scales == _NAN):,} "
+                f"scales are {_NAN}); another copy of the model, without NaN, would work"
             )
         numbers = dequantize_mxfp4(self._blocks[stored], scales)
         part = slice(start - first * _BLOCK, stop - first * _BLOCK)
@@ -69,7 +68,7 @@ class _Matrices:
 
 
 class _File:
-    """Stands for the opened file that holds the matrices of this name."""
+    """Replaces the opened file that holds the matrices of this name."""
 
     def __init__(self, matrices: _Matrices) -> None:
         self._matrices = matrices
@@ -80,17 +79,17 @@ class _File:
 
 
 def with_matrices(files: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the opened file of each tensor, with the matrices in the place of their codes.
+    """Returns the opened file of each tensor, with matrices instead of codes.
 
     Raises:
-      ValueError: names the tensor that is missing beside the codes, or of another dtype or shape.
+      ValueError: names the tensor that is missing, or has another dtype or shape.
     """
     files = dict(files)
     for blocks_name in [name for name in files if name.endswith(_BLOCKS)]:
         name = blocks_name.removesuffix(_BLOCKS)
         if name + _SCALES not in files:
             raise ValueError(
-                f"tensor {name}{_SCALES} is missing beside {blocks_name}; MXFP4 needs both"
+                f"tensor {name}{_SCALES} is missing, but {blocks_name} is there; MXFP4 needs both"
             )
         blocks, scales = (files.pop(part).get_slice(part) for part in (blocks_name, name + _SCALES))
         *groups, _ = shape = list(blocks.get_shape())

@@ -1,8 +1,8 @@
 """Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors` in a folder.
 
-Where a family's files hold k projections as rows of one tensor, PEFT's adapter of that tensor has
-one A. Ours has an A of rank r for each: it becomes an adapter of rank k r, whose A stacks ours and
-whose B is block-diagonal.
+If a family's files hold k projections as rows of one tensor, PEFT's adapter of that tensor has one
+A. Ours has an A of rank r for each, which becomes an adapter of rank k r: its A stacks ours, and
+its B is block-diagonal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .table import DTYPES, HFEntry, HoldsNaN, check_numbers, hf_layout
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# What an adapter_config.json may hold. Fields that are read:
+# The fields of an adapter_config.json. These are read:
 _READ = (
     "peft_type",
     "r",
@@ -54,8 +54,8 @@ _READ = (
     "revision",
     "ensure_weight_tying",
 )
-# Fields that say nothing about what a saved adapter computes: versions, how it was trained or
-# begun, and numbers that count only beside another field. The last three are ms-swift's.
+# Fields that do not affect what a saved adapter computes: versions, training, initialisation, and
+# numbers that only matter with another field. The last three are ms-swift's.
 _SILENT = (
     "auto_mapping",
     "peft_version",
@@ -70,12 +70,11 @@ _SILENT = (
     "lorap_emb_lr",
 )
 _EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
-# Fields that say what it computes, with the values under which that is plain LoRA. Any other field
-# has to be empty.
+# Fields that affect it, with their values for plain LoRA. Any other field has to be empty.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "task_type": ("CAUSAL_LM", None),
-    # These begin with other A and B beside the base as it is. The others change the base, now and
+    # These initialise A and B differently and keep the base. The others change the base, now and
     # whenever peft loads it.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
@@ -83,13 +82,11 @@ _PLAIN = (
     "; its base's weights were changed when it was begun. peft's save_pretrained with "
     "path_initial_model_for_weight_conversion makes a plain LoRA of it, which is read"
 )
-_MATCH_SECONDS = 1.0  # for a stranger's regular expression; a good one takes microseconds
-_MATCHED_LAYERS = (
-    512  # more than any model has: whether each layer has an adapter shows in the tensors
-)
+_MATCH_SECONDS = 1.0  # for an untrusted regular expression; a good one takes microseconds
+_MATCHED_LAYERS = 512  # more than any model has; the tensors show which layers have an adapter
 
 
-# Tensors that hold several projections -> these, of all families.
+# Tensors that hold several projections -> the projections, over all families.
 _FUSED = {
     module: names
     for family in FAMILIES.values()
@@ -98,12 +95,11 @@ _FUSED = {
 
 
 def adapter_layout(config: TransformerConfig, shares_a: bool = False) -> list[HFEntry]:
-    """Returns every trained parameter of a model with adapters, and the tensors of PEFT that it is
-    made of.
+    """Returns every trained parameter of a model with adapters, and its PEFT tensors.
 
     Args:
-      shares_a: whether projections that one tensor holds have the same A, as in adapters that PEFT
-        has made of such a tensor.
+      shares_a: whether projections in one tensor share an A, as in PEFT's own adapters of such a
+        tensor.
     """
     assert config.adapter is not None
     entries = [
@@ -158,7 +154,7 @@ def adapter_layout(config: TransformerConfig, shares_a: bool = False) -> list[HF
 
 
 def _modules(adapter: AdapterConfig, family: str) -> list[str]:
-    """The modules of a family's files that have the adapter, in the order of a layer."""
+    """The modules with the adapter in a family's files, in layer order."""
     fused = {
         name: module
         for module, names in FAMILIES[family].fused_projections.items()
@@ -168,7 +164,7 @@ def _modules(adapter: AdapterConfig, family: str) -> list[str]:
 
 
 def _patterns(adapter: AdapterConfig, modules: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """PEFT's fields for the modules whose rank, and so alpha, differ from the adapter's."""
+    """PEFT's fields for modules whose rank, and so alpha, differ from the adapter's."""
     counts = {module: len(_FUSED[module]) for module in modules if module in _FUSED}
     return {
         "rank_pattern": {module: count * adapter.rank for module, count in counts.items()},
@@ -182,12 +178,11 @@ def _patterns(adapter: AdapterConfig, modules: Iterable[str]) -> dict[str, dict[
 def write_config(
     adapter: AdapterConfig, family: str, base: str | None, folder: Path, tied: bool = False
 ) -> None:
-    """Writes adapter_config.json, which names `base`, a model of the family, as the one that the
-    adapter belongs to.
+    """Writes adapter_config.json, which names `base`, a model of the family.
 
     Args:
-      tied: whether the model's head is its embedding; peft else leaves the head as it is in the
-        base where that is trained.
+      tied: whether the model's head is its embedding; otherwise peft leaves the base's head if the
+        embedding is trained.
     """
     modules = _modules(adapter, family)
     name, _, revision = (base or "").partition("@") if base and hub_name(base) else (base, "", "")
@@ -221,12 +216,12 @@ def write_adapter(
     out: str | Path,
     finish: Callable[[Path], None] | None = None,
 ) -> None:
-    """Writes an adapter as a folder that peft loads; `out` appears whole or not at all.
+    """Writes an adapter as a folder that peft loads; `out` appears complete or not at all.
 
     Args:
       params: the trained parameters by name: arrays, or arrays on disk that are read when sliced.
       config: of the model with its adapters.
-      base: the path or the name of the model that it belongs to; None for one that is not named.
+      base: the path or name of its base model; None names none.
       finish: called with the folder before it becomes `out`, to add files.
 
     Raises:
@@ -244,7 +239,7 @@ def write_adapter(
             tensor[entry.rows, *entry.columns] = part
     head, embedding = (f"{_PREFIX}{name}" for name in (HEAD, EMBEDDING))
     if config.tie_word_embeddings and embedding in tensors:
-        tensors[head] = tensors[embedding].copy()  # peft saves what is tied twice, and loads it so
+        tensors[head] = tensors[embedding].copy()  # peft saves and loads tied modules twice
     with building(out, holds_files) as scratch:
         write_config(config.adapter, config.family, base, scratch, config.tie_word_embeddings)
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
@@ -253,18 +248,16 @@ def write_adapter(
 
 
 def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
-    """Returns the adapter that a folder of PEFT's holds, and the path or name of its base.
+    """Returns the adapter in a PEFT folder, and the path or name of its base.
 
     Raises:
-      ValueError: it is none, or of a kind that is not supported; one line that names the field.
+      ValueError: not an adapter, or an unsupported kind; one line that names the field.
     """
     path = Path(folder).expanduser() / CONFIG
     try:
         content = read_json(path, path.parent)
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"{folder}: no {CONFIG} here; a folder that peft has written has one"
-        ) from None
+        raise ValueError(f"{folder}: no {CONFIG} here; a folder that peft wrote has one") from None
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error}); write it again") from None
     if not isinstance(content, dict):
@@ -286,7 +279,7 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
             use_dora=_switch(content, "use_dora"),
             dropout=_dropout(content),
             targets=_projections(content),
-            # peft names a module that it ties to another one with the model's name before it.
+            # peft prefixes a tied module with the model's name.
             train=tuple(
                 dict.fromkeys(
                     name.removeprefix("model.") for name in _names(content, "modules_to_save")
@@ -302,8 +295,7 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
 
 
 def _dropout(content: Mapping[str, Any]) -> float:
-    """Returns the probability of dropout, and 0 where it is missing or null. That it is less than 1
-    `AdapterConfig` checks."""
+    """Returns the dropout probability, 0 if missing or null; `AdapterConfig` checks its range."""
     return as_float(
         "lora_dropout",
         0.0 if content.get("lora_dropout") is None else content["lora_dropout"],
@@ -312,15 +304,14 @@ def _dropout(content: Mapping[str, Any]) -> float:
 
 
 def _switch(content: Mapping[str, Any], field: str) -> bool:
-    """Returns a field that is true or false, and false where it is missing or null."""
+    """Returns a boolean field, false if missing or null."""
     if content.get(field) not in (True, False, None):
         raise ValueError(f"{field}: found {content[field]!r:.80}; needs true or false")
     return bool(content.get(field))
 
 
 def _check_patterns(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
-    """Raises ValueError for ranks or alphas of modules by themselves, but for those that
-    `write_config` writes."""
+    """Raises ValueError for per-module ranks or alphas other than those of `write_config`."""
     own = _patterns(adapter, _FUSED)
     for field, expected in own.items():
         for module, value in (content.get(field) or {}).items():
@@ -332,7 +323,7 @@ def _check_patterns(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
 
 
 def _names(content: Mapping[str, Any], field: str) -> list[str]:
-    """Returns a field that names modules: a list, one name, or null for none."""
+    """Returns a field that names modules: a list, one name, or null."""
     value = content.get(field) or []
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -341,8 +332,7 @@ def _names(content: Mapping[str, Any], field: str) -> list[str]:
 
 
 def _check_fields(content: Mapping[str, Any]) -> None:
-    """Raises ValueError for the first field under which the adapter would compute something else
-    than LoRA, or may."""
+    """Raises ValueError for the first field that makes the adapter, or may, other than LoRA."""
     for name, value in content.items():
         if name in _READ or name in _SILENT:
             continue
@@ -356,8 +346,7 @@ def _check_fields(content: Mapping[str, Any]) -> None:
 
 
 def _base(content: Mapping[str, Any]) -> str:
-    """The path or name of the base, with the revision of a name if there is one; "" where the file
-    tells none."""
+    """The base's path or name, with a revision if there is one; "" if the file gives none."""
     base, revision = content.get("base_model_name_or_path") or "", content.get("revision")
     for field, value in (("base_model_name_or_path", base), ("revision", revision)):
         if not isinstance(value, str | None):
@@ -367,9 +356,11 @@ def _base(content: Mapping[str, Any]) -> str:
 
 
 def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
-    """The projections that `target_modules` means, in the order of a layer. peft writes them as a
-    set, and sometimes each layer's by itself; whether every layer has them shows in the tensors. A
-    text that is no name is a regular expression of whole names."""
+    """The projections in `target_modules`, in layer order.
+
+    peft writes them as a set, sometimes each layer's separately; the tensors show whether every
+    layer has them. A text that is not a name is a regular expression for full names.
+    """
     targets, found = _names(content, "target_modules"), content.get("target_modules")
     if targets == [ALL_LINEAR]:
         return (ALL_LINEAR,)
@@ -378,8 +369,9 @@ def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
         others = sorted(modules - {*PROJECTIONS, *_FUSED})
         if others or not modules:
             raise ValueError(
-                f"target_modules: found {found!r:.80}, which matches {', '.join(others) or 'no projection'}; "
-                f"adapters of {', '.join(PROJECTIONS)} are read"
+                f"target_modules: found {found!r:.80}, which matches "
+                f"{', '.join(others) or 'no projection'}; adapters of {', '.join(PROJECTIONS)} are "
+                "read"
             )
     else:
         modules = {target.rpartition(".")[2] for target in targets}
@@ -388,8 +380,7 @@ def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _matched(pattern: str) -> set[str]:
-    """The last parts of the names of modules that a regular expression matches whole, as peft takes
-    it."""
+    """The last parts of the module names that a regular expression matches, as in peft."""
     ends = {
         name: "self_attn"
         if name in ATTENTION or set(_FUSED.get(name, ())) & set(ATTENTION)
@@ -414,21 +405,21 @@ def _matched(pattern: str) -> set[str]:
         problem = (
             "takes too long to match"
             if isinstance(error, TimeoutError)
-            else f"is no regular expression ({error})"
+            else f"is not a regular expression ({error})"
         )
         raise ValueError(
             f"target_modules: found {pattern!r:.80}, which {problem}; a list of modules would work"
         ) from None
-    # Models have the fused tensors or the projections, whose names are other ones.
+    # Models have the fused tensors or the projections, with different names.
     return matched if not matched & set(PROJECTIONS) else matched - set(_FUSED)
 
 
 def check_tied(folder: Path, adapter: AdapterConfig) -> None:
-    """Checks an adapter of a base whose head is its embedding.
+    """Checks an adapter of a base with a tied head.
 
     Raises:
-      ValueError: the adapter unties them: peft then trains and loads one of both, and leaves the
-        other as it is in the base.
+      ValueError: the adapter unties them: peft then trains and loads one, and leaves the other as
+        in the base.
     """
     path = folder / CONFIG
     ensured = read_json(path, folder).get("ensure_weight_tying") is True
@@ -436,17 +427,17 @@ def check_tied(folder: Path, adapter: AdapterConfig) -> None:
         if adapter.trains(f"{name}.weight") and (name == "lm_head" or not ensured):
             raise ValueError(
                 f"{path}: modules_to_save: found {name!r}, and the base's head is its embedding "
-                "(tie_word_embeddings): such an adapter unties them, which is not read; embed_tokens with "
-                "ensure_weight_tying true trains both as one"
+                "(tie_word_embeddings): such an adapter unties them, which is not read; "
+                "embed_tokens with ensure_weight_tying true trains both as one"
             )
 
 
 def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Array]:
-    """Reads an adapter's parameters in float32 onto the mesh of `model`, each device its own part.
+    """Reads an adapter's float32 parameters onto the mesh of `model`, each device its part.
 
     Raises:
-      ValueError: names the tensor that is missing, unknown, or of another shape than the model's,
-        as of another base or rank.
+      ValueError: names the tensor that is missing, unknown, or of another shape, due to another
+        base or rank.
     """
     path = Path(folder).expanduser() / WEIGHTS
     file_within(path.parent, WEIGHTS)
@@ -470,15 +461,15 @@ def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Arra
     except HoldsNaN as error:
         raise ValueError(f"{path}: {error}") from None
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; peft writes it beside {CONFIG}") from None
+        raise ValueError(f"{path}: no such file; peft writes it next to {CONFIG}") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{path}: not a whole safetensors file ({error}); write it again"
+            f"{path}: not a complete safetensors file ({error}); write it again"
         ) from None
 
 
 def _shares_a(files: Mapping[str, Any], layout: list[HFEntry]) -> bool:
-    """Whether the first A of several projections has the rows of one of them."""
+    """Whether the first A of several projections has the rows of a single one."""
     fused = next(
         (
             entry
@@ -500,14 +491,15 @@ def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], 
     for name, entry in expected:
         if name not in files:
             raise ValueError(
-                f"{path}: tensor {name} is missing; the base or the adapter is another one"
+                f"{path}: tensor {name} is missing; the base and the adapter do not match"
             )
         tensor = files[name].get_slice(name)
         shape = tuple(tensor.get_shape())
         if shape != entry.file_shape:
             raise ValueError(
-                f"{path}: tensor {name} has shape {list(shape)}, and needs {list(entry.file_shape)}: the adapter "
-                "belongs to another base, or has another rank"
+                f"{path}: tensor {name} has shape {list(shape)}, and needs "
+                f"{list(entry.file_shape)}: the adapter belongs to another base, or has another "
+                "rank"
             )
         if tensor.get_dtype() not in DTYPES:
             raise ValueError(
@@ -516,12 +508,12 @@ def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], 
         _check_diagonal(path, name, tensor, entry)
     names = {name for name, _ in expected}
     head, embedding = (f"{_PREFIX}{name}" for name in (HEAD, EMBEDDING))
-    # peft saves what is tied twice.
+    # peft saves tied modules twice.
     if tied and embedding in names and head in files:
         if not are_equal(*(files[name].get_slice(name) for name in (head, embedding))):
             raise ValueError(
-                f"{path}: tensor {head} differs from {embedding}, and the base's head is its embedding; such an "
-                "adapter unties them, which is not read"
+                f"{path}: tensor {head} differs from {embedding}, and the base's head is its "
+                "embedding; such an adapter unties them, which is not read"
             )
         names.add(head)
     unknown = sorted(set(files) - names)
@@ -538,6 +530,7 @@ def _check_diagonal(path: Path, name: str, tensor: Any, entry: HFEntry) -> None:
     )
     if np.any(others):
         raise ValueError(
-            f"{path}: tensor {name} has numbers beside its diagonal of blocks, as after training with peft; an "
-            "adapter of fused projections is read as PEFT makes it, with one A, or as it is exported here"
+            f"{path}: tensor {name} has numbers outside its diagonal blocks, as after training "
+            "with peft; adapters of fused projections are read as PEFT creates them, with one A, "
+            "or as exported here"
         )

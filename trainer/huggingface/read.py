@@ -1,4 +1,4 @@
-"""Reads Hugging Face model folders into sharded arrays, without ever holding the model twice."""
+"""Reads Hugging Face model folders into sharded arrays, without a second copy in memory."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def read_hf(
 ) -> dict[str, jax.Array]:
     """Reads the weights in `folder` as our flat dictionary, parameter name -> array.
 
-    Each device's part is read by itself from the memory-mapped files, so that at most one part is
-    held beside the arrays.
+    Each device's part is read separately from the memory-mapped files, so at most one part is held
+    in addition to the arrays.
 
     Args:
-      config: the model's own sizes.
+      config: the model's sizes.
       shardings: by name, of the parameters that are read; or one for all parameters.
       dtype: of the arrays: by name, or one for all.
-      in_memory: the sizes of the arrays, if they are padded (see model.padding); the padding is
-        zero.
+      in_memory: the sizes of padded arrays (see model.padding); the padding is zero.
 
     Raises:
       ValueError: names the tensor that is missing, unknown, of another shape, or of a dtype other
@@ -53,8 +52,8 @@ def read_hf(
             first = next(iter(entry.file_tensors()))
             if is_nf4(files, first):
                 raise ValueError(
-                    f"{folder}: tensor {first} is stored in NF4, which is read beside adapters with "
-                    "adapter.quantize nf4; use the unquantised model otherwise"
+                    f"{folder}: tensor {first} is stored in NF4, which is read only as the base "
+                    "of adapters, with adapter.quantize nf4; use the unquantized model otherwise"
                 )
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
             dtype_of_entry = np.dtype(dtype[entry.name] if isinstance(dtype, Mapping) else dtype)
@@ -63,15 +62,13 @@ def read_hf(
                 params[entry.name] = jax.make_array_from_callback(padded.shape, sharding, read)
             except HoldsNaN as error:
                 raise ValueError(f"{folder}: {error}") from None
-            # Transfers may lag behind; waiting keeps one array's parts on the host, not those of
-            # all.
+            # Transfers may lag; waiting keeps the parts of one array on the host, not of all.
             params[entry.name].block_until_ready()
         return params
 
 
 class StoredParameter:
-    """A parameter in the files of a Hugging Face folder, of which a layer is read when it is
-    sliced."""
+    """A parameter in a Hugging Face folder's files; slicing reads a layer."""
 
     def __init__(self, files: Mapping[str, Any], entry: HFEntry) -> None:
         self.files, self.entry, self.shape = files, entry, entry.shape
@@ -93,11 +90,10 @@ class StoredParameter:
 
 
 class StoredCodes(StoredParameter):
-    """A parameter that the files hold as codes of NF4."""
+    """A parameter stored as NF4 codes."""
 
     def quantized(self, layer: int) -> list[Nf4]:
-        """Returns a layer's codes and scales as they are stored: of one matrix, or of each
-        expert's."""
+        """Returns a layer's stored codes and scales: of one matrix, or of each expert's."""
         return self._codes(self.entry.hf_names()[layer])
 
     def _codes(self, name: str) -> list[Nf4]:
@@ -115,8 +111,7 @@ class StoredCodes(StoredParameter):
 def stored_hf(
     folder: str | Path, config: TransformerConfig, stack: ExitStack
 ) -> dict[str, StoredParameter]:
-    """Returns the parameters in `folder` without reading them; the files are closed with `stack`.
-    Errors as in `read_hf`."""
+    """Opens the parameters in `folder`; `stack` closes the files. Errors as in `read_hf`."""
     files = open_tensors(Path(folder), stack)
     layout = layout_of(files, config)
     check_tensors(Path(folder), files, layout, config)
@@ -135,7 +130,7 @@ def padded_part(
     dtype: Any,
     index: tuple[slice, ...],
 ) -> np.ndarray:
-    """Reads the part `index` of a parameter that is padded to `shape` with zeros."""
+    """Reads the part `index` of a parameter zero-padded to `shape`."""
     if shape == entry.shape:
         return _read_part(files, entry, index, dtype)
     bounds = [axis_slice.indices(size)[:2] for axis_slice, size in zip(index, shape, strict=True)]
@@ -152,7 +147,7 @@ def padded_part(
 def _read_part(
     files: Mapping[str, Any], entry: HFEntry, index: tuple[slice, ...], dtype: Any
 ) -> np.ndarray:
-    """Reads the part `index` of a parameter as `dtype`, layer by layer if it stacks the layers."""
+    """Reads the part `index` of a parameter as `dtype`, layer by layer if stacked."""
     if entry.layers is None:
         return np.ascontiguousarray(entry.read(files, entry.hf_name, index).astype(dtype))
     names = entry.hf_names()[index[0]]

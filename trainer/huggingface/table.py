@@ -1,5 +1,4 @@
-"""The one table of our parameters and the Hugging Face tensors that they are made of, for reading
-and writing."""
+"""The table of our parameters and their Hugging Face tensors, for reading and writing."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from model.families import FAMILIES
 from model.padding import fits
 from model.sharding import Parameter
 
-# safetensors' name -> numpy's of the dtypes that are read. Each is exact in float32, so import and
-# export change no bit.
+# safetensors' name -> numpy's for readable dtypes. Each is exact in float32, so import and export
+# change no bit.
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-# The bits of an infinity in the dtypes of 16 bits, without its sign; those of NaN are more.
+# The bits of infinity in 16-bit dtypes, without the sign; NaN has larger ones.
 _INFINITY = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
 
 
@@ -38,7 +37,7 @@ def check_numbers(name: str, tensor: np.ndarray) -> None:
       HoldsNaN: `tensor`, called `name`, does.
     """
     infinity = _INFINITY.get(str(tensor.dtype))
-    # numpy compares integers several times faster than it finds NaN in numbers of 16 bits.
+    # numpy compares integers several times faster than it finds NaN in 16-bit floats.
     found = (
         np.isnan(tensor)
         if infinity is None
@@ -46,30 +45,30 @@ def check_numbers(name: str, tensor: np.ndarray) -> None:
     )
     if found.any():
         raise HoldsNaN(
-            f"tensor {name} holds NaN ({np.count_nonzero(found):,} of the {tensor.size:,} numbers read of it); "
-            "a whole copy of the model, or one without, would work"
+            f"tensor {name} holds NaN ({np.count_nonzero(found):,} of the {tensor.size:,} numbers "
+            "read of it); another copy of the model, without NaN, would work"
         )
 
 
 @dataclass(frozen=True)
 class HFEntry:
-    """One of our parameters, and the Hugging Face tensors that it is made of.
+    """One of our parameters, and its Hugging Face tensors.
 
     A tensor becomes ours by a transpose, if `transpose`, and a reshape to `layer_shape`; `to_hf`
-    undoes both.
+    inverts both.
 
     Attributes:
       name: of our parameter.
       hf_name: of the tensor, with `{i}` for the layer if our parameter stacks the layers.
       shape: of our parameter, with the leading layer axis if it has one.
-      hf_shape: of one tensor, or of the rows of it that are this parameter's.
+      hf_shape: of one tensor, or of this parameter's rows of it.
       layers: the number of layers; None for a parameter without layer axis.
       transpose: the tensor is stored output-first, ours input-first.
-      first_row, file_rows: of a tensor that holds several parameters one below the other: the first
-        row of this one, and the number of all rows; None for a tensor that holds no other.
-      first_column, file_columns: the same of a matrix that holds them on a diagonal of blocks.
-      step, first: of a tensor in which several parameters' numbers alternate along the last axis:
-        how many do, and which of them this one is.
+      first_row, file_rows: for a tensor that holds several parameters below each other: this one's
+        first row, and the number of all rows; None for a tensor of one parameter.
+      first_column, file_columns: the same for a matrix that holds them in diagonal blocks.
+      step, first: for a tensor in which the numbers of several parameters alternate along the last
+        axis: how many parameters, and the index of this one.
     """
 
     name: str
@@ -87,31 +86,30 @@ class HFEntry:
 
     @property
     def rows(self) -> slice:
-        """The rows of the tensor that are this parameter's."""
+        """This parameter's rows of the tensor."""
         return slice(self.first_row, self.first_row + self.hf_shape[0])
 
     @property
     def columns(self) -> tuple[slice, ...]:
-        """The columns of the tensor that are this parameter's, if it is a matrix."""
+        """This parameter's columns of the tensor, if it is a matrix."""
         return tuple(
             slice(self.first_column, self.first_column + size) for size in self.hf_shape[1:]
         )
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """The shape of one tensor, with the rows and columns of other parameters."""
+        """The shape of one tensor, including other parameters' rows and columns."""
         columns = (self.file_columns,) if self.file_columns else self.hf_shape[1:]
         *axes, last = self.file_rows or self.hf_shape[0], *columns
         return (*axes, last * self.step)
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """The shape of one tensor in the files, which may hold a matrix for each expert."""
+        """The shape of one tensor in the files, which may hold a matrix per expert."""
         return self.file_shape
 
     def hf_names(self) -> list[str]:
-        """The names of the Hugging Face tensors, one for each layer if the parameter stacks the
-        layers."""
+        """The names of the Hugging Face tensors, one per layer if layers are stacked."""
         return (
             [self.hf_name]
             if self.layers is None
@@ -119,7 +117,7 @@ class HFEntry:
         )
 
     def file_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of every tensor in the files that the parameter is read from."""
+        """Returns the shape of every tensor from which the parameter is read."""
         return dict.fromkeys(self.hf_names(), self.tensor_shape)
 
     @property
@@ -134,8 +132,7 @@ class HFEntry:
         )
 
     def from_hf(self, tensor: np.ndarray) -> np.ndarray:
-        """A Hugging Face tensor, or the rows of it that are this parameter's, as one layer of our
-        parameter."""
+        """A Hugging Face tensor, or this parameter's rows of it, as one layer of our parameter."""
         return (tensor.T if self.transpose else tensor).reshape(self.layer_shape)
 
     def read(
@@ -145,14 +142,13 @@ class HFEntry:
         index: tuple[slice, ...],
         within: tuple[int, ...] = (),
     ) -> np.ndarray:
-        """Reads the part `index` of one layer of our parameter; of the file only the rows and
-        columns that hold it.
+        """Reads the part `index` of a layer; only its rows and columns of the file.
 
         Args:
           files: the opened safetensors file of each tensor.
           name: one of `hf_names`.
           index: one slice for each axis of `layer_shape`.
-          within: which of the tensor's matrices it is, of a tensor that holds several.
+          within: which matrix of the tensor, if it holds several.
 
         Raises:
           HoldsNaN: as `check_numbers`.
@@ -174,7 +170,7 @@ class HFEntry:
             while total < size or (axis == first and axis < len(bounds)):
                 total *= self.layer_shape[axis]
                 axis += 1
-            # The first of the merged axes is cut in the file, further ones (D within a head) after
+            # The first of the merged axes is sliced in the file, others (D within a head) after
             # reading.
             (start, stop), inner_sizes = bounds[first], self.layer_shape[first + 1 : axis]
             inner = math.prod(inner_sizes)
@@ -195,10 +191,10 @@ class HFEntry:
 
 @dataclass(frozen=True)
 class ExpertsEntry(HFEntry):
-    """A parameter with a matrix for each expert, and the tensors that it is made of.
+    """A parameter with a matrix per expert, and its tensors.
 
-    `hf_shape`, `transpose` and the rows are those of one expert's matrix. Each expert has tensors
-    of its own, with `{j}` for the expert in their names; or one tensor [X, ...] has all of a layer.
+    `hf_shape`, `transpose` and the rows describe one expert's matrix. Each expert has separate
+    tensors, with `{j}` for the expert in their names; or one tensor [X, ...] has all of a layer.
     """
 
     @property
@@ -241,7 +237,7 @@ class ExpertsEntry(HFEntry):
         return [name.replace("{j}", str(j)) for j in range(self.experts)]
 
     def read(self, files, name, index, within=()):
-        """See `HFEntry.read`; the first slice is of the experts, and the name may have `{j}`."""
+        """See `HFEntry.read`; the first slice selects experts, and the name may have `{j}`."""
         parts = [
             self.of_one.read(
                 files,
@@ -254,7 +250,7 @@ class ExpertsEntry(HFEntry):
         return np.stack(parts)
 
     def to_hf(self, value: np.ndarray) -> np.ndarray:
-        """One layer of our parameter as the experts' tensors, one upon the other."""
+        """One layer of our parameter as the experts' stacked tensors."""
         return np.stack([self.of_one.to_hf(expert) for expert in value])
 
 
@@ -263,12 +259,13 @@ def _shifted(part: slice, first: int) -> slice:
 
 
 def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]:
-    """Every parameter of `config`'s model with its Hugging Face tensors: the one table for reading
-    and writing, which follows from what the modules declare.
+    """Every parameter of `config`'s model with its Hugging Face tensors.
+
+    The modules declare all that this table contains.
 
     Args:
-      stacked: the experts of a layer are in one tensor, as transformers 5 holds them in memory;
-        else as they are published.
+      stacked: the experts of a layer are in one tensor, as in transformers 5's memory; otherwise as
+        published.
     """
     family = FAMILIES[config.family]
     names = family.stacked if stacked else family.tensors
@@ -285,8 +282,7 @@ def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]
 
 
 def layout_of(files: Iterable[str], config: TransformerConfig) -> list[HFEntry]:
-    """Returns the table of a folder: `hf_layout`, with all experts of a layer in one tensor where the
-    folder has them so.
+    """Returns a folder's `hf_layout`, with stacked experts if the folder stacks them.
 
     Args:
       files: names of the folder's tensors, such as `model.layers.0.mlp.experts.gate_up_proj`.
@@ -303,7 +299,7 @@ def _as_published(config: TransformerConfig) -> Iterable[str]:
 
 
 def _shared(entries: list[HFEntry], interleaved: bool) -> list[HFEntry]:
-    """The table in which experts' parameters of one name in the files are parts of one tensor."""
+    """The table with experts' parameters of the same file name as parts of one tensor."""
     places: dict[str, int] = {}
     counts = collections.Counter(entry.hf_name for entry in entries)
     result = []
@@ -323,8 +319,7 @@ def _shared(entries: list[HFEntry], interleaved: bool) -> list[HFEntry]:
 
 
 def _entry(name: str, parameter: Parameter, interleaved: bool) -> HFEntry:
-    """The entry of a parameter. Hugging Face merges a product's inputs into one axis, and its
-    outputs into the axis before."""
+    """A parameter's entry; Hugging Face merges a product's inputs, and outputs, into an axis."""
     layers = parameter.shape[0] if name.startswith(LAYERS) else None
     shape = parameter.shape if layers is None else parameter.shape[1:]
     if "experts" in parameter.axes:
@@ -344,8 +339,7 @@ def _entry(name: str, parameter: Parameter, interleaved: bool) -> HFEntry:
 
 
 def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) -> list[HFEntry]:
-    """The table in which the weights of these projections are rows of one tensor, in the order of
-    the table."""
+    """The table with the weights of these projections as rows of one tensor, in its order."""
     names = [f"layers.{projection}.weight" for projection in projections]
     file_rows = sum(entry.hf_shape[0] for entry in entries if entry.name in names)
     fused, first_row = [], 0
@@ -365,15 +359,15 @@ def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) ->
 
 
 def check_params(shapes: Mapping[str, tuple[int, ...]], config: TransformerConfig) -> None:
-    """Raises ValueError, naming the parameter, unless `shapes` (by name) are those of `config`'s
-    model, padded or not."""
+    """Raises ValueError unless `shapes` (by name) are those of the model, padded or not."""
     layout = {entry.name: entry.shape for entry in hf_layout(config)}
     for name, shape in layout.items():
         if name not in shapes:
             raise ValueError(f"parameter {name} is missing; the config makes it {list(shape)}")
         if not fits(name, tuple(shapes[name]), shape, shape):
             raise ValueError(
-                f"parameter {name} has shape {list(shapes[name])}; the config makes it {list(shape)}"
+                f"parameter {name} has shape {list(shapes[name])}; the config makes it "
+                f"{list(shape)}"
             )
     for name in shapes:
         if name not in layout:

@@ -1,4 +1,4 @@
-"""Compares an exported folder with what transformers makes of it: configuration, ids, logits."""
+"""Compares an export with transformers: configuration, ids, logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TALK = (
     Message("user", "And in words?\nOne line."),
     Message("assistant", "Forty-two."),
 )
-# The sizes in config.json that transformers must read as they are written.
+# The sizes in config.json that transformers must read as written.
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -46,7 +46,7 @@ def check_config(folder: Path, config: TransformerConfig) -> None:
     """Opens an export's config.json with transformers; needs no torch.
 
     Raises:
-      UserError: transformers refuses it, or reads another size from it.
+      UserError: transformers refuses it, or reads another size.
     """
     from transformers import AutoConfig
 
@@ -61,9 +61,9 @@ def check_config(folder: Path, config: TransformerConfig) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Compares the ids of sample texts and of a sample conversation; needs no torch.
+    """Compares the ids of sample texts and a sample conversation; needs no torch.
 
-    Folders without a tokenizer pass, and so do templates that refuse the sample conversation.
+    Folders without a tokenizer pass, as do templates that refuse the sample conversation.
 
     Raises:
       UserError: transformers refuses the tokenizer or the template, or its ids differ from ours.
@@ -88,16 +88,17 @@ def check_tokenizer(folder: Path) -> None:
         found = theirs.apply_chat_template(turns, return_dict=False)
     except Exception as error:  # whatever a template raises
         raise UserError(
-            f"{folder}: transformers cannot render the chat template ({first_line(error)}); another "
-            "data.template would work"
+            f"{folder}: transformers cannot render the chat template ({first_line(error)}); "
+            "another data.template would work"
         ) from None
     ids = [token for segment in segments for token in segment.ids]
     _check_ids(folder, "a sample conversation", found, ids)
 
 
 def compare_logits(folder: Path) -> float:
-    """Returns the largest difference between transformers' logits and ours for sample tokens, as a
-    share of the largest logit. Both compute the folder's weights in float32 on one device.
+    """Returns the largest difference from transformers' logits, over the largest logit.
+
+    Both compute sample tokens with the folder's weights in float32 on one device.
 
     Raises:
       UserError: torch is not installed, or they differ by more than LOGIT_TOLERANCE.
@@ -117,15 +118,14 @@ def compare_logits(folder: Path) -> float:
     difference = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
     if not difference <= LOGIT_TOLERANCE:
         raise UserError(
-            f"{folder}: transformers' logits differ from ours by {difference:.1e} of the largest; at "
-            f"most {LOGIT_TOLERANCE:.0e} is expected; the checkpoint itself is unchanged"
+            f"{folder}: transformers' logits differ from ours by {difference:.1e} of the largest; "
+            f"at most {LOGIT_TOLERANCE:.0e} is expected; the checkpoint itself is unchanged"
         )
     return difference
 
 
 def our_logits(folder: Path) -> np.ndarray:
-    """Returns our float32 logits [1, LOGIT_TOKENS, V] of the model in a folder for sample
-    tokens."""
+    """Returns our float32 logits [1, LOGIT_TOKENS, V] of a folder's model for sample tokens."""
     from trainer.build import build_language_model
     from trainer.config.schema import MeshConfig, ModelConfig, RunConfig
     from trainer.mesh import make_mesh
@@ -153,11 +153,11 @@ def _sample_tokens(vocabulary: int) -> np.ndarray:
 
 
 def _opened(folder: Path, what: str, kind: Any) -> Any:
-    """Returns what transformers opens, silently; raises a UserError that holds its first line."""
+    """Calls transformers silently; raises a UserError with the first line of its error."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return kind.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # transformers and tokenizers raise what they like
+    except Exception as error:  # transformers and tokenizers raise any kind of error
         raise UserError(
             f"{folder}: transformers cannot open the {what} ({first_line(error)}); another version "
             "of transformers may"

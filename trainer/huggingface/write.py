@@ -1,5 +1,4 @@
-"""Writes Hugging Face model folders with one tensor at a time on the host, however large the model
-is."""
+"""Writes Hugging Face model folders with one tensor at a time on the host."""
 
 from __future__ import annotations
 
@@ -39,22 +38,21 @@ def write_hf(
     nf4: bool = False,
     stacked: bool = False,
 ) -> None:
-    """Writes a Hugging Face folder that transformers loads: weights, config, generation config,
-    tokenizer, template.
+    """Writes a Hugging Face folder for transformers: weights, configs, tokenizer, template.
 
     Tensors are written without padding, in the source dtype that `assets` records. `out` appears
-    whole or not at all. A warning names a window and global tokens, which a LLaMA's config cannot
-    express.
+    complete or not at all. A warning names a window and global tokens, which a LLaMA's config
+    cannot express.
 
     Args:
-      params: our flat dictionary of jax or numpy arrays, or arrays that are read from disk when
-        sliced, of any float dtype.
-      assets: a checkpoint's folder of plain files, as `ModelSource.write_assets` or `copy_assets`
-        makes it; its run.yaml, where there is one, says which mask the model was trained with.
-      max_shard_bytes: weights above this size are split into several files with an index.
+      params: our flat dictionary of jax or numpy arrays, or arrays read from disk when sliced, of
+        any float dtype.
+      assets: a checkpoint's folder of plain files, from `ModelSource.write_assets` or
+        `copy_assets`; its run.yaml, if there is one, gives the mask of training.
+      max_shard_bytes: larger weights are split into several files with an index.
       finish: called with the folder before it becomes `out`, to add files.
-      nf4: write the layers' projections as codes of bitsandbytes' NF4 with double quantization.
-      stacked: write all experts of a layer in one tensor, as of `hf_layout`.
+      nf4: write the layers' projections in bitsandbytes' NF4 with double quantization.
+      stacked: write all experts of a layer in one tensor, as in `hf_layout`.
 
     Raises:
       UserError: `out` is not empty, or cannot be written.
@@ -68,8 +66,8 @@ def write_hf(
     if (mask := trained_mask(assets)) != Mask():
         warnings.warn(
             f"{out}: trained with attention.window = {mask.window} and attention.global_tokens = "
-            f"{mask.global_tokens}, which a LLaMA's config.json cannot say: transformers will attend to all earlier "
-            "tokens; the checkpoint itself keeps them",
+            f"{mask.global_tokens}, which a LLaMA's config.json cannot express: transformers will "
+            "attend to all earlier tokens; the checkpoint keeps them",
             stacklevel=2,
         )
     with building(out, holds_files) as scratch:
@@ -115,9 +113,9 @@ def _write_weights(
     limit: int,
     nf4: bool,
 ) -> None:
-    """Writes the weights, in several files with an index if they are larger than `limit` bytes."""
-    # Planned first, from shapes alone, because a file's name has the number of files in it. The
-    # order is that of the layers, as in transformers, so that a file holds whole layers.
+    """Writes the weights, in several files with an index above `limit` bytes."""
+    # Planned first, from shapes, because file names contain the number of files. The order is that
+    # of the layers, as in transformers, so a file holds whole layers.
     plan: list[list[_Planned]] = [[]]
     total = used = 0
     for name, entries, layer, expert in _in_layer_order(layout):
@@ -146,13 +144,13 @@ def _write_weights(
 
 @dataclass(frozen=True)
 class _Planned:
-    """A tensor that is to be written.
+    """A tensor to write.
 
     Attributes:
       name: its Hugging Face name.
-      entries, layer: the parameters, and the layer of them, that it is made of.
-      dtype_name: the dtype that it is written in.
-      expert: the expert of them, where each has tensors of its own.
+      entries, layer: its parameters, and the layer of them.
+      dtype_name: the dtype of the file.
+      expert: their expert, if each has separate tensors.
     """
 
     name: str
@@ -175,26 +173,24 @@ class _Planned:
 
     @property
     def alignment(self) -> int:
-        """The tensors' bytes are a multiple of this number, and begin at such."""
+        """The tensors' offset and bytes are multiples of this number."""
         return np.dtype(self.dtype_name).itemsize
 
     def read(self, params: _HostLayers) -> Iterator[np.ndarray]:
-        """Yields what the tensors consist of, in their order: of one that is made of several
-        parameters, each by itself."""
+        """Yields the tensors' contents in order, each parameter of a tensor separately."""
         for value in self._parts(params):
             with np.errstate(over="ignore"):  # named below
                 written = np.ascontiguousarray(value, np.dtype(self.dtype_name))
             check_numbers(self.name, written)
             if self.dtype_name == "float16" and np.isinf(written).sum() > np.isinf(value).sum():
                 raise ValueError(
-                    f"tensor {self.name} has numbers up to {np.abs(value).max():g}, which {self.dtype_name}, "
-                    "the dtype of the model that it was trained from, cannot hold"
+                    f"tensor {self.name} has numbers up to {np.abs(value).max():g}, which "
+                    f"{self.dtype_name}, the dtype of its source model, cannot hold"
                 )
             yield written
 
     def _parts(self, params: _HostLayers) -> Iterator[np.ndarray]:
-        """Yields the parts of the tensor, in their order: of experts in one tensor, those of
-        each."""
+        """Yields the parts of the tensor in order, for stacked experts those of each."""
         if not isinstance(self.entries[0], ExpertsEntry):
             for entry in self.entries:
                 yield entry.to_hf(params.layer(entry, self.layer))
@@ -214,7 +210,7 @@ class _Planned:
 
 
 class _PlannedCodes(_Planned):
-    """A matrix that is to be written in NF4."""
+    """A matrix to write in NF4."""
 
     alignment = 8
 
@@ -235,15 +231,14 @@ def _is_projection(entry: HFEntry) -> bool:
 
 
 def _write_safetensors(path: Path, part: list[_Planned], params: _HostLayers) -> None:
-    """Writes one file, tensor after tensor; the safetensors library's own writer needs all of them
-    in memory at once.
+    """Writes one file tensor by tensor; safetensors' writer needs all of them in memory.
 
     The format (https://huggingface.co/docs/safetensors): the header's length in 8 bytes, the header
     as JSON, the tensors' bytes without gaps, row-major, little-endian. As in the library, wide
-    dtypes come first and the header is padded to a multiple of 8 bytes, so that every tensor is
-    aligned; codes take a multiple of 8 bytes with what stands beside them.
+    dtypes come first and the header is padded to a multiple of 8 bytes, so every tensor is aligned;
+    codes and their companions take a multiple of 8 bytes.
     """
-    # Stable: else in the order of the layers.
+    # Stable, so otherwise in layer order.
     part = sorted(part, key=lambda tensor: -tensor.alignment)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     codes, end = {dtype: code for code, dtype in DTYPES.items()} | {"uint8": "U8"}, 0
@@ -263,8 +258,7 @@ def _write_safetensors(path: Path, part: list[_Planned], params: _HostLayers) ->
 def _in_layer_order(
     layout: list[HFEntry],
 ) -> Iterator[tuple[str, list[HFEntry], int, int | None]]:
-    """Hugging Face name, entries, layer and expert of every tensor: the embedding, layer after
-    layer, then the rest."""
+    """Name, entries, layer and expert of every tensor: the embedding, the layers, then the rest."""
     layers = next(entry.layers for entry in layout if entry.layers is not None)
     stacked: dict[str, list[HFEntry]] = {}
     for entry in layout:
@@ -289,7 +283,7 @@ def _in_layer_order(
 
 
 class _HostLayers:
-    """Parameters of which one layer at a time is on the host; the last one is kept, for experts."""
+    """Parameters with one layer at a time on the host; the last one is kept, for experts."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._params = params
@@ -310,8 +304,7 @@ def _take_layer(value: jax.Array, layer: jax.Array) -> jax.Array:
 
 
 def _one_layer(value: Any, entry: HFEntry, layer: int) -> np.ndarray:
-    """One layer of a parameter on the host, without padding. Of a sharded array only that layer is
-    gathered."""
+    """One layer of a parameter on the host, without padding; only it is gathered."""
     if entry.layers is not None:
         value = (
             _take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer]

@@ -1,4 +1,4 @@
-"""The boards that show a run's metrics: TensorBoard, and Weights & Biases if asked for."""
+"""Boards for a run's metrics: TensorBoard, and Weights & Biases on request."""
 
 import contextlib
 import os
@@ -13,20 +13,24 @@ from data.errors import UserError
 
 
 class Board(Protocol):
-    """A destination of metrics beside the run's own files."""
+    """A destination of metrics in addition to the run's files."""
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
-        """Adds one row {"step", NAME: number, text or None} of a kind such as `train` or `held_out`."""
+        """Adds a row {"step", NAME: number, text or None} of a kind such as `train`."""
 
     def close(self) -> None:
         """Writes or sends everything that was added."""
 
 
 class TensorBoard:
-    """Writes rows as scalars and texts `KIND/NAME` to event files; hides what an earlier start logged after `start_step`."""
+    """Writes rows as scalars and texts `KIND/NAME` to event files.
+
+    It hides what an earlier start logged after `start_step`.
+    """
 
     def __init__(self, folder: Path, start_step: int) -> None:
-        # Not tensorboardX's SummaryWriter: its thread ends with the first error of the disk, and the queue to it then fills.
+        # Not tensorboardX's SummaryWriter: its thread ends at the first disk error, and its queue
+        # then fills.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -54,29 +58,30 @@ class TensorBoard:
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Raises UserError, naming the folder, for an error of the disk."""
+        """Raises UserError, naming the folder, for a disk error."""
         try:
             yield
         except OSError as error:
             raise UserError(
-                f"{self._folder}: cannot be written ({error.strerror}); --logging.tensorboard false would work, or "
-                "the same command once it can"
+                f"{self._folder}: cannot be written ({error.strerror}); make it writable and "
+                "repeat the command, or give --logging.tensorboard false"
             ) from error
 
     def close(self) -> None:
         """Closes the event files."""
-        with contextlib.suppress(OSError):  # every row was flushed, or raised its error
+        with contextlib.suppress(OSError):  # every row was flushed or raised an error
             self._writer.close()
 
 
 class WeightsAndBiases:
-    """Sends rows as `KIND/NAME` over `step` to a run of a W&B project, which the next start in the same folder continues.
+    """Sends rows as `KIND/NAME` over `step` to a W&B run, which later starts continue.
 
-    `step` is a metric of ours, since W&B's own counter refuses the steps that are run again after a restore. W&B's environment
-    variables apply: WANDB_MODE=offline keeps everything in `folder`, for `wandb sync` to send later.
+    `step` is an ordinary metric, since W&B's counter refuses steps that are repeated after a
+    restore. W&B's environment variables apply: WANDB_MODE=offline keeps everything in `folder`, for
+    `wandb sync` to send later.
 
     Raises:
-      UserError: wandb is not installed, or cannot begin (nobody is logged in, no network).
+      UserError: wandb is not installed, or cannot start (no login, no network).
     """
 
     def __init__(self, folder: Path, project: str, name: str, config: dict[str, Any]) -> None:
@@ -96,7 +101,8 @@ class WeightsAndBiases:
             )
         except wandb.Error as error:
             raise UserError(
-                f"logging.wandb: {str(error).splitlines()[0]}; WANDB_MODE=offline works without an account"
+                f"logging.wandb: {str(error).splitlines()[0]}; WANDB_MODE=offline works without "
+                "an account"
             ) from None
         self._run.define_metric("*", step_metric="step")
 
@@ -116,12 +122,12 @@ class WeightsAndBiases:
 
 
 def import_wandb() -> ModuleType:
-    """Imports `wandb`, which only runs that ask for it need. Raises UserError if it is not installed."""
+    """Imports `wandb`. Raises UserError if it is not installed."""
     try:
         import wandb
     except ImportError:
         raise UserError(
-            "logging.wandb: the package wandb is not installed; pip install wandb, or leave logging.wandb "
-            "out"
+            "logging.wandb: the package wandb is not installed; pip install wandb, or leave "
+            "logging.wandb out"
         ) from None
     return wandb

@@ -1,10 +1,11 @@
-"""Metrics of a run: memory, times and rates, and the log that writes them (JSONL, boards, progress bar).
+"""A run's metrics (memory, times, rates) and their log (JSONL, boards, progress bar).
 
-A line of metrics.jsonl is {"step": ..., NAMES...}, and with several sources `loss_by_source/NAME` of each that has a target in
-the step. Losses, target_tokens, grad_norm and learning_rate are those of the step itself. Times and rates are means over the
-steps since the line before; data_wait_seconds is the time in which the devices had nothing to compute for want of data.
-compile_seconds and the peaks cover the process so far; epoch, tokens_seen (without padding) and wall_seconds (of training,
-evaluations and saves included) the whole run, over all its starts.
+A line of metrics.jsonl is {"step": ..., NAMES...}, and with several sources `loss_by_source/NAME`
+of each that has a target in the step. Losses, target_tokens, grad_norm and learning_rate are the
+step's. Times and rates are means over the steps since the previous line; data_wait_seconds is the
+time in which the devices waited for data. compile_seconds and the peaks cover the process so far;
+epoch, tokens_seen (without padding) and wall_seconds (of training, evaluations and saves included)
+the whole run, over all its starts.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ NAMES = (
     "peak_host_gib",
     "padding_share",
 )
-# The metrics that differ between two runs with bitwise the same results.
+# The metrics that differ between two runs with bitwise equal results.
 MEASURED = (
     "tokens_per_second",
     "tokens_per_second_per_device",
@@ -63,14 +64,14 @@ MEASURED = (
 
 
 def peak_device_gib(devices: Iterable[Any]) -> float | None:
-    """The largest memory used so far on any of this process's `devices`; None if the backend does not report it."""
+    """The peak memory over this process's `devices` so far; None if not reported."""
     stats = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
     peaks = [peak for peak in stats if peak is not None]
     return max(peaks) / 2**30 if peaks else None
 
 
 def peak_host_gib() -> float:
-    """The largest resident memory of this process so far."""
+    """The peak resident memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, KiB on Linux
 
@@ -79,7 +80,7 @@ def peak_host_gib() -> float:
 
 
 class Meter:
-    """Measures the time of steps, data waits and compiling, and computes rates and the time left.
+    """Measures steps, data waits and compiling; computes rates and the time left.
 
     meter = Meter(model_config, devices, mask=mask)
     with meter.compiling(): ...                 # before or between steps; not part of a step
@@ -101,13 +102,13 @@ class Meter:
         clock: Callable[[], float] = time.perf_counter,
         mask: Mask = Mask(),
     ) -> None:
-        """Begins to measure.
+        """Starts measuring.
 
         Args:
-          config: the model, by which FLOPs are counted.
-          devices: all devices of the mesh, those of other processes included.
+          config: the model, for FLOPs.
+          devices: all devices of the mesh, including other processes'.
           clock: returns seconds.
-          mask: the attention mask, by which FLOPs are counted.
+          mask: the attention mask, for FLOPs.
         """
         self._config, self._devices, self._clock, self._mask = config, list(devices), clock, mask
         peak = peak_flops(self._devices[0].device_kind)
@@ -124,16 +125,16 @@ class Meter:
         self._not_counted = 0.0
         self._data_waits: list[
             tuple[float, float, Future[float] | None]
-        ] = []  # begin, end, when the devices were idle
+        ] = []  # begin, end, and when the devices were idle
         self._start = self._clock()
 
     def start(self) -> None:
-        """Begins the first interval; the time before belongs to no step."""
+        """Begins the first interval; earlier time belongs to no step."""
         self._reset()
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """The context of compiling: its time is added to compile_seconds and belongs to no step."""
+        """A context for compiling: its time counts as compile_seconds and belongs to no step."""
         before = self._clock()
         with self.paused():
             yield
@@ -141,17 +142,20 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for_data(self, computed: Future[float] | None = None) -> Iterator[None]:
-        """The context of a wait for data, which is part of the step.
+        """A context for a wait for data, which is part of the step.
 
-        Its time is added to data_wait_seconds; with `computed`, of `when_computed`, only the time after that, since before it
-        the devices were busy.
+        Its time counts as data_wait_seconds; with `computed`, from `when_computed`, only the time
+        after that, since the devices were busy before.
         """
         before = self._clock()
         yield
         self._data_waits.append((before, self._clock(), computed))
 
     def when_computed(self, arrays: Any) -> Future[float]:
-        """Returns the time at which the devices have computed these arrays, to be asked for once they have."""
+        """Returns a function for the time at which the devices finished computing these arrays.
+
+        Call it once they have.
+        """
 
         def wait() -> float:
             import jax
@@ -162,7 +166,7 @@ class Meter:
         return self._watcher.submit(wait)
 
     def _data_wait(self) -> float:
-        """Returns the seconds since the last reading in which the devices had nothing to compute for want of data."""
+        """Returns the seconds since the last reading in which the devices waited for data."""
         return sum(
             max(0.0, end - (max(begin, computed.result()) if computed else begin))
             for begin, end, computed in self._data_waits
@@ -176,7 +180,7 @@ class Meter:
         self._not_counted += self._clock() - before
 
     def count(self, lengths: np.ndarray, batch_tokens: int) -> None:
-        """Counts the global batch of a finished step.
+        """Counts a finished step's global batch.
 
         Args:
           lengths: tokens of each document in it.
@@ -188,7 +192,7 @@ class Meter:
         self._pairs += pairs_per_layer(self._config, lengths, self._mask)
 
     def read(self, step: int, **values: float) -> dict[str, Any]:
-        """Returns one row of metrics for `step`, which includes the loop's own `values`, and begins the next interval."""
+        """Returns metrics for `step`, with the loop's `values`; begins the next interval."""
         seconds = max(self._clock() - self._start - self._not_counted, 1e-9)
         steps = max(self._steps, 1)
         self.seconds_per_step = seconds / steps
@@ -211,12 +215,12 @@ class Meter:
         return {"step": step, **{name: _number(row[name]) for name in names}}
 
     def seconds_left(self, step: int, steps: int) -> float | None:
-        """The seconds that the steps after `step` will take at the last measured pace; None before the first reading."""
+        """The seconds left after `step` at the last pace; None before the first reading."""
         return None if self.seconds_per_step is None else (steps - step) * self.seconds_per_step
 
 
 def _local(devices: Iterable[Any]) -> list[Any]:
-    """The devices that belong to this process; only those report their memory."""
+    """This process's devices; only they report their memory."""
     import jax
 
     return [device for device in devices if device.process_index == jax.process_index()]
@@ -234,7 +238,7 @@ def _number(value: Any) -> float | int | None:
 
 
 class MetricsLog:
-    """Writes rows to metrics.jsonl, to a file NAME.jsonl for each evaluation and to the boards, and shows a progress bar."""
+    """Writes metrics.jsonl, evaluations' NAME.jsonl and the boards; shows a progress bar."""
 
     def __init__(
         self,
@@ -255,12 +259,14 @@ class MetricsLog:
 
         Args:
           steps: of the whole run.
-          start_step: the restored step; the files' lines of later steps are removed first.
-          evaluated: the evaluations of `start_step` are logged already; if not, their lines are removed too.
-          write: with several processes only the first writes.
+          start_step: the restored step; later lines of the files are removed first.
+          evaluated: whether the evaluations of `start_step` are logged already; otherwise their
+            lines are removed too.
+          write: of several processes only the first one writes.
           wandb: project, name and config of a `WeightsAndBiases`; None for none.
-          evaluations: names of the evaluations; loss_name: of the metric that the progress bar shows.
-          logged: `self.logged` when the checkpoint of `start_step` was saved; lines lost or changed since are warned of.
+          evaluations: names of the evaluations; loss_name: of the progress bar's metric.
+          logged: `self.logged` when the checkpoint of `start_step` was saved; a warning names lines
+            lost or changed since.
         """
         self._written: dict[str, Written] = {}  # by the file's name
         self._files: dict[str, Any] = {}
@@ -292,9 +298,10 @@ class MetricsLog:
             self._bar.update(row, seconds_left)
 
     def evaluation(self, name: str, row: dict[str, Any]) -> None:
-        """Writes one row of an evaluation's metrics, {"step", ...}, to NAME.jsonl and the boards; texts are also printed.
+        """Writes an evaluation's row {"step", ...} to NAME.jsonl and the boards; prints texts.
 
-        A step that has been measured again, as when a run is resumed with another `checkpoint.best`, has its row already.
+        A step that is measured again, as after resuming with another `checkpoint.best`, has its row
+        already.
         """
         written = self._written.get(f"{name}.jsonl")
         if written is not None and written.last_step == row["step"]:
@@ -308,13 +315,13 @@ class MetricsLog:
             self._bar.say(f"step {row['step']}: held-out loss {_short(loss)}")
 
     def say(self, text: str) -> None:
-        """Prints a line above the progress bar; nothing if there is no bar."""
+        """Prints a line above the progress bar, if there is one."""
         if self._bar:
             self._bar.say(text)
 
     @property
     def logged(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint holds of each file, by the file's name."""
+        """A checkpoint's record of each file, by file name."""
         return {name: written.data for name, written in self._written.items()}
 
     def _write(self, name: str, row: dict[str, Any]) -> None:
@@ -331,11 +338,11 @@ class MetricsLog:
             self._written[os.path.basename(file.name)].add(line.encode())
         except OSError as error:
             self._files.pop(name)
-            with contextlib.suppress(OSError):  # closing tries to write once more
+            with contextlib.suppress(OSError):  # closing tries to write again
                 file.close()
             raise UserError(
-                f"{file.name}: cannot be written ({error.strerror}); once it can, the same command resumes from "
-                "the last checkpoint"
+                f"{file.name}: cannot be written ({error.strerror}); make it writable, and the "
+                "same command resumes from the last checkpoint"
             ) from error
         for board in self._boards:
             board.add(name, row)
@@ -356,15 +363,15 @@ class MetricsLog:
         self.close()
 
 
-# Without a terminal, a line of progress is printed at least this often.
+# Without a terminal, progress is printed at least this often.
 LINE_SECONDS = 30
 
 
 class ProgressBar:
     """Shows loss, tokens/s and time left.
 
-    In a terminal it is a bar. Elsewhere it prints a line for the first row, and then one every LINE_SECONDS or twentieth of the
-    run, whichever is sooner.
+    On a terminal it is a bar. Elsewhere it prints a line for the first row, then one every
+    LINE_SECONDS or twentieth of the run, whichever is sooner.
     """
 
     def __init__(
@@ -395,8 +402,8 @@ class ProgressBar:
         """Shows a row of metrics."""
         step = row["step"]
         text = (
-            f"loss {_short(row.get(self._loss_name))}  {_short(row.get('tokens_per_second'), 0)} tokens/s  "
-            f"{_duration(seconds_left)} left"
+            f"loss {_short(row.get(self._loss_name))}  {_short(row.get('tokens_per_second'), 0)} "
+            f"tokens/s  {_duration(seconds_left)} left"
         )
         self._progress.update(self._task, completed=step, text=text)
         if not self._live and (
@@ -409,7 +416,7 @@ class ProgressBar:
             self.say(f"step {step}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:
-        """Prints a line above the bar; the terminal wraps it, so that a path in it can be copied whole."""
+        """Prints a line above the bar, wrapped by the terminal so that paths can be copied."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -418,7 +425,7 @@ class ProgressBar:
 
 
 def _one_line(text: str, most: int = 200) -> str:
-    """Returns a text on one line, cut after `most` characters, without control characters, which a terminal would obey."""
+    """Returns a text on one line of up to `most` characters, without control characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= most else line[:most] + " ..."
 

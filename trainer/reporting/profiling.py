@@ -1,4 +1,4 @@
-"""A profile of chosen steps: the timelines of devices and host, for TensorBoard, XProf or Perfetto."""
+"""Profiles of chosen steps: device and host timelines for TensorBoard, XProf or Perfetto."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,12 +9,12 @@ import jax
 
 
 class Profiler:
-    """Captures the steps from `steps[0]` to `steps[1]`, those that the run has of them; each process its own devices.
+    """Captures the run's steps from `steps[0]` to `steps[1]`; each process its devices.
 
     Args:
-      folder: where the profile is written.
+      folder: of the profile.
       steps: the first and the last step, counted from 1; () captures nothing.
-      outside: makes a context for the time that starting and writing take, which no step is charged for.
+      outside: makes a context for starting and writing, whose time belongs to no step.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Ends a capture that is running, and writes it."""
+        """Ends a running capture, and writes it."""
         if self._running:
             self._running = False
             with self._outside():

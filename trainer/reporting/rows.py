@@ -9,8 +9,7 @@ from data.within import parse_json, read_bytes
 
 
 def read_rows(path: Path, folder: Path) -> list[dict[str, Any]]:
-    """Returns the objects in the lines of a JSONL file; a line that is none, such as one that a
-    crash cut off, is left out.
+    """Returns the objects in a JSONL file; invalid lines, as after a crash, are left out.
 
     Args:
       path: the file.

@@ -1,25 +1,26 @@
-"""A run's folder: its files, and the rule by which the same command continues the run.
+"""A run's folder: its files, and the rule for continuing the run.
 
     RUN/config.yaml           the resolved configuration, as last run
-    RUN/versions.json         this project's source (a digest, and git's commit), JAX and its plugins, as last run
-    RUN/metrics.jsonl         one line of training metrics every train.log_every steps
-    RUN/held_out.jsonl        one line for every held-out loss
+    RUN/versions.json         this project's source (a digest, and git's commit), JAX and its
+    plugins, as last run RUN/metrics.jsonl         one line of training metrics every
+    train.log_every steps RUN/held_out.jsonl        one line for every held-out loss
     RUN/NAME.jsonl            one line for every measurement of a test in `evaluations`
     RUN/samples.jsonl         one line of answers to samples.prompts every samples.every steps
     RUN/*.jsonl.unreadable    lines of these files that could not be read when the run was continued
     RUN/tensorboard/          the same figures for TensorBoard
     RUN/wandb/                the same for Weights & Biases, if logging.wandb asks for it
     RUN/profile/              a profile of logging.profile_steps
-    RUN/assets/               the plain files that each checkpoint holds, as written by the last start
-    RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
+    RUN/assets/               the plain files that each checkpoint holds, as written by the last
+    start RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
     RUN/stages/NUMBER/        the same for each stage before the last, if the recipe has stages
     RUN/evaluation/           results of line retrieval, if `make quickstart` evaluated
     RUN/lock                  names the process that trains, or trained last; locked while it does
 
-The identity of a run is its resolved configuration without the fields that cannot change its result: logging, how often it
-saves and measures, the locations of files, and the placement on hardware (see PLACEMENT). A run may therefore continue on
-another mesh or with other tiles, and after its files have moved, since checkpoints hold fingerprints of their contents. Any
-other configuration is refused in a folder that has a run. `step` counts finished optimizer steps everywhere.
+The identity of a run is its resolved configuration without the fields that cannot change its
+result: logging, the frequency of saves and evaluations, the locations of files, and the placement
+on hardware (see PLACEMENT). So a run may continue on another mesh or with other tiles, and after
+its files have moved, since checkpoints hold fingerprints of their contents. Any other configuration
+is refused in a run's folder. `step` counts finished optimizer steps everywhere.
 """
 
 import contextlib
@@ -61,8 +62,8 @@ PLACEMENT = (
     "train.log_every",
     "train.evaluate_every",
     "train.accumulation",
-    "train.epochs",  # the steps say how long a run is
-    "train.non_finite",  # a run that stopped may continue with another choice
+    "train.epochs",  # the steps define the length of a run
+    "train.non_finite",  # a stopped run may continue with another choice
     "mesh",
     "distributed",
     "memory",
@@ -71,9 +72,9 @@ PLACEMENT = (
     "attention.key_tile",
 )
 
-EARLIER_STAGES = "stages"  # folder of the runs that were stages before this one
+EARLIER_STAGES = "stages"  # folder of earlier stages' runs
 _NOTHING = "(nothing)"
-# A network file system remembers for a while that a file was not there (NFS for up to 60 seconds).
+# A network file system remembers a missing file for a while (NFS for up to 60 seconds).
 VISIBLE_SECONDS = 90
 
 
@@ -90,7 +91,7 @@ class RunDirectory:
 
     @property
     def versions(self) -> pathlib.Path:
-        """The code that last trained here; see `trainer.run.versions`."""
+        """The versions of the code that last trained here; see `trainer.run.versions`."""
         return self.folder / "versions.json"
 
     @property
@@ -115,7 +116,7 @@ class RunDirectory:
 
     @property
     def assets(self) -> pathlib.Path:
-        """The plain files that each checkpoint holds beside its arrays."""
+        """The plain files of each checkpoint."""
         return self.folder / "assets"
 
     @property
@@ -135,17 +136,18 @@ class RunDirectory:
         evaluations: Sequence[str] = ("held_out",),
         logged: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, Written]:
-        """Removes the logged lines of steps after `step`, from which training continues; 0 removes all.
+        """Removes logged lines after `step`, from which training continues; 0 removes all.
 
-        Those steps are run again and must not be in the files twice. See `logs.cut_back`.
+        Those steps are repeated and must not be in the files twice. See `logs.cut_back`.
 
         Args:
-          evaluated: the evaluations of `step` itself are logged already; if not, their lines are removed too.
+          evaluated: whether the evaluations of `step` are logged already; otherwise their lines are
+            removed too.
           evaluations: names of the evaluations, each of which has a file NAME.jsonl.
-          logged: what the checkpoint of `step` holds of each file, by its name.
+          logged: the checkpoint's record of each file, by name.
 
         Returns:
-          What is left of each file.
+          The remaining lines' record of each file.
         """
         last_evaluated = step if evaluated else step - 1
         logs = [
@@ -159,12 +161,12 @@ class RunDirectory:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """The fields that make a run this run and no other: `section.field` -> value, without PLACEMENT."""
+    """The fields that identify a run: `section.field` -> value, without PLACEMENT."""
     return _identity(configuration.resolved(config))
 
 
 def shared_fields(config: RunConfig) -> dict[str, Any]:
-    """The fields that all processes of a run must have alike: its identity, and by what they compute and save together."""
+    """The fields that a run's processes must share: its identity, and collective settings."""
     written = configuration.resolved(config)
     together = ("mesh", "attention", "memory", "train", "checkpoint")
     return identity(config) | {
@@ -177,15 +179,15 @@ def shared_fields(config: RunConfig) -> dict[str, Any]:
 def check_run(
     config: RunConfig, process_zero: bool = True, steps_known: bool = True
 ) -> RunDirectory:
-    """Returns the run's folder, without writing to it, if this configuration may train there.
+    """Returns the run's folder if this configuration may train there; writes nothing.
 
     Args:
-      process_zero: whether this is process 0, which also looks for a lock and for files that belong to no run.
-      steps_known: False while train.epochs has not become steps; then these are not compared.
+      process_zero: whether this is process 0, which also checks the lock and foreign files.
+      steps_known: False before train.epochs has become steps; then they are not compared.
 
     Raises:
-      UserError: the folder holds another run, or files of no run; it cannot be written to; or another process is training
-        there.
+      UserError: the folder holds another run or foreign files, cannot be written to, or another
+        process is training there.
     """
     run = RunDirectory(config.folder)
     checkpoint_path(run.folder, "run_dir")
@@ -199,7 +201,8 @@ def check_run(
             require_free(run.lock)
     elif process_zero and _foreign_files(config):
         raise UserError(
-            f"{run.folder}: holds files but no config.yaml, so it is not a run; give another --run_dir, or delete it"
+            f"{run.folder}: holds files but no config.yaml, so it is not a run; give another "
+            "--run_dir, or delete it"
         )
     return run
 
@@ -207,23 +210,27 @@ def check_run(
 def open_run(
     config: RunConfig, process_zero: bool = True, lock: contextlib.ExitStack | None = None
 ) -> RunDirectory:
-    """Returns the run's folder with `config` written to it, made if it does not exist.
+    """Returns the run's folder with `config` written to it; creates it if needed.
 
-    This makes the folder the run's own, so all other errors are best found before.
+    This claims the folder for the run, so find all other errors before.
 
     Args:
-      process_zero: whether this is process 0, which writes; the others wait until they see what it wrote.
-      lock: holds the run's lock from before the write on; without it the lock is released after the write.
+      process_zero: whether this is process 0, which writes; the others wait until they see its
+        files.
+      lock: holds the run's lock from before the write; without it the lock is released after the
+        write.
 
     Raises:
-      UserError: as in `check_run`; the folder cannot be written; or it is not on storage that all processes share.
+      UserError: as `check_run`; the folder cannot be written; or the processes do not share its
+        storage.
     """
     run = check_run(config, process_zero)
     if process_zero:
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as own:
-                # Of two starts one writes, and what it writes is compared with what the other may have written just before.
+                # Of two starts only one writes at a time, and compares with what the other may have
+                # just written.
                 (own if lock is None else lock).enter_context(held(run.lock))
                 if run.config.exists():
                     _require_same(run, config, steps_known=True)
@@ -236,15 +243,15 @@ def open_run(
     while not run.config.exists():
         if time.monotonic() > deadline:
             raise UserError(
-                f"{run.folder}: not seen here, where process 0 has made it; a --run_dir that all processes share "
-                "would work"
+                f"{run.folder}: not seen here, where process 0 has made it; a --run_dir that all "
+                "processes share would work"
             )
         time.sleep(1)
     return run
 
 
 def _require_writable(run: RunDirectory) -> None:
-    """Raises UserError unless files can be made in the run's folder, or in the nearest folder above that exists."""
+    """Raises UserError unless the run's folder, or its nearest existing parent, is writable."""
     folder = next(path for path in (run.folder, *run.folder.absolute().parents) if path.exists())
     try:
         for path in (folder, *(path for path in (run.checkpoints, run.assets) if path.is_dir())):
@@ -260,8 +267,8 @@ def _require_writable(run: RunDirectory) -> None:
 
 
 def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
-    """The files in a run's folder that no start of this run made before it could write config.yaml."""
-    # Both may be kept in the run's folder.
+    """The files in a run's folder that no unfinished start of this run can have made."""
+    # Both may be in the run's folder.
     kept = [
         pathlib.Path(path).expanduser().resolve()
         for path in (config.data.prepared, config.compile_cache)
@@ -282,15 +289,15 @@ def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
 
 
 def _require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> None:
-    """Raises UserError, naming the first difference, unless the folder's run and `config` have the same identity."""
+    """Raises UserError with the first difference unless the folder's run is that of `config`."""
     try:
         written = parse(read_text(run.config, run.folder, MAX_BYTES), str(run.config))
         configuration.check_version(written, str(run.config))
         old_fields = _identity(_with_defaults(written, configuration.resolved(RunConfig())))
     except (OSError, InvalidYAML, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
-            f"or delete {run.folder}"
+            f"{run.config}: cannot be read as a run's configuration ({error}); give another "
+            f"--run_dir, or delete {run.folder}"
         ) from error
     new_fields = identity(config)
     if not steps_known:
@@ -302,15 +309,16 @@ def _require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> No
         if old != new:
             difference = _first_difference(_Difference(name, old, new))
             raise UserError(
-                f"{run.folder}: another run is in this folder: {difference.name} is {difference.old!r} there and "
-                f"{difference.new!r} now; {_ways_out(run, difference.name)}"
+                f"{run.folder}: another run is in this folder: {difference.name} is "
+                f"{difference.old!r} there and {difference.new!r} now; "
+                f"{_ways_out(run, difference.name)}"
             )
 
 
 def _is_longer(
     run: RunDirectory, config: RunConfig, old: dict[str, Any], new: dict[str, Any]
 ) -> bool:
-    """Returns whether `config` is the folder's run with another number of steps, on which no finished step depends."""
+    """Returns whether `config` only changes the run's length, without affecting finished steps."""
     if {**old, "train.steps": 0} != {**new, "train.steps": 0}:
         return False
     finished = max(
@@ -321,7 +329,7 @@ def _is_longer(
 
 
 class _Difference(NamedTuple):
-    """A field, or an entry of it, that two configurations give different values."""
+    """A field, or an entry of it, with different values in two configurations."""
 
     name: str
     old: Any
@@ -329,7 +337,7 @@ class _Difference(NamedTuple):
 
 
 def _first_difference(whole: _Difference) -> _Difference:
-    """The first entry within two lists or mappings in which they differ; `whole` itself for other values."""
+    """The first differing entry of two lists or mappings; `whole` for other values."""
     name, old, new = whole
     if isinstance(old, dict) and isinstance(new, dict):
         entries = [
@@ -345,19 +353,20 @@ def _first_difference(whole: _Difference) -> _Difference:
 
 
 def _ways_out(run: RunDirectory, field: str) -> str:
-    """Advice for a folder whose run differs in `field`; a folder that holds a trained model is not to be deleted."""
+    """Advice for a folder whose run differs in `field`; never deletes a trained model."""
     if not run.checkpoints.is_dir():
         return f"give another --run_dir, or delete {run.folder}"
     if field == "train.steps":
         return (
-            f"--model.path {run.folder} --run_dir NEW starts from the weights that it has trained, with new moments; a run "
-            "can be made longer with optimizer.schedule constant, or wsd before it decays"
+            f"--model.path {run.folder} --run_dir NEW starts from its trained weights, with new "
+            "moments; a run can be extended with optimizer.schedule constant, or wsd before it "
+            "decays"
         )
     return "give another --run_dir"
 
 
 def _with_defaults(written: Any, defaults: Any) -> Any:
-    """A resolved configuration with defaults for the fields that came after it was written."""
+    """A resolved configuration with defaults for newer fields."""
     if not (isinstance(written, dict) and isinstance(defaults, dict)):
         return written
     return {
@@ -379,7 +388,7 @@ def _identity(written: dict[str, Any]) -> dict[str, Any]:
             if section not in PLACEMENT and name not in PLACEMENT
         }
     if "data.sources" in flat:
-        # Fields that came after a run was written have their defaults there.
+        # Newer fields have their defaults in older runs.
         sources = [
             {**dataclasses.asdict(SourceConfig(path="")), **source}
             for source in flat["data.sources"]

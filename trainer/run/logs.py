@@ -1,7 +1,7 @@
-"""The logs of a run, one JSON object a line: cut back when the run is continued, and held to what its checkpoint knows of them.
+"""A run's JSONL logs: cut back when the run continues, and checked against its checkpoint.
 
-A log can lose its end, or change, without a line that cannot be read. A checkpoint therefore holds how many lines each log had
-when it was saved, and their hash.
+A log can lose its end, or change, without an unreadable line. A checkpoint therefore records how
+many lines each log had, and their hash.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from data.folders import sync
 
 @dataclasses.dataclass
 class Written:
-    """How many lines have been written to a log, their SHA-256, and the step of the last one (None without lines)."""
+    """A log's number of lines, their SHA-256, and the last one's step (None without lines)."""
 
     lines: int
     sha256: Any
@@ -35,7 +35,7 @@ class Written:
         return record
 
     def add(self, line: bytes) -> None:
-        """Counts a line that has been written."""
+        """Counts a written line."""
         self.lines += 1
         self.sha256.update(line)
         self.last_step = _logged_step(line)
@@ -47,12 +47,13 @@ class Written:
 
 
 def cut_back(path: pathlib.Path, last_step: int, saved: Mapping[str, Any] | None = None) -> Written:
-    """Removes the lines of steps after `last_step` from a log, if there is one, and returns what is left.
+    """Removes lines after `last_step` from a log, if it exists; returns the rest's record.
 
-    Lines that cannot be read are moved to PATH.unreadable. That is warned of, as are lines that are lost or have changed.
+    Unreadable lines are moved to PATH.unreadable. Warnings name them, and lost or changed lines.
 
     Args:
-      saved: `Written.data` of this log when the checkpoint of `last_step` was saved; None if it says nothing of it.
+      saved: `Written.data` of this log when the checkpoint of `last_step` was saved; None if it has
+        none.
     """
     kept, unreadable, numbers = [], [], []
     lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -60,9 +61,7 @@ def cut_back(path: pathlib.Path, last_step: int, saved: Mapping[str, Any] | None
         step = _logged_step(line)
         if step is not None:
             kept += [line + b"\n"] if step <= last_step else []
-        elif line.strip() and number < len(
-            lines
-        ):  # a kill may have cut a last line without a newline short
+        elif line.strip() and number < len(lines):  # a kill may have cut off a last line
             unreadable.append(line + b"\n")
             numbers.append(str(number))
     if unreadable:
@@ -76,13 +75,13 @@ def cut_back(path: pathlib.Path, last_step: int, saved: Mapping[str, Any] | None
     written = Written.of(kept)
     if saved and len(kept) + len(unreadable) < saved["lines"]:
         _warn(
-            f"{path}: {saved['lines']} lines had been written up to step {last_step}, and {len(kept)} are left; the others "
-            "are lost (training does not depend on them)"
+            f"{path}: {saved['lines']} lines had been written up to step {last_step}, and "
+            f"{len(kept)} are left; the rest is lost (training does not depend on it)"
         )
     elif saved and not unreadable and written.data != saved:
         _warn(
-            f"{path}: its lines up to step {last_step} are not those that were written; they have been changed (training "
-            "does not depend on them)"
+            f"{path}: its lines up to step {last_step} have been changed since they were written "
+            "(training does not depend on them)"
         )
     if lines:
         replace_file(path, b"".join(kept))
@@ -94,7 +93,7 @@ def _warn(text: str) -> None:
 
 
 def _logged_step(line: bytes) -> int | None:
-    """The step of a logged line; None if the line cannot be read."""
+    """The step of a logged line; None if it is unreadable."""
     try:
         step = json.loads(line.decode())["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -103,7 +102,7 @@ def _logged_step(line: bytes) -> int | None:
 
 
 def replace_file(path: pathlib.Path, content: bytes) -> None:
-    """Replaces a file in one step: after a kill at any moment either the old or the new one is there, whole."""
+    """Replaces a file atomically: after a kill, either the old or the new one is complete."""
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_bytes(content)
     sync(scratch)

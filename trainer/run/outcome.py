@@ -1,7 +1,8 @@
-"""How a command ends: one function says which exit code and which line an error means. docs/clusters.md has the table.
+"""How a command ends: an error's exit code and message. docs/clusters.md has the table.
 
-A launcher decides by the code alone whether it starts the command again. WRONG_INPUT is for what is found before the work, or
-repeats itself exactly, such as a loss that is not finite; everything that another start may pass is TRY_AGAIN.
+A launcher decides by the code alone whether to restart the command. WRONG_INPUT is for errors
+before the work, or that would recur exactly, such as a non-finite loss; TRY_AGAIN is for all that
+another start may pass.
 """
 
 from __future__ import annotations
@@ -14,17 +15,14 @@ from typing import NamedTuple
 from data.errors import TransientError, UserError, is_transient
 
 SUCCESS = 0
-UNEXPECTED = 1  # an error of ours, with its traceback
-WRONG_INPUT = 2  # an error that the user can mend, and that would occur again
-TRY_AGAIN = (
-    os.EX_TEMPFAIL
-)  # 75: a lost connection or process, a mount, a full disk, a lock, a time-out
+UNEXPECTED = 1  # a bug, with its traceback
+WRONG_INPUT = 2  # an error that the user can fix, and that would recur
+# 75: a lost connection or process, a mount, a full disk, a lock, a time-out.
+TRY_AGAIN = os.EX_TEMPFAIL
 STOPPED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
-MAX_MESSAGE = (
-    4000  # characters of an error; the values of a recipe that it names may be of any size
-)
+MAX_MESSAGE = 4000  # characters of an error; the recipe values in it may be of any size
 
 
 class Outcome(NamedTuple):
@@ -33,11 +31,12 @@ class Outcome(NamedTuple):
     code: int
     """Its exit code."""
     message: str | None
-    """Its last line on standard error, without a prefix; None for an unexpected error, whose traceback is needed."""
+    """Its last line on standard error, without a prefix; None for an unexpected error with a
+    traceback."""
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """Returns the exit code and the line for an error that ends a command."""
+    """Returns the exit code and message of an error that ends a command."""
     from trainer.run.preemption import Preempted
 
     if isinstance(error, Preempted):
@@ -47,8 +46,8 @@ def outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, MemoryError):
         return Outcome(
             WRONG_INPUT,
-            f"out of memory: {str(error) or 'the host has no more'}; a host with more memory, or fewer "
-            "programs beside this one, would work",
+            f"out of memory: {str(error) or 'the host has no more'}; a host with more memory, or "
+            "fewer other programs on it, would work",
         )
     if isinstance(error, RuntimeError) and (message := _out_of_memory(error)):
         return Outcome(WRONG_INPUT, message)
@@ -62,40 +61,39 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def error_with(code: int, message: str) -> UserError:
-    """Returns an error that ends this process as another one has ended: with WRONG_INPUT where that has, else TRY_AGAIN."""
+    """Returns an error with another process's code: WRONG_INPUT, or else TRY_AGAIN."""
     return UserError(message) if code == WRONG_INPUT else TransientError(message)
 
 
 def one_line(message: str) -> str:
-    """Returns the message in one line of at most MAX_MESSAGE characters; the middle of a longer one is left out."""
+    """Returns the message on one line; the middle is cut out above MAX_MESSAGE characters."""
     line, half = " ".join(message.split("\n")), MAX_MESSAGE // 2
     return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"
 
 
 def _wraps_an_interrupt(error: BaseException | None) -> bool:
-    """Whether a Ctrl-C caused the error: a compiled module interrupted while it loads raises ImportError."""
+    """Whether a Ctrl-C caused the error: interrupted imports of modules raise ImportError."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _out_of_memory(error: RuntimeError) -> str | None:
-    """The message for an error of the compiler or runtime that memory ran out, with advice; None for other errors."""
-    _, status, details = str(error).partition(
-        "RESOURCE_EXHAUSTED:"
-    )  # the status code; the details are passed on as they are
+    """The message, with advice, for a compiler's or runtime's out-of-memory error, or None."""
+    # The status code; the details are passed on unchanged.
+    _, status, details = str(error).partition("RESOURCE_EXHAUSTED:")
     if not status:
         return None
     needed = details.strip().partition("\n")[0].rstrip(".")
     return (
-        f"out of memory: {needed}; less is taken with memory.remat nothing, every_k or offload, with chunks "
-        "(memory.query_chunks, memory.feed_forward_chunk, memory.loss_chunk) and over a larger mesh.sequence; "
-        "python -m scripts.plan tells beforehand what fits" + _gpu_advice()
+        f"out of memory: {needed}; memory.remat nothing, every_k or offload, chunks "
+        "(memory.query_chunks, memory.feed_forward_chunk, memory.loss_chunk) and a larger "
+        "mesh.sequence take less; python -m scripts.plan tells what fits" + _gpu_advice()
     )
 
 
 def _lost_connection(error: RuntimeError) -> str | None:
-    """The message for a transfer that failed since another process is gone; None for other errors, or alone."""
+    """The message for a transfer that failed because another process is gone, or None."""
     cluster = sys.modules.get("trainer.run.cluster")  # a command without JAX does not import it
     if (
         cluster is None
@@ -104,13 +102,13 @@ def _lost_connection(error: RuntimeError) -> str | None:
     ):
         return None
     return (
-        f"the connection to another process was lost ({str(error).splitlines()[0]}); once all processes are started again, "
-        "the same command resumes from the last checkpoint"
+        f"the connection to another process was lost ({str(error).splitlines()[0]}); start all "
+        "processes again: the same command resumes from the last checkpoint"
     )
 
 
 def _gpu_advice() -> str:
-    """What else to do on a GPU whose share of memory nobody has set; "" elsewhere."""
+    """Further advice on a GPU with the default share of memory; "" elsewhere."""
     import jax
 
     from trainer.xla_flags import MEMORY_SHARE, OLD_MEMORY_SHARE
@@ -122,6 +120,6 @@ def _gpu_advice() -> str:
     ):
         return ""
     return (
-        '; JAX takes 75% of a GPU and 64 GiB of its host by default; eval "$(python -m trainer.xla_flags gpu)" before the '
-        "start allows more"
+        "; JAX takes 75% of a GPU and 64 GiB of its host by default; "
+        'eval "$(python -m trainer.xla_flags gpu)" before the start allows more'
     )

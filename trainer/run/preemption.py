@@ -1,8 +1,9 @@
 """SIGTERM, SIGHUP and Ctrl-C as notices to finish the running step, save it and end.
 
-Spot machines, Slurm and Kubernetes send SIGTERM before they kill a process. A second Ctrl-C ends the process at once. A notice
-to one process of several is one to all: JAX's preemption service passes it on, all processes agree on a step that none has
-finished yet, and save that one. A process that is alone saves the running step.
+Spot machines, Slurm and Kubernetes send SIGTERM before they kill a process. A second Ctrl-C ends
+the process at once. A notice to one process of several reaches all: JAX's preemption service passes
+it on, and all processes agree on a step that none has finished yet, and save it. A single process
+saves the running step.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM
 
-# The folder of the cluster's key-value store that has an entry, the signal's name, once a SIGTERM was meant as another signal.
+# A folder in the cluster's key-value store with the name of the signal for which a SIGTERM stands.
 _MEANT = "longstripe/signal"
-# What JAX's preemption service writes into it when a process gets SIGTERM, and how often process 0 looks.
+# What JAX's preemption service writes into it when a process gets SIGTERM, and how often process 0
+# looks.
 _JAX_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 _LOOK_SECONDS = 1
 _REASONS = {
@@ -27,41 +29,41 @@ _REASONS = {
     SIGTERM: "preempted (SIGTERM)",
     SIGHUP: "preempted (SIGHUP)",
 }
-# Numbers the questions to JAX's preemption service, alike in every process. The service begins to count at 0, names the number
-# after the highest that a process has asked with, and then waits for exactly that number. Numbers of steps would not do: those
-# of a run that was resumed begin later, and a notice before its first step would name a number that never comes.
+# Numbers the queries to JAX's preemption service, equally in every process. The service counts from
+# 0, names the number after the highest that a process has used, and then waits for exactly that
+# number. Step numbers would not work: those of a resumed run begin later, and a notice before its
+# first step would name a number that never comes.
 _questions = itertools.count(1)
 
 
 class Preempted(Exception):
-    """Training ended on notice, and its state is saved."""
+    """Training ended on notice, with its state saved."""
 
     def __init__(self, notice: signal.Signals, checkpoint: Path) -> None:
         super().__init__(
             f"{_REASONS[notice]}: saved {checkpoint}; the same command resumes the run"
         )
-        # The code that a shell reports for a process ended by the signal: launchers start again after SIGTERM, whether the
-        # process could save or not.
-        self.exit_code = 128 + (
-            SIGINT if notice == SIGINT else SIGTERM
-        )  # a closed terminal is no other end than SIGTERM
+        # The shell's code for a process ended by the signal: launchers restart after SIGTERM,
+        # whether the process could save or not.
+        # A closed terminal counts as SIGTERM.
+        self.exit_code = 128 + (SIGINT if notice == SIGINT else SIGTERM)
 
 
 @contextlib.contextmanager
 def notices(
     no_time_to_finish: Callable[[], str | None] = lambda: None,
 ) -> Iterator[Callable[[], signal.Signals | None]]:
-    """Catches SIGTERM, SIGHUP and Ctrl-C while the context lasts.
+    """Catches SIGTERM, SIGHUP and Ctrl-C within the context.
 
-    Before the context, a signal ends a process that is alone at once, since there is nothing to save.
+    Before the context, a signal ends a single process at once, since there is nothing to save.
 
     Args:
-      no_time_to_finish: called by a thread on SIGTERM, of several processes in process 0: returns the line with which all
-        end at once, or None to finish the running step.
+      no_time_to_finish: called by a thread on SIGTERM, of several processes in process 0: returns
+        the line with which all end at once, or None to finish the running step.
 
     Yields:
-      A function that every process calls after each step. It returns the signal if this is the step to save and end after,
-      else None.
+      A function that every process calls after each step. It returns the signal if this step is to
+      be saved and is the last, else None.
     """
     import jax
     from jax.experimental import multihost_utils
@@ -83,7 +85,7 @@ def notices(
                 _exit_now()
             if jax.process_index() == 0:
                 print(
-                    "Ctrl-C: the running step is finished and saved; Ctrl-C again ends at once",
+                    "Ctrl-C: finishing and saving the running step; Ctrl-C again ends at once",
                     file=sys.stderr,
                 )
         if several_processes:
@@ -101,7 +103,8 @@ def notices(
             (signal.Signals[name] for _, name in client().key_value_dir_get(_MEANT)), SIGTERM
         )
 
-    # With several processes JAX handles SIGTERM itself. A process that a shell started in the background ignores Ctrl-C.
+    # With several processes JAX handles SIGTERM. A process that a shell started in the background
+    # ignores Ctrl-C.
     if several_processes and distributed.global_state.preemption_sync_manager is None:
         jax.config.update("jax_enable_preemption_service", True)
         distributed.global_state.initialize_preemption_sync_manager()
@@ -124,9 +127,9 @@ def notices(
 
 @contextlib.contextmanager
 def _on_arrival(act: Callable[[int], None]) -> Iterator[None]:
-    """Calls `act` with each signal that has a handler as soon as it arrives.
+    """Calls `act` with each handled signal as soon as it arrives.
 
-    Python runs the handler itself only when the running computation returns to the interpreter.
+    Python runs a handler only when the running computation returns to the interpreter.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -149,7 +152,7 @@ def _on_arrival(act: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _when_a_process_is_preempted(no_time_to_finish: Callable[[], str | None]) -> Iterator[None]:
-    """In process 0 of several: ends all once any of them gets SIGTERM, if there is no time to finish the step."""
+    """In process 0: ends all after a SIGTERM to any, if there is no time to finish the step."""
     from trainer.run.cluster import client, process, processes
 
     if processes() == 1 or process() != 0:
@@ -159,7 +162,8 @@ def _when_a_process_is_preempted(no_time_to_finish: Callable[[], str | None]) ->
 
     def watch() -> None:
         while not closed.wait(_LOOK_SECONDS):
-            # Raises while there is no notice, and when the service is gone, of which the loop learns by itself.
+            # Raises while there is no notice, and when the service is gone, of which the loop
+            # learns by itself.
             with contextlib.suppress(Exception):
                 client().key_value_try_get(_JAX_NOTICE)
                 if not client().key_value_dir_get(_MEANT) and (line := no_time_to_finish()):
@@ -184,7 +188,7 @@ def _end_at_once(line: str) -> None:
 
 
 def _exit_now() -> None:
-    """Ends the process without any cleaning up."""
+    """Ends the process without any cleanup."""
     if sys.__stderr__ is not None and sys.__stderr__.isatty():
-        os.write(2, b"\x1b[?25h\n")  # shows the cursor again, which the progress bar hides
+        os.write(2, b"\x1b[?25h\n")  # shows the cursor again, which the progress bar hid
     os._exit(128 + SIGINT)

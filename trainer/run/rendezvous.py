@@ -1,7 +1,8 @@
-"""The processes of a cluster meet at the coordinator's address before JAX does, which would wait long and end in an abort.
+"""A cluster's processes meet before JAX's own rendezvous, which would wait long and abort.
 
-Anyone who reaches the port may connect. Each connection is served by a thread of its own, says one short line, and is believed
-only if it has the run's token, where there is one (LONGSTRIPE_TOKEN, the same for all processes); one deadline is over all.
+They meet at the coordinator's address. Anyone who reaches the port may connect: a thread per
+connection reads one short line, and trusts it only with the run's token, if there is one
+(LONGSTRIPE_TOKEN, the same for all processes). One deadline covers all.
 """
 
 from __future__ import annotations
@@ -21,38 +22,41 @@ from data.errors import TransientError, UserError
 from data.printable import printable
 from trainer.run.outcome import error_with, outcome_of
 
-# How long processes wait for each other: on one machine they start together, on several an image may have to be fetched.
+# How long processes wait for each other: on one machine they start together; several may have to
+# fetch an image.
 LOCAL_SECONDS = 60
 SECONDS = 300
-REPORT_SECONDS = 15  # between two lines of process 0 that say who is absent
-TOKEN = "LONGSTRIPE_TOKEN"  # the environment variable of a secret that all processes of a run share
+REPORT_SECONDS = 15  # between process 0's lines about absent processes
+TOKEN = (
+    "LONGSTRIPE_TOKEN"  # the environment variable with a secret shared by all processes of a run
+)
 _GO = "go"
 _LONGEST_LINE = 4096  # bytes
-_LINE_SECONDS = 5.0  # for a connection's whole line
-_CONNECTIONS = 4096  # served at a time; strangers beyond them are turned away
+_LINE_SECONDS = 5.0  # to receive a connection's line
+_CONNECTIONS = 4096  # served at a time; further connections are turned away
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class _Arrival(NamedTuple):
-    """What a connection says of its process."""
+    """A connection's claims about its process."""
 
     number: int
     processes: int
-    """The number of processes that it was started with."""
+    """The number of processes with which it was started."""
 
 
 def meet(address: str, process: int, processes: int, seconds: float | None = None) -> None:
-    """Returns once all processes have called this, the coordinator's port being free again.
+    """Returns once all processes have called this and the coordinator's port is free again.
 
     Args:
       address: HOST:PORT of process 0.
       process: number of this process.
       processes: number of all processes.
-      seconds: how long to wait; LOCAL_SECONDS or SECONDS unless given.
+      seconds: how long to wait; LOCAL_SECONDS or SECONDS by default.
 
     Raises:
-      TransientError: a process does not come in time, or the port is in use.
-      UserError: the address cannot be used, or two processes say that they are the same.
+      TransientError: a process does not arrive in time, or the port is in use.
+      UserError: the address cannot be used, or two processes claim the same number.
     """
     host, port = _split(address)
     if seconds is None:
@@ -65,9 +69,10 @@ def meet(address: str, process: int, processes: int, seconds: float | None = Non
 
 
 def bind_address(address: str) -> str:
-    """Returns where JAX's coordinator listens: HOST:PORT that the coordinator's address names, on no other interface.
+    """Returns HOST:PORT on which JAX's coordinator listens, on the named interface only.
 
-    Where the name is of another interface than this machine's own, as behind a load balancer, it is all interfaces.
+    If the name belongs to no interface of this machine, as behind a load balancer, it is all
+    interfaces.
     """
     host, port = _split(address)
     family, ip = _own_interface(host, port) or (socket.AF_INET6, "::")
@@ -78,15 +83,17 @@ def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or not port.isascii() or not 0 < int(port) < 65536:
         raise UserError(
-            f"distributed.coordinator: found {address}, needs HOST:PORT of process 0 with a port of 1 .. 65535"
+            f"distributed.coordinator: found {address}, needs HOST:PORT of process 0 with a port "
+            "of 1 .. 65535"
         )
     return host.strip("[]"), int(port)
 
 
 def _own_interface(host: str, port: int) -> tuple[int, str] | None:
-    """The family and address of this machine's interface that a name stands for; None if it is none of this machine's.
+    """The family and address of the local interface with this name; None if there is none.
 
-    A machine often knows its own name as a loopback address, at which no other machine would reach it: that is None too.
+    A machine often knows its name as a loopback address, which other machines cannot reach: that is
+    None too.
     """
     if not host:
         return None
@@ -105,7 +112,7 @@ def _own_interface(host: str, port: int) -> tuple[int, str] | None:
 
 
 class _Gathering:
-    """Process 0 waits for all others, and tells them to go on or why not."""
+    """Process 0 waits for all others, and tells them to proceed or why not."""
 
     def __init__(
         self,
@@ -129,7 +136,7 @@ class _Gathering:
         self.places = threading.BoundedSemaphore(_CONNECTIONS)
 
     def run(self) -> None:
-        """Returns when all have come; errors as of `meet`."""
+        """Returns when all have arrived; errors as `meet`."""
         with self._listening() as server:
             accepting = threading.Thread(
                 target=self._accept, args=(server,), name="rendezvous", daemon=True
@@ -138,30 +145,31 @@ class _Gathering:
             with self.changed:
                 self._wait()
                 problem, connections = self.problem, [*self.arrived.values(), *self.refused]
-                self.deadline = 0.0  # whoever comes now is turned away
+                self.deadline = 0.0  # late arrivals are turned away
             with contextlib.suppress(OSError):
-                server.shutdown(
-                    socket.SHUT_RDWR
-                )  # ends a waiting `accept`, while which the port would stay in use
+                # Ends a pending `accept`, which would keep the port in use.
+                server.shutdown(socket.SHUT_RDWR)
             accepting.join()
         _answer(connections, _GO if problem is None else json.dumps(outcome_of(problem)))
         if problem:
             raise problem
 
     def _wait(self) -> None:
-        """Waits until all have come, something is wrong, or time is up; says from time to time who is absent."""
+        """Waits until all have arrived, an error, or the deadline; reports absent processes."""
         report = time.monotonic() + REPORT_SECONDS
         while not self._all_are_here() and self.problem is None:
             now = time.monotonic()
             if now >= self.deadline:
                 self.problem = TransientError(
-                    f"{self._absent()} did not come to process 0 at {self.address} within {self.seconds:.0f} s; start all of "
-                    "them with the same distributed.coordinator and num_processes"
+                    f"{self._absent()} did not reach process 0 at {self.address} within "
+                    f"{self.seconds:.0f} s; start all of them with the same "
+                    "distributed.coordinator and num_processes"
                 )
                 return
             if now >= report:
                 print(
-                    f"process 0: {self._absent()} not here yet; waiting for up to {self.deadline - now:.0f} s more",
+                    f"process 0: {self._absent()} not here yet; waiting for up to "
+                    f"{self.deadline - now:.0f} s more",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -169,7 +177,7 @@ class _Gathering:
             self.changed.wait(min(self.deadline, report) - now)
 
     def _all_are_here(self) -> bool:
-        """Whether all others have come and none of them has gone again, such as one that is being restarted."""
+        """Whether all others have arrived and none has left again, as during a restart."""
         if len(self.arrived) < self.processes - 1:
             return False
         for number in [
@@ -185,7 +193,7 @@ class _Gathering:
         )
 
     def _listening(self) -> socket.socket:
-        """Returns a socket that listens at the coordinator's own address; where the name is of no interface here, at all."""
+        """Returns a socket that listens at the coordinator's address, or else on all interfaces."""
         try:
             family, ip = _own_interface(self.host, self.port) or (None, "")
             if family is not None:
@@ -200,8 +208,8 @@ class _Gathering:
             return socket.create_server(("", self.port), backlog=_CONNECTIONS)
         except OSError as error:
             raise UserError(
-                f"process 0: cannot listen at distributed.coordinator {self.address} ({error.strerror}); another "
-                "port would work, the same for all processes"
+                f"process 0: cannot listen at distributed.coordinator {self.address} "
+                f"({error.strerror}); another port would work, the same for all processes"
             ) from None
 
     def _accept(self, server: socket.socket) -> None:
@@ -219,7 +227,7 @@ class _Gathering:
             ).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Reads one connection's line; whoever is not one of the run's processes is turned away without a word."""
+        """Reads a connection's line; anyone but the run's processes is turned away silently."""
         try:
             arrival = _read_arrival(
                 connection, min(self.deadline, time.monotonic() + _LINE_SECONDS)
@@ -230,7 +238,7 @@ class _Gathering:
             self.places.release()
 
     def _take(self, arrival: _Arrival, connection: socket.socket) -> bool:
-        """Counts a process that has come, if the others are still waited for; returns whether its connection is kept."""
+        """Counts an arrival if others are missing; returns whether to keep the connection."""
         number, count = arrival.number, arrival.processes
         with self.changed:
             if (
@@ -241,11 +249,13 @@ class _Gathering:
                 return False
             if count != self.processes:
                 self.problem = UserError(
-                    f"process {number} was started with distributed.num_processes {count}, process 0 with {self.processes}"
+                    f"process {number} was started with distributed.num_processes {count}, "
+                    f"process 0 with {self.processes}"
                 )
             elif number in self.arrived and not _has_left(self.arrived[number]):
                 self.problem = UserError(
-                    f"two processes at {self.address} have distributed.process_id {number}; each needs a number of its own"
+                    f"two processes at {self.address} have distributed.process_id {number}; each "
+                    "needs a number of its own"
                 )
             if self.problem:
                 self.refused.append(connection)
@@ -256,7 +266,7 @@ class _Gathering:
 
 
 def _has_left(connection: socket.socket) -> bool:
-    """Whether the other side, which has nothing more to say, has closed a connection: its process was started again."""
+    """Whether the other side has closed the connection, since its process was restarted."""
     connection.setblocking(False)
     try:
         return not connection.recv(1, socket.MSG_PEEK)
@@ -267,7 +277,7 @@ def _has_left(connection: socket.socket) -> bool:
 
 
 def _read_arrival(connection: socket.socket, deadline: float) -> _Arrival | None:
-    """What a connection says by a moment of time.monotonic(); None if it is none of the run's processes."""
+    """What a connection says before a deadline; None if it is not one of the run's processes."""
     try:
         message = json.loads(_receive(connection, deadline))
         number, count, token = message["process"], message["of"], message.get("token", "")
@@ -287,7 +297,7 @@ def _token() -> str:
 
 
 def _answer(connections: list[socket.socket], answer: str) -> None:
-    """Sends a line to each, and closes them once the others have, or a moment later."""
+    """Sends a line to each connection; closes them after the other side, or a moment later."""
     deadline = time.monotonic() + _LINE_SECONDS
     for connection in connections:
         with contextlib.suppress(OSError):
@@ -295,9 +305,8 @@ def _answer(connections: list[socket.socket], answer: str) -> None:
             connection.sendall(f"{answer}\n".encode())
     for connection in connections:
         with contextlib.suppress(OSError):
-            _receive(
-                connection, deadline
-            )  # the other side closes first, so that the port is not kept for a while
+            # The other side closes first, so that the port is free at once.
+            _receive(connection, deadline)
         connection.close()
 
 
@@ -309,7 +318,7 @@ def _report(
     deadline: float,
     seconds: float,
 ) -> None:
-    """Every other process tells process 0 that it is there, and waits for its answer."""
+    """Every other process reports to process 0, and waits for its answer."""
     has_printed, problem = False, "no answer"
     message = json.dumps({"process": process, "of": processes, "token": _token()}) + "\n"
     while (left := deadline - time.monotonic()) > 0:
@@ -332,13 +341,14 @@ def _report(
             has_printed = True
         time.sleep(min(0.2, max(left, 0)))
     raise TransientError(
-        f"process {process}: process 0 was not reached at distributed.coordinator {address} within {seconds:.0f} s "
-        f"({printable(problem)}); start it too, with an address and port that this machine can reach"
+        f"process {process}: process 0 could not be reached at distributed.coordinator {address} "
+        f"within {seconds:.0f} s ({printable(problem)}); start it too, with an address and port "
+        "that this machine can reach"
     )
 
 
 def _answered(answer: str) -> UserError:
-    """The error that process 0 has answered with."""
+    """The error in process 0's answer."""
     try:
         code, message = json.loads(answer)
         return error_with(int(code), printable(str(message)))
@@ -349,15 +359,15 @@ def _answered(answer: str) -> UserError:
 
 
 def _receive(connection: socket.socket, deadline: float) -> str:
-    """Returns a line from the other side, or what has come of one when it closes the connection.
+    """Returns a line from the other side, or its beginning if the connection closes.
 
     Raises:
-      OSError: the moment `deadline` of time.monotonic() has come before.
+      OSError: the `deadline` of time.monotonic() has passed.
     """
     line = b""
     while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
         if (left := deadline - time.monotonic()) <= 0:
-            raise TimeoutError("no whole line in time")
+            raise TimeoutError("no complete line in time")
         connection.settimeout(left)
         part = connection.recv(_LONGEST_LINE - len(line))
         if not part:

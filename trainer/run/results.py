@@ -1,4 +1,4 @@
-"""Which model the results.json of an evaluation is of, by what its `about` says."""
+"""Identifies the model of an evaluation's results.json by its `about`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from trainer.checkpoint.manifest import MANIFEST, DamagedError, ForeignError, fi
 
 
 def evaluated(about: Mapping[str, Any]) -> str:
-    """Returns the path or name of what was evaluated: the adapter where there is one, else the checkpoint."""
+    """Returns the path or name of what was evaluated: the adapter if any, else the checkpoint."""
     return str(about.get("adapter") or about.get("checkpoint") or "a model without a name")
 
 
 def is_of_checkpoint(about: Mapping[str, Any], checkpoint: Path) -> bool:
-    """Returns whether the results are of this checkpoint; True too where they do not say of which."""
+    """Returns whether the results are of this checkpoint; also True if they do not say."""
     weights = _weights(about)
     return not weights or weights in _fingerprints([checkpoint])
 
 
 def is_of_run(about: Mapping[str, Any], run: Path) -> bool:
-    """Returns whether the results are of a checkpoint of the run, also one that it no longer keeps, or of a model in its
-    folder; True too where they do not say of which.
+    """Returns whether the results are of the run's checkpoints or of a model in its folder.
+
+    Deleted checkpoints count. It is also True if the results do not say.
 
     Args:
       run: the run's folder, which may have moved since.
@@ -34,7 +35,7 @@ def is_of_run(about: Mapping[str, Any], run: Path) -> bool:
 
 
 def foreign_run(about: Mapping[str, Any], output: Path) -> Path | None:
-    """Returns the run in whose folder `output` lies, if the results are not of it; None too where it lies in no run's."""
+    """Returns the run whose folder contains `output`, if the results are not of that run."""
     for folder in (output.absolute(), *output.absolute().parents):
         if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
             return None if is_of_run(about, folder) else folder
@@ -42,20 +43,17 @@ def foreign_run(about: Mapping[str, Any], output: Path) -> Path | None:
 
 
 def _weights(about: Mapping[str, Any]) -> str:
-    """Returns the fingerprint of what was trained: of an adapter beside a base its own."""
+    """Returns the fingerprint of what was trained: the adapter's if there is one."""
     model = about.get("model")
     return model.rpartition("+")[2] if isinstance(model, str) else ""
 
 
 def _fingerprints(checkpoints: list[Path]) -> set[str]:
-    """Returns the fingerprints of those of the folders that are checkpoints."""
+    """Returns the fingerprints of the checkpoints among the folders."""
     known = set()
     for folder in checkpoints:
         try:
             known.add(fingerprint(folder))
-        except (
-            ForeignError,
-            DamagedError,
-        ):  # another kind of manifest.json, or one that nothing can be made from
+        except (ForeignError, DamagedError):  # another kind of manifest.json, or an unreadable one
             continue
     return known

@@ -1,4 +1,4 @@
-"""Which code a run is trained with: this project's source and the libraries that compile and run the step."""
+"""The code that trains a run: this project's source and the step's libraries."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pathlib import Path
 from trainer.run.cluster import require_same
 
 ROOT = Path(__file__).resolve().parents[2]
-# What can change a training's result; planning and the commands in scripts cannot.
+# What can affect a training's result; planning and scripts cannot.
 _TRAINED_WITH = ("train.py", "trainer", "data", "model", "eval")
 _LIBRARIES = ("jax", "jaxlib", "libtpu")
-_PLUGINS = ("jax-cuda", "jax-rocm")  # how the names of the packages for GPUs begin
+_PLUGINS = ("jax-cuda", "jax-rocm")  # prefixes of GPU packages
 _SHOWN = 12  # characters of a digest or commit
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Returns what a run and its checkpoints record: name -> version of this project's source and of each library.
+    """Returns name -> version of this project's source and each library, for records.
 
-    `source` is a digest of the project's Python files, committed or not; `commit` is git's, where there is any.
+    `source` is a digest of the project's Python files, committed or not; `commit` is git's, if
+    there is one.
     """
     found = {"source": source_digest(ROOT)}
     if commit := _commit(ROOT):
@@ -36,7 +37,7 @@ def versions() -> dict[str, str]:
 
 
 def source_digest(root: Path) -> str:
-    """Returns a digest of the names and contents of the Python files that training runs, below `root`."""
+    """Returns a digest of names and contents of training's Python files below `root`."""
     digest = hashlib.sha256()
     for name in _TRAINED_WITH:
         path = root / name
@@ -49,9 +50,9 @@ def source_digest(root: Path) -> str:
 
 
 def require_same_code() -> None:
-    """Raises UserError in every process if one of them runs another source, or another JAX, than process 0.
+    """Raises UserError in every process if one has another source or JAX than process 0.
 
-    The commit alone may differ: a tree that was copied without git has the same source.
+    Only the commit may differ: a tree copied without git has the same source.
     """
     require_same(
         {
@@ -63,7 +64,7 @@ def require_same_code() -> None:
 
 
 def difference(recorded: Mapping[str, str]) -> str:
-    """Returns in words how the versions now differ from recorded ones, such as `jax 0.10.2, now 0.10.3`; "" if they do not."""
+    """Describes changes from recorded versions, such as `jax 0.10.2, now 0.10.3`; "" if none."""
     now = versions()
     names = [
         name

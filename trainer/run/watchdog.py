@@ -1,8 +1,9 @@
-"""A run that stands still ends: every process prints where its threads are, and the reason names who is behind.
+"""Ends a stalled run: every process prints its stacks, and the reason names who is behind.
 
-A thread in each process compares the time since the last change with a limit: one for steps, and others for compiling, saving
-and evaluating. It also tells process 0 every few seconds that this process is alive; process 0 ends all when one falls silent,
-before JAX does, which would abort without a reason.
+A thread in each process compares the time since the last progress with a limit: one for steps,
+others for compiling, saving and evaluating. It also tells process 0 every few seconds that this
+process is alive; when one falls silent, process 0 ends all, before JAX would abort without a
+reason.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ from trainer.config.schema import DistributedConfig
 from trainer.run import cluster
 from trainer.run.outcome import TRY_AGAIN
 
-USUAL_STEPS = 10  # a step may take so many times the usual one, where that is more than distributed.stall_minutes
-# Heartbeats of JAX's client end a process after cluster.HEARTBEAT_SECONDS; processes that pause for 20 seconds are waited for.
+# A step may take this many times the usual one, if that exceeds distributed.stall_minutes.
+USUAL_STEPS = 10
+# Heartbeats of JAX's client end a process after cluster.HEARTBEAT_SECONDS; processes that pause for
+# 20 seconds are waited for.
 SILENT_SECONDS = 35.0
 _PERIOD = 5.0  # seconds between two looks
 _PROGRESS = "longstripe/progress"
 
 
 class Watchdog:
-    """Watches this process's training from construction to `close`; processes share what they do through JAX's service."""
+    """Watches this process from construction to `close`; processes share their state."""
 
     def __init__(self, config: DistributedConfig, period: float = _PERIOD) -> None:
         self.config, self.period = config, period
         self.step, self.doing = 0, "starting"
-        self.limit: float | None = None  # seconds; None while nothing is limited
+        self.limit: float | None = None  # seconds; None without a limit
         self.since = time.monotonic()
         self._recent: deque[float] = deque(maxlen=20)  # seconds of the last steps
         self._beats = 0
@@ -47,11 +50,11 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends watching."""
+        """Stops watching."""
         self._closed.set()
 
     def begin_step(self, step: int) -> None:
-        """Says that a step begins, which ends the one before."""
+        """Begins a step, and ends the previous one."""
         now = time.monotonic()
         if self.doing == "in a step" and step == self.step + 1:
             self._recent.append(now - self.since)
@@ -71,13 +74,13 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, doing: str, minutes: float) -> Iterator[None]:
-        """Gives what the context does a limit of its own; afterwards the limit before begins anew."""
+        """Sets a limit for the context; afterwards the previous limit starts again."""
         before = self.doing, self.limit
         self.doing, self.limit, self.since = doing, _seconds(minutes), time.monotonic()
         try:
             yield
         finally:
-            # A step that was interrupted by it is not measured.
+            # An interrupted step is not measured.
             place = f"after {doing}" if before[0] == "in a step" else before[0]
             self.doing, self.limit, self.since = place, before[1], time.monotonic()
 
@@ -87,24 +90,25 @@ class Watchdog:
             limit, waited = self.limit, time.monotonic() - self.since
             if limit is not None and waited > limit:
                 self._end(
-                    f"nothing has moved for {waited / 60:.1f} minutes ({self._place()}); {self._who_is_behind()}"
+                    f"nothing has moved for {waited / 60:.1f} minutes ({self._place()}); "
+                    f"{self._who_is_behind()}"
                 )
             elif silent := self._silent():
                 self._end(
-                    f"process{'es' * (len(silent) > 1)} {', '.join(silent)} of {cluster.processes()} "
-                    f"ha{'ve' if len(silent) > 1 else 's'} not been heard of for {SILENT_SECONDS:.0f} s"
+                    f"process{'es' * (len(silent) > 1)} {', '.join(silent)} of "
+                    f"{cluster.processes()} ha{'ve' if len(silent) > 1 else 's'} not been heard of "
+                    f"for {SILENT_SECONDS:.0f} s"
                 )
 
     def _place(self) -> str:
         return f"step {self.step}, {self.doing}"
 
     def _say(self) -> None:
-        """Tells the others where this process is."""
+        """Tells the others what this process does."""
         if cluster.processes() > 1:
             self._beats += 1
-            with contextlib.suppress(
-                Exception
-            ):  # the service is gone, which its client says itself
+            # The service is gone, which its client reports.
+            with contextlib.suppress(Exception):
                 cluster.client().key_value_set(
                     f"{_PROGRESS}/{cluster.process()}",
                     json.dumps({"beat": self._beats, "step": self.step, "doing": self.doing}),
@@ -112,7 +116,7 @@ class Watchdog:
                 )
 
     def _others(self) -> dict[str, dict]:
-        """Number of a process -> what it said last."""
+        """Process number -> its last message."""
         if cluster.processes() == 1:
             return {}
         try:
@@ -122,7 +126,7 @@ class Watchdog:
             return {}
 
     def _silent(self) -> list[str]:
-        """In process 0 the numbers of the processes that have said nothing for SILENT_SECONDS, once they had begun."""
+        """In process 0, the started processes that have been silent for SILENT_SECONDS."""
         if cluster.process() != 0:
             return []
         now = time.monotonic()
@@ -135,10 +139,10 @@ class Watchdog:
         )
 
     def _who_is_behind(self) -> str:
-        """Names the processes that are at an earlier step than the others, or that say nothing."""
+        """Names the processes at an earlier step than the others, or silent ones."""
         others = self._others()
         if not others:
-            return "the stacks above say where this process waits"
+            return "the stacks above show where this process waits"
         steps = {number: said["step"] for number, said in others.items()}
         behind = [
             f"process {number} is in step {step} ({others[number]['doing']})"
@@ -153,7 +157,7 @@ class Watchdog:
         return "; ".join(missing + behind) or f"all processes are in step {max(steps.values())}"
 
     def _end(self, reason: str) -> None:
-        """Ends this process and all others, each after printing the stacks of its threads."""
+        """Ends all processes, each after printing its threads' stacks."""
         if self._closed.is_set():
             return
         print_stacks()
@@ -164,7 +168,7 @@ class Watchdog:
 
 
 def print_stacks() -> None:
-    """Prints where every thread of this process is, to standard error."""
+    """Prints the stacks of this process's threads to standard error."""
     sys.stderr.flush()
     faulthandler.dump_traceback(file=2, all_threads=True)
 

@@ -605,7 +605,7 @@ def test_the_help_of_a_section_is_that_section(capsys):
     assert "--train.steps" not in text and "--memory.remat" not in text
     with pytest.raises(
         UserError,
-        match=r"--help: optimiser is no section \(did you mean optimizer\?\); sections are model",
+        match=r"--help: optimiser is not a section \(did you mean optimizer\?\); sections are model",
     ):
         load(["--help", "optimiser"])
 
@@ -697,7 +697,7 @@ def test_a_run_that_began_with_another_default_template_goes_on_with_it(tmp_path
     (run / "config.yaml").write_text(dump(begun), encoding="utf-8")
     assert load(["--config", recipe, "--run_dir", str(run)]) == begun
     assert (
-        "goes on with data.template vicuna_v1.1, as it began; the default is now tokenizer"
+        "keeps data.template vicuna_v1.1, with which it began; the default is now tokenizer"
         in capsys.readouterr().err
     )
     # What is given is not replaced, here nor in the recipe: another run is then refused by its folder.

@@ -132,7 +132,7 @@ def test_a_regular_expression_is_matched_as_peft_matches_it(tmp_path, pattern, t
     [
         (["q_proj", "lm_head"], "found 'lm_head', needs some of q_proj"),
         (r".*(q_proj|lm_head)", "which matches lm_head; adapt"),
-        ("(q_proj", r"which is no regular expression"),
+        ("(q_proj", r"which is not a regular expression"),
         ("nothing.*", "which matches no projection"),
         (r"(?:[a-z]|[a-z_.]|[a-z0-9_.])+(?:[!?]|\d\d)", "which takes too long to match"),
     ],

@@ -394,7 +394,7 @@ def test_what_does_not_fit_is_named(tmp_path):
             (f / "model.safetensors").read_bytes()[:5000]
         )
     )
-    assert "not a whole safetensors file" in cut
+    assert "not a complete safetensors file" in cut
     pickled = message(lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"))
     assert "pickled" in pickled and "convert" in pickled
     assert "no weights" in message(lambda f: (f / "model.safetensors").unlink())

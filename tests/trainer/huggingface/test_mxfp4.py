@@ -102,7 +102,7 @@ NAME = EXPERTS.format(1, "down")
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({f"{NAME}_scales": None}, [f"{NAME}_scales is missing beside {NAME}_blocks"]),
+        ({f"{NAME}_scales": None}, [f"{NAME}_scales is missing, but {NAME}_blocks is there"]),
         ({f"{NAME}_blocks": None}, [f"{NAME} is missing"]),
         (
             {f"{NAME}_scales": torch.zeros(4, 64, 2, dtype=torch.uint8)},

@@ -131,7 +131,7 @@ def test_a_trained_run_is_lengthened_from_its_weights_and_never_deleted(config):
     for change, way in (
         (
             {"train": TrainConfig(steps=200)},
-            f"--model.path {run.folder} --run_dir NEW starts from the weights",
+            f"--model.path {run.folder} --run_dir NEW starts from its trained weights",
         ),
         ({"optimizer": OptimizerConfig(learning_rate=1.0)}, "give another --run_dir"),
     ):

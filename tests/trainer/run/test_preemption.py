@@ -143,5 +143,5 @@ def test_a_second_ctrl_c_ends_at_once_while_a_step_is_computed(repository):
     )
     assert done.returncode == 128 + signal.SIGINT
     assert (
-        done.stderr == "Ctrl-C: the running step is finished and saved; Ctrl-C again ends at once\n"
+        done.stderr == "Ctrl-C: finishing and saving the running step; Ctrl-C again ends at once\n"
     )

@@ -52,7 +52,7 @@ def test_process_0_may_come_last(address):
 def test_who_does_not_come_is_named_to_all(address):
     errors = together([(address, number, 5) for number in (0, 1, 3)], seconds=1)
     assert len(set(errors)) == 1 and errors[0].startswith(
-        f"processes 2, 4 of 5 did not come to process 0 at {address} within 1 s; start all"
+        f"processes 2, 4 of 5 did not reach process 0 at {address} within 1 s; start all"
     )
 
 
@@ -61,7 +61,7 @@ def test_a_missing_process_0_is_named(address):
     with pytest.raises(UserError) as caught:
         meet(address, 1, 2, 1)
     assert time.monotonic() - start < 3 and str(caught.value).startswith(
-        f"process 1: process 0 was not reached at distributed.coordinator {address} within 1 s (Connection refused); start it"
+        f"process 1: process 0 could not be reached at distributed.coordinator {address} within 1 s (Connection refused); start it"
     )
 
 
@@ -131,7 +131,7 @@ def test_a_process_that_is_lost_after_the_meeting_is_told_in_one_line(address, r
     meet(address, 1, 2, 60)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75 and said.startswith(
-        f"error: process 0: not all 2 processes joined within 2 s, though all had come to {address}; one was lost"
+        f"error: process 0: not all 2 processes joined within 2 s, though all had reached {address}; one was lost"
     ), said
 
 
@@ -221,7 +221,7 @@ def test_one_byte_at_a_time_does_not_move_the_deadline(address):
                 with contextlib.suppress(OSError):
                     stranger.sendall(b"x")
                 time.sleep(0.1)
-        with pytest.raises(TransientError, match="process 1 of 2 did not come"):
+        with pytest.raises(TransientError, match="process 1 of 2 did not reach"):
             first.result()
         assert time.monotonic() - start < 4
 

@@ -86,6 +86,6 @@ def test_going_on_with_other_code_is_said_in_one_line(
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert (
         len(said) == 1
-        and f"was written with source {recorded['source']}, now 0123456789ab; the run goes on"
+        and f"was written with source {recorded['source']}, now 0123456789ab; the run continues"
         in said[0]
     )
