@@ -1,11 +1,11 @@
-"""Talks to a checkpoint, about a long text if one is given.
+"""Chats with a checkpoint, optionally about a long text.
 
     python -m scripts.chat CHECKPOINT [--document FILE] [--sequence 8] [--question TEXT ...]
 
-The text is read once: its keys and values stay in the devices' memory for all questions about it.
-Answers are printed as they are generated. An empty line or Ctrl-D ends the talk; /new forgets all
-turns but the text. With --question the questions come from the command line. The chat template is
-the model's own, or --template.
+The text is read once: its keys and values stay in device memory for all questions about it. Answers
+are printed as they are generated. An empty line or Ctrl-D ends the chat; /new forgets all turns but
+the text. With --question the questions come from the command line. The chat template is the
+model's, or --template.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer import entry
 if TYPE_CHECKING:
     from model.decode import Generator
 
-LENGTH = 8192  # tokens of a conversation about no document
+LENGTH = 8192  # tokens of a conversation without a document
 DOCUMENT = "Here is a text. Answer the questions about it.\n\n{text}\n\n{question}"
 
 
@@ -37,7 +37,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "checkpoint", help="checkpoint, run folder, Hugging Face folder or org/name"
     )
-    parser.add_argument("--document", metavar="FILE", help="the text that is talked about")
+    parser.add_argument("--document", metavar="FILE", help="the text to talk about")
     parser.add_argument(
         "--question",
         nargs="+",
@@ -90,14 +90,14 @@ class Talk:
         """Compiles for conversations of at most `length` tokens.
 
         Raises:
-          UserError: the model has no chat template, or the document is longer than what fits.
+          UserError: the model has no chat template, or the document does not fit.
         """
         self.opened, self.document, self.new_tokens = opened, document, new_tokens
         self.respondent = opened.respondent
         if not self.respondent.template:
             raise UserError(
-                f"{opened.about['checkpoint']}: its tokenizer has no chat template; --template, "
-                "with that of the conversations it was trained on, such as vicuna_v1.1, would work"
+                f"{opened.about['checkpoint']}: its tokenizer has no chat template; --template "
+                "with that of its training, such as vicuna_v1.1, would work"
             )
         self.turns: list[Message] = []
         needed = len(self._ids([self._user("")])) + 8 * (new_tokens + 64)
@@ -129,7 +129,7 @@ class Talk:
         """Returns the answer, which becomes a turn.
 
         Args:
-          show: called with each piece of the answer as soon as it is there.
+          show: called with each piece of the answer as soon as it is generated.
 
         Raises:
           UserError: the conversation has become too long.
@@ -161,10 +161,10 @@ class Talk:
 
 
 def pieces(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """Yields the text of tokens as they come, without white space around all of it.
+    """Yields the text of tokens as they arrive, without surrounding white space.
 
-    White space at the end waits for what follows it, and so does U+FFFD: it stands there for a
-    character of which only the first bytes have come.
+    White space at the end waits for what follows, as does U+FFFD: it stands for a character of
+    which only the first bytes have arrived.
     """
     generated: list[int] = []
     given = ""
@@ -175,7 +175,7 @@ def pieces(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[s
             yield text[len(given) :]
             given = text
     text = decode(generated).strip()
-    # A later token has changed what a tokenizer writes for those before it.
+    # A later token has changed the text of earlier ones.
     if not text.startswith(given):
         yield f"\n{text}"
     elif text != given:
@@ -183,7 +183,7 @@ def pieces(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[s
 
 
 def questions(args: argparse.Namespace) -> Iterator[str]:
-    """Yields the questions of the command line, or those that are typed."""
+    """Yields the questions on the command line, or typed ones."""
     if args.question:
         yield from args.question
         return
@@ -215,7 +215,7 @@ def talk(args: argparse.Namespace) -> None:
             continue
         if sys.stderr.isatty():
             print(
-                f"({conversation.generator.prefilled - before:,} tokens were read anew)",
+                f"({conversation.generator.prefilled - before:,} tokens were newly read)",
                 file=sys.stderr,
             )
 

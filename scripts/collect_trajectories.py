@@ -2,13 +2,13 @@
 
     python -m scripts.collect_trajectories --task walker_walk --output trajectories/collected
 
-Of all episodes a tenth acts at random, a tenth by Ornstein-Uhlenbeck noise, and the others are
-those of an augmented random search (Mania et al., Simple random search of static linear policies is
-competitive for reinforcement learning, Algorithm 2), every one of them kept, so that returns spread
-from nothing to what a linear policy reaches. With --policy some of the three are collected, in the
-same proportion. Stopped at any moment, the same command goes on and ends with the same files; with
-a larger number of episodes it adds to them. The last iteration of the search may be left unfinished
-by the number of episodes.
+A tenth of the episodes acts at random, a tenth by Ornstein-Uhlenbeck noise, and the others come
+from an augmented random search (Mania et al., Simple random search of static linear policies is
+competitive for reinforcement learning, Algorithm 2). All of them are kept, so returns range from
+nothing to a linear policy's best. With --policy some of the three are collected, in the same
+proportion. After an interruption the same command continues and ends with the same files; with a
+larger number of episodes it adds to them. The number of episodes may leave the search's last
+iteration unfinished.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from trainer import entry
 ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_search"}
 """Policy -> its name in commands and folders. Seeds depend on the order."""
 SHARES = {"random": 1, "ou": 1, "search": 8}
-"""Policy -> how many of each ten episodes are its own."""
+"""Policy -> how many of ten episodes it plays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Order:
     """One episode to collect.
 
     Attributes:
-      policy: 'random', 'ou' or 'search'; index: the episode's number among its policy's.
-      weights: [A, O] of a linear policy on states less `mean` and divided by `std`; None for the
-        other policies.
+      policy: 'random', 'ou' or 'search'; index: the number of the episode among its policy's.
+      weights: [A, O] of a linear policy on states normalised by `mean` and `std`; None for other
+        policies.
     """
 
     task: str
@@ -82,7 +82,7 @@ def _environment(task: str) -> Any:
 
 
 def _reseed(environment: Any, seed: int) -> None:
-    """Makes the environment's next reset depend on the seed alone."""
+    """Makes the environment's next reset depend only on the seed."""
     random = (
         environment.task.random if hasattr(environment.task, "random") else environment.random_state
     )
@@ -109,8 +109,7 @@ def collect(order: Order) -> tuple[float, np.ndarray, np.ndarray, int]:
     """Plays one episode and writes it.
 
     Returns:
-      Its return; the sum, the sum of squares and the number of the states that were acted in, for
-      their statistics.
+      Its return; the sum, the sum of squares and the number of its states, for statistics.
     """
     task, environment = get_task(order.task), _environment(order.task)
     _reseed(environment, order.seed)
@@ -155,15 +154,15 @@ def collect(order: Order) -> tuple[float, np.ndarray, np.ndarray, int]:
 
 
 class Collection:
-    """A task's collection: its folders, what they must hold, and the processes that play.
+    """A task's collection: its folders, their required content, and the playing processes.
 
     Attributes:
-      counts: policy -> number of its episodes, for the policies that are collected.
+      counts: policy -> number of its episodes, for the collected policies.
       folders: policy -> the folder of its files.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Makes the folders, or compares them with what they were begun with.
+        """Makes the folders, or compares them with their original options.
 
         Raises:
           UserError: they were begun with other options.
@@ -172,7 +171,7 @@ class Collection:
         self.search_config = SearchConfig(paired=args.paired)
         policies = [policy for policy, name in ALGORITHMS.items() if name in args.policy]
         self.counts = episode_counts(args.episodes, policies)
-        # Tasks of one body share its folder, but have algorithms' folders of their own.
+        # Tasks of one body share its folder, but have separate folders of algorithms.
         body = Path(args.output).expanduser() / self.task.domain
         self.folders = {
             policy: body / f"{ALGORITHMS[policy]}_{self.task.task}" / "buffer"
@@ -211,7 +210,7 @@ class Collection:
         )
 
     def collect_unguided(self, executor: Executor, on_episode: Callable[[int], object]) -> None:
-        """Collects what is missing of the policies that do not learn."""
+        """Collects the missing episodes of policies that do not learn."""
         orders = [
             self.order(policy, index)
             for policy in self.folders
@@ -237,7 +236,7 @@ class Collection:
         """Plays the search's missing iterations, and the rest of an incomplete last one.
 
         Raises:
-          UserError: an episode of an earlier iteration is missing, whose policy is no longer known.
+          UserError: an earlier iteration's episode is missing, whose policy is no longer known.
         """
         folder, size = self.folders["search"], self.search_config.episodes
         search = Search(
@@ -255,7 +254,7 @@ class Collection:
                 results.append(result)
                 on_episode(1)
             returns = np.array([result[0] for result in results])
-            # Episodes are durable before the state, which no longer knows their policies.
+            # Episodes are durable before the state, which then forgets their policies.
             sync(folder)
             search.update(returns, [result[1:] for result in results])
             on_iteration(
@@ -263,8 +262,8 @@ class Collection:
                 f"{returns.max():.1f}, mean {returns.mean():.1f}"
             )
         if search.iteration == iterations:
-            # Nothing is learned from a part of an iteration; with more episodes it is played again,
-            # and is the same.
+            # Nothing is learned from a part of an iteration; with more episodes it is replayed
+            # identically.
             for _ in executor.map(collect, self._search_orders(search)[:rest]):
                 on_episode(1)
 
@@ -283,10 +282,10 @@ class Collection:
 
 
 def episode_counts(episodes: int, policies: Sequence[str]) -> dict[str, int]:
-    """Returns how many of the episodes each of the policies has; those that get none are left out.
+    """Returns the number of episodes of each policy that gets any.
 
-    The policies take turns in the proportion of their SHARES, so that with more episodes none of
-    them has fewer.
+    The policies take turns in proportion to their SHARES, so more episodes never mean fewer for one
+    of them.
     """
     turns = [policy for policy in policies for _ in range(SHARES[policy])]
     return dict(collections.Counter(turns[number % len(turns)] for number in range(episodes)))
@@ -300,7 +299,7 @@ def run(args: argparse.Namespace) -> None:
         worker was killed.
     """
     task = get_task(args.task)
-    make_environment(task, 0)  # a missing simulator is reported by this process
+    make_environment(task, 0)  # this process reports a missing simulator
     body = Path(args.output).expanduser() / task.domain
     body.mkdir(parents=True, exist_ok=True)
     with exclusive(body / f".{task.name}.lock", f"collects {task.name} into it"):
@@ -322,7 +321,7 @@ def run(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _workers(count: int) -> Iterator[Executor]:
-    """Yields processes that play episodes; after an error, only episodes in progress are finished.
+    """Yields processes that play episodes; after an error they only finish current ones.
 
     Raises:
       UserError: one of the processes was killed.
@@ -332,15 +331,15 @@ def _workers(count: int) -> Iterator[Executor]:
         yield executor
     except BrokenProcessPool:
         raise UserError(
-            "a process that played an episode was killed, perhaps for want of memory; the same "
-            "command goes on, and a smaller --workers takes less"
+            "a process that played an episode was killed, perhaps out of memory; the same command "
+            "continues, and a smaller --workers takes less"
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)
 
 
 def _begin_worker() -> None:
-    """Leaves Ctrl-C to the main process, and ends this one when the main process is gone."""
+    """Leaves Ctrl-C to the main process, with which this one ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -380,8 +379,7 @@ def claim(path: Path, description: dict[str, Any]) -> None:
         begun = read_json(path, path.parent) if os.path.lexists(path) else description
     except ValueError:
         raise UserError(
-            f"{path}: is no JSON, so what the folder holds is not known; another --output would "
-            "work"
+            f"{path}: is not JSON, so the folder's content is unknown; another --output would work"
         ) from None
     different = [
         name for name in description if name != "episodes" and begun.get(name) != description[name]
@@ -411,13 +409,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--task", required=True, help=f"out of {', '.join(TASKS)}")
     parser.add_argument(
-        "--output", required=True, help="folder, which gets {domain}/{algorithm}/buffer/*.npz"
+        "--output", required=True, help="folder, which receives {domain}/{algorithm}/buffer/*.npz"
     )
     parser.add_argument(
         "--episodes",
         type=entry.at_least_one,
         default=400,
-        help="how many (default 400); with more than before, the folder gets the others",
+        help="number of episodes (default 400); a larger number adds to the folder",
     )
     parser.add_argument(
         "--policy",
@@ -429,14 +427,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--paired",
         action="store_true",
-        help="start both episodes of a direction of the search from the same "
-        "state, so that their difference is that of the policies; a folder stays as it was begun",
+        help=(
+            "start both episodes of a search direction from the same state, so only their "
+            "policies differ; a folder keeps its original option"
+        ),
     )
     parser.add_argument(
         "--action-repeat",
         type=entry.at_least_one,
         default=5,
-        help="simulator steps that an action is held for (default 5); every step is recorded",
+        help="simulator steps per action (default 5); every step is recorded",
     )
     parser.add_argument(
         "--workers", type=entry.at_least_one, default=2, help="processes (default 2)"

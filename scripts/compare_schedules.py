@@ -18,9 +18,9 @@ SCHEDULES: dict[str, str | dict[str, Any]] = {
     "balanced_split": {"name": "balanced", "split": True},
     "attention2d_overlap": {"name": "attention2d", "overlap": True},
 }
-# The options that a comparison reads.
+# The options of a comparison.
 AXES = tuple(axis for axis in MESH_AXES if axis != "expert")
-"""What the cost model knows; it counts no exchange of experts' tokens."""
+"""The axes of the cost model, which does not model the exchange of experts' tokens."""
 READ = (
     "model",
     "topology",
@@ -38,7 +38,7 @@ READ = (
 
 
 def estimate_row(name: str, job: Any) -> dict[str, Any]:
-    """Returns the estimate of a job with the schedule `name`, as a flat dictionary."""
+    """Returns a job's estimate with the schedule `name`, as a flat dictionary."""
     from planning.costs import estimate, time_range
 
     result, seconds = estimate(job), time_range(job)
@@ -147,9 +147,9 @@ def compare(args: argparse.Namespace) -> int:
         (estimate_row(*named_job) for named_job in jobs), key=lambda row: row["step_seconds_high"]
     )
     print(
-        f"{args.model} on {args.hardware or args.topology}, a training step, the fastest first; "
-        "from matrix products at full rate alone to as slow as the slowest step that others "
-        "measured on such machines; exposed: waiting for transfers"
+        f"{args.model} on {args.hardware or args.topology}, a training step, fastest first; from "
+        "matrix products alone at full rate to the slowest step that others measured on such "
+        "machines; exposed: waiting for transfers"
     )
     print(f"{'schedule':20} {'layout':10} {'step, s':>18} {'exposed, s':>10} {'MFU, 0..1':>17}")
     for row in rows:
@@ -163,9 +163,9 @@ def compare(args: argparse.Namespace) -> int:
     heads = -(-job.sizes.query_heads // job.tensor)
     if heads % job.sequence and any(row["schedule"] == "ulysses" for row in rows):
         print(
-            f"note: ulysses' {job.sequence} ranks share {heads} heads, which are padded to "
-            f"{-(-heads // job.sequence) * job.sequence}: its work grows as much (a smaller degree "
-            "in USP avoids it)"
+            f"note: ulysses' {job.sequence} ranks share {heads} heads, padded to "
+            f"{-(-heads // job.sequence) * job.sequence}, so its work grows in proportion (a "
+            "smaller degree in USP avoids this)"
         )
     rounds = round_rows(job) if len(jobs) == 1 else []
     for row in rounds:

@@ -1,9 +1,9 @@
-"""Downloads ExoRL's public archives of episodes, and goes on where it was interrupted.
+"""Downloads ExoRL's public archives of episodes; continues after an interruption.
 
     python -m scripts.download_trajectories --domain walker --algorithm proto --output FOLDER
 
-Writes DIR/{domain}/{algorithm}/buffer/*.npz, the form that `trajectories.path` of a recipe takes.
-An archive has several GB; it is removed once it is unpacked.
+Writes DIR/{domain}/{algorithm}/buffer/*.npz, the form that a recipe's `trajectories.path` takes. An
+archive has several GB and is removed after unpacking.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     """Downloads and unpacks what is missing."""
     root = Path(args.output).expanduser()
     for algorithm in args.algorithm:
-        # An unknown name is refused before the first hour.
+        # Refuses an unknown name before the first download.
         archive_folder(root, args.domain, algorithm)
     output_folder(root)
     columns = (
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
                 ),
             )
             outcome = (
-                "was there already"
+                "existed already"
                 if count is None
                 else f"{count:,} episodes in {root / name / 'buffer'}"
             )
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--algorithm", required=True, nargs="+", help=f"some of {', '.join(ALGORITHMS)}"
     )
     parser.add_argument(
-        "--output", required=True, help="folder, which gets {domain}/{algorithm}/buffer/*.npz"
+        "--output", required=True, help="folder, which receives {domain}/{algorithm}/buffer/*.npz"
     )
     parser.add_argument(
         "--address",

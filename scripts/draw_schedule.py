@@ -37,14 +37,14 @@ CASES: dict[str, Any] = {
     "attention2d_overlap": {"name": "attention2d", "overlap": True},
     "ring_self_attention": "ring_self_attention",
 }
-SHARED_HEADS = ("ulysses", "usp")  # in these, ranks compute the same tiles for different heads
+SHARED_HEADS = ("ulysses", "usp")  # their ranks compute the same tiles for different heads
 CAPTION = (
     "Rows are queries, columns keys, in the order in which ranks hold them. Bars: tiles that each "
-    "rank computes in the round; the line is the busiest, for whom all wait. Below: what is sent "
-    "meanwhile, by which ranks, how many ranks on."
+    "rank computes in the round; the line is the busiest rank, for which all wait. Below: what is "
+    "sent meanwhile, from which ranks, and how far."
 )
 TILES, TOKENS = 4, 4  # tiles on a side of a block, tokens on a side of a tile
-CELL = 8  # image points on a side of a tile, which has a stripe for each rank that shares its heads
+CELL = 8  # pixels on a side of a tile, which has a stripe for each rank that shares its heads
 COLOURS = (
     np.array(
         [  # Paul Tol's muted scheme, for all kinds of colour vision

@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face folder: python -m scripts.export_hf CHECKPOINT HF_DIR [--merge]"""
+"""Exports to Hugging Face's format: python -m scripts.export_hf CHECKPOINT HF_DIR [--merge]"""
 
 from __future__ import annotations
 
@@ -18,86 +18,99 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.export_hf",
         allow_abbrev=False,
         description=(
-            "Writes a Hugging Face folder (safetensors, config, generation config, tokenizer, chat template) from a "
-            "checkpoint, in the dtype that the model was read in; of a run with adapters, a folder that peft loads. Needs no "
-            "accelerator."
+            "Writes a Hugging Face folder (safetensors, config, generation config, tokenizer, chat "
+            "template) from a checkpoint, in the dtype of the original model; for a run with "
+            "adapters, a folder that peft loads. Needs no accelerator."
         ),
     )
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a checkpoint folder (RUN/checkpoints/STEP), or a run folder, for its newest undamaged one",
+        help=(
+            "a checkpoint folder (RUN/checkpoints/STEP), or a run folder, for its newest "
+            "undamaged one"
+        ),
     )
     parser.add_argument(
         "hf_dir",
         metavar="HF_DIR",
         type=Path,
-        help="folder to write, which must be empty or not exist",
+        help="folder to write; must be empty or not exist",
     )
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="of adapters: write the whole model with the adapters' products "
-        "added to its weights; otherwise they are written alone, as peft loads them",
+        help=(
+            "add the adapters to the base's weights and write a whole model; otherwise only the "
+            "adapters are written, for peft"
+        ),
     )
     parser.add_argument(
         "--average",
         action="store_true",
-        help="write the moving average of the weights that "
-        "optimizer.average_decay keeps, not the weights of the last step",
+        help=(
+            "write the weights' moving average of optimizer.average_decay instead of the last "
+            "step's weights"
+        ),
     )
     parser.add_argument(
         "--dequantize",
         action="store_true",
-        help="with --merge, of adapters that were trained beside "
-        "quantized weights: add their products to the numbers that the codes stand for",
+        help="with --merge, for adapters of quantized weights: add them to the dequantized weights",
     )
     parser.add_argument(
         "--base",
         metavar="MODEL",
-        help="the model that the adapters belong to: its name on the hub, which the "
-        "export then gives, or a folder, where it is not at the path that they name",
+        help=(
+            "the adapters' base: a hub name, which the export then names, or a folder, if it is "
+            "not at the recorded path"
+        ),
     )
     parser.add_argument(
         "--fuse-experts",
         action="store_true",
-        help="of a mixture: write all experts of a layer in one tensor, as transformers 5 holds them "
-        "in memory; otherwise as the model is published",
+        help=(
+            "for a mixture: write all experts of a layer in one tensor, as transformers 5 holds "
+            "them in memory; otherwise as published"
+        ),
     )
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="also compare transformers' logits with ours, which needs torch and the model twice in "
-        "memory; transformers always opens the configuration and the tokenizer",
+        help=(
+            "also compare transformers' logits with ours (needs torch and the model twice in "
+            "memory); transformers always opens the configuration and the tokenizer"
+        ),
     )
     parser.add_argument("--no-download", action=entry.NoDownload)
     return parser
 
 
 def _check_quantized(quantize: str, arguments: argparse.Namespace) -> None:
-    """Raises UserError for a merge that is not into the weights that the adapters were trained beside."""
+    """Raises UserError for a merge into weights other than those of the adapters' training."""
     from data.errors import UserError
 
     if arguments.dequantize and (quantize == "none" or not arguments.merge):
         raise UserError(
-            "--dequantize: goes with --merge and adapters beside quantized weights, found adapter.quantize "
-            f"{quantize}{'' if arguments.merge else ' without --merge'}; leave it out"
+            "--dequantize: goes with --merge and adapters of quantized weights, found "
+            f"adapter.quantize {quantize}{'' if arguments.merge else ' without --merge'}; leave it "
+            "out"
         )
     if arguments.merge and quantize != "none" and not arguments.dequantize:
         raise UserError(
-            f"--merge: these adapters were trained beside {quantize} weights, whose codes cannot hold a sum; add "
-            "--dequantize for a model of the numbers that the codes stand for, or leave out --merge for the "
-            "adapters alone"
+            f"--merge: these adapters were trained on {quantize} weights, whose codes cannot hold "
+            "a sum; add --dequantize for a model of the dequantized weights, or leave out "
+            "--merge for the adapters alone"
         )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status; errors and warnings of damaged checkpoints are one line each on stderr."""
+    """Runs the command and returns its exit status, with one-line errors and warnings."""
     arguments = make_parser().parse_args(argv)
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
 
     def work() -> None:
-        # Imported here, so that --help answers at once and Ctrl-C ends with one line.
+        # Imported here, so that --help is fast and Ctrl-C ends with one line.
         import contextlib
         import dataclasses
 
@@ -114,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.huggingface.write import write_hf
         from trainer.model_source import open_adapter
 
-        out = new_folder(arguments.hf_dir)  # before comparing all checksums, which takes long
+        out = new_folder(arguments.hf_dir)  # before the slow comparison of all checksums
         checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
         params, config = (
             stored_parameters(checkpoint, verified=True),
@@ -132,7 +145,8 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--fuse-experts: {checkpoint} holds {found}; leave it out")
         if arguments.verify and is_adapter and not arguments.merge:
             raise UserError(
-                "--verify: compares whole models, found adapters alone; add --merge, or leave it out"
+                "--verify: compares whole models, found adapters alone; add --merge, or leave it "
+                "out"
             )
         base = None
 
@@ -156,8 +170,8 @@ def main(argv: list[str] | None = None) -> int:
             if not arguments.merge:
                 if base is None:
                     warnings.warn(
-                        f"the base is a folder of this machine ({named}), which {peft.CONFIG} does not name; --base "
-                        "OWNER/NAME names the base on the hub",
+                        f"the base is a local folder ({named}), which {peft.CONFIG} does not "
+                        "name; --base OWNER/NAME names it on the hub",
                         stacklevel=2,
                     )
                 peft.write_adapter(params, config, base, out, finish)
@@ -176,7 +190,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"logits differ from transformers' by at most {difference:.1e} of the largest")
         averaged = ", averaged weights" if arguments.average else ""
         print(
-            f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card, whose licence you fill in"
+            f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card; "
+            "fill in the licence"
         )
 
     return entry.run(work)

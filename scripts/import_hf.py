@@ -19,7 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=(
             "Makes a checkpoint (model and assets, no optimizer state) from a Hugging Face LLaMA. "
             "Training and evaluation also read Hugging Face folders directly; a checkpoint has "
-            "checksums and is read in parallel, which is faster."
+            "checksums and loads faster, in parallel."
         ),
     )
     parser.add_argument(
@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
         "checkpoint",
         metavar="CHECKPOINT",
         type=Path,
-        help="folder to make, which must be empty or not exist",
+        help="folder to make; must be empty or not exist",
     )
     parser.add_argument("--no-download", action=entry.NoDownload)
     return parser
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
 
     def work() -> None:
-        # Imported here, so that --help answers at once and Ctrl-C ends with one line.
+        # Imported here, so that --help is fast and Ctrl-C ends with one line.
         import jax
 
         from data.paths import checkpoint_path, new_folder
@@ -54,14 +54,14 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.huggingface.folder import folder_config, resolve_model_path
         from trainer.huggingface.read import read_hf
 
-        # Before reading all weights, which takes long.
+        # Before the slow reading of all weights.
         new_folder(checkpoint_path(arguments.checkpoint, "CHECKPOINT"))
         source = resolve_model_path(arguments.hf_dir)
         config = folder_config(source)
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         with tempfile.TemporaryDirectory() as scratch:
             copy_assets(source, scratch)
-            if config != TransformerConfig.from_hf(scratch):  # a head of its own
+            if config != TransformerConfig.from_hf(scratch):  # a separate head
                 write_config(config, scratch)
             params = read_hf(source, config, cpu)
             save_checkpoint(

@@ -2,9 +2,8 @@
 
     python -m scripts.inspect_data CONFIG.yaml [--rows N] [--tokens N] [--section.field value ...]
 
-Prints the first packed rows as text, with the tokens that are trained on in colour (without
-colours, in ⟦ ⟧), the numbers of used and dropped records, the documents' lengths, and the share of
-padding.
+Prints the first packed rows as text, with trained tokens in colour (without colours, in ⟦ ⟧), the
+numbers of used and dropped records, the documents' lengths, and the share of padding.
 """
 
 import sys
@@ -26,7 +25,7 @@ IN_LOSS, SEPARATOR = "bold green", "dim"  # rich styles
 
 
 class _Run(NamedTuple):
-    """Consecutive tokens of one document that are all in the loss, or all not."""
+    """Consecutive tokens of one document, all in the loss or all outside it."""
 
     segment_id: int
     in_loss: bool
@@ -41,7 +40,7 @@ def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int, brackets: bool =
         row: a row of the loader, arrays [L].
         tokenizer: the tokenizer; control tokens are shown as their text.
         max_tokens: how many tokens to show at most.
-        brackets: whether what is trained on stands in ⟦ ⟧, for output without colours.
+        brackets: whether to mark trained tokens by ⟦ ⟧, for output without colours.
     """
     text = Text()
     used = int((row["segment_ids"] > 0).sum())
@@ -63,7 +62,7 @@ def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int, brackets: bool =
 def _runs(row: Batch, end: int) -> Iterator[_Run]:
     """Yields the runs of a row's first `end` tokens."""
     segments, in_loss = row["segment_ids"], np.zeros(len(row["tokens"]), bool)
-    # A token is in the loss when it is the target of the one before.
+    # A token is in the loss as the target of the previous one.
     in_loss[1:] = row["loss_weights"][:-1] > 0
     borders = np.flatnonzero((np.diff(segments[:end]) != 0) | (np.diff(in_loss[:end]) != 0)) + 1
     for start, stop in zip([0, *borders], [*borders, end], strict=True):
@@ -72,7 +71,7 @@ def _runs(row: Batch, end: int) -> Iterator[_Run]:
 
 
 def histogram(lengths: Int[np.ndarray, " N"], width: int = 40) -> str:
-    """Returns a line for each power of two: how many documents have that length, and their share.
+    """Returns a line per power of two: the number of documents of that length, and their share.
 
     Args:
         lengths: number of tokens of each document.
@@ -129,7 +128,7 @@ def show(argv: list[str]) -> None:
         help="number of tokens to show of each row (default 600)",
     )
     parser.add_argument(
-        "--stage", type=int, help="of a recipe with stages, from 1 (default: the last)"
+        "--stage", type=int, help="for a recipe with stages, from 1 (default: the last)"
     )
     parser.add_argument("--no-download", action=NoDownload)
     args, flags = parser.parse_known_args(argv)
@@ -148,7 +147,7 @@ def show(argv: list[str]) -> None:
     console = printable.console(highlight=False, soft_wrap=True)
     brackets = console.no_color or console.color_system is None
     if brackets:
-        console.print("what is in the loss stands in ⟦ ⟧", markup=False)
+        console.print("tokens in the loss are in ⟦ ⟧", markup=False)
     for number in range(min(args.rows, len(loader))):
         console.print(f"row {number}", style="bold")
         console.print(row_text(loader.row(number), tokenizer, args.tokens, brackets))

@@ -2,8 +2,8 @@
 
     python -m scripts.inspect_trajectories trajectories/exorl --task walker_walk --plot returns.png
 
-Returns are those of the task: episodes that were collected for another task of the body are
-rewarded anew from their states, which takes a fraction of a second each.
+Returns are the task's: episodes collected for another task of the body get new rewards from their
+states, which takes a fraction of a second each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainer import entry
 QUANTILES = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
 BINS = 40
 TABLE_WIDTH = 100  # characters
-NAMED = 10  # files left out that the terminal names
+NAMED = 10  # left-out files that the terminal names
 
 
 def spread(returns: Float[np.ndarray, " n"]) -> dict[str, float]:
@@ -84,7 +84,7 @@ def show(
             str(numbers["episodes"]),
             *(f"{numbers[name]:.1f}" for name in (*QUANTILES, "mean")),
         )
-    # The names of algorithms are long, and are cut off in a table that is too narrow.
+    # A narrow table would cut off the long names of algorithms.
     console = printable.console(highlight=False, width=max(printable.console().width, TABLE_WIDTH))
     console.print(table)
     if left_out:
@@ -121,7 +121,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the command; returns what --json writes.
 
     Raises:
-      UserError: no task of this name, or no episode that can be used.
+      UserError: no such task, or no usable episode.
     """
     task = get_task(args.task)
     outputs = [
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "path",
-        help="folder with {domain}/{algorithm}/buffer/*.npz below it, or one of these buffers",
+        help="folder with {domain}/{algorithm}/buffer/*.npz, or one of these buffers",
     )
     parser.add_argument("--task", required=True, help=f"out of {', '.join(TASKS)}")
     parser.add_argument(

@@ -2,10 +2,10 @@
 
     python -m scripts.launch_local --processes 4 --config RECIPE [--section.field value ...]
 
-All flags but --processes are train.py's. When a process fails or is killed, the others are ended.
-SIGTERM and Ctrl-C are forwarded to all processes, which save a checkpoint and end; the exit status
-is then 143 or 130. The same command resumes from the last checkpoint. With --restarts N the
-launcher itself gives it again where another start may pass (scripts/restarts.py).
+All flags but --processes are train.py's. When a process fails or is killed, the launcher ends the
+others. It forwards SIGTERM and Ctrl-C to all processes, which save a checkpoint and end; the exit
+status is then 143 or 130. The same command resumes from the last checkpoint. With --restarts N the
+launcher repeats it if another start may pass (scripts/restarts.py).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .restarts import Restarts, may_pass
 from .run_status import read_status, run_folder
 
 GRACE_SECONDS = 10
-# Processes that fail by the same error end within this time of each other.
+# Processes that fail with the same error end within this time of each other.
 TOGETHER_SECONDS = 2
-# How the one line begins with which train.py ends.
+# Beginnings of train.py's final line.
 FINAL_LINES = (b"error: ", b"preempted ", b"stopped")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
@@ -58,8 +58,8 @@ def free_port() -> int:
 def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
     """Starts train.py in `count` processes, of which process 0 is the coordinator.
 
-    They share a secret, LONGSTRIPE_TOKEN or else a new one, so that no other program that reaches
-    the port can take the place of one.
+    They share a secret, LONGSTRIPE_TOKEN or else a new one, so no other program on the port can
+    replace one of them.
 
     Args:
         count: number of processes.
@@ -77,8 +77,8 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
             "--distributed.num_processes",
             str(count),
         ]
-        # In process groups of their own, so that a terminal's Ctrl-C is sent to the launcher only,
-        # which forwards it.
+        # In separate process groups: a terminal sends Ctrl-C only to the launcher, which forwards
+        # it.
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(TRAIN), *flags, *own_flags],
@@ -98,7 +98,7 @@ def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
 
 
 def _forward_stderr(process: subprocess.Popen, first: subprocess.Popen) -> None:
-    """Forwards a process's stderr without a final line that `first` has written too.
+    """Forwards a process's stderr, without a final line that `first` has also written.
 
     Processes with the same exit status have written the same final line.
     """
@@ -114,11 +114,10 @@ def wait(processes: list[subprocess.Popen], received: Sequence[int] = ()) -> int
 
     Args:
         processes: the processes.
-        received: the signals that were forwarded to them; after one, all are given the time that
-          they need to end.
+        received: the signals forwarded to them; after one, all get the time that they need to end.
 
     Returns:
-        0, or the exit status of the process that failed first, as a shell would give it.
+        0, or the exit status of the first failed process, as in a shell.
     """
     failure, deadline = None, math.inf
     try:
@@ -153,7 +152,7 @@ def _first_failure(statuses: Sequence[int | None]) -> Failure | None:
 
 @contextlib.contextmanager
 def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Forwards SIGINT, SIGTERM and SIGHUP to the processes; yields the signals received so far."""
+    """Forwards SIGINT, SIGTERM and SIGHUP to the processes; yields the received signals."""
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -173,7 +172,7 @@ def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]
 
 
 def end(processes: list[subprocess.Popen]) -> None:
-    """Terminates the processes that still run, and kills them after GRACE_SECONDS."""
+    """Terminates the running processes, and kills them after GRACE_SECONDS."""
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -201,7 +200,8 @@ def main(argv: list[str] | None = None) -> int:
         default=0,
         metavar="N",
         help=(
-            "start again where that may pass, at most N times in a row without a new checkpoint (0)"
+            "restart after errors that may pass, at most N times in a row without a new "
+            "checkpoint (0)"
         ),
     )
     parser.add_argument(
@@ -227,14 +227,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_once(count: int, flags: Sequence[str]) -> tuple[int, list[int]]:
-    """Returns the exit status of one start, and the signals that were forwarded during it."""
+    """Returns the exit status of one start, and the signals forwarded during it."""
     processes: list[subprocess.Popen] = []
     with forwarding_signals(processes) as received:
         processes += start(count, flags)
         status = wait(processes, received)
     for thread in threading.enumerate():
         if thread.name == _forward_stderr.__name__:
-            # Not for longer: a child of a process that was killed may hold the pipe open.
+            # Not for longer: a child of a killed process may hold the pipe open.
             thread.join(GRACE_SECONDS)
     return status, received
 

@@ -20,7 +20,7 @@ stop     stops COMMAND, which saves the step if it trains
 delete   deletes the slices, and says what it deleted
 
 The slices stay, and are billed, until `delete`. With --machine-type (or --api compute) they are
-Compute Engine's; with --type, those of the older Cloud TPU API, which has no chip after v6e.
+Compute Engine's; with --type, the older Cloud TPU API's, which has no chip after v6e.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .tpu.slices import GroupSlices, QueuedSlices, Request, Slices, Worker
 
 VERBS = ("run", "create", "install", "start", "follow", "status", "stop", "delete")
 INSTALL_TRIES = 5
-SETTLE_SECONDS = 60  # for which the other workers of a job that has ended are waited for
+SETTLE_SECONDS = 60  # of waiting for the other workers of an ended job
 
 
 class WorkerJob(NamedTuple):
@@ -54,17 +54,17 @@ class WorkerJob(NamedTuple):
 
     host: str
     id: int
-    """When it was started, in nanoseconds."""
+    """Its start, in nanoseconds."""
     command: int
     """Its command's checksum."""
     code: int | None
-    """None while it runs; 75 where it ended without a code, as after a reboot."""
+    """None while it runs; 75 if it ended without a code, as after a reboot."""
 
 
 def parse_jobs(text: str) -> list[WorkerJob]:
     """Returns the newest command's jobs in the output of `workers.JOB` on all workers.
 
-    Where that command runs on the first worker only, others still have the files of one before.
+    If that command runs only on the first worker, others still have an earlier one's files.
     """
     codes = {"running": None, "lost": TRANSIENT}
     lines = re.findall(r"^job (\S+) (\d+) (\d+) (running|lost|\d+)\s*$", text, re.MULTILINE)
@@ -77,10 +77,10 @@ def parse_jobs(text: str) -> list[WorkerJob]:
 
 
 def deciding(codes: Sequence[int]) -> int:
-    """Returns a job's exit code: that of the worker that made the others end.
+    """Returns a job's exit code: that of the worker that ended the others.
 
-    An error that would occur again and a stop decide; then a crash, before the loss of a
-    connection, which follows from it.
+    A permanent error and a stop decide first, then a crash, then the loss of a connection, which
+    follows from one.
     """
 
     def rank(code: int) -> int:
@@ -104,7 +104,7 @@ class Launcher:
         self, gcloud: Gcloud, slices: Slices, args: argparse.Namespace, command: list[str]
     ) -> None:
         self.gcloud, self.slices, self.args, self.command = gcloud, slices, args, command
-        self.shown = ("", 0)  # the job whose log was printed, and how many bytes of it
+        self.shown = ("", 0)  # the printed job's id, and the printed bytes of its log
 
     # Workers
 
@@ -116,7 +116,7 @@ class Launcher:
         return [workers[0]._replace(number=self.args.worker or "0")]
 
     def _each(self, workers: Sequence[Worker], call: Callable[[Worker], Any]) -> list[Any]:
-        """Returns `call` of each worker, made at the same time. Raises the first GcloudError."""
+        """Returns concurrent `call`s of all workers. Raises the first GcloudError."""
         with ThreadPoolExecutor(max(1, len(workers))) as pool:
             return list(pool.map(call, workers))
 
@@ -138,7 +138,7 @@ class Launcher:
         return 0
 
     def install(self) -> int:
-        """Installs on all workers, retrying what a network may cause. Raises GcloudError."""
+        """Installs on all workers, and retries network failures. Raises GcloudError."""
         for tries_left in reversed(range(INSTALL_TRIES)):
             try:
                 self._install_once()
@@ -158,8 +158,7 @@ class Launcher:
         with tempfile.TemporaryDirectory() as folder:
             archive, variables = Path(folder, "longstripe.tar.gz"), Path(folder, "longstripe.env")
             remote.write_archive(archive)
-            # In a file that only its owner may read: a command line is seen by every user of the
-            # machine.
+            # In a file that only its owner may read: every user of the machine sees command lines.
             variables.touch(mode=0o600)
             variables.write_text(
                 remote.environment_file(remote.read_variables(self.args.env)), encoding="utf-8"
@@ -176,7 +175,7 @@ class Launcher:
         words = remote.words_to_run(self.command)
         remote.check_recipe(words)
         workers = self._targets(words)
-        # libtpu in one process would wait for all hosts of the slice.
+        # libtpu in a single process would wait for all hosts of the slice.
         alone = {} if remote.on_all_workers(words) or self.args.worker else {"JAX_PLATFORMS": "cpu"}
         self._each(
             workers,
@@ -256,7 +255,7 @@ class Launcher:
         return code
 
     def status(self) -> int:
-        """Prints how slices, job and run stand. Returns 0, or 75 where the slices are not ready."""
+        """Prints the state of slices, job and run. Returns 0, or 75 if the slices are not ready."""
         state = self.slices.state()
         print(
             f"slices       {self.args.name}: "
@@ -291,7 +290,7 @@ class Launcher:
         )
 
     def newest_checkpoint(self) -> int | None:
-        """Returns the newest checkpoint's step; None where there is none or nobody can tell."""
+        """Returns the newest checkpoint's step; None if there is none or it is unknown."""
         with contextlib.suppress(GcloudError):
             if found := re.search(r"^(\d+)\s*$", self._run_status("--checkpoint"), re.MULTILINE):
                 return int(found[1])
@@ -364,7 +363,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--api",
         choices=("queued", "compute"),
-        help="which way the slices were made; --machine-type and --type tell it too",
+        help="the API of the slices; also implied by --machine-type and --type",
     )
     parser.add_argument(
         "--machine-type", default="", metavar="T", help="Compute Engine's, such as ct6e-standard-4t"
@@ -389,16 +388,16 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="how many; train.py's mesh.dcn names what crosses them",
+        help="number of slices; train.py's mesh.dcn names the axes that cross them",
     )
     parser.add_argument(
-        "--spot", action="store_true", help="cheaper capacity that may be taken away"
+        "--spot", action="store_true", help="cheaper capacity that may be preempted"
     )
     parser.add_argument(
         "--flex-start",
         default="",
         metavar="TIME",
-        help="capacity for at most this long, such as 4h",
+        help="capacity for up to this time, such as 4h",
     )
     parser.add_argument(
         "--reservation", default="", metavar="R", help="the name of your reservation"
@@ -407,42 +406,49 @@ def _parser() -> argparse.ArgumentParser:
         "--create-options",
         default="",
         metavar="'...'",
-        help="more of gcloud's for the creation, such as "
-        "'--network=n --service-account=a --labels=team=x --internal-ips'",
+        help=(
+            "more gcloud options for the creation, such as '--network=n --service-account=a "
+            "--labels=team=x --internal-ips'"
+        ),
     )
     parser.add_argument(
         "--ssh-options",
         default="",
         metavar="'...'",
-        help="more of gcloud's for ssh and scp, such as --tunnel-through-iap or --internal-ip",
+        help="more gcloud options for ssh and scp, such as --tunnel-through-iap or --internal-ip",
     )
     parser.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="a variable for the workers; "
-        "without VALUE as it is set here: --env HF_TOKEN. They get it in a file that only you may "
-        "read",
+        help=(
+            "a variable for the workers; without VALUE its local value: --env HF_TOKEN. It is "
+            "sent in a file that only you can read"
+        ),
     )
     parser.add_argument(
-        "--worker", metavar="all|N", help="where COMMAND runs, if not as said above"
+        "--worker", metavar="all|N", help="where COMMAND runs, instead of the default above"
     )
     parser.add_argument(
         "--setup",
         default="",
         metavar="COMMAND",
-        help="runs on every worker before the installation",
+        help="run on every worker before the installation",
     )
     parser.add_argument(
-        "--poll", type=float, default=30, metavar="SECONDS", help="between looks at the slices (30)"
+        "--poll",
+        type=float,
+        default=30,
+        metavar="SECONDS",
+        help="between checks of the slices (30)",
     )
     parser.add_argument(
         "--restarts",
         type=int,
         default=LIMIT,
         metavar="N",
-        help=f"starts in a row without a new checkpoint after which `run` gives up ({LIMIT})",
+        help=f"consecutive starts without a new checkpoint after which `run` gives up ({LIMIT})",
     )
     parser.add_argument(
         "--price-per-hour", type=float, metavar="P", help="of all slices together, for `status`"
@@ -478,7 +484,7 @@ def _refuse(message: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a verb. Returns the command's code; 2 for a user error, 75 if a retry may pass."""
+    """Runs a verb. Returns the command's code; 2 for a user's error, 75 if a retry may pass."""
     try:
         args, command = _parse(list(sys.argv[1:] if argv is None else argv))
         gcloud = Gcloud(args.zone, args.project)
@@ -507,8 +513,7 @@ def main(argv: list[str] | None = None) -> int:
         return TRANSIENT if error.kind in (Kind.NETWORK, Kind.CAPACITY) else CANNOT_PASS
     except KeyboardInterrupt:
         print(
-            f"\nlaunch_tpu: {os.path.basename(sys.argv[0])} stopped here; what runs on the workers "
-            "goes on",
+            f"\nlaunch_tpu: {os.path.basename(sys.argv[0])} stopped here; the workers continue",
             file=sys.stderr,
         )
         return STOPPED

@@ -7,12 +7,12 @@ turn. Targets are grouped by the number of tokens before them, in the same docum
 buckets between powers of two. Writes loss_by_position.json and loss_by_position.png to --output.
 
 With --without-earlier W each target is also predicted from at most W tokens before it: every
-document is cut into pieces of W tokens that do not see each other. Where the earlier text is used,
-the curves part beyond W tokens. A table of the same targets' differences says by how much: above 0
-the earlier text helps, below 0 it harms, as beyond the length a model knows.
+document is cut into pieces of W tokens that cannot attend to each other. If the model uses the
+earlier text, the curves separate beyond W tokens. A table of the same targets' differences says by
+how much: above 0 the earlier text helps, below 0 it harms, as beyond the length that a model knows.
 
 Measures the held-out split, if the recipe has one. For the training split, --skip should be the
-number of steps that were trained, so that the model has not seen the measured rows.
+number of trained steps, so that the model has not seen the measured rows.
 """
 
 import argparse
@@ -53,11 +53,11 @@ class Buckets:
 
         Args:
             losses: the loss of each token's target, in nats; tokens may be in any order.
-            positions: the position of each token, which is followed by its target, in its document.
-            weights: above 0 where the target counts.
+            positions: the position in its document of each token before a target.
+            weights: above 0 if the target counts.
         """
         counted = weights > 0
-        # frexp is exact, whereas the logarithm of a power of two may be rounded down.
+        # frexp is exact; the logarithm of a power of two may be rounded down.
         bucket = np.frexp(positions[counted] + 1.0)[1] - 1
         losses = losses[counted].astype(np.float64)
         length = len(self.count)
@@ -68,8 +68,8 @@ class Buckets:
     def rows(self) -> list[dict]:
         """Returns a row of loss_by_position.json for each bucket with a target.
 
-        The standard error of the mean is that of independent targets; neighbouring ones are not, so
-        that the true error is somewhat larger.
+        The standard error assumes independent targets; neighbouring ones are not, so the true error
+        is somewhat larger.
         """
         rows = []
         for k in np.flatnonzero(self.count):
@@ -88,12 +88,12 @@ class Buckets:
 
 
 class Measurement(NamedTuple):
-    """What `measure` returns about one checkpoint."""
+    """The result of `measure` for one checkpoint."""
 
     rows: list[dict]
     """See Buckets.rows."""
     rows_without_earlier: dict[int, list[dict]]
-    """By piece length in tokens: the same targets, without the text before their piece."""
+    """By piece length in tokens: the same targets without the text before their piece."""
     gains: dict[int, list[dict]]
     """By piece length: the loss without the earlier text minus the loss with it."""
     about: dict
@@ -152,13 +152,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         nargs="+",
         default=[],
         metavar="W",
-        help="also measure "
-        "with documents cut into pieces of W tokens, in a curve of its own for each W",
+        help="also measure with documents cut into pieces of W tokens, a curve for each W",
     )
     parser.add_argument(
         "--stage",
         type=int,
-        help="of a recipe with stages, whose rows are measured, from 1 (default: last)",
+        help="for a recipe with stages, the stage of the rows, from 1 (default: last)",
     )
     return parser.parse_known_args(argv)
 
@@ -226,8 +225,8 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Meas
     )
     if split == "train" and not steps.start:
         print(
-            "note: a model trained with this recipe has seen these rows; --skip STEPS leaves out "
-            "those of its steps"
+            "note: a model trained with this recipe has seen these rows; --skip STEPS leaves them "
+            "out"
         )
     model, params = objective.model, objective.read_params()
     shapes = text_batch(size, config.data.context_length, model.mesh)
@@ -327,7 +326,7 @@ def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
         curves[checkpoint], without, gain, about = measure(checkpoint, args, flags)
         for tokens in args.without_earlier:
             curves[f"{checkpoint}, pieces of {tokens} tokens"] = without[tokens]
-            # Up to W tokens most targets are predicted from the same text.
+            # Up to W tokens, most targets are predicted from the same text.
             gains[f"{checkpoint}, against pieces of {tokens} tokens"] = [
                 row for row in gain[tokens] if row["tokens_before_to"] >= tokens
             ]

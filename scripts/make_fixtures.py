@@ -1,4 +1,4 @@
-"""Writes data/fixtures but dirty.json: conversations, line cases, three tiny tokenizers.
+"""Writes data/fixtures except dirty.json: conversations, line cases, three tiny tokenizers.
 
     python -m scripts.make_fixtures [FOLDER]
 
@@ -34,8 +34,8 @@ NAMES = """
     Ada Bo Cara Dan Edna Finn Gus Hilda Ivo June Kai Lena Milo Nora Otto Pia Quin Rosa Sven Tess
 """.split()  # noqa: SIM905
 PLACES = """
-    Arvel Brenmoor Calder Dunwick Eskby Farrow Glenholm Hartle Ilmar Jorvik Kelby Lundy Marsk Norham Orrin
-    Penwith Quarle Ravel Selby Tarn Ulmar Varne Wexby Yarrow Zennor
+    Arvel Brenmoor Calder Dunwick Eskby Farrow Glenholm Hartle Ilmar Jorvik Kelby Lundy Marsk Norham
+    Orrin Penwith Quarle Ravel Selby Tarn Ulmar Varne Wexby Yarrow Zennor
 """.split()  # noqa: SIM905
 COLOURS = """
     red blue green white black grey brown gold
@@ -50,9 +50,9 @@ FOODS = """
     apples plums bread soup cheese honey fish beans
 """.split()  # noqa: SIM905
 WORDS = """
-    stone river paper candle window basket silver winter summer kettle ladder button mirror pocket ribbon saddle
-    thunder velvet whistle anchor blanket carpet feather hammer island jacket lantern meadow needle orange
-    pillow rocket shadow table umbrella village wagon yellow acorn barrel
+    stone river paper candle window basket silver winter summer kettle ladder button mirror pocket
+    ribbon saddle thunder velvet whistle anchor blanket carpet feather hammer island jacket lantern
+    meadow needle orange pillow rocket shadow table umbrella village wagon yellow acorn barrel
 """.split()  # noqa: SIM905
 OPPOSITES = """
     hot cold|big small|fast slow|old new|wet dry|high low|full empty|soft hard|early late|near far
@@ -60,9 +60,9 @@ OPPOSITES = """
 
 
 def is_held_out(key: str, value: int) -> bool:
-    """Returns whether no training answer is this (key, value) pair alone: one pair in twenty.
+    """Returns whether no training answer is only this (key, value) pair: one pair in twenty.
 
-    By a hash, so that a model cannot learn which pairs these are.
+    A hash decides, so a model cannot learn which pairs these are.
     """
     return zlib.crc32(f"{key} {value}".encode()) % 20 == 0
 
@@ -83,9 +83,9 @@ class LineRecord(NamedTuple):
 def line_record(rng: random.Random, lines: int, held_out: bool) -> LineRecord:
     """Returns a random record; if `held_out`, the line to ask for is one of HELD_OUT_PAIRS.
 
-    The lines are in the order of their keys, so that the index of a line says something about its
-    key. A small model learns this within a minute, and then how to look for the key itself, which
-    it does not learn from shuffled records in this time.
+    The lines are in the order of their keys, so a line's index tells something about its key. A
+    small model learns this within a minute, and then to look for the key, which it does not learn
+    from shuffled records in this time.
     """
     target = rng.choice(HELD_OUT_PAIRS) if held_out else (rng.choice(KEYS), rng.choice(NUMBERS))
     keys = rng.sample([key for key in KEYS if key != target[0]], lines - 1)
@@ -112,8 +112,7 @@ def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
     """Returns turns: a question about one line and, in training, TURNS about all lines.
 
     In training, a held-out pair thus appears only in answers with several lines. These questions
-    make many look-ups in few tokens, from each of which a model can learn, and all in one row with
-    their record.
+    need many look-ups in few tokens, all in one row with their record.
     """
     record = line_record(rng, LINES, held_out)
     while not held_out and is_held_out(*record.target):
@@ -129,7 +128,7 @@ def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
 
 
 def exchanges(rng: random.Random) -> tuple[str, str]:
-    """Returns a random question of one of ten kinds with its answer, about fictional places."""
+    """Returns a random question of ten kinds, about fictional places, with its answer."""
     kind = rng.randrange(10)
     a, b = rng.randint(2, 60), rng.randint(2, 39)
     place, thing, name = rng.choice(PLACES), rng.choice(THINGS), rng.choice(NAMES)
@@ -264,9 +263,12 @@ def line_cases() -> list[dict]:
     return cases
 
 
-# GPT-2's pattern, except that a line's number and its colon (but not a role's colon) are one piece,
-# which follows the key.
-PIECES = r"(?<=[a-z]): \d\d(?!\d)|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# GPT-2's pattern, except that a line's number and its colon (but not a role's colon) form one piece
+# after the key.
+PIECES = (
+    r"(?<=[a-z]): \d\d(?!\d)|'s|'t|'re|'ve|'m|'ll|'d"
+    r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
 
 # The same for generated lines: a colon and the first two digits follow a key of two pieces.
 LINE_PIECES = r"(?<=[a-z]): \p{N}{1,2}|-\p{L}+| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -308,7 +310,7 @@ def byte_level_tokenizer(
 
 
 def generated_lines(like: Path) -> list[str]:
-    """Returns exercises in the wording of a case file, as the tokenizer will see them."""
+    """Returns exercises in the wording of a case file, as for the tokenizer."""
     rng, wording = np.random.default_rng(SEED), wording_like(like)
     exercises = [tasks.lines(rng, 200, False, wording=wording, share=0.25) for _ in range(100)]
     return [VICUNA_SYSTEM] * 50 + [
@@ -362,8 +364,7 @@ def main(folder: Path = FOLDER) -> None:
     write(folder / "conversations.json", as_list(train))
     write(folder / "conversations_held_out.json", as_list(held_out))
     write(folder / "line_cases.jsonl", "".join(json.dumps(case) + "\n" for case in line_cases()))
-    # In the form in which the tokenizer will see the texts: with the names of the roles, and after
-    # a space.
+    # In the form for the tokenizer: with the names of the roles, and after a space.
     texts = [VICUNA_SYSTEM] * 50
     for entry in train:
         texts += [
@@ -380,21 +381,24 @@ def main(folder: Path = FOLDER) -> None:
 
 README = f"""# Fixtures
 
-Written for this project, all but `dirty.json` by `python -m scripts.make_fixtures`, from nothing but that script; the places
-and the people exist nowhere.
+Written for this project by `python -m scripts.make_fixtures`, except `dirty.json`. The places and
+people do not exist.
 
-- `conversations.json`: {TRAIN_LINES + TRAIN_CHATS:,} ShareGPT conversations: {TRAIN_LINES:,} of line retrieval
-  ({LINES} lines in the order of their keys, a question about one of them and {TURNS} about all, in any order) and
-  {TRAIN_CHATS} of arithmetic, invented facts, word games and an assistant called Pim.
-- `conversations_held_out.json`: {HELD_OUT_LINES} + {HELD_OUT_CHATS} more, with no question and no answer of the above.
-- `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. One (key, number) pair in twenty is in training only
-  answered together with other lines; the line asked for here is one of those, and the records are new.
-- `dirty.json`: by hand, what real dumps have (spellings, empty turns, web pages, a busy service, a cut end), counted in
-  `tests/data/test_sources.py`.
-- `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above; a key is one token, and so is a line's number with
-  its colon (": 41"). `tiny.model`: sentencepiece BPE, 1,000 pieces.
-- `lines_tokenizer/`: the same for exercises of `data/synthetic` in the wording of `line_cases.jsonl`: 2,432 tokens, a line
-  takes six at most.
+- `conversations.json`: {TRAIN_LINES + TRAIN_CHATS:,} ShareGPT conversations:
+  {TRAIN_LINES:,} of line retrieval ({LINES} lines in the order of their keys, a question about
+  one of them and {TURNS} about all, in any order) and {TRAIN_CHATS} of arithmetic, invented facts,
+  word games and an assistant called Pim.
+- `conversations_held_out.json`: {HELD_OUT_LINES} + {HELD_OUT_CHATS} more, which share no question
+  or answer with these.
+- `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. In training, one (key,
+  number) pair in twenty is only in answers with other lines; these cases ask for such pairs, in
+  new records.
+- `dirty.json`: written by hand, with the faults of real dumps (spellings, empty turns, web pages,
+  a busy service, a cut end), counted in `tests/data/test_sources.py`.
+- `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on these texts; a key is one token, as
+  is a line's number with its colon (": 41"). `tiny.model`: sentencepiece BPE, 1,000 pieces.
+- `lines_tokenizer/`: the same for exercises of `data/synthetic` in the wording of
+  `line_cases.jsonl`: 2,432 tokens; a line takes at most six.
 """
 
 

@@ -1,8 +1,8 @@
-"""Writes pairs of answers of which the short one is chosen, to try preference tuning on: train.jsonl and held_out.jsonl.
+"""Writes train.jsonl and held_out.jsonl: pairs of answers, the short one chosen.
 
 python -m scripts.make_preferences FOLDER
 
-The questions of the two files are about different things. A model that learns from them answers briefly.
+The two files ask about different things. A model that learns these preferences answers briefly.
 """
 
 import json
@@ -32,7 +32,7 @@ FACTS = {
         "deep shallow, wide narrow, new old"
     ),
 }
-"""What is asked, and pairs of a thing and the answer."""
+"""A question, and pairs of a thing and the answer."""
 QUESTIONS = (
     "What is {}?",
     "Tell me {}.",
@@ -53,15 +53,16 @@ MIDDLES = (
     "There are several ways to think about it, and each of them leads to the same answer.",
 )
 ENDINGS = (
-    "If you have any other questions, please do not hesitate to ask, and I will do my best to help you.",
+    "If you have any other questions, please do not hesitate to ask, and I will do my best to "
+    "help you.",
     "I hope that this answers your question fully, and that you have a wonderful day.",
     "Let me know if you would like to hear more about this, or about anything else.",
 )
-HELD_OUT = 3  # things of each kind that only held_out.jsonl asks about
+HELD_OUT = 3  # things of each kind, only in held_out.jsonl
 
 
 def pairs(held_out: bool, seed: int = 0) -> Iterator[dict[str, str]]:
-    """Yields records with `prompt`, `chosen` and `rejected`, in an order and a choice of words that the seed decides."""
+    """Yields records with `prompt`, `chosen` and `rejected`; the seed decides order and words."""
     generator = np.random.default_rng((seed, held_out))
     asked = [
         (question, kind.format(thing), answer)

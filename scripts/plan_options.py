@@ -1,4 +1,4 @@
-"""The options of scripts.plan, and the jobs that they describe."""
+"""The options of scripts.plan, and their jobs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ if TYPE_CHECKING:
 
 
 def parser() -> entry.CommandParser:
-    """The command's options; those that are not given are the recipe's, or train.py's defaults."""
+    """The command's options; the recipe or train.py has the defaults."""
     options = entry.CommandParser(
         prog="python -m scripts.plan",
         allow_abbrev=False,
         description=(
-            "Says what a training step takes on a machine that is not here: memory, time and price at once, and with "
-            "--compile the compiler's own plan."
+            "Plans a training step on an absent machine: memory, time and price at once, and with "
+            "--compile the compiler's plan."
         ),
     )
     options.add_argument("--config", help="a recipe")
     options.add_argument(
         "--model",
-        help="a preset such as llama-7b, a model's folder (its config.json is enough), or "
-        "org/name on the hub; the recipe's own unless given",
+        help=(
+            "a preset such as llama-7b, a model's folder (its config.json is enough), or org/name "
+            "on the hub; by default the recipe's"
+        ),
     )
     options.add_argument("--no-download", action=entry.NoDownload)
     options.add_argument(
@@ -55,7 +57,7 @@ def parser() -> entry.CommandParser:
         "--gpu-memory",
         type=_checked(gpu_gib),
         metavar="GIB",
-        help="memory of a GPU, in place of the table's; with --machine gpu, 4xgpu of any GPU",
+        help="memory of a GPU, instead of the table's; with --machine gpu or 4xgpu for any GPU",
     )
     options.add_argument(
         "--context",
@@ -84,14 +86,18 @@ def parser() -> entry.CommandParser:
     options.add_argument(
         "--host-gib",
         type=float,
-        help="each device's share of the host's memory in GiB; what needs more does "
-        "not fit (default: what such hosts have)",
+        help=(
+            "each device's share of host memory in GiB; plans that need more do not fit (default: "
+            "what such hosts have)"
+        ),
     )
     options.add_argument(
         "--best",
         action="store_true",
-        help="choose mesh and policy, with --compile also the schedule: of "
-        "those that fit, the one that the cost model thinks fastest",
+        help=(
+            "choose the fastest mesh and policy that fit, by the cost model; with --compile also "
+            "the schedule"
+        ),
     )
     options.add_argument(
         "--search",
@@ -113,7 +119,7 @@ def parser() -> entry.CommandParser:
     options.add_argument(
         "--compile",
         action="store_true",
-        help="also let the machine's compiler say what the step takes",
+        help="also compile the step with the machine's compiler",
     )
     options.add_argument(
         "--write",
@@ -123,19 +129,22 @@ def parser() -> entry.CommandParser:
     options.add_argument(
         "--template",
         choices=NAMES,
-        help="the chat template of that recipe (default: its own, or tokenizer, "
-        "which is the model's)",
+        help=(
+            "the chat template of that recipe (default: its template, or tokenizer for the model's)"
+        ),
     )
     options.add_argument(
         "--output",
-        help="also write what is printed to this JSON file, with --compile the compiler's plan; "
-        "with --search --compile to this folder, with a picture",
+        help=(
+            "also write the answer to this JSON file, with --compile the compiler's plan; with "
+            "--search --compile to this folder, with a picture"
+        ),
     )
     return options
 
 
 def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The argparse type of a function whose ValueErrors are to be printed as they are."""
+    """The argparse type of a function whose ValueErrors are printed unchanged."""
 
     def checked(text: str) -> Any:
         try:
@@ -149,13 +158,13 @@ def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _add_memory_options(options: argparse.ArgumentParser) -> None:
-    """Adds a flag for each memory option that a plan varies, with the type and the text that MemoryConfig declares."""
+    """Adds a flag per memory option of plans, with MemoryConfig's type and text."""
     import docstring_parser
 
     types = typing.get_type_hints(MemoryConfig)
     fields = docstring_parser.parse_from_object(MemoryConfig).params
     documented = {field.arg_name: field.description or "" for field in fields}
-    documented["attention_groups"] += " 0: a group for each key/value head of a device."
+    documented["attention_groups"] += " 0: a group per key/value head of a device."
     for name in MEMORY_OPTIONS:
         flag, about = "--" + name.replace("_", "-"), documented[name].replace("%", "%%")
         if types[name] is bool:
@@ -171,7 +180,7 @@ def _add_memory_options(options: argparse.ArgumentParser) -> None:
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:
-    """The jobs that the options describe: one, or one for each stage of a recipe with stages.
+    """Returns the job of the options, or one per stage of a recipe with stages.
 
     Raises:
       UserError, ValueError: an option or the recipe is wrong.
@@ -191,9 +200,7 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
         return [_job(args, recipe, model)]
     for option in ("context", "batch", "write"):
         if getattr(args, option):
-            raise UserError(
-                f"--{option}: the recipe has stages, of which each says its own; leave it out"
-            )
+            raise UserError(f"--{option}: each of the recipe's stages sets it; leave it out")
     if not recipe.model.path and not recipe.model.preset and not recipe.model.overrides:
         recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, path="-"))
     if args.mesh or any(getattr(args, axis) for axis in MESH_AXES):
@@ -210,7 +217,7 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """The job that the options describe, of a recipe with stages that of its longest rows; raises as `jobs_of`."""
+    """Returns the options' job, or the stage with the longest rows; raises as `jobs_of`."""
     return max(jobs_of(args), key=lambda job: job.context)
 
 
@@ -261,13 +268,13 @@ def _job(
 
 
 def _mesh(args: argparse.Namespace) -> MeshConfig | None:
-    """The mesh of --mesh and of the axes' own flags; None without them. Raises ValueError."""
+    """The mesh of --mesh and the axes' flags; None without them. Raises ValueError."""
     axes = [f"{axis}={getattr(args, axis)}" for axis in MESH_AXES if getattr(args, axis)]
     return mesh_of(",".join([*axes, *([args.mesh] if args.mesh else [])]))
 
 
 def chooses(args: argparse.Namespace) -> bool:
-    """Whether the planner may choose mesh and policy: it is asked to, or no option and no recipe says them."""
+    """Whether the planner chooses mesh and policy: by --best, or since nothing sets them."""
     names = ("config", "mesh", "schedule", "layout", *MESH_AXES, *MEMORY_OPTIONS)
     return args.best or all(getattr(args, name) is None for name in names)
 
@@ -282,13 +289,14 @@ def _recipe(args: argparse.Namespace) -> RunConfig:
         for option, example in (("model", "llama-3.1-8b"), ("context", "128K")):
             if getattr(args, option) is None and not (option == "context" and args.search):
                 raise UserError(
-                    f"--{option}: missing, such as --{option} {example}; only a recipe (--config) goes without"
+                    f"--{option}: missing, such as --{option} {example}; only a recipe (--config) "
+                    "goes without"
                 )
         return DEFAULT_RECIPE
     try:
         if _learns_from_trajectories(args.config):
             return load(["--config", args.config])
-        # A recipe may leave the data and the model to the command line, and a plan needs no data.
+        # A recipe may leave data and model to the command line, and a plan needs no data.
         return load(
             [
                 "--config",
@@ -305,7 +313,7 @@ def _recipe(args: argparse.Namespace) -> RunConfig:
 
 
 def _learns_from_trajectories(path: str) -> bool:
-    """Whether the file is a recipe with a section `trajectories`; False also where it cannot be read, which `load` reports."""
+    """Whether a recipe has a section `trajectories`; False if unreadable, as `load` reports."""
     from data.errors import UserError
 
     try:
@@ -316,7 +324,7 @@ def _learns_from_trajectories(path: str) -> bool:
 
 
 def _model(args: argparse.Namespace, recipe: RunConfig) -> TransformerConfig:
-    """The shape of the model that --model or the recipe names. Raises UserError, ValueError."""
+    """The shape of the model of --model or the recipe. Raises UserError, ValueError."""
     from trainer.model_source import choose_model
     from trainer.trajectories import trajectory_model
 
@@ -333,7 +341,7 @@ def named_model(name: str) -> TransformerConfig:
     """Returns the shape of a preset, of a model's folder, or of org/name in the Hugging Face cache.
 
     Raises:
-      UserError, ValueError: there is none of this name; names the presets.
+      UserError, ValueError: no such model; names the presets.
     """
     from data.errors import UserError
     from model.config import TransformerConfig
@@ -353,7 +361,10 @@ def named_model(name: str) -> TransformerConfig:
 
 
 def mesh_of(text: str | None) -> MeshConfig | None:
-    """fsdp=8,sequence=8 -> MeshConfig, where dcn.data=2 is a factor of mesh.dcn; None for nothing. Raises ValueError."""
+    """Returns the MeshConfig of fsdp=8,sequence=8; None without a text.
+
+    dcn.data=2 is a factor of mesh.dcn. Raises ValueError.
+    """
     from trainer.config.schema import MeshConfig
 
     try:

@@ -1,11 +1,10 @@
-"""Tokenizes a recipe's data before training, so that no accelerator has to wait.
+"""Tokenizes a recipe's data before training, so that no accelerator waits.
 
     python -m scripts.prepare --config RECIPE.yaml [--section.field value ...]
 
-The result is written to a folder under `data.prepared`, whose name is a hash of the data,
-templates, tokenizer and rules. All runs with the same of these use it, on any mesh and on any
-machine that can read that path (a folder, gs:// or s3://). Of a recipe with stages every stage's
-data are prepared.
+The result goes to a folder under `data.prepared`, named by a hash of the data, templates, tokenizer
+and rules. All runs with the same hash use it, on any mesh and any machine that can read that path
+(a folder, gs:// or s3://). For a recipe with stages, all stages' data are prepared.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from trainer import entry
 
 
 def prepare(recipe: str, flags: list[str]) -> None:
-    """Tokenizes the data, unless that is done already, and prints what became of the records.
+    """Tokenizes the data, unless done, and prints the data report.
 
     Args:
         recipe: path of the recipe.

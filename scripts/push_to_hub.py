@@ -13,7 +13,7 @@ from data.printable import printable
 from data.within import file_within
 from trainer import entry
 
-# Of weights, which may be in several files.
+# Weights may be in several files.
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
 _OTHERS = (
     "README.md",
@@ -32,17 +32,17 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.push_to_hub",
         allow_abbrev=False,
         description=(
-            "Uploads a folder of scripts.export_hf to the Hugging Face hub, into a new, private "
-            "repository unless --public is given, or into an existing one as it is. Only the files "
-            "of an export are sent, with LICENSE and NOTICE, and listed first. The token is that "
-            "of `hf auth login` or of HF_TOKEN."
+            "Uploads a folder of scripts.export_hf to the Hugging Face hub, into a new "
+            "repository, private unless --public is given, or an existing one. Only an export's "
+            "files are sent, with LICENSE and NOTICE, and listed first. The token comes from `hf "
+            "auth login` or HF_TOKEN."
         ),
     )
     parser.add_argument(
         "folder", metavar="FOLDER", type=Path, help="an exported folder, with its README.md"
     )
     parser.add_argument(
-        "repository", metavar="OWNER/NAME", help="the repository, which is made unless it exists"
+        "repository", metavar="OWNER/NAME", help="the repository; created if it does not exist"
     )
     parser.add_argument("--public", action="store_true", help="make a new repository public")
     parser.add_argument(
@@ -58,10 +58,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def export_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Returns an exported folder's files, and the names of everything else in it.
+    """Returns an export's files, and the names of everything else in its folder.
 
     Raises:
-      UserError: the folder is no export, or a file of it is a link that leads out.
+      UserError: the folder is not an export, or a link in it leads out.
     """
     from trainer.huggingface.assets import ASSET_FILES
 
@@ -81,7 +81,7 @@ def export_files(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def listing(folder: Path, repository: str) -> str:
-    """Returns what would be sent, with sizes, and what would not; raises as `export_files`."""
+    """Lists what would be sent, with sizes, and what would not; raises as `export_files`."""
     files, others = export_files(folder)
     lines = [f"{folder}: to be sent to {repository}:"]
     lines += [f"  {file.name}  {file.stat().st_size:,} bytes" for file in files]
@@ -91,7 +91,7 @@ def listing(folder: Path, repository: str) -> str:
 
 
 def check_name(repository: str) -> None:
-    """Raises UserError unless the hub could have a repository of this name."""
+    """Raises UserError unless this is a valid name of a repository."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -100,7 +100,7 @@ def check_name(repository: str) -> None:
     except HFValidationError as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"{repository}: is no name of a repository ({reason}); OWNER/NAME would work"
+            f"{repository}: is not the name of a repository ({reason}); OWNER/NAME would work"
         ) from None
     if "/" not in repository:
         raise UserError(f"{repository}: lacks its owner; OWNER/{repository} would work")
@@ -110,7 +110,7 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
     """Uploads the files of an export and returns the repository's address.
 
     Raises:
-      UserError: as of `export_files`; there is no token, or the hub refuses.
+      UserError: as `export_files`; there is no token, or the hub refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
@@ -123,7 +123,7 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
     api = HfApi()
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
-        # Each file by itself: upload_folder sends whatever lies in the folder.
+        # File by file: upload_folder sends everything in the folder.
         api.create_commit(
             repository,
             [CommitOperationAdd(file.name, file) for file in files],
@@ -140,11 +140,11 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
         ) from None
     except (
         Exception
-    ) as error:  # of the library for HTTP, which differs between versions of huggingface_hub
+    ) as error:  # of the HTTP library, which differs between versions of huggingface_hub
         reason = printable(f"{type(error).__name__}: {error}").replace(token, "hf_...")
         raise UserError(
-            f"{repository}: not pushed to {api.endpoint} ({reason}); a network, or the same "
-            "command again, would work"
+            f"{repository}: not pushed to {api.endpoint} ({reason}); check the network and repeat "
+            "the command"
         ) from error
     return str(address)
 

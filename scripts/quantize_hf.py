@@ -15,10 +15,10 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.quantize_hf",
         allow_abbrev=False,
         description=(
-            "Writes a Hugging Face folder whose layers' projections are codes of NF4 with double "
-            "quantization. transformers loads it with bitsandbytes, and training beside adapters "
-            "(adapter.quantize nf4) takes the codes as they are, so that its start quantizes "
-            "nothing. Needs no accelerator, and memory for one matrix."
+            "Writes a Hugging Face folder whose layers' projections are in NF4 with double "
+            "quantization. transformers loads it with bitsandbytes, and training adapters "
+            "(adapter.quantize nf4) reads the codes directly, without quantizing at its start. "
+            "Needs no accelerator, and memory for one matrix."
         ),
     )
     parser.add_argument(
@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
         "hf_dir",
         metavar="HF_DIR",
         type=Path,
-        help="folder to write, which must be empty or not exist",
+        help="folder to write; must be empty or not exist",
     )
     parser.add_argument("--no-download", action=entry.NoDownload)
     return parser
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
 
     def work() -> None:
-        # Imported here, so that --help answers at once and Ctrl-C ends with one line.
+        # Imported here, so that --help is fast and Ctrl-C ends with one line.
         import contextlib
         import dataclasses
         import tempfile
@@ -56,24 +56,24 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.model_source import open_model
         from trainer.source_kinds import HuggingFaceSource, StoredSource
 
-        out = new_folder(arguments.hf_dir)  # before comparing all checksums, which takes long
+        out = new_folder(arguments.hf_dir)  # before the slow comparison of all checksums
         source = open_model(arguments.model)
         if not isinstance(source, StoredSource):
             raise UserError(
-                f"{arguments.model}: an adapter, whose codes would not hold the sum; python -m "
-                "scripts.export_hf --merge makes a whole model of it, which can be quantized"
+                f"{arguments.model}: is an adapter, not a whole model; python -m "
+                "scripts.export_hf --merge makes one, which can be quantized"
             )
         if source.config.num_experts:
             raise UserError(
                 f"{arguments.model}: a mixture of experts, which transformers 5 opens in NF4 in no "
                 "layout; adapter.quantize quantizes its matrices as they are read"
             )
-        # Refuses sizes that no whole number of blocks fills.
+        # Refuses sizes that are not multiples of a block.
         dataclasses.replace(source.config, adapter=AdapterConfig(rank=1, quantize="nf4"))
         with contextlib.ExitStack() as stack:
             stored = source.stored(stack)
             if any(isinstance(parameter, StoredCodes) for parameter in stored.values()):
-                raise UserError(f"{arguments.model}: is in NF4 already")
+                raise UserError(f"{arguments.model}: is already in NF4")
             assets = source.folder / "assets"
             if isinstance(source, HuggingFaceSource):
                 assets = Path(stack.enter_context(tempfile.TemporaryDirectory()))

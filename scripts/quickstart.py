@@ -28,9 +28,10 @@ Results:
   {exported}    the model, for transformers
 
 Try next:
-  python train.py --config {recipe}    the same command resumes the run, or says that it is complete
+  python train.py --config {recipe}    resumes the run, or reports that it is complete
   python train.py --config {recipe} --run_dir runs/mine --data.path YOUR_SHAREGPT.json
-  python train.py --config configs/sharegpt_smollm2.yaml --model.path HF_DIR --data.path YOUR_SHAREGPT.json
+  python train.py --config configs/sharegpt_smollm2.yaml --model.path HF_DIR \\
+      --data.path YOUR_SHAREGPT.json
 """
 
 

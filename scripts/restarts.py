@@ -1,11 +1,10 @@
-"""Whether a run that has ended is started again: one rule for every launcher.
+"""Decides whether to restart an ended run: one rule for every launcher.
 
     python -m scripts.restarts RECORD --checkpoint STEP      (STEP may be empty: no checkpoint yet)
 
-A scheduler that starts a job again by itself (Slurm, a JobSet) calls this before each start. It
-counts in the file RECORD the starts since the newest checkpoint, waits before the second and later
-ones, each time longer, and ends with 2 once there were too many: then another start would change
-nothing.
+A scheduler that restarts jobs itself (Slurm, a JobSet) calls this before each start. It counts the
+starts since the newest checkpoint in the file RECORD, waits before the second and later ones, each
+time longer, and ends with 2 after too many: another start would not help.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-CANNOT_PASS = 2  # an error that another start would meet again
+CANNOT_PASS = 2  # an error that would recur
 TRANSIENT = os.EX_TEMPFAIL  # 75: another start may pass
 STOPPED, PREEMPTED = 130, 143
-LIMIT = 5  # starts in a row, after the first, that bring no new checkpoint
+LIMIT = 5  # consecutive starts, after the first, without a new checkpoint
 FIRST_PAUSE, LONGEST_PAUSE = 15, 600  # seconds
 
 
@@ -29,18 +28,18 @@ def may_pass(code: int) -> bool:
     """Returns whether another start may succeed after a process ended with `code`.
 
     These are 75, a crash (1, or a signal: 134, 137, 139, ...) and a preemption (143); not success,
-    not an error of the user's (2), not a program that is missing (126, 127), and not Ctrl-C (130).
+    a user's error (2), a missing program (126, 127), or Ctrl-C (130).
     """
     return code in (1, TRANSIENT) or (code > 128 and code != STOPPED)
 
 
 def pause_before(start: int) -> int:
-    """Returns the seconds before a start; start 1 is the first after the newest checkpoint."""
+    """Returns the pause before a start; start 1 is the first after the newest checkpoint."""
     return 0 if start < 2 else min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (start - 2))
 
 
 class Decision(NamedTuple):
-    """What follows an ended run: `restart` after `pause` seconds, and why."""
+    """The next action after a run: `restart` after `pause` seconds, and the reason."""
 
     restart: bool
     pause: int
@@ -63,7 +62,7 @@ class Restarts:
             self.starts += 1
 
     def exhausted(self) -> str | None:
-        """Returns why no other start is made: too many without a new checkpoint. None if one is."""
+        """Returns why there were too many starts without a new checkpoint, or None."""
         if self.starts <= self.limit + 1:
             return None
         since = (
@@ -94,7 +93,7 @@ class Restarts:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Counts a start, waits, and returns 0, or 2 where no other start is to be made."""
+    """Counts a start, waits, and returns 0, or 2 after too many starts."""
     import fsspec
 
     parser = argparse.ArgumentParser(
@@ -102,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "record",
-        help="the file that counts the starts, in a folder or a bucket that all starts share",
+        help="the file that counts the starts, in a folder or bucket shared by all starts",
     )
     parser.add_argument(
         "--checkpoint",
@@ -137,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         path, json.dumps({"checkpoint": counted.checkpoint, "starts": counted.starts}).encode()
     )
     if reason := counted.exhausted():
-        print(f"error: {reason}; mend it and remove {args.record}", file=sys.stderr)
+        print(f"error: {reason}; fix it and remove {args.record}", file=sys.stderr)
         return CANNOT_PASS
     if pause := min(args.longest_pause, pause_before(counted.starts)):
         print(

@@ -1,8 +1,8 @@
 """Shows a run's state in one screen: python -m scripts.run_status RUN | TRAIN_OPTIONS
 
-RUN is a run's folder, here or in a bucket; TRAIN_OPTIONS are train.py's, such as --config
-configs/NAME.yaml. Nothing is loaded but the run's own small files. With --checkpoint only the
-newest checkpoint's step is printed, as launchers need it.
+RUN is a run's folder, local or in a bucket; TRAIN_OPTIONS are train.py's, such as --config
+configs/NAME.yaml. Only the run's small files are read. With --checkpoint only the newest
+checkpoint's step is printed, for launchers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAST_BYTES = 65536  # of metrics.jsonl: far more than its last line
 
 
 class Status(NamedTuple):
-    """What a run's folder tells; times are seconds since the epoch."""
+    """The state of a run's folder; times are seconds since the epoch."""
 
     checkpoint: int | None
     saved: float | None
@@ -29,7 +29,7 @@ class Status(NamedTuple):
 
 
 def read_status(run: str) -> Status:
-    """Returns the status of a run's folder, whose parts may all be absent."""
+    """Returns the status of a run's folder, any part of which may be absent."""
     import fsspec
 
     system, folder = fsspec.core.url_to_fs(run)
@@ -39,7 +39,7 @@ def read_status(run: str) -> Status:
             name.rstrip("/").rpartition("/")[2]
             for name in system.ls(f"{folder}/checkpoints", detail=False)
         )
-        # The manifest is what makes a folder a checkpoint.
+        # Only a manifest makes a folder a checkpoint.
         steps = [
             int(name)
             for name in names
@@ -67,7 +67,7 @@ def read_status(run: str) -> Status:
 
 
 def _modified(system: Any, path: str) -> float | None:
-    """Returns when a file was written, where its file system tells."""
+    """Returns a file's modification time, if its file system tells."""
     try:
         return system.modified(path).timestamp()
     except (NotImplementedError, KeyError):
@@ -75,7 +75,7 @@ def _modified(system: Any, path: str) -> float | None:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """Returns a whole line's row; None for a line that is cut."""
+    """Returns a line's row; None for an incomplete line."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -89,7 +89,7 @@ def describe(run: str, status: Status, now: float, price_per_hour: float | None 
     if metrics:
         lines.append(f"step         {metrics['step']}, {_age(status.logged, now)}")
         if (loss := metrics.get("loss_nats_per_target")) is not None:
-            lines.append(f"loss         {loss:.4f} nats a target")
+            lines.append(f"loss         {loss:.4f} nats per target")
         if (rate := metrics.get("tokens_per_second")) is not None:
             lines.append(f"speed        {rate:,.0f} tokens/s")
     else:
@@ -124,7 +124,7 @@ def _age(moment: float | None, now: float) -> str:
 
 
 def run_folder(words: list[str]) -> str:
-    """Returns the run's folder that train.py's options name, or the folder given as `words`."""
+    """Returns the run's folder named by train.py's options or given as `words`."""
     if len(words) == 1 and not words[0].startswith("--"):
         return words[0]
     from trainer.config import load as configuration
@@ -145,12 +145,12 @@ def main(argv: list[str] | None = None) -> int:
         "--price-per-hour",
         type=float,
         metavar="P",
-        help="of all machines together: prints the cost so far",
+        help="for all machines together: prints the cost so far",
     )
     parser.add_argument(
         "--checkpoint",
         action="store_true",
-        help="print the newest checkpoint's step alone, or nothing",
+        help="print only the newest checkpoint's step, or nothing",
     )
     args, words = parser.parse_known_args(argv)
 

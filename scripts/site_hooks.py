@@ -1,4 +1,4 @@
-"""mkdocs hooks: add the pages above docs/ to the site, and mend their links."""
+"""mkdocs hooks: add the pages above docs/ to the site, and fix their links."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Returns a page's text with links as the site needs them.
+    """Returns a page's text with links for the site.
 
-    Links into docs/ lose that folder, links out of it to the pages that the site has are shortened,
-    and of those to other files of the repository, and to folders, the text remains.
+    Links into docs/ lose that folder, links out of it to pages of the site are shortened, and other
+    links out of it become plain text.
     """
     source = page.file.src_uri
 
@@ -38,7 +38,7 @@ def on_page_markdown(markdown, page, config, files):
         path, _, anchor = target.partition("#")
         if "://" in target or not path:
             return match.group()
-        # From the repository's root: pages of docs/ lie in it, those above do not.
+        # Relative to the repository's root: pages of docs/ are inside it, those above are not.
         folder = (
             "" if source in ABOVE.values() else posixpath.join("docs", posixpath.dirname(source))
         )

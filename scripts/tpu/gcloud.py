@@ -1,4 +1,4 @@
-"""Calls of gcloud: no question is ever asked, and a failure is told apart by its kind."""
+"""Calls gcloud without questions, and classifies its failures."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class Kind(enum.Enum):
     OTHER = "gcloud refused it"
 
 
-# In this order: a message of a kind that comes first often contains words of a later one.
+# In this order: a message of an earlier kind often contains words of a later one.
 _KINDS = (
     (
         Kind.LOGIN,
-        r"gcloud auth login|gcloud config set account|Reauthentication|UNAUTHENTICATED|PERMISSION_DENIED|invalid_grant"
-        r"|active account|do(es)? not have permission|Required '.*' permission|HTTPError 40[13]",
+        r"gcloud auth login|gcloud config set account|Reauthentication|UNAUTHENTICATED"
+        r"|PERMISSION_DENIED|invalid_grant|active account|do(es)? not have permission"
+        r"|Required '.*' permission|HTTPError 40[13]",
     ),
     (Kind.ABSENT, r"NOT_FOUND|[Nn]ot found|HTTPError 404|does not exist"),
     (
@@ -43,18 +44,19 @@ _KINDS = (
     (
         Kind.NETWORK,
         r"[Nn]etwork is unreachable|resolve host|ServerNotFound|find the server|[Tt]imed? ?out"
-        r"|[Cc]onnection|Max retries|UNAVAILABLE|HTTPError 50\d|exited with return code \[?255|Broken pipe",
+        r"|[Cc]onnection|Max retries|UNAVAILABLE|HTTPError 50\d|exited with return code \[?255"
+        r"|Broken pipe",
     ),
 )
 
 
 def kind_of(message: str) -> Kind:
-    """Returns the kind of failure that gcloud's standard error tells."""
+    """Returns the kind of failure in gcloud's standard error."""
     return next((kind for kind, pattern in _KINDS if re.search(pattern, message)), Kind.OTHER)
 
 
 class GcloudError(Exception):
-    """A call of gcloud failed: its kind, and gcloud's own last words."""
+    """A failed gcloud call: its kind, and gcloud's last words."""
 
     def __init__(self, message: str) -> None:
         self.kind = kind_of(message)
@@ -67,11 +69,11 @@ class GcloudError(Exception):
 
 
 class Refused(Exception):
-    """What the user has to mend, in one line."""
+    """A user's error, in one line."""
 
 
 def say(text: str) -> None:
-    """Prints a line of the launcher's own."""
+    """Prints a line from the launcher."""
     print(f"launch_tpu: {text}", file=sys.stderr, flush=True)
 
 
@@ -79,7 +81,7 @@ class Gcloud:
     """gcloud for one zone and project."""
 
     def __init__(self, zone: str, project: str | None, patience: int = 3600) -> None:
-        """`patience`: for how many seconds a lost network is waited for."""
+        """`patience`: seconds of waiting for a lost network."""
         self.zone, self.patience = zone, patience
         self.project = ["--project", project] if project else []
         self.where = ["--zone", zone, *self.project]
@@ -104,7 +106,7 @@ class Gcloud:
         return output
 
     def shown(self, *words: str) -> int:
-        """Runs a command whose output goes to the terminal. Returns 0. Raises GcloudError."""
+        """Runs a command with its output on the terminal. Returns 0. Raises GcloudError."""
         errors: list[str] = []
 
         def forward() -> None:
@@ -122,7 +124,7 @@ class Gcloud:
         return 0
 
     def stream(self, *words: str) -> subprocess.Popen:
-        """Starts a command whose standard output the caller reads, as bytes."""
+        """Starts a command; the caller reads its standard output, as bytes."""
         return self._open(words, text=False)
 
     def _open(self, words: tuple[str, ...], **options: Any) -> subprocess.Popen:
@@ -139,11 +141,11 @@ class Gcloud:
             ) from None
 
     def __call__(self, *words: str) -> str:
-        """`once`, tried again with a growing pause while the network is down."""
+        """`once`, retried with growing pauses while the network is down."""
         return self.patiently(lambda: self.once(*words))
 
     def patiently(self, call: Callable[[], Any]) -> Any:
-        """Returns what `call` returns; a lost network is waited for. Raises GcloudError."""
+        """Returns the result of `call`, waiting for a lost network. Raises GcloudError."""
         pause, waited = FIRST_PAUSE, 0
         while True:
             try:
@@ -156,7 +158,7 @@ class Gcloud:
                 waited, pause = waited + pause, min(LONGEST_PAUSE, 2 * pause)
 
     def describe(self, *words: str) -> Any | None:
-        """Returns the parsed output of `describe` or `list`; None if there is no such resource."""
+        """Returns the parsed output of `describe` or `list`; None if the resource is absent."""
         try:
             return json.loads(self(*words, "--format", "json") or "null")
         except GcloudError as error:
@@ -166,5 +168,5 @@ class Gcloud:
 
 
 def sleep(seconds: float) -> None:
-    """Waits; all of the launcher's pauses pass here."""
+    """Waits; all of the launcher's pauses go through here."""
     time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""TPU slices of Google Cloud, by either API: the Cloud TPU API only gets fixes now.
+"""TPU slices of Google Cloud by either API; the Cloud TPU API now only gets fixes.
 
 `QueuedSlices` uses that API (queued resources; v2 to v6e), `GroupSlices` Compute Engine (an
 instance group for each slice, with a workload policy where it has several hosts; v5p, v6e and
@@ -18,7 +18,7 @@ from .gcloud import Gcloud, GcloudError, Kind, Refused, say, sleep
 
 @dataclass
 class Request:
-    """What is asked of Google Cloud; the fields are the launcher's options."""
+    """A request to Google Cloud; the fields are the launcher's options."""
 
     name: str
     slices: int = 1
@@ -30,7 +30,7 @@ class Request:
     flex_start: str = ""
     reservation: str = ""
     options: list[str] = field(default_factory=list)
-    """More options of gcloud's for the creation."""
+    """More gcloud options for the creation."""
 
 
 class State(NamedTuple):
@@ -66,11 +66,11 @@ class Slices(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raises Refused where the request lacks what a creation needs."""
+        """Raises Refused if the request lacks something for a creation."""
 
     @abc.abstractmethod
     def state(self) -> State:
-        """Returns how they stand. Raises GcloudError."""
+        """Returns their state. Raises GcloudError."""
 
     @abc.abstractmethod
     def request_once(self) -> None:
@@ -86,18 +86,18 @@ class Slices(abc.ABC):
 
     @abc.abstractmethod
     def ssh(self, worker: Worker, command: str) -> list[str]:
-        """Returns gcloud's words that run a command on a worker."""
+        """Returns gcloud's arguments that run a command on a worker."""
 
     @abc.abstractmethod
     def scp(self, worker: Worker, path: str, name: str) -> list[str]:
-        """Returns gcloud's words that copy a file into the worker's home."""
+        """Returns gcloud's arguments that copy a file into the worker's home."""
 
     def environment(self, worker: Worker) -> dict[str, str]:
-        """Returns the variables that a worker needs beyond those that its image sets."""
+        """Returns the variables that a worker needs beyond its image's."""
         return {}
 
     def _unless_there(self, *words: str) -> None:
-        """Creates something, unless an earlier request, whose answer may have been lost, did."""
+        """Creates something, unless an earlier request with a lost answer did."""
         try:
             self.gcloud(*words)
         except GcloudError as error:
@@ -108,13 +108,15 @@ class Slices(abc.ABC):
         """Requests the slices unless they exist, and waits until all are ready.
 
         Raises:
-          Refused: another request would be refused too, for example by the quota.
+          Refused: another request would fail too, for example because of the quota.
         """
         self.check()
         pause = poll
         while (state := self.state()).name != "READY":
             if state.name == "WAITING":
-                say(f"{self.request.name} is being made{': ' * bool(state.reason)}{state.reason}")
+                say(
+                    f"{self.request.name} is being created{': ' * bool(state.reason)}{state.reason}"
+                )
                 sleep(poll)
                 continue
             if state.name == "GONE":
@@ -137,7 +139,7 @@ class Slices(abc.ABC):
 
 
 def _check_one_way(request: Request) -> None:
-    """Raises Refused where two ways to buy capacity are named."""
+    """Raises Refused if two ways to buy capacity are given."""
     chosen = [name for name in ("spot", "flex_start", "reservation") if getattr(request, name)]
     if len(chosen) > 1:
         raise Refused(f"--{' and --'.join(chosen)} exclude each other".replace("_", "-"))
@@ -150,7 +152,7 @@ class QueuedSlices(Slices):
         return self.gcloud.describe("compute", "tpus", *words, *self.gcloud.where)
 
     def check(self) -> None:
-        """Raises Refused where type or version is missing."""
+        """Raises Refused if type or version is missing."""
         if not (self.request.type and self.request.version):
             raise Refused(
                 "--type and --version are missing, such as --type v5p-128 --version "
@@ -170,7 +172,7 @@ class QueuedSlices(Slices):
             )
 
     def state(self) -> State:
-        """As Slices; a preempted node counts even if its queued resource still says ACTIVE."""
+        """As Slices; a preempted node counts even if its queued resource is still ACTIVE."""
         queued = self._tpus("queued-resources", "describe", self.request.name)
         if queued is None:
             return self._nodes_state("ABSENT")
@@ -182,7 +184,7 @@ class QueuedSlices(Slices):
         return self._nodes_state("GONE") if name == "ACTIVE" else State("WAITING", name)
 
     def _nodes_state(self, absent: str) -> State:
-        """Returns the state of the nodes; `absent` where one of them is not there."""
+        """Returns the state of the nodes; `absent` if one of them is missing."""
         for node in self.nodes:
             found = self._tpus("tpu-vm", "describe", node)
             if found is None:
@@ -218,7 +220,7 @@ class QueuedSlices(Slices):
         )
 
     def delete(self) -> list[str]:
-        """As of Slices; also a TPU VM that was made without a queued resource."""
+        """As Slices; also a TPU VM that was created without a queued resource."""
         deleted = []
         if self._tpus("queued-resources", "describe", self.request.name) is not None:
             # --force also deletes its TPU VMs.
@@ -242,7 +244,7 @@ class QueuedSlices(Slices):
         return deleted
 
     def workers(self) -> list[Worker]:
-        """As of Slices: gcloud itself reaches all hosts of a node."""
+        """As Slices: gcloud reaches all hosts of a node."""
         return [Worker(node, "all") for node in self.nodes]
 
     def ssh(self, worker: Worker, command: str) -> list[str]:
@@ -288,7 +290,7 @@ class GroupSlices(Slices):
     """Slices of Compute Engine: one managed instance group each."""
 
     def check(self) -> None:
-        """Raises Refused where machine type or topology is missing or unknown."""
+        """Raises Refused if machine type or topology is missing or unknown."""
         request = self.request
         if not request.machine_type:
             raise Refused(
@@ -382,10 +384,8 @@ class GroupSlices(Slices):
                 if errors and re.search("[Qq]uota", " ".join(errors)):
                     return State("GONE", "; ".join(errors))
                 if status != "RUNNING":
-                    waiting = (
-                        f"{name} is "
-                        f"{status or item.get('currentAction')}{': ' * bool(errors)}{'; '.join(errors)}"
-                    )
+                    state = status or item.get("currentAction")
+                    waiting = f"{name} is {state}{': ' * bool(errors)}{'; '.join(errors)}"
             if not instances:
                 waiting = f"{node} has no instance yet"
         if not present:
@@ -441,7 +441,7 @@ class GroupSlices(Slices):
         )
         for node in self.nodes:
             # All hosts at once or none; a lost one is not replaced alone, since the slice's links
-            # are lost with it.
+            # are lost too.
             self._unless_there(
                 "compute",
                 "instance-groups",
@@ -461,7 +461,7 @@ class GroupSlices(Slices):
             )
 
     def delete(self) -> list[str]:
-        """As of Slices: the groups with their instances, the template and the policy."""
+        """As Slices: the groups with their instances, the template and the policy."""
         deleted = []
         for node in self.nodes:
             if self._groups("describe", node) is not None:
@@ -485,7 +485,7 @@ class GroupSlices(Slices):
         return deleted
 
     def workers(self) -> list[Worker]:
-        """As of Slices: each instance."""
+        """As Slices: each instance."""
         return [
             Worker(instance["instance"].rpartition("/")[2], str(number))
             for node in self.nodes
@@ -516,7 +516,7 @@ class GroupSlices(Slices):
         ]
 
     def environment(self, worker: Worker) -> dict[str, str]:
-        """As of Slices: which slice of several a host belongs to, as libtpu reads it."""
+        """As Slices: a host's slice among several, for libtpu."""
         if self.request.slices == 1:
             return {}
         number = next(i for i, node in enumerate(self.nodes) if worker.node.startswith(f"{node}-"))

@@ -1,8 +1,8 @@
-"""What reaches a slice's workers: the working tree, chosen variables, and shell commands.
+"""What a slice's workers receive: the working tree, chosen variables, shell commands.
 
-On a worker the project lies in ~/longstripe. One command at a time runs there, detached from the
+On a worker the project is in ~/longstripe. One command at a time runs there, detached from the
 connection that started it; job.log, job.pid, job.code (its exit code, once it has ended) and
-job.command tell about it.
+job.command describe it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from pathlib import Path
 from .gcloud import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
-LARGEST_UNTRACKED = 10 * 2**20  # bytes; a larger file is data that lies about, not code
+LARGEST_UNTRACKED = 10 * 2**20  # bytes; a larger file is stray data, not code
 
 
 def files_to_send(root: Path = ROOT) -> list[str]:
-    """Returns the files that git tracks or would add; not those that .gitignore names.
+    """Returns the files that git tracks or would add, without ignored ones.
 
     Raises:
-      Refused: one that git does not track is too large to be code, or this is no working tree of
-        git's.
+      Refused: an untracked file is too large for code, or this is not a git working tree.
     """
 
     def listed(*options: str) -> list[str]:
@@ -62,9 +61,9 @@ def write_archive(path: Path, root: Path = ROOT) -> None:
 
 
 def check_recipe(command: Sequence[str], root: Path = ROOT) -> None:
-    """Raises Refused where a recipe would not reach the workers, before a slice is paid for.
+    """Raises Refused for a recipe that would not reach the workers, before paying for slices.
 
-    An absolute path or a bucket's is the workers' own.
+    An absolute path or a bucket's is on the workers' side.
     """
     for index, word in enumerate(command):
         flag, _, recipe = word.partition("=")
@@ -101,10 +100,10 @@ def read_variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def words_to_run(command: Sequence[str]) -> list[str]:
-    """Returns the workers' Python arguments: train.py with options, or any of our commands.
+    """Returns the workers' Python arguments: train.py with options, or another command.
 
     Raises:
-      Refused: it is none.
+      Refused: it is neither.
     """
     words = list(command)
     if words and words[0].startswith("--"):
@@ -126,16 +125,18 @@ def words_to_run(command: Sequence[str]) -> list[str]:
 
 
 def on_all_workers(words: Sequence[str]) -> bool:
-    """Returns whether a command is one that all processes run together: training and evaluation."""
+    """Returns whether all processes run a command together: training and evaluation."""
     return words[0] == "train.py" or (words[0] == "-m" and words[1].startswith("eval."))
 
 
-# What the last installation sent and this one does not is removed first: Python would still find
-# such a module.
+# Files that only the last installation sent are removed first: Python would still find such a
+# module.
 INSTALL = """set -e
 mkdir -p longstripe
 tar -tzf longstripe.tar.gz | sort > longstripe.sent
-if [ -e longstripe/.sent ]; then comm -23 longstripe/.sent longstripe.sent | (cd longstripe && xargs -r -d '\\n' rm -f --); fi
+if [ -e longstripe/.sent ]; then
+  comm -23 longstripe/.sent longstripe.sent | (cd longstripe && xargs -r -d '\\n' rm -f --)
+fi
 tar -xzf longstripe.tar.gz -C longstripe
 mv longstripe.sent longstripe/.sent
 cd longstripe
@@ -145,14 +146,14 @@ lock=requirements-tpu.lock
 [ -e $lock ] || lock=requirements-tpu.txt
 ~/.local/bin/uv pip install --quiet -r $lock"""
 
-# A shell that is not the job's own process group's leader must not end it: setsid.
+# setsid: only the leader of the job's process group may end it.
 _JOB = '.venv/bin/python "$@" >> job.log 2>&1; echo $? > job.code'
 
 
 def start_command(words: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Returns the shell command that starts a job on a worker, unless it runs already.
+    """Returns the shell command that starts a job on a worker, unless it is running.
 
-    It fails where another job runs, and where the compiler's flags cannot be had.
+    It fails if another job is running, or the compiler's flags are not available.
     """
     line = shlex.join(words)
     return f"""set -e
@@ -183,7 +184,7 @@ if [ -e job.pid ] && [ ! -e job.code ]; then
 fi"""
 
 # One line: the job's id, its command's checksum, its exit code or `running` or `lost`; nothing
-# where no job was started.
+# without a job.
 JOB = """cd longstripe 2> /dev/null && [ -e job.id ] || exit 0
 if [ -e job.code ]; then code=$(cat job.code)
 elif kill -0 "$(cat job.pid)" 2> /dev/null; then code=running
@@ -192,13 +193,13 @@ echo "job $(hostname) $(cat job.id) $(cksum < job.command | cut -d ' ' -f 1) $co
 
 
 def log_command(identity: str, offset: int) -> str:
-    """Returns the command that prints the job's id and then its log from `offset` until it ends."""
+    """Returns a command that prints the job's id, then its log from `offset` to the end."""
     return (
         f'cd longstripe && start=1; [ "$(cat job.id)" != "{identity}" ] || start={offset + 1}\n'
         'cat job.id; tail -c +$start --pid="$(cat job.pid)" -f job.log'
     )
 
 
-# The end of each worker's log, each line with the host and the exit code before it.
+# The end of each worker's log, each line prefixed by host and exit code.
 ENDS = """cd longstripe && code=$(cat job.code 2> /dev/null || echo running)
 tail -n 20 job.log | sed "s/^/end $(hostname) $code|/"; echo"""

@@ -103,7 +103,7 @@ def test_the_command_describes_a_recipes_data(tmp_path, capsys):
     ]
     assert inspect.main(command) == 0
     output = capsys.readouterr().out
-    assert "ASSISTANT:⟦ It is" in output and "in the loss stands in ⟦ ⟧" in output, (
+    assert "ASSISTANT:⟦ It is" in output and "tokens in the loss are in ⟦ ⟧" in output, (
         "captured: no terminal, no colours"
     )
     assert (

@@ -146,8 +146,8 @@ def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
     ("repository", "words"),
     [
         ("mine", "mine: lacks its owner; OWNER/mine would work"),
-        ("me/a b", "is no name of a repository"),
-        ("a/b/c", "is no name of a repository"),
+        ("me/a b", "is not the name of a repository"),
+        ("a/b/c", "is not the name of a repository"),
     ],
 )
 def test_a_bad_name_is_refused_before_anything_is_sent(hub, exported, capsys, repository, words):

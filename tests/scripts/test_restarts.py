@@ -51,7 +51,7 @@ def test_starts_are_counted_in_a_file(tmp_path, monkeypatch, capsys):
     assert ends == [0, 0, 0, 0, 2] and slept == [15, 15]
     assert json.loads(record.read_text()) == {"checkpoint": 10, "starts": 3}
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "error: 2 starts without one after the checkpoint of step 10: the reason is in the log; mend it and remove "
+        "error: 2 starts without one after the checkpoint of step 10: the reason is in the log; fix it and remove "
         f"{record}"
     )
 
@@ -83,7 +83,7 @@ def test_how_a_run_stands(run):
     ).splitlines() == [
         "run          r",
         "step         42, 8 s ago",
-        "loss         1.2500 nats a target",
+        "loss         1.2500 nats per target",
         "speed        81,234 tokens/s",
         "checkpoint   30, 60 min ago",
         "cost         200.00 for 2.0 hours of training; idle time is billed too",

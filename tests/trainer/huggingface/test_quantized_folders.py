@@ -185,7 +185,7 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path, repository, capfd):
     uneven = save_model(tmp_path / "uneven", "phi3", repository, num_key_value_heads=1)
     assert quantize_hf.main([str(uneven), str(tmp_path / "uneven_nf4")]) == 0
     for model, fact in (
-        (tmp_path / "nf4", "in NF4 already"),
+        (tmp_path / "nf4", "is already in NF4"),
         (narrow, "intermediate_size is 96"),
         (tmp_path / "absent", "absent"),
     ):
