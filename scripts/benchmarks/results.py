@@ -11,9 +11,10 @@ on the same line:
     trains 16,777,216 <!-- result: contexts.h100_8_16m.found --> tokens
 
 `NAME.ROW.COLUMN` is a row's `found` or `goal` (or another text of that row) in
-docs/results/NAME.json. tests/scripts/benchmarks/test_page.py checks in README.md, ARCHITECTURE.md
-and docs/ that the words before each comment are the cell's text (or its beginning, up to a space),
-so a figure that was measured again cannot stay behind on a page.
+docs/results/NAME.json. tests/scripts/benchmarks/test_page.py checks in ARCHITECTURE.md and docs/
+that the words before each comment are the cell's text (or its beginning, up to a space), so a
+remeasured figure cannot stay behind on a page. README.md has no such comments: that test lists its
+figures.
 """
 
 from __future__ import annotations

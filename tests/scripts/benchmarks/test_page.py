@@ -9,6 +9,7 @@ from scripts.benchmarks import page, results
 from scripts.benchmarks.results import (
     ROOT,
     Result,
+    beginnings,
     changed,
     fingerprint,
     load_all,
@@ -19,7 +20,24 @@ from scripts.benchmarks.results import (
 )
 
 COMMITTED = load_all()
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The figures of README.md: NAME.ROW of a result, and the words around its beginning.
+README_FIGURES = {
+    "quickstart.time": "The quickstart took {} in three runs on two CPU cores",
+    "quickstart.retrieval": "its model retrieved {} lines that it had never seen",
+    "retrieval.lines_20": "one line among 20: correct answers improve {}.",
+    "curriculum.lines_2700": "finds one line among 2,700 in {} cases",
+    "retrieval.lines_200": "LongChat's own 200 lines remain hard: {}.",
+    "gpu_steps.1b_8k": "8K tokens: tokens/s, relative to transformers + Liger; memory | {} |",
+    "gpu_steps.1b_32k": "32K tokens: slower, in less memory | {} |",
+    "gpu_steps.1b_32k_packed": "32K tokens of 16 documents | {} |",
+    "gpu_steps.1b_32k_recomputing": "layers recomputed: faster, in more memory | {} |",
+    "recipes.llama31_8b_1m_h100": "8 x H100: planned GiB per GPU; host GiB per GPU | {} |",
+    "recipes.llama31_8b_1m_h100_seconds": "seconds per step, by the cost model | {} |",
+    "table3.rows_held": "Rows of Ring Attention's Table 3 reached, using host memory | {} |",
+    "table3.like_for_like": "one row, float32, device memory alone | {} |",
+    "exactness.smollm2_logits": "logit difference from transformers, SmolLM2 | {} |",
+}
 
 
 def test_the_committed_page_is_made_from_the_committed_results(capsys):
@@ -161,3 +179,22 @@ def test_quotes_of_figures():
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_figures_on_other_pages_are_those_of_the_results(path):
     assert wrong_quotes(path.read_text(encoding="utf-8"), COMMITTED) == []
+
+
+def missing_figures(text: str, known: dict[str, Result]) -> list[str]:
+    """Returns the README_FIGURES that a text does not quote as the results have them."""
+    words = " ".join(text.split())
+    missing = []
+    for reference, phrase in README_FIGURES.items():
+        name, row_id = reference.split(".")
+        quotes = [phrase.format(part) for part in beginnings(known[name].rows[row_id]["found"])]
+        if not any(quote in words for quote in quotes):
+            missing.append(f"{reference}: expected {quotes[-1]!r}")
+    return missing
+
+
+def test_figures_of_the_readme_are_those_of_the_results():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert missing_figures(text, COMMITTED) == []
+    assert "<!--" not in text
+    assert len(missing_figures(text.replace("177 of 200", "178 of 200"), COMMITTED)) == 1
