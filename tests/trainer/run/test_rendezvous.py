@@ -61,7 +61,8 @@ def test_a_missing_process_0_is_named(address):
     with pytest.raises(UserError) as caught:
         meet(address, 1, 2, 1)
     assert time.monotonic() - start < 3 and str(caught.value).startswith(
-        f"process 1: process 0 could not be reached at distributed.coordinator {address} within 1 s (Connection refused); start it"
+        "process 1: process 0 could not be reached at distributed.coordinator "
+        f"{address} within 1 s (Connection refused); start it"
     )
 
 
