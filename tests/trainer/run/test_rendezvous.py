@@ -79,7 +79,7 @@ def test_a_port_in_use_is_known_at_once():
 def test_a_name_that_is_no_host_is_named():
     with pytest.raises(
         UserError,
-        match=r"not reached at distributed.coordinator nowhere\.invalid:1234 within 1 s \(",
+        match=r"could not be reached at distributed.coordinator nowhere\.invalid:1234 within 1 s \(",
     ):
         meet("nowhere.invalid:1234", 1, 2, 1)
 
