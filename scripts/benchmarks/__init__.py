@@ -1,1 +1,1 @@
-"""Commands that measure this project, and that compare it with what the papers print."""
+"""Commands that measure this project and compare it with the papers' numbers."""

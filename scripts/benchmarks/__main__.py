@@ -1,11 +1,11 @@
 """Measures stale results, writes docs/results and makes BENCHMARKS.md: `make bench`.
 
-    python -m scripts.benchmarks                       # all stale ones; resumes an interrupted start
-    python -m scripts.benchmarks --only step kernels   # these, fresh or not
+    python -m scripts.benchmarks                       # all stale ones; resumes an interrupted
+    start python -m scripts.benchmarks --only step kernels   # these, fresh or not
     python -m scripts.benchmarks --stale               # lists stale results, measures nothing
 
-A result is fresh while the programs that it depends on are those that were measured: see
-`freshness`. Results carried over from the page of before count by the programs of the commit that
+A result is fresh while the programs that it depends on are unchanged since its measurement: see
+`freshness`. Results carried over from the previous page count by the programs of the commit that
 recorded them.
 """
 
@@ -49,7 +49,7 @@ def report_stale() -> None:
 def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> float:
     """Runs a measurement's commands in its folder and returns their seconds.
 
-    What was interrupted goes on with the first command that had not ended, unless the measured
+    An interrupted measurement continues with the first unfinished command, unless the measured
     files have changed since.
 
     Raises:
@@ -107,7 +107,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stale",
         action="store_true",
-        help="list results whose code has changed, and measure nothing",
+        help="only list results whose code has changed",
     )
     parser.add_argument(
         "--conversations",
@@ -125,7 +125,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0, or 1 if a measurement failed; the others are made all the same."""
+    """Returns 0, or 1 if a measurement failed; the others still run."""
     args = parse(argv)
     if args.stale:
         report_stale()
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name}: fresh")
             continue
         if MEASUREMENTS[name].needs_conversations and not args.conversations.exists():
-            print(f"{name}: left out; {args.conversations} is not there (--conversations)")
+            print(f"{name}: left out; {args.conversations} does not exist (--conversations)")
             continue
         try:
             result = measure(name, args.output, args.conversations)

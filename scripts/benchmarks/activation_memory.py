@@ -1,11 +1,11 @@
-"""Shows by the TPU compiler that activation memory follows a device's tokens, not the device count.
+"""Shows with the TPU compiler that activation memory depends on tokens per device, not devices.
 
     python -m scripts.benchmarks.activation_memory [--tokens 65536] [--output FILE.json]
 
 Compiles train.py's step (ring, striped, remat `nothing`) for more and more chips with the same
 tokens on each: Ring Attention's Table 1, "independent of the sequence length". Activations are the
 compiler's temporaries. Parameters and their gradients are sharded over all devices and shrink with
-them, so the model is small beside its activations.
+them, so the model is small compared with its activations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOPOLOGIES = ("v4:2x2x2", "v4:2x2x4", "v4:4x4x4", "v4:4x8x8", "v4:8x8x8")
 
 
 def measure(topology: str, tokens: int, layers: int, hidden: int) -> dict:
-    """Returns what one device of the topology holds in a step with `tokens` tokens on each, in MiB.
+    """Returns the MiB per device of a step with `tokens` tokens on each.
 
     Raises:
       ValueError: the topology is unknown.

@@ -5,9 +5,9 @@
 
 Every row is the training step of configs/adapters/llama31_8b_qlora_24gb.yaml with rank 32, compiled
 for an absent GPU; nothing is run. Two compilations for an H100 give each memory policy a line of
-memory over tokens; the policy whose line allows the most is then compiled for the GPU itself until
-a multiple of 8,192 tokens fits and the next one does not. Each compilation is recorded in --output
-before the next one begins. Writes docs/results/adapter_contexts.json.
+memory over tokens; the policy whose line allows the most is then compiled for the actual GPU until
+a multiple of 8,192 tokens fits and the next one does not. --output records each compilation before
+the next one begins. Writes docs/results/adapter_contexts.json.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HOST_GIB, HOST_LEFT_GIB = 128, 8
 GROUPS = {"attention_groups": 8}  # one for each key/value head
 QUERY_CHUNKS = {**GROUPS, "query_chunks": 8}
 EVERY: list[dict[str, Any]] = [{"remat": "offload_every_k", "every_k": k} for k in (2, 4)]
-# Policies with layer inputs in the host's memory, and policies that need none of it.
+# Policies with layer inputs in host memory, and policies without host memory.
 ON_HOST: tuple[dict[str, Any], ...] = (
     {"remat": "offload"},
     {"remat": "offload", **GROUPS},
@@ -60,21 +60,21 @@ DEPENDS_ON = (
     "scripts/benchmarks/adapter_contexts.py",
 )
 FACTS = [
-    "Unsloth's figures are of its benchmarks page for Llama 3.1 (8B) Instruct: QLoRA in 4 bits of "
-    "all linear layers, rank 32, one row, padded to the length, measured; the page does not name "
-    "the GPUs. Its checkpoints lie in the host's memory, so that they stand beside ours with a "
-    "host's. It has no row for 141 GB.",
+    "Unsloth's figures are from its benchmarks page for Llama 3.1 (8B) Instruct: measured, 4-bit "
+    "QLoRA of all linear layers, rank 32, one row padded to the length; the page does not name "
+    "the GPUs. It keeps checkpoints in host memory, so it is compared with ours that use it. It "
+    "has no row for 141 GB.",
     "Ours are compiled for the named GPU and not run; a program may use 95% of the memory that the "
     "driver reports.",
     f"Of a host's {HOST_GIB} GiB, {HOST_LEFT_GIB} are left to the system.",
-    "Attention is exact. Seconds of a step lie between matrix products alone at the full rate and "
-    "the slowest step that others measured.",
+    "Attention is exact. Seconds of a step range from matrix products alone at full rate to the "
+    "slowest step that others measured.",
 ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A GPU with or without its host's memory.
+    """A GPU with or without host memory.
 
     Attributes:
       unsloth: the tokens that Unsloth publishes for this memory; None without a row.
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def host_gib(self) -> float:
-        """What may lie in the host's memory."""
+        """The host memory that a step may use."""
         return HOST_GIB - HOST_LEFT_GIB if self.host else 0.0
 
     @property
@@ -99,7 +99,7 @@ class Case:
         return (*ON_HOST, *ON_DEVICE) if self.host else ON_DEVICE
 
     def fits(self, sizes: dict[str, float]) -> bool:
-        """Whether a step of these sizes fits on the device and in its host's memory."""
+        """Whether a step of these sizes fits in device and host memory."""
         device_gib = memory_gib(self.topology)
         assert device_gib is not None
         return sizes["peak_gib"] <= device_gib and sizes["host_gib"] <= self.host_gib
@@ -149,7 +149,7 @@ def text(policy: dict[str, Any]) -> str:
 
 
 class Compilations:
-    """What was compiled so far: `topology, policy, tokens` -> sizes, in a file.
+    """Recorded compilations: `topology, policy, tokens` -> sizes, in a file.
 
     The file is dropped when code or versions change.
     """
@@ -163,7 +163,7 @@ class Compilations:
         )
 
     def __call__(self, topology: str, policy: dict[str, Any], tokens: int) -> dict[str, float]:
-        """Returns a step's `peak_gib` and `host_gib`, compiling it unless that is done."""
+        """Returns a step's `peak_gib` and `host_gib`, compiling it if necessary."""
         key = f"{topology}, {text(policy)}, {tokens}"
         if key not in self.sizes:
             made = plan(job_of(topology, policy, tokens))
@@ -174,12 +174,8 @@ class Compilations:
             partial = self.path.with_suffix(".part")
             write_json(partial, {"inputs": self.inputs, "sizes": self.sizes})
             partial.replace(self.path)
-            print(
-                "{}: {peak_gib:.2f} GiB, {host_gib:.2f} of the host ({compile_seconds:.0f} s)".format(
-                    key, **self.sizes[key]
-                ),
-                flush=True,
-            )
+            found = "{peak_gib:.2f} GiB, {host_gib:.2f} of the host ({compile_seconds:.0f} s)"
+            print(f"{key}: {found.format(**self.sizes[key])}", flush=True)
         return self.sizes[key]
 
 

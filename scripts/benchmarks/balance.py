@@ -1,4 +1,4 @@
-"""Counts how evenly work is distributed: the tiles that kernels compute, by round and rank."""
+"""Counts the tiles that kernels compute, by round and rank, to measure balance."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def computed_tiles(
     computed: list[tuple[int, ...]] = []  # rank, index of the first query and of the first key
     kernel = counted_kernel(lambda *tile: computed.append(tuple(map(int, tile))), TILE, TILE)
     mesh = Mesh(np.array(jax.devices()[:size]), ("sequence",))
-    # As many heads as ranks, so that every schedule can divide them.
+    # As many heads as ranks, so every schedule can divide them.
     q = jnp.ones((1, length, size, 2))
     coords = TokenCoords(jnp.asarray(order[None], jnp.int32), jnp.ones((1, length), jnp.int32))
 

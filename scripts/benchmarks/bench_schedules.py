@@ -82,7 +82,7 @@ def compile_pass(
     """Returns the compiled text of one pass of a schedule alone.
 
     Args:
-      size: ranks; `devices` are divided into lines of so many, each with a batch of its own.
+      size: ranks; `devices` are divided into lines of this length, each with its own batch.
       block: `plan.Block` of one rank.
       backward: the gradients' pass instead of the forward pass.
     """
@@ -225,7 +225,7 @@ def balance_table(ranks, tiles: int) -> list[dict]:
 
 
 def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
-    """Returns the compiled text of a small model's training step, all chips on the sequence axis.
+    """Returns a small model's compiled training step, with all chips on the sequence axis.
 
     As many permutes run at once as the launchers allow.
     """
@@ -355,7 +355,7 @@ def add_bytes(parser: argparse.ArgumentParser) -> None:
         "--kernel",
         default="xla",
         choices=("xla", "reference"),
-        help="it moves nothing; `reference` compiles soonest, with few tokens (default xla)",
+        help="it moves nothing; `reference` compiles fastest, with few tokens (default xla)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Measures a training step beside transformers + torch: speed, memory, share of the matmul rate.
+"""Compares a training step with transformers + torch: speed, memory, share of the matmul rate.
 
     python -m scripts.benchmarks.bench_step [--lengths 2048 4096] [--steps 3]  # on a CPU
     python -m scripts.benchmarks.bench_step --model llama-3.2-1b --dtype bfloat16 --torch-liger \\
@@ -6,12 +6,11 @@
     python -m scripts.benchmarks.bench_step --side ours --model llama-3.1-8b --layers 4 \\
         --dtype bfloat16 --remat save_attention --lengths 32768 1048576   # on a GPU or TPU: MFU
 
-One step (forward, backward, clipping, AdamW) on one row of one document, or of as many as
---documents says; SmolLM2-135M in float32 unless asked otherwise. Each side runs in a process of its
-own, one after the other in turns, and the fastest step counts. torch runs as a user would: SDPA,
-and on a CPU from 4096 tokens on gradient checkpointing, without which it needs more memory. On a
-GPU both sides have float32 weights and moments and products in bfloat16 (--dtype, torch's
-autocast).
+One step (forward, backward, clipping, AdamW) on one row of one document, or of --documents;
+SmolLM2-135M in float32 by default. The sides take turns in separate processes, and the fastest step
+counts. torch runs as users run it: SDPA, and on a CPU gradient checkpointing from 4096 tokens on,
+without which it needs more memory. On a GPU both sides have float32 weights and moments and
+products in bfloat16 (--dtype, torch's autocast).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def matmul_rate(multiply) -> float:
 
 
 def document_lengths(length: int, count: int) -> list[int]:
-    """Returns the lengths of `count` documents that fill `length` tokens, unequal ones."""
+    """Returns the unequal lengths of `count` documents that fill `length` tokens."""
     if count == 1:
         return [length]
     shares = np.random.default_rng(1).uniform(0.25, 1.75, count)
@@ -164,7 +163,7 @@ def jax_matmul_rate(dtype: str) -> float:
     import jax
     import jax.numpy as jnp
 
-    # A single small product would measure how fast the host starts it.
+    # A single small product would measure the host's launch time.
     if jax.default_backend() != "cpu":
         return measure_products(dtype)["matmul_flops"]
     a, multiply = jnp.ones((2048, 2048), dtype), jax.jit(jnp.matmul)
@@ -185,7 +184,7 @@ def theirs(length: int, args) -> dict:
 
 
 def measure(side: str, length: int, args) -> dict:
-    """Runs one side in a process of its own, so that its peak memory is its own."""
+    """Runs one side in a separate process, for its peak memory."""
     options = [
         word
         for name in OPTIONS
@@ -237,7 +236,7 @@ def compare(length: int, args) -> list[dict]:
 
 
 def _settings(side: str, args) -> dict:
-    """Returns how a side ran, as its row has it."""
+    """Returns a side's settings for its row."""
     if side == "ours":
         return {"layers": args.layers, "remat": args.remat, "kernel": args.kernel}
     return {"layers": args.layers, **dataclasses.asdict(TorchOptions.of(args))}
@@ -286,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
         "--steps",
         type=int,
         default=3,
-        help="steps timed in a turn, after one that is not; 0: that one is timed (default 3)",
+        help="timed steps per turn, after an untimed one; 0 times that one (default 3)",
     )
     parser.add_argument(
         "--turns", type=int, default=2, help="processes of each side, in turns (default 2)"
@@ -300,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", default="smollm2-135m", help="a preset (default smollm2-135m)")
     parser.add_argument(
-        "--layers", type=int, default=0, help="as many layers as fit; 0 is all of them (default)"
+        "--layers", type=int, default=0, help="number of layers; 0 for all (default)"
     )
     parser.add_argument(
         "--dtype", default="float32", choices=["float32", "bfloat16"], help="our compute precision"

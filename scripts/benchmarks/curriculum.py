@@ -2,11 +2,10 @@
 
     python -m scripts.benchmarks.curriculum --output runs/curriculum
 
-Trains configs/extension/lines_16k.yaml; and beside it the same model on its last stage's rows
-alone, for as many steps as take the same time. Both answer questions about records that fill up to
-the trained length, whose keys and numbers no training text has in any pair, and about longer ones.
-Whatever was finished is not done again: the same command goes on. Writes
-docs/results/curriculum.json and docs/curriculum.png.
+Trains configs/extension/lines_16k.yaml, and for comparison the same model only on its last stage's
+rows, for the same time. Both answer questions about records up to the trained length, with keys and
+numbers that no training text has, and about longer ones. The same command continues after an
+interruption. Writes docs/results/curriculum.json and docs/curriculum.png.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ RECIPE = "configs/extension/lines_16k.yaml"
 LIKE = "data/fixtures/line_cases.jsonl"
 # 2,700 lines fill the trained length; 3,490 keys are in no training text.
 LINES = (20, 50, 100, 200, 500, 1000, 2000, 2700, 3400)
-LONGER = (5400, 10800)  # of keys and numbers that training texts have, but in no pair of them
+LONGER = (5400, 10800)  # of keys and numbers from training texts, but in new pairs
 CASES, LONGER_CASES, QUESTIONS = 96, 48, 8  # of generated records; about each of them
 NEW_TOKENS = 16
 GOAL = "0.9 or more, by the interval"
@@ -57,7 +56,7 @@ def train_staged(folder: Path) -> Path:
 
 
 def train_alone(folder: Path, staged: Path) -> Path:
-    """Trains at the last stage's length alone for the time of all stages, unless done.
+    """Trains only at the last stage's length for the time of all stages, unless done.
 
     Returns the run's folder.
     """

@@ -1,4 +1,4 @@
-"""Makes the plans of docs/plans/plans.json again with the installed compilers; prints changes.
+"""Remakes the plans of docs/plans/plans.json with the installed compilers; prints changes.
 
     make evidence, or
     python -m scripts.benchmarks.evidence            # plans that other versions or flags made
@@ -7,9 +7,9 @@
     python -m scripts.benchmarks.evidence --list     # lists versions, makes none
     python -m scripts.benchmarks.evidence --times    # estimates times again, compiles nothing
 
-A plan's own fields are its command, but for plans of recipes, which are made from the recipe. Each
+A plan's fields are its command, except for plans of recipes, which are made from the recipe. Each
 new plan replaces the stored one; one that no longer fits is printed, and the stored one stays.
-Table 3 has a command of its own (scripts.benchmarks.table3).
+Table 3 has a separate command (scripts.benchmarks.table3).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def command_of(name: str, plan: dict[str, Any]) -> list[str]:
 
 
 def flags_of(plan: dict[str, Any]) -> dict[str, str]:
-    """Returns the environment variables with the compilers' flags that a plan was made with."""
+    """Returns the variables with a plan's compiler flags."""
     if "made_with" in plan:
         return dict(plan["made_with"].get("flags", {}))
     return {"LIBTPU_INIT_ARGS": plan["compiler_flags"]} if "compiler_flags" in plan else {}
@@ -93,7 +93,7 @@ def make(name: str, plan: dict[str, Any]) -> dict[str, Any]:
     """Makes one plan again and returns it.
 
     Raises:
-      UserError: the planner's last line, where it made none.
+      UserError: the planner's last line, if it made none.
     """
     environment = {
         **{name: value for name, value in os.environ.items() if name not in VARIABLES},
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--again",
         action="store_true",
-        help="also those that these versions made: after a change of what is compiled",
+        help="also those made by these versions: after a change of the compiled program",
     )
     options.add_argument(
         "--list", action="store_true", help="print what each plan was made with, and make none"
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--times",
         action="store_true",
-        help="estimate times anew by today's cost model, and compile nothing",
+        help="only re-estimate times with today's cost model",
     )
     args = options.parse_args(argv)
     failed = False

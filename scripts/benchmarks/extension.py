@@ -3,10 +3,9 @@
     python -m scripts.benchmarks.extension --model HF_DIR --text TEXT.txt --book BOOK.txt
 
 Trains configs/smollm2_16k.yaml on a text, and predicts another book from rows of 16,384 tokens. The
-targets are those with 8,192 tokens before them or more, each predicted three times: from at most
-1,024 and 8,192 tokens before it, and from all. Where a model uses the whole row, its perplexity
-falls from one to the next. Whatever was finished is not done again: the same command goes on.
-Writes docs/results/extension.json.
+targets have at least 8,192 tokens before them, and are predicted three times: from at most 1,024
+and 8,192 tokens before, and from all. If a model uses the whole row, its perplexity falls from one
+to the next. The same command continues after an interruption. Writes docs/results/extension.json.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from scripts.benchmarks.retrieval import seconds
 from trainer import entry
 
 RECIPE = "configs/smollm2_16k.yaml"
-KNOWN, LENGTH = 8192, 16384  # tokens that the model was trained on by its makers; of a row here
+KNOWN, LENGTH = 8192, 16384  # tokens of the model's original training; of a row here
 PIECES = (1024, KNOWN)
 ROWS = 4  # of the book
 FALLS, FALLS_NOT = "falls, by the interval", "does not fall"
@@ -56,9 +55,8 @@ def losses(checkpoint: str, args: argparse.Namespace, name: str, options: str = 
         further flags of the recipe.
 
     Returns:
-      Two dictionaries of rows as Buckets.rows gives them, in nats: `losses` by the length of pieces
-      in tokens (LENGTH for the whole text), and `gains`, what the whole text gains over pieces of
-      that length.
+      Two dictionaries of Buckets.rows, in nats: `losses` by the length of pieces in tokens (LENGTH
+      for the whole text), and `gains` of the whole text over pieces of that length.
     """
     table = Path(args.output) / name / "loss_by_position.json"
     if not table.exists():
@@ -101,7 +99,7 @@ def is_falling(model: dict) -> bool:
 
 
 def save_result(models: dict[str, dict], took: float, steps: int) -> None:
-    """Writes the result: what the whole text gains over the length that the model knows.
+    """Writes the result: the gain of the whole text over the model's trained length.
 
     Args:
       models: what `losses` returns, by the names of GOALS; took: seconds of the training; steps: of

@@ -1,10 +1,10 @@
 """A digest of the programs a result depends on; changed programs change it, renames do not.
 
-Of Python files the digest is of what runs: without comments, docstrings, annotations, imports and
-the words of messages, with every name that the files define themselves replaced by its number in
-the statement. Names of libraries stay, since exp is not log. So other names, another format,
-another file for a function or another order of functions age nothing. A function that is cut in two
-counts as changed, though it computes the same. Of other files the digest is of their bytes.
+For Python files the digest covers what runs: without comments, docstrings, annotations, imports and
+the words of messages, and with every name that the files define replaced by its number in the
+statement. Names of libraries stay, since exp is not log. So new names, formatting, moved or
+reordered functions age nothing. A function split in two counts as changed, though it computes the
+same. For other files the digest covers their bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-# Fields of Python's syntax tree that say nothing about what runs, or that only some versions of
-# Python have.
+# Fields of Python's syntax tree that do not affect what runs, or that only some versions of Python
+# have.
 _LEFT_OUT = {
     "annotation",
     "returns",

@@ -1,4 +1,4 @@
-"""The rows and tables of `gpu` and `gpu_steps`: one NVIDIA GPU beside its peers and the plans."""
+"""The rows and tables of `gpu` and `gpu_steps`: one NVIDIA GPU against peers and plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scripts.benchmarks.results import row, table
 
 Rows = dict[str, dict[str, str]]
 Tables = dict[str, dict[str, list]]
-FORWARD, BACKWARD = 600, 480  # TFLOP/s asked for on an H200, at 32K to 128K tokens
+FORWARD, BACKWARD = 600, 480  # goals in TFLOP/s on an H200, at 32K to 128K tokens
 PEERS = 0.9  # of the fastest peer's rate
 PACKED = 0.9  # of a causal row's rate: packed rows within 10% of it
 MFU = 0.6

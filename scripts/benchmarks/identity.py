@@ -2,7 +2,7 @@
 
     python -m scripts.benchmarks.identity HF_DIR [--unseen FILE.json] [--output OUT.json]
 
-The answers before and after fine-tuning on identity conversations show what it did. Needs the test
+The answers before and after fine-tuning on identity conversations show its effect. Needs the test
 requirements (torch).
 """
 

@@ -9,9 +9,9 @@ scripts.collect_trajectories.
 All see the same episodes, have the same parameters and take the same number of steps of 16 episodes
 each. Agentic Transformers learn the actions of a context's last episode, the best one, and take
 their first steps with one episode in a context: with many from the start, they hardly learn in that
-time (docs/notes/in_context.md). Whatever was finished is not done again: the same command goes on,
-in the middle of a training too. Writes docs/results/in_context.json, each method of each task
-beside those that are stored, and docs/in_context.png.
+time (docs/notes/in_context.md). The same command continues after an interruption, also within a
+training. Adds each method of each task to docs/results/in_context.json, and draws
+docs/in_context.png.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BASELINES, LONGEST = ("BC-10%", "DT"), "AT, N = 8"
 SCORES = "returns, mean over evaluation seeds, and 95% bootstrap intervals"
 EPISODES = "return of each episode, mean over evaluation seeds"
 SEEDS = "last of 8 episodes, three training seeds"
-LINE = ["task", "method", "steps"]  # what a line of a table is known by
+LINE = ["task", "method", "steps"]  # what identifies a line of a table
 TABLES = {
     SCORES: [
         *LINE,
@@ -102,8 +102,7 @@ DEPENDS_ON = (
 def run_one(task: str, method: str, seed: int, args: argparse.Namespace) -> dict:
     """Trains and evaluates one method on one task unless done; returns eval.in_context's result.
 
-    A finished training is evaluated again where more seeds are asked for than it was evaluated
-    with.
+    A finished training is evaluated again if more seeds are requested.
     """
     options = METHODS[method]
     name = "".join(letter if letter.isalnum() else "_" for letter in method.lower())
@@ -117,8 +116,8 @@ def run_one(task: str, method: str, seed: int, args: argparse.Namespace) -> dict
         if in_context > 1:
             take_first_stage(folder, seed)
         python(
-            f"train.py --config {RECIPE} --name {task} --trajectories.task {task} --run_dir {{run}} "
-            "--trajectories.path {data} --data.prepared {prepared} "
+            f"train.py --config {RECIPE} --name {task} --trajectories.task {task} "
+            "--run_dir {run} --trajectories.path {data} --data.prepared {prepared} "
             f"--data.context_length {in_context * tokens} "
             f"--train.batch_size {EPISODES_IN_A_STEP // in_context} --train.steps {args.steps} "
             f"--stages {{stages}} --model.seed {seed} --data.seed {seed} "
@@ -166,7 +165,7 @@ def stages(in_context: int, tokens: int, steps: int) -> list[dict[str, int]]:
 
 
 def take_first_stage(folder: Path, seed: int) -> None:
-    """Copies the first stage of another method with the same task and seed: it is the same run."""
+    """Copies another method's first stage with the same task and seed: an identical run."""
     target = folder / "stages" / "1"
     finished = [
         run / "stages" / "1"
@@ -181,7 +180,7 @@ def take_first_stage(folder: Path, seed: int) -> None:
 
 
 def save_result(results: dict[tuple[str, str, int], list[dict]], command: str) -> None:
-    """Stores the results of some methods, and keeps the others that are stored.
+    """Stores the results of some methods, and keeps the others.
 
     Args:
       results: (task, method, steps) -> what eval.in_context wrote, for each training seed.
@@ -336,7 +335,7 @@ def plot(path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures the tasks one after the other, and saves after each method."""
+    """Measures task by task, and saves after each method."""
     parser = make_parser("in_context", __doc__)
     parser.add_argument(
         "--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks (default all)"

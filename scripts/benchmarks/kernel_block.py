@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 MEMORY = Path("/proc/meminfo")
 BLOCKS = ("diagonal", "strict", "full", "packed", "empty")
 DOCUMENTS = 16
-# Tokens whose vectors are drawn; longer blocks repeat them, as drawing is slower than attention.
+# Tokens whose vectors are drawn; longer blocks repeat them, since drawing is slower than attention.
 DRAWN = 4096
 
 
@@ -61,7 +61,7 @@ class Case:
         return np.diff(np.concatenate([[0], np.sort(cuts), [self.length]]))
 
     def visible_pairs(self) -> int:
-        """Returns the number of pairs of a query and a key that the mask lets it see."""
+        """Returns the number of visible pairs of query and key."""
         n = self.document_lengths().astype(object)
         pairs = {"strict": n * (n - 1) // 2, "full": n * n, "empty": n * 0}.get(
             self.block, n * (n + 1) // 2

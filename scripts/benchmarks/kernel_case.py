@@ -1,4 +1,4 @@
-"""Measures cases of bench_kernels in a process of their own, for an honest peak of memory.
+"""Measures cases of bench_kernels in a separate process, for their peak memory.
 
     python -m scripts.benchmarks.kernel_case '[{"peer": "ours", "block": "diagonal", ...}]'
 
@@ -67,9 +67,9 @@ def _memory_readers() -> tuple[Callable[[], int], Callable[[], int], bool]:
 
 
 def first_run_mib(run: Callable) -> float | None:
-    """Returns the first run's peak beyond what was held before it; None if it cannot be told.
+    """Returns the first run's peak above the memory held before; None if unknown.
 
-    That is where memory was as full before and its peak cannot be reset.
+    It is unknown if memory was as full before and its peak cannot be reset.
     """
     current, peak, was_reset = _memory_readers()
     before, former_peak = current(), peak()
@@ -85,7 +85,7 @@ def measure(case: Case) -> dict:
         wall, cpu = best_of(run, case.repeats)
     except LeftOut as reason:
         return {"left_out": str(reason)}
-    except Exception as error:  # another peer's failure must not lose the cases after it
+    except Exception as error:  # another peer's failure must not lose later cases
         return {
             "left_out": (
                 f"{type(error).__name__}: "
@@ -109,8 +109,7 @@ def measure_products(dtype: str) -> dict:
             for seed, shape in enumerate(((batch, m, k), (batch, k, n)))
         )
         multiply(a, b).block_until_ready()
-        # Several are in flight at once, so that an accelerator does not wait for the host between
-        # them.
+        # Several are in flight, so that an accelerator does not wait for the host.
         seconds, _ = best_of(
             lambda a=a, b=b: jax.block_until_ready([multiply(a, b) for _ in range(10)]), 8
         )

@@ -5,12 +5,12 @@
                                                           planning/costs/kernel_cycles.json
     python -m scripts.benchmarks.kernel_cycles --check    # fails if one of ours is slower
 
-Needs no TPU. The compiler schedules a kernel into bundles, each of which takes a cycle where
-nothing waits, and prints them (`--xla_jf_dump_llo_text`). A kernel's tile of scores is a region of
-its own there. Ours have three: a tile without a mask, a part of a masked tile, a quarter of it,
-whose tokens are all of one document, and a part with tokens of several. On the causal diagonal
-three of four parts are computed. Splash attention masks all tiles or none; it is compiled without a
-mask, for the generations that have goals.
+Needs no TPU. The compiler schedules a kernel into bundles, each of which takes a cycle if nothing
+waits, and prints them (`--xla_jf_dump_llo_text`). A kernel's tile of scores is a separate region
+there. Ours have three: a tile without a mask, a part (a quarter) of a masked tile with tokens of
+one document, and a part with tokens of several. On the causal diagonal three of four parts are
+computed. Splash attention masks all tiles or none; it is compiled without a mask, for the
+generations that have goals.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer import entry
 
 NAME = "kernel_cycles"
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-GOALS = ("v5p", "v6e")  # generations whose kernels are held to splash attention's
+GOALS = ("v5p", "v6e")  # generations compared with splash attention
 PASSES = ("forward", "backward")
 COMPILERS = ("jax", "jaxlib", "libtpu")
 TOKENS, TILE, HEADS, KV_HEADS, HEAD_DIM = 4096, 1024, 4, 2, 128
@@ -73,8 +73,8 @@ class Program:
 def read_program(text: str) -> Program:
     """Reads the final bundles of a kernel, as the compiler prints them.
 
-    A tile's region is one with matrix products that contains no smaller region with any. What it
-    has inside without products, which prepares the first such tile, is not counted as the tile's.
+    A tile's region is an innermost one with matrix products. Inner regions without products, which
+    prepare the first such tile, do not count as the tile's.
     """
     starts = [*BUNDLE.finditer(text)]
     ends = [*(match.start() for match in starts[1:]), len(text)]
@@ -202,7 +202,7 @@ def compile_case(case: Case, folder: Path) -> dict:
             compile_ours(mesh, case.direction)
     else:
         compile_splash(mesh, case.direction)
-    # Splash's own backward pass runs its forward before: the kernel asked for is the last one.
+    # Splash's backward pass runs its forward first: the requested kernel is the last one.
     texts = [
         path.read_text()
         for path in sorted(folder.glob("*-final_bundles.txt"))
@@ -215,7 +215,7 @@ def compile_case(case: Case, folder: Path) -> dict:
 
 
 def measure(case: Case) -> Program:
-    """Compiles a case in a process of its own: a compiler takes its flags when it is loaded."""
+    """Compiles a case in a separate process: a compiler reads its flags when loaded."""
     with tempfile.TemporaryDirectory() as folder:
         flags = (
             f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
@@ -311,10 +311,9 @@ def write() -> None:
 
 
 def check() -> int:
-    """Prints our kernels beside the stored ones; returns 1 if one has become slower, else 0.
+    """Compares our kernels with the stored ones; returns 1 if one has become slower, else 0.
 
-    Compilers of other versions than the stored result's are not compared: what differs then may be
-    theirs.
+    Other versions of the compilers are not compared: they may cause the differences.
     """
     result, installed = load(NAME), versions()
     for package in COMPILERS:

@@ -5,10 +5,10 @@
 
 The tests run the kernels for accelerators in JAX's interpreters, which have neither their matrix
 units nor their asynchronous copies; this command runs the real ones. Two shards of a row attend as
-in a ring, every block of queries over every block of keys and on top of what was seen before. An
-error is the norm of the difference over the norm of the truth; of lse it is the largest difference.
-With --long, a row of that many tokens in a window instead, whose results have more elements than 32
-bits count, compared at its beginning, middle and end. Prints a line for each case and writes
+in a ring, every block of queries over every block of keys and on top of earlier results. An error
+is the norm of the difference over the norm of the truth; for lse the largest difference. With
+--long, it is a row of that many tokens in a window instead, whose results have more elements than
+32 bits can count, compared at its beginning, middle and end. Prints a line for each case and writes
 kernel_exactness.json.
 """
 
@@ -32,11 +32,11 @@ from model.attention.layout import permutation
 from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
 from trainer import entry
 
-ROWS, LENGTH, HEADS, KV_HEADS = 2, 1180, 4, 2  # 1,180: no multiple of any tile
+ROWS, LENGTH, HEADS, KV_HEADS = 2, 1180, 4, 2  # 1,180: not a multiple of any tile
 HEAD_DIMS = (64, 128, 256)
 MASKS = {"causal": Mask(), "window 300": Mask(window=300), "full": Mask(causal=False)}
-# Documents of a row: one; several, with padding behind them; several, with padding inside one of
-# them as well.
+# Documents of a row: one; several, followed by padding; several, with padding inside one of them
+# too.
 PACKINGS = ("one", "packed", "interrupted")
 CASES = (
     ("causal", "contiguous", "packed"),
@@ -48,8 +48,7 @@ CASES = (
 # Of --long: heads as of LLaMA-3.1-8B, whose last ones, farthest into an array, are compared.
 LONG_HEADS, LONG_KV_HEADS, LONG_HEAD_DIM, LONG_WINDOW, LONG_PART = 32, 8, 128, 500, 64
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-# Operands of 16 bits carry 8 bits of a number, weights among them. Chosen before any device had
-# been asked.
+# 16-bit operands, weights included, carry 8 bits of a number. Chosen before any measurement.
 LIMITS = {"bfloat16": {"lse": 1e-3, "other": 1e-2}, "float32": {"lse": 1e-5, "other": 1e-5}}
 
 
@@ -207,7 +206,7 @@ def compare(
         row |= measure()
         row["held"] = all(row[name] <= limits.get(name, limits["other"]) for name in RESULTS)
         text = " ".join(f"{row[name]:8.1e}" for name in RESULTS)
-    except Exception as error:  # a compiler's refusal of one case must not hide the others
+    except Exception as error:  # one refused case must not hide the others
         row |= {
             "held": False,
             "failed": (
@@ -265,7 +264,7 @@ def case_errors(
 
 
 class LongRow(NamedTuple):
-    """A long row in a window, and what a kernel makes of it.
+    """A long row in a window, and a kernel's results.
 
     Attributes:
       vectors: q, k, v and dout, [1, T, H, D].

@@ -1,11 +1,10 @@
-"""Times the three Mosaic kernels for Hopper GPUs apart: forward, dq, and dk with dv.
+"""Times the three Mosaic kernels for Hopper GPUs separately: forward, dq, dk with dv.
 
     python -m scripts.benchmarks.kernel_parts [--length 32768] [--head-dims 64 128] [--output DIR]
 
-Everything around a kernel that a model's attention needs, rounding and the search for intervals, is
-in bench_kernels' times and only the search is in these. Prints a line for each and writes
-kernel_parts.json. TFLOP/s count the products that the kernel makes of the pairs that see each
-other: two forward, three for dq, four for dk and dv.
+bench_kernels' times include the work around a kernel, rounding and the search for intervals; these
+include only the search. Prints a line for each and writes kernel_parts.json. TFLOP/s count the
+kernel's products of visible pairs: two forward, three for dq, four for dk and dv.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from scripts.benchmarks.commands import add_output_folder, make_parser, write_js
 from scripts.benchmarks.kernel_case import best_of
 from trainer import entry
 
-HEADS, KV_HEADS = 32, 8  # as of LLaMA-3.1-8B
+HEADS, KV_HEADS = 32, 8  # those of LLaMA-3.1-8B
 PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
 REPEATS = 5
 

@@ -1,8 +1,8 @@
-"""The attention kernels that bench_kernels compares, ours and others', behind one interface.
+"""bench_kernels' attention kernels, ours and others', behind one interface.
 
 A peer is a function of a `Case` and its `Block` of arrays. It returns a function without arguments
 that runs one pass, waits for it and returns the results in the shapes of the arrays: out, or (out,
-(dq, dk, dv)). It raises `LeftOut` where it cannot.
+(dq, dk, dv)). It raises `LeftOut` if it cannot.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from .kernel_block import Block, Case, LeftOut, refuse_dense
 
-# Tokens, a mask of a quarter of a GiB. It was twice as many, until packed rows of 32K with a mask
-# took most of a GPU's time.
+# Tokens, for a mask of a quarter of a GiB. At twice as many, packed rows of 32K with a mask took
+# most of a GPU's time.
 DENSE_MASK_LIMIT = 16384
 
 
@@ -30,7 +30,7 @@ def _jax_pass(
     """Compiles one pass of attention(q, k, v, *extra); `extra` cannot be constant-folded.
 
     Args:
-      program: stands for the cases that share a compiled program; None: it is this case's alone.
+      program: identifies cases that share a compiled program; None if no other does.
     """
     import jax
     import jax.numpy as jnp
@@ -87,7 +87,7 @@ def ours_triton(case: Case, block: Block) -> Callable:
 
 
 def _refuse_but_hopper(peer: str, case: Case, device: str) -> None:
-    """Raises LeftOut but for operands of 16 bits on a Hopper GPU."""
+    """Raises LeftOut unless operands have 16 bits on a Hopper GPU."""
     from model.attention.choice import HOPPER
 
     if not any(name in device for name in HOPPER):

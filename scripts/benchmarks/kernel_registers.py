@@ -5,9 +5,9 @@
     python -m scripts.benchmarks.kernel_registers --backend mosaic   # prints these
 
 Needs no GPU, but JAX's CUDA plugin and its compiler's wheels. The kernels are compiled for
-described GPUs: Mosaic's with carries, and with K and V stacked, as in a ring's round, Triton's as
-they are called. ptxas tells registers and the bytes that it spills to local memory; products and
-copies are counted in the text that it gets. Nothing is timed.
+described GPUs: Mosaic's with carries and stacked K and V, as in a ring's round, Triton's as they
+are called. ptxas reports registers and bytes spilled to local memory; products and copies are
+counted in its input. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ CASES = [
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What the compiler tells of a kernel.
+    """The compiler's figures of a kernel.
 
     Attributes:
       registers: of a thread, when the kernel starts; Mosaic's warpgroups then exchange theirs.
-      spilled: bytes that a thread stores in local memory for want of registers.
+      spilled: bytes per thread spilled to local memory.
       serialized: whether ptxas makes products wait for each other.
-      shared: bytes of shared memory a block.
+      shared: bytes of shared memory per block.
       products, copies: instructions in the kernel's text: by which matrix units multiply tiles
         (wgmma, tcgen05), and by which tiles are copied while others are computed (TMA's, or
         cp.async).
-      blocks: blocks of the kernel that a core can hold.
+      blocks: blocks of the kernel per core.
     """
 
     registers: int
@@ -94,7 +94,7 @@ def read_figures(ptxas: str, ptx: str, launch: str) -> Figures:
         Mosaic or XLA writes it.
 
     Raises:
-      UserError: one of them does not say.
+      UserError: one of them lacks a figure.
     """
 
     def number(pattern: str, text: str) -> int:
@@ -147,7 +147,7 @@ def compile_mosaic(mesh, case: Case) -> None:
 
 
 def compile_triton(mesh, case: Case) -> None:
-    """Compiles a Triton kernel for the mesh's device, without what a pass does not need."""
+    """Compiles a Triton kernel for the mesh's device, with only one pass's outputs."""
     import jax
     import jax.numpy as jnp
 
@@ -192,7 +192,7 @@ def read_mosaic(folder: Path) -> Figures:
     ptxas, ptx, passes = texts
     if ptxas is None or ptx is None or passes is None:
         raise UserError("Mosaic wrote no text of the kernel")
-    with passes.open(encoding="utf-8") as text:  # 100 MB, of which the beginning has the launch
+    with passes.open(encoding="utf-8") as text:  # 100 MB, with the launch at the beginning
         launch = next((line for line in text if "dynamic_shared_memory_size %c" in line), "")
     return read_figures(ptxas.read_text(), ptx.read_text(), launch)
 
@@ -211,8 +211,7 @@ def read_triton(folder: Path, kernel: str) -> Figures:
     launch = next((line for line in launches.splitlines() if f" {name} " in line), "")
     if path is None:
         raise UserError(
-            f"XLA wrote no text of the kernel {name}; that of JAX 0.10 does, and that of 0.11 and "
-            "0.12 does not"
+            f"XLA wrote no text of the kernel {name}; JAX 0.10's does, 0.11's and 0.12's do not"
         )
     ptx = path.read_text()
     architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
@@ -260,7 +259,7 @@ def cases(backend: str | None) -> list[Case]:
 
 
 def measure(backend: str | None = None) -> dict[Case, Figures]:
-    """Compiles kernels in a new process, whose environment asks the compilers for dumps."""
+    """Compiles kernels in a new process, with the compilers' dumps enabled."""
     with tempfile.TemporaryDirectory() as folder:
         dumps = {
             "MOSAIC_GPU_DUMP_TO": folder,
@@ -352,10 +351,9 @@ def worse(before: Figures, after: Figures) -> bool:
 
 
 def check() -> int:
-    """Prints our kernels beside the stored ones; returns 1 if one has become worse, else 0.
+    """Compares our kernels with the stored ones; returns 1 if one has become worse, else 0.
 
-    Compilers of other versions than the stored result's are not compared: what differs then may be
-    theirs.
+    Other versions of the compilers are not compared: they may cause the differences.
     """
     result, installed = load(NAME), versions()
     for package in COMPILERS:

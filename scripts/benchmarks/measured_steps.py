@@ -1,10 +1,10 @@
-"""Prints the cost model's steps beside measured ones, from other projects and from one H200.
+"""Compares the cost model with measured steps, from other projects and from one H200.
 
     python -m scripts.benchmarks.measured_steps [--output runs/measured_steps]
 
-Ours have the schedule and remat policy nearest to theirs. The table of 8B models has our range at
-32K, 128K and 1M tokens, one row, on 8 H100 and on 64 v5p chips, beside what others measured of
-about that size.
+Ours have the schedule and remat policy closest to theirs. The table of 8B models has our range at
+32K, 128K and 1M tokens, one row, on 8 H100 and on 64 v5p chips, and what others measured at about
+that size.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from planning.costs.measured import MILLION, THOUSAND, full_rate, measured_steps
 from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
 
 LENGTHS = (32 * THOUSAND, 128 * THOUSAND, MILLION)
-# Machine -> the devices of our job, its name in the cost model, and length -> the remat policy that
-# holds it.
+# Machine -> our job's devices, its name in the cost model, and length -> a remat policy that fits.
 MACHINES = {
     "8 x H100": (8, "h100-infiniband", {MILLION: "offload_save_attention"}),
     "64 v5p": (64, "v5p", {}),

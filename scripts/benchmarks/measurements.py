@@ -1,4 +1,4 @@
-"""The measurements of `make bench`: commands, files they depend on, and how rows are made.
+"""The measurements of `make bench`: their commands, dependencies, and summaries.
 
 To add a measurement, write a function that returns (rows, tables) and a `Measurement` in
 MEASUREMENTS, and name the result in scripts/benchmarks/page.py.
@@ -17,7 +17,7 @@ from scripts.benchmarks.table3_cells import read_cells
 
 MODEL, ATTENTION, PLANNING = "model/**/*.py", "model/attention/**/*.py", "planning/**/*.py"
 TRAINER, DATA, HERE = "trainer/**/*.py", "data/**/*.py", "scripts/benchmarks/"
-# Identity conversations, FastChat's dummy_conversation.json; they are no part of the repository.
+# Identity conversations, FastChat's dummy_conversation.json, which is not in the repository.
 CONVERSATIONS = Path("../shared/data/conversations/fastchat_dummy.json")
 
 
@@ -27,13 +27,12 @@ class Measurement:
 
     Attributes:
       title, note, facts: as in `Result`.
-      commands: arguments of Python, one tuple for each start; {out} stands for the measurement's
-        own folder, {models} for one that all share, {conversations} for the file of identity
-        conversations.
+      commands: Python's arguments, one tuple per command; {out} stands for the measurement's
+        folder, {models} for a shared one, {conversations} for the file of identity conversations.
       depends_on: glob patterns of the files that the figures depend on.
       summarize: the folder {out} -> (rows, tables).
-      needs_conversations: it is left out where the file of identity conversations is not there.
-      takes_hours: it runs only if it is named with --only; also where it needs an accelerator.
+      needs_conversations: skip it without the file of identity conversations.
+      takes_hours: run it only with --only; also if it needs an accelerator.
     """
 
     title: str
@@ -46,7 +45,7 @@ class Measurement:
     facts: tuple[str, ...] = ()
 
     def command(self, name: str) -> str:
-        """Returns the command that the result names: the only one, or the one that runs all."""
+        """Returns the result's command: the only one, or the one that runs all."""
         if len(self.commands) != 1:
             return f"python -m scripts.benchmarks --only {name}"
         return shlex.join(("python", *self.commands[0])).replace("{out}", f"runs/bench/{name}")

@@ -15,34 +15,37 @@ from pathlib import Path
 from scripts.benchmarks.results import ROOT, Result, changed, load_all
 
 PAGE = ROOT / "BENCHMARKS.md"
-OLD = " (old)"  # beside the date of a headline whose measured program has changed
+OLD = " (old)"  # marks a headline whose measured program has changed
 INTRODUCTION = """\
 # Benchmarks
 
-The figures to decide by, each beside its goal or the fastest peer's, with its machine, day and
-command. All missed goals are listed. Other figures are in [docs/benchmarks](docs/benchmarks), by
-theme; what was tried and why is in [docs/notes](docs/notes).
+The main figures, each with its goal or the fastest peer's figure, machine, date and command. All
+missed goals are listed. Other figures are in [docs/benchmarks](docs/benchmarks), by theme; attempts
+and reasons are in [docs/notes](docs/notes).
 
 `python -m scripts.benchmarks.page` makes these pages from [docs/results](docs/results); do not edit
-them by hand. `make bench` measures stale results again if they take minutes; `python -m
+them by hand. `make bench` repeats stale measurements that take minutes; `python -m
 scripts.benchmarks --stale` lists all stale results. GPU speeds were measured on one H200. All other
 memory, transfers and overlap of TPUs and GPUs come from the compilers' output, on a machine with 2
 CPU cores: no group of accelerators has run these steps.
 
 - met, **missed**: whether the measured figure reaches the goal.
-- (old): when this page was made, the measured program had changed since.
-- by hand: no committed command measured it, or another did at that time.
+- (old): the measured program has changed since, as of the page's last writing.
+- by hand: not measured by a committed command, or by an earlier one.
 """
 THEME = """\
 # {title}
 
 Made by `python -m scripts.benchmarks.page`; do not edit it by hand.
 [Headlines and goals missed](../../BENCHMARKS.md).
-The result files hold all figures, commands, machines, versions and commits.
+The result files have all figures, commands, machines, versions and commits.
 """
-# What users ask first: question, and the NAME.ROW that answers it.
+# Users' first questions, and the NAME.ROW with the answer.
 HEADLINES = (
-    ("A step of Llama 3.2 1B on an H200 beside transformers + Liger, 8K tokens", "gpu_steps.1b_8k"),
+    (
+        "A step of Llama 3.2 1B on an H200, relative to transformers + Liger, 8K tokens",
+        "gpu_steps.1b_8k",
+    ),
     ("The same, 32K tokens", "gpu_steps.1b_32k"),
     ("The same, 32K tokens of 16 documents", "gpu_steps.1b_32k_packed"),
     ("The same, 32K tokens, layers recomputed", "gpu_steps.1b_32k_recomputing"),
@@ -54,19 +57,19 @@ HEADLINES = (
         "gpu.diagonal_backward_32768",
     ),
     (
-        "Longest context, LLaMA-3.1-8B on 8 x H100-80GB, 204 GiB of host memory a GPU",
+        "Longest context, LLaMA-3.1-8B on 8 x H100-80GB, 204 GiB of host memory per GPU",
         "contexts.h100_8_16m",
     ),
-    ("The same within 100 GiB of host memory a GPU", "contexts.h100_8_8m"),
+    ("The same within 100 GiB of host memory per GPU", "contexts.h100_8_8m"),
     ("Longest context, LLaMA-3.1-8B on one H200, 602 GiB of host memory", "contexts.h200_1_2m"),
-    ("LLaMA-7B at 1M tokens on 64 TPU v4 chips, GiB a chip", "memory_1m.nothing"),
+    ("LLaMA-7B at 1M tokens on 64 TPU v4 chips, GiB per chip", "memory_1m.nothing"),
     (
         "Ring Attention's Table 3: rows whose ring context our step reaches, with host memory",
         "table3.rows_held",
     ),
     ("The same like for like: one row, tensor parallel, float32, A100", "table3.like_for_like"),
-    ("Training step on a CPU, 4,096 tokens, beside torch", "step.speed_4096"),
-    ("Attention kernel on a CPU, 16K tokens, beside torch", "kernels.both_16384"),
+    ("Training step on a CPU, 4,096 tokens, relative to torch", "step.speed_4096"),
+    ("Attention kernel on a CPU, 16K tokens, relative to torch", "kernels.both_16384"),
     ("Striped over contiguous ring at 16K, of the bound", "balance_time.striped_16384"),
     ("Logits against transformers, SmolLM2, 8,192 tokens", "exactness.smollm2_logits"),
     ("All schedules against dense float64", "exactness.all_pairs"),
@@ -80,7 +83,7 @@ HEADLINES = (
         "curriculum.lines_2700",
     ),
 )
-# Page of docs/benchmarks -> its title, and by heading the results whose rows are shown, in order.
+# Page of docs/benchmarks -> its title, and results by heading, in order.
 THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "exactness": (
         "Exactness",
@@ -93,14 +96,14 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "speed": (
         "Speed",
         {
-            "Steps on one H200, beside transformers + Liger": ("gpu_steps",),
+            "Steps on one H200, against transformers + Liger": ("gpu_steps",),
             "Kernels and steps on one H200": ("gpu",),
             "On a CPU": ("step", "kernels", "rings"),
             "Preparing data": ("data",),
         },
     ),
     "compiled": (
-        "What compilers say of the kernels",
+        "The kernels, by their compilers",
         {
             "Cycles of the TPU kernels, by the TPU's compiler": ("kernel_cycles",),
             "Registers of the kernels for GPUs, by the CUDA compiler": ("kernel_registers",),
@@ -151,7 +154,7 @@ TERMS = {
 - 2 a core: two thread blocks of the kernel fit on a streaming multiprocessor of the GPU at a time.
 """,
     "schedules": (
-        "- bytes off the formula: by how much what a rank receives differs from the "
+        "- bytes off the formula: the largest deviation of received bytes from the "
         "paper's formula, at most.\n"
     ),
     "learning": """\
@@ -159,7 +162,7 @@ TERMS = {
   behaviour cloning of the best tenth.
 """,
 }
-# Results of which the page shows these rows only.
+# Results of which the page shows only these rows.
 SELECTED = {
     "exactness": (
         "smollm2_logits",
@@ -235,7 +238,7 @@ def verdict(row: Mapping[str, str]) -> str:
 
 
 def step_times(results: Mapping[str, Result]) -> str:
-    """Returns the table of our ranges for an 8B model beside what others measured."""
+    """Returns the table of our ranges for an 8B model and others' measurements."""
     rows = [
         (row["what"], row["found"], row["goal"])
         for row_id, row in results["measured_steps"].rows.items()
@@ -243,9 +246,8 @@ def step_times(results: Mapping[str, Result]) -> str:
     ]
     times = table(("machine, tokens", "our range", "measured by others"), rows)
     return (
-        f"## Seconds a step, LLaMA-3.1-8B, one row\n\n{times}\n"
-        "Ours was not measured: from matrix products at full rate alone, to as slow as the slowest "
-        "step that was\n"
+        f"## Seconds per step, LLaMA-3.1-8B, one row\n\n{times}\n"
+        "Our ranges, not measured: from matrix products alone at full rate to the slowest step\n"
         "measured on such machines ([measured_steps]). TRL's is Qwen3-8B.\n"
     )
 
@@ -282,7 +284,7 @@ def section(heading: str, names: Iterable[str], results: Mapping[str, Result]) -
         if row_id in SELECTED.get(name, results[name].rows) and not row_id.startswith("ours_")
     ]
     notes = list(dict.fromkeys(note(results[name]) for name in names if results[name].note))
-    more = f"\nWhat was tried and why: {', '.join(notes)}.\n" if notes else ""
+    more = f"\nAttempts and reasons: {', '.join(notes)}.\n" if notes else ""
     return f"## {heading}\n\n{table(('what', 'goal', 'measured', 'verdict', 'source'), rows)}{more}"
 
 
@@ -312,7 +314,7 @@ def fell_short(results: Mapping[str, Result]) -> str:
     return (
         "## Goals missed\n\n"
         + table(("what", "goal", "measured", "source"), rows)
-        + "\nKnown limits that are no figures: [docs/notes/limits.md](docs/notes/limits.md)\n"
+        + "\nKnown limits without figures: [docs/notes/limits.md](docs/notes/limits.md)\n"
     )
 
 
@@ -389,7 +391,7 @@ def headline_page(results: Mapping[str, Result], mark_old: bool) -> str:
 
 
 def render(results: Mapping[str, Result], mark_old: bool = True) -> dict[Path, str]:
-    """Returns all pages' texts by path; to find out which headlines are OLD takes seconds."""
+    """Returns all pages' texts by path; finding OLD headlines takes seconds."""
     pages = {
         PAGE.parent / "docs" / "benchmarks" / f"{name}.md": theme(name, results) for name in THEMES
     }
@@ -417,7 +419,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.check:
         write()
         return 0
-    # Which headlines are old is what it was when the page was made: not every change of a program
+    # The marks of old headlines are those of the page's last writing: not every change of a program
     # needs a new page.
     for path, text in render(load_all(), mark_old=False).items():
         if not path.exists() or path.read_text(encoding="utf-8").replace(f"{OLD} |", " |") != text:

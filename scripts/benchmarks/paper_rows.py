@@ -1,4 +1,4 @@
-"""The numbers that the papers print, as paper_rows.toml has them, where each is explained."""
+"""The papers' numbers, from paper_rows.toml, which explains each."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prints every number of the papers beside the cost model's; writes them as JSON and a picture.
+"""Compares the papers' numbers with the cost model's; writes JSON and a picture.
 
 python -m scripts.benchmarks.papers [--only TEXT] [--output runs/papers]
 """

@@ -1,9 +1,8 @@
-"""The plans that pages, results and calibration rest on: docs/plans/plans.json, one a line.
+"""The plans behind pages, results and calibration: docs/plans/plans.json, one per line.
 
-A plan of a recipe has the recipe's path below configs/ as its name; other names say model, context
-and machine. A plan keeps what is read of it: what was asked, versions and flags of the compiler,
-memory by parts, bytes by kind of transfer and the share of them that is sent beside compute, and
-estimated times.
+A recipe's plan is named by its path below configs/; other names give model, context and machine. A
+plan keeps what is read of it: the question, versions and flags of the compiler, memory by
+component, bytes by kind of transfer and the share hidden by compute, and estimated times.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def read_plans(file: Path = FILE) -> dict[str, dict[str, Any]]:
 
 
 def write_plans(plans: dict[str, dict[str, Any]], file: Path = FILE) -> None:
-    """Stores plans in one step, each in its line, with what is kept of it."""
+    """Stores the kept part of plans atomically, one per line."""
     lines = [
         f"{json.dumps(name)}: {json.dumps(kept(plan))}" for name, plan in sorted(plans.items())
     ]
@@ -56,10 +55,10 @@ def write_plans(plans: dict[str, dict[str, Any]], file: Path = FILE) -> None:
 
 
 def kept(plan: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is stored of a plan: KEPT fields that are set, rounded to DIGITS digits."""
+    """Returns a plan's KEPT fields that are set, rounded to DIGITS digits."""
     fields = {name: _rounded(plan[name]) for name in KEPT if name in plan}
     if "made_with" in fields:
-        fields.pop("jax", None)  # it is among the versions
+        fields.pop("jax", None)  # the versions include it
     return fields
 
 

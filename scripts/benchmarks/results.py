@@ -57,19 +57,18 @@ class Result:
 
     Attributes:
       title: what was measured, one line.
-      rows: row id -> texts `what`, `goal`, `found`, `verdict` (one of VERDICTS). A row that differs
-        from the rest of the result in its `command`, `date`, `commit` or `note` names its own.
+      rows: row id -> texts `what`, `goal`, `found`, `verdict` (one of VERDICTS). A row may have its
+        own `command`, `date`, `commit` or `note`.
       tables: table name -> {"columns": [...], "rows": [[...], ...]}: all figures, where the rows
         give only the main ones.
       command: what measured it; `python` and `pytest` are those of the environment.
       date: day of the measurement, YYYY-MM-DD.
       commit: commit of the measured code; for carried results the commit that recorded the figures.
-      hardware, versions: of the machine that measured; None or absent where that was not recorded.
+      hardware, versions: of the measuring machine; None or absent if not recorded.
       depends_on: glob pattern -> digest of the programs in the matching files at that commit (see
         `freshness`).
-      seconds: how long the command took, None where that was not recorded.
-      carried: whether the figures were taken over from the hand-written page that preceded the
-        result files.
+      seconds: how long the command took, None if not recorded.
+      carried: whether the figures come from the hand-written page that preceded the result files.
       note: page of docs/notes that says what was tried and why.
       facts: further figures and circumstances, one sentence each.
     """
@@ -197,7 +196,7 @@ def changed(result: Result) -> list[str]:
 
 
 def commit() -> str:
-    """Returns the short id of the checked-out commit, with `+changes` if tracked files differ."""
+    """Returns the checked-out commit's short id, with `+changes` if tracked files differ."""
     try:
         head = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
         changes = _output(
@@ -260,7 +259,7 @@ def wrong_quotes(text: str, results: Mapping[str, Result]) -> list[str]:
         for match in QUOTE.finditer(line):
             name, row_id, column = match.groups()
             cell = results[name].rows.get(row_id, {}).get(column) if name in results else None
-            # Emphasis and earlier comments are no part of the words before the comment.
+            # Emphasis and earlier comments are not part of the words before the comment.
             words = re.sub(r"<!--.*?-->|[*`]", "", line[: match.start()]).rstrip()
             if cell is None:
                 messages.append(

@@ -2,12 +2,11 @@
 
     python -m scripts.benchmarks.retrieval --model HF_DIR --like LINES.jsonl --text TEXT --book BOOK
 
-Trains configs/extension/smollm2_lines_4k.yaml, whose lines are worded as the file's, on the
-beginning of a text too. Evaluates on generated records in that wording, whose pairs of key and
-number no training text has (data/synthetic/split.py), on the file's own cases, on the loss on
-another book, and on two short tasks of that book (scripts.make_short_tasks; needs
-requirements-eval.txt). Whatever was finished is not done again: the same command goes on. Writes
-docs/results/retrieval.json and docs/retrieval.png.
+Trains configs/extension/smollm2_lines_4k.yaml, with lines in the file's wording, also on the
+beginning of a text. Evaluates generated records in that wording with pairs of key and number that
+no training text has (data/synthetic/split.py), the file's cases, the loss on another book, and two
+short tasks of that book (scripts.make_short_tasks; needs requirements-eval.txt). The same command
+continues after an interruption. Writes docs/results/retrieval.json and docs/retrieval.png.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ RECIPE = "configs/extension/smollm2_lines_4k.yaml"
 LINES = (10, 20, 40, 60)
 CASES, QUESTIONS = 48, 8  # of generated records; about each of them
 NEW_TOKENS = 48
-LETTERS = 3_000_000  # of the text that is practised: half of all tokens
+LETTERS = 3_000_000  # of the training text: half of all tokens
 SHORT_TASKS = ("book_next_sentence", "book_last_word")
 GOAL = "0.3 more, or 0.95, intervals apart"
 GENERATED, OWN = "generated", "LongChat's own"
@@ -125,7 +124,7 @@ def short_tasks(checkpoint: str, args: argparse.Namespace, name: str) -> dict[st
 
 
 def seconds(run_folder: Path) -> float:
-    """Returns how long all stages of a run trained, with evaluations and saves."""
+    """Returns the training time of a run's stages, with evaluations and saves."""
     stages = [
         *sorted((run_folder / "stages").glob("*/metrics.jsonl")),
         run_folder / "metrics.jsonl",
@@ -137,7 +136,7 @@ def seconds(run_folder: Path) -> float:
 
 
 def named(scores: list[Score], like: str) -> list[Score]:
-    """Returns scores with families that tell the file's own cases from generated ones."""
+    """Returns scores with families that distinguish the file's cases from generated ones."""
     return [
         dataclasses.replace(score, family=OWN if score.source == Path(like).name else GENERATED)
         for score in sorted(scores, key=lambda score: score.num_lines)

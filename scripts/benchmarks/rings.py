@@ -1,10 +1,10 @@
-"""Times our ring attention beside Ring Attention's authors' package, on two one-thread devices.
+"""Compares our ring attention with its authors' package, on two one-thread devices.
 
     pip install --no-deps ringattention==0.1.2; pip install einops
     python -m scripts.benchmarks.rings [--lengths 4096 8192 16384 32768]
 
-All of them compute the same causal attention in float32 and take turns in one process; the median
-counts. Memory is the compiler's: temporaries of a device. Writes docs/results/rings.json.
+They compute the same causal attention in float32 and take turns in one process; the median counts.
+Memory is the compiler's temporaries per device. Writes docs/results/rings.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def their_ring() -> Callable:
     import jax
     from jax.extend.backend import get_backend
 
-    # The package asks which platform there is where older versions of JAX answered.
+    # The package queries the platform where only older versions of JAX answered.
     bridge = types.SimpleNamespace(get_backend=get_backend)
     setattr(jax.lib, "xla_bridge", bridge)  # noqa: B010 -- mypy knows of no such module
     try:
@@ -70,7 +70,7 @@ def their_ring() -> Callable:
 def compiled_rings(
     length: int, heads: int, head_dim: int
 ) -> dict[str, tuple[jax.stages.Compiled, tuple]]:
-    """Returns each ring's compiled attention with gradients and its arguments, in its own order."""
+    """Returns each ring's compiled attention with gradients and its arguments, in its order."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

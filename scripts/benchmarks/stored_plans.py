@@ -4,11 +4,11 @@
     python -m scripts.benchmarks.stored_plans --add NAME plan.json
     python -m scripts.benchmarks.stored_plans
 
-The first command makes one plan, by the real compiler of a machine that is absent; the second
-stores it under a name, that of a recipe being its path below configs/. `make evidence` makes all
-stored ones again. The third writes the results `recipes`, `pods`, `contexts` and `memory_1m`.
-Memory is the compiler's own figure; seconds are between the full rate of the matrix units and what
-the cost model says, or the slowest step that others measured.
+The first command makes a plan with the real compiler of an absent machine; the second stores it
+under a name, for a recipe its path below configs/. `make evidence` remakes all stored ones. The
+third writes the results `recipes`, `pods`, `contexts` and `memory_1m`. Memory is the compiler's
+figure; seconds range from the matrix units' full rate to the cost model's estimate, or the slowest
+step that others measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COLUMNS = [
 
 
 # Row -> plan, GPUs, goal in tokens, goal in words. The 8M goal was set without query chunks; 16M
-# had none of its own.
+# had no separate goal.
 CONTEXTS = {
     "h100_8_16m": ("llama_3_1_8b_16m_h100_8", "8 x H100", 8 << 20, "8M (best known 5M)"),
     "h100_8_8m": ("llama_3_1_8b_8m_h100_8", "8 x H100", 8 << 20, "8M (best known 5M)"),
@@ -69,7 +69,7 @@ def two_digits(number: float) -> str:
 
 
 def memory_text(plan: dict[str, Any]) -> str:
-    """Returns the GiB of a device that a plan takes, and how many there are."""
+    """Returns a plan's GiB per device, and the available GiB."""
     return f"{plan['peak_gib']:.1f} of {plan['device_gib']:.1f}"
 
 
@@ -216,7 +216,7 @@ def save_memory_1m(stored: dict[str, dict[str, Any]]) -> None:
 
 
 def policy(plan: dict[str, Any]) -> str:
-    """Returns what a plan keeps for the backward pass, in a few words."""
+    """Describes what a plan keeps for the backward pass."""
     words = plan["remat"] + (f" {plan['every_k']}" if plan.get("every_k") else "")
     words += f", {plan['query_chunks']} query chunks" if plan["query_chunks"] > 1 else ""
     return words + (", prefetch" if plan["prefetch"] else "")

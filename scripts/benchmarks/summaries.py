@@ -1,6 +1,6 @@
-"""How a result's rows and tables follow from what the commands wrote: one function for each result of `measurements`.
+"""Makes results' rows and tables from the commands' files: a function for each result.
 
-Each takes the folder of the commands' files and returns (rows, tables), as `Result` has them.
+Each takes the folder of a measurement's files and returns (rows, tables), as in `Result`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def kernels(out: Path) -> tuple[Rows, Tables]:
                 ]
             )
         rows[f"memory_{length}"] = row(
-            f"attention kernel, {length // 1024}K, forward + backward: peak MiB (torch {theirs['peak_mib']:.0f})",
+            f"attention kernel, {length // 1024}K, forward + backward: peak MiB (torch "
+            f"{theirs['peak_mib']:.0f})",
             f"{ours['peak_mib']:.0f}",
             "at most torch's",
             ours["peak_mib"] <= theirs["peak_mib"],
@@ -105,7 +106,8 @@ def kernels(out: Path) -> tuple[Rows, Tables]:
     }
 
 
-BALANCE_GOALS = {  # row id: schedule as the table prints it, layouts, words, largest imbalance allowed for P ranks
+# Row id: schedule as printed, layouts, words, largest allowed imbalance for P ranks.
+BALANCE_GOALS = {
     "ring_contiguous": ("ring", ("contiguous",), "ring, contiguous", lambda ranks: 2 - 1 / ranks),
     "ring_striped": ("ring", ("striped", "zigzag"), "ring, striped and zigzag", lambda ranks: 1.07),
     "balanced": (
@@ -171,7 +173,8 @@ def balance_time(out: Path) -> tuple[Rows, Tables]:
         share = entry["speedup"] / entry["bound"]
         if of_bound:
             return row(
-                f"{case} at 16K, {tiles} tiles, of the bound ({entry['speedup']:.3f} of {entry['bound']:.3f})",
+                f"{case} at 16K, {tiles} tiles, of the bound ({entry['speedup']:.3f} of "
+                f"{entry['bound']:.3f})",
                 f"{share:.1%}",
                 f"{goal:.0%}",
                 share >= goal,
@@ -251,7 +254,8 @@ def overlap(out: Path) -> tuple[Rows, Tables]:
             ]
             bare = [entry for entry in transfers if not entry["kernels"]]
             exposed[backward] = (
-                f"{sum(entry['times'] for entry in bare):.0f} of {sum(e['times'] for e in transfers):.0f}"
+                f"{sum(entry['times'] for entry in bare):.0f} of "
+                f"{sum(e['times'] for e in transfers):.0f}"
             )
             lines += [
                 [
@@ -293,7 +297,7 @@ def activation_memory(out: Path) -> tuple[Rows, Tables]:
 
 
 def papers(out: Path) -> tuple[Rows, Tables]:
-    """Of each paper the numbers that the cost model claims to reproduce; of each table the errors of all numbers."""
+    """The numbers that the cost model claims to reproduce by paper, and all errors by table."""
     measured, rows = read_json(out / "papers" / "papers.json"), {}
     for source, counts in measured["summary"].items():
         claimed, reproduced = counts["claimed"], counts["claimed and reproduced"]
@@ -346,7 +350,7 @@ def papers(out: Path) -> tuple[Rows, Tables]:
 
 
 def measured_steps(out: Path) -> tuple[Rows, Tables]:
-    """Our range at three lengths on two machines, then each measured step with the error of our estimate."""
+    """Our ranges on two machines, then each measured step with our estimate's error."""
     measured = read_json(out / "measured_steps.json")
     rows = {
         identifier(f"ours {entry['machine']} {tokens_text(entry['length'])}"): row(
@@ -482,10 +486,10 @@ def identity(out: Path) -> tuple[Rows, Tables]:
 
 
 def exactness(out: Path) -> tuple[Rows, Tables]:
-    """Runs each row's pytest command, which writes the largest errors that it saw (tests/errors.py).
+    """Runs each row's pytest command, which writes its largest errors (tests/errors.py).
 
-    Of tests that compare errors of several kinds the row's `error` names its own. Tests that compare bytes or ids have no
-    errors; then the row says how many passed.
+    For tests with several kinds of errors, the row's `error` names its kind. Tests that compare
+    bytes or ids have no errors; then the row gives the number of passed tests.
     """
     seen: dict[str, dict] = {}
     rows = load("exactness").rows
@@ -499,7 +503,7 @@ def exactness(out: Path) -> tuple[Rows, Tables]:
 
 
 def _errors_of(command: str, file: Path) -> dict:
-    """Returns what a pytest command wrote of its errors, and whether all its tests passed."""
+    """Returns a pytest command's errors, and whether all its tests passed."""
     print(f"\n$ {command}", flush=True)
     arguments = [sys.executable, "-m", *shlex.split(command), "--errors", str(file)]
     status = subprocess.run(arguments, check=False).returncode
@@ -508,7 +512,7 @@ def _errors_of(command: str, file: Path) -> dict:
 
 
 def _found(cells: dict[str, str], seen: dict) -> dict[str, str]:
-    """Returns the figure and the verdict of a row, from what its command wrote."""
+    """Returns the figure and the verdict of a row, from its command's output."""
     kinds = [cells["error"]] if "error" in cells else list(seen["errors"])
     errors = [seen["errors"][kind] for kind in kinds]
     failed = bool(seen["status"]) or not seen["passed"]

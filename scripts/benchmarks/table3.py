@@ -4,14 +4,14 @@
     python -m scripts.benchmarks.table3 --only llama-7b v5e ring     # cells with these words
     python -m scripts.benchmarks.table3 --show                       # compiles nothing
 
-Every cell is our own training step: the longest context that compiled, and its double, which was
-tried and does not fit. The columns are the paper's. `vanilla` keeps all scores (the dense kernel).
+Every cell is our training step: the longest context that compiled; its double was tried and does
+not fit. The columns are the paper's. `vanilla` keeps all scores (the dense kernel).
 `memory-efficient` has the blockwise kernel, and computes all else at once. `blockwise feed-forward`
-computes projections, feed-forward and loss in chunks. These three give each device a row of its
-own; `ring` splits one row over all devices. Memory is the `device`'s alone, or `ours`: with the
-host's. On GPUs a third, `paper`, is like for like (section 5.1 and appendix A): one row for all
-devices, split by tensor parallelism (by the ring in its own column), products in float32, and the
-device's memory alone. Cells of machines whose compiler is not installed stay as they are (TPUs:
+computes projections, feed-forward and loss in chunks. These three give each device a separate row;
+`ring` splits one row over all devices. Memory is the `device`'s alone, or `ours`: with the host's.
+On GPUs a third, `paper`, is like for like (section 5.1 and appendix A): one row for all devices,
+split by tensor parallelism (by the ring in its column), products in float32, and only device
+memory. Cells of machines without an installed compiler stay unchanged (TPUs:
 `libtpu`; A100: make install PLATFORM=cuda).
 """
 
@@ -92,7 +92,7 @@ class Compilations:
 
 
 def compiled(job: Job) -> Outcome:
-    """Returns the job's plan, or what it needs where it does not fit; `fits` says which."""
+    """Returns the job's plan, or its needs if it does not fit; `fits` says which."""
     start = time.perf_counter()
     try:
         outcome = {"fits": True, **plan(job)}
@@ -106,7 +106,7 @@ def compiled(job: Job) -> Outcome:
 
 
 def refusal(cell: Cell, outcome: Outcome) -> str:
-    """Returns why a compiled step does not fit on the device or its host; empty where it fits."""
+    """Returns why a compiled step does not fit on the device or its host; empty if it fits."""
     if not outcome["fits"]:
         return sizes_text(outcome["needs_gib"], outcome["has_gib"])
     if outcome["host_gib"] > cell.host_gib:
@@ -117,9 +117,9 @@ def refusal(cell: Cell, outcome: Outcome) -> str:
 
 
 def search(cell: Cell, compilations: Compilations) -> dict[str, Any]:
-    """Returns what is stored of a cell: longest context, its plan, and why the double does not fit.
+    """Returns a cell's record: longest context, its plan, and why the double does not fit.
 
-    The search starts at the paper's context. A context fits where it fits with one choice of memory
+    The search starts at the paper's context. A context fits if it does with one choice of memory
     options.
     """
     fitting: dict[int, tuple[dict[str, Any], Outcome]] = {}
@@ -182,7 +182,7 @@ def _hours(cell: Cell, job: Job, outcome: Outcome) -> float:
 
 
 def summarize(contents: list[dict[str, Any]]) -> tuple[dict, dict]:
-    """Returns the rows and tables of the result, from what is stored of the cells."""
+    """Returns the result's rows and tables from the stored cells."""
     stored = {tuple(content[name] for name in CELL_FIELDS): content for content in contents}
 
     def tokens(topology: str, model: str, column: str, *memories: str) -> list[int]:
@@ -200,8 +200,8 @@ def summarize(contents: list[dict[str, Any]]) -> tuple[dict, dict]:
             for memories, table_lines in lines.items():
                 if memories == MEMORIES or (topology, model, "ring", LIKE_FOR_LIKE) in stored:
                     texts = (
-                        f"{' / '.join(map(tokens_text, tokens(topology, model, column, *memories)))}"
-                        f" ({tokens_text(printed)})"
+                        " / ".join(map(tokens_text, tokens(topology, model, column, *memories)))
+                        + f" ({tokens_text(printed)})"
                         for column, printed in paper.items()
                     )
                     table_lines.append([topology, size, *texts])
@@ -253,7 +253,7 @@ def _share(what: str, good: list[bool]) -> dict[str, str]:
 
 
 def _rings(contents: list[dict[str, Any]]) -> dict[str, list]:
-    """Returns the table of the ring's longest steps: what they take, and why their double fails."""
+    """Returns the table of the ring's longest steps: their needs, and why their double fails."""
     return table(
         "hardware | model | memory | tokens | GiB a device | host GiB a device | FLOPs | hours | "
         "the double",
@@ -276,7 +276,7 @@ def _rings(contents: list[dict[str, Any]]) -> dict[str, list]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Fills the table as far as the installed compilers can, and prints it."""
+    """Fills the table with the installed compilers, and prints it."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -298,7 +298,7 @@ def work(args: argparse.Namespace) -> None:
             continue
         try:
             stored[cell] = search(cell, compilations)
-        except jax.errors.JaxRuntimeError as error:  # the compiler's fault; a flag of its may help
+        except jax.errors.JaxRuntimeError as error:  # a compiler failure; a flag may help
             reason = str(error).splitlines()[0][:200]
             print(f"{cell.name}: the compiler failed: {reason}", file=sys.stderr)
             continue

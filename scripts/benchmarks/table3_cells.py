@@ -23,7 +23,7 @@ from trainer.config.schema import MeshConfig
 FILE = ROOT / "docs" / "plans" / "table3.json"
 MEMORIES = ("device", "ours")
 LIKE_FOR_LIKE = "paper"
-# Chunk sizes with which position-wise work runs on all of a device's tokens at once.
+# Chunk sizes for position-wise work on all of a device's tokens at once.
 ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
 
 
@@ -58,13 +58,13 @@ class Cell:
         return gib
 
     def memory_options(self) -> list[dict[str, Any]]:
-        """Memory options to try, those that spare host memory last; one that fits is enough."""
+        """Memory options to try, those without host memory last; one that fits is enough."""
         if self.memory == LIKE_FOR_LIKE:  # "full gradient checkpointing"
             return [{"remat": "nothing"}]
         config = TransformerConfig.preset(self.model)
         k = best_every_k(config.num_hidden_layers)
-        # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them
-        # all.
+        # Compared with scores of length x length the layers' inputs are small, so `vanilla` keeps
+        # them.
         device: dict[str, Any] = (
             {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
         )
@@ -72,7 +72,7 @@ class Cell:
             {"remat": "offload"},
             {"remat": "offload_every_k", "every_k": k},
         ]
-        # Shared by hundreds, parameters and moments are little.
+        # Shared by hundreds of devices, parameters and moments are small.
         if self.memory == "ours" and self.devices < 64:
             on_host[0]["moments_on_host"] = on_host[1]["moments_on_host"] = on_host[1][
                 "parameters_on_host"
@@ -82,7 +82,7 @@ class Cell:
         return [options | heads for options in ([device] if self.memory == "device" else on_host)]
 
     def on_host_gib(self, context: int, options: dict[str, Any]) -> float:
-        """What the host holds for each device, known without compiling."""
+        """GiB per device on the host, known without compiling."""
         job = self.job(context, options)
         return sum(host_parts_gib(job.run, job.model).values())
 
@@ -155,7 +155,7 @@ def read_cells(file: Path = FILE) -> list[dict[str, Any]]:
 
 
 def write_cells(contents: Iterable[dict[str, Any]], file: Path = FILE) -> None:
-    """Stores cells in one step, each in its line, with what is kept of its plan."""
+    """Stores cells atomically, one per line, with the kept part of their plans."""
     lines = [
         json.dumps(content | ({"plan": kept(content["plan"])} if "plan" in content else {}))
         for content in contents

@@ -1,4 +1,4 @@
-"""The other side of bench_step: a training step with transformers and torch, on CPU or GPU."""
+"""bench_step's other side: a training step with transformers and torch, on CPU or GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TorchOptions:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> TorchOptions:
-        """Returns the options of a command line that `add_flags` has read."""
+        """Returns the options of a command line with `add_flags`."""
         return cls(
             args.torch_attention,
             args.torch_recompute,
@@ -79,7 +79,7 @@ def torch_step(
     Args:
       config: the model's shape.
       lengths: tokens of each document in the row.
-      steps: steps after the first, which is not like the others.
+      steps: steps after the first, which differs from the others.
 
     Returns:
       `seconds` of each step, the last `loss`, the GPU's largest memory `device_gib` after the first
@@ -96,7 +96,7 @@ def torch_step(
         np.random.default_rng(0).integers(0, config.vocab_size, (1, sum(lengths)))
     ).to(device)
     inputs = {}
-    if len(lengths) > 1:  # transformers finds the documents of a packed row by their positions
+    if len(lengths) > 1:  # transformers recognizes a packed row's documents by their positions
         inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None].to(
             device
         )

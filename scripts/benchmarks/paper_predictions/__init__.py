@@ -1,8 +1,7 @@
 """Predicts every row of the papers by the cost model.
 
-Each prediction is computed by planning.costs. Rows that a constant bears on which was set after
-they had been seen say which (`Row.afterwards`). Misses are printed with their size and the likely
-reason.
+planning.costs computes each prediction. Rows affected by a constant that was set after they had
+been seen name it (`Row.afterwards`). Misses are printed with their size and the likely reason.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from scripts.benchmarks.paper_predictions.ring_attention import ring_attention
 from scripts.benchmarks.paper_predictions.row import Row
 from scripts.benchmarks.paper_predictions.striped_attention import striped_attention
 
-# Rows of DistFlashAttn that no job of `_distflash` predicts: counted, or another system alone.
+# Rows of DistFlashAttn that no job of `_distflash` predicts: counts, or only another system.
 _WITHOUT_PARTIALS = ("Appendix C", "Equation 2", "Section 3.3")
 
 
@@ -28,7 +27,7 @@ def every_row() -> tuple[Row, ...]:
 
 
 def _set_afterwards(row: Row) -> str:
-    """The constants set after a row had been seen that bear on it; "" if none does."""
+    """The constants that affect a row and were set after it had been seen, or ""."""
     if row.source == "Attention2D":
         return "flow and uplink of both Ethernets (planning/costs/hardware.py)"
     if (

@@ -1,4 +1,4 @@
-"""One number of a paper beside the cost model's prediction."""
+"""One number of a paper and the cost model's prediction."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ training_step = functools.partial(TrainingStep, backward_products=ONE_BACKWARD_K
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One number of a paper beside the model's.
+    """One number of a paper and the model's.
 
     Attributes:
       source, table: the paper, and its table, figure or section.
       label: what the number is.
-      paper: the paper's number; None where it is lost or was never given.
+      paper: the paper's number; None if it is lost or was never given.
       predicted: the model's number.
-      digits, goal, between: what counts as reproduced: equal when rounded to so many decimals; a
-        relative error of at most `goal`; within the range that the paper gives. A row with none of
-        them claims nothing.
+      digits, goal, between: what counts as reproduced: equal when rounded to `digits` decimals; a
+        relative error of at most `goal`; within the paper's range. A row with none of them claims
+        nothing.
       note: the likely reason of a miss.
       afterwards: the constants of the prediction that were set after the paper's number had been
         seen.
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def reproduced(self) -> bool | None:
-        """Whether the prediction is within what the row claims; None where it claims nothing."""
+        """Whether the prediction meets the row's claim; None without a claim."""
         if self.between:
             return bool(self.between[0] <= self.predicted <= self.between[1])
         if self.digits is not None:

@@ -13,7 +13,7 @@ from scripts.benchmarks.paper_predictions.row import Row
 
 _row = functools.partial(Row, "Striped Attention")
 
-# The price of an attention FLOP in others: on A100 attention in TF32 runs at half the rate of
+# The cost of an attention FLOP in other FLOPs: on A100, attention in TF32 runs at half the rate of
 # bfloat16.
 STRIPED_ATTENTION_COST = {"A100": 2.0, "TPU v4": 1.0}
 STRIPED_MISS = (
@@ -23,7 +23,7 @@ STRIPED_MISS = (
 
 
 def striped_attention() -> list[Row]:
-    """Returns the theoretical speed-ups (TMS), and the measured ones beside whole tiles' bound."""
+    """Returns the theoretical speed-ups (TMS), and the measured ones with whole tiles' bound."""
     bounds, measured = [], []
     for (table, device, model, tensor, shards), rows in paper.STRIPED_ATTENTION.items():
         cost, tile = STRIPED_ATTENTION_COST[device], paper.STRIPED_TILES[device]
@@ -64,7 +64,7 @@ def striped_speedup(
     """Returns the striped ring's speed-up over the contiguous one, by the busiest rank's FLOPs.
 
     Args:
-      attention_cost: the price of an attention FLOP in others.
+      attention_cost: the cost of an attention FLOP in other FLOPs.
       tile: queries and keys of a tile that is computed whole; None for tiles of one token.
     """
     config = TransformerConfig.preset(model)
