@@ -199,8 +199,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> li
 def stop_ids(
     config: TransformerConfig, tokenizer: Tokenizer, template: str | None
 ) -> tuple[int, ...]:
-    """Returns the ids that end an answer: EOS of model and tokenizer, the template's end of
-    turn."""
+    """Returns the ids that end an answer: EOS of model and tokenizer, the template's end."""
     eos = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
     ends = end_ids(template, tokenizer) if template else ()
     return tuple(
@@ -372,8 +371,7 @@ class Respondent:
 
 
 def memory_limit(device: Any, devices: int, gib: float | None) -> int | None:
-    """Returns a device's usable bytes: `gib`, else its runtime's; on a CPU its share of the
-    machine."""
+    """Returns a device's usable bytes: `gib`, else the runtime's, or a CPU device's share."""
     if gib is not None:
         return int(gib * 2**30)
     if limit := (device.memory_stats() or {}).get("bytes_limit"):
