@@ -399,8 +399,8 @@ def _matrices(
         (float32).
       weight_bytes: of each number as gathered.
       stored: the parameters that are gathered, if more than `weights`.
-      routed: of `weights`, those whose work `job.imbalance` makes uneven; experts: of `stored`, those
-        that ranks of `expert` keep to themselves.
+      routed: of `weights`, those whose work `job.imbalance` makes uneven; experts: of `stored`,
+        those that ranks of `expert` keep to themselves.
     """
     hardware, network = job.hardware, job.hardware.network
     busiest = weights + (job.imbalance - 1) * routed
