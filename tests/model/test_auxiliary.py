@@ -111,17 +111,21 @@ def expected():
     return batch, params, *jax.tree.map(lambda x: np.asarray(x) / weight, (sums, gradient))
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "parts"),
     [
         ({}, {}, 1),
-        (RING, {"remat": "everything"}, 2),
-        (RING, {"remat": "every_k"}, 1),
-        (RING, {"attention_groups": 2}, 2),
-        (RING, {"remat": "nothing", "query_chunks": 2}, 1),
+        slow(RING, {"remat": "everything"}, 2),
+        slow(RING, {"remat": "every_k"}, 1),
+        slow(RING, {"attention_groups": 2}, 2),
+        slow(RING, {"remat": "nothing", "query_chunks": 2}, 1),
         (RING, {"remat": "nothing", "query_chunks": 2, "attention_groups": 2}, 2),
         (RING, {"prefetch": True}, 2),
-        (RING, {"prefetch": True, "remat": "nothing"}, 1),
+        slow(RING, {"prefetch": True, "remat": "nothing"}, 1),
     ],
 )
 def test_every_runner_trains_the_layers_losses(mesh, options, parts):

@@ -218,7 +218,7 @@ def test_ids_and_completions_are_those_of_trls_own_tokenization(folder, models):
     assert "<|im_start|>" in (folder / "assets" / "chat_template.jinja").read_text()
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "orpo"])
+@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("orpo", marks=pytest.mark.slow)])
 def test_twenty_steps_are_the_same_on_any_mesh_and_in_parts(folder, models, loss):
     options = {"loss": loss, "sft_weight": 0.5 if loss == "sigmoid" else 0.0}
     one = make_config(folder, models[0], MeshConfig(), **options)

@@ -174,14 +174,7 @@ MOSAIC_CASES = [(shards, layout) for shards in (2, 3) for layout in LAYOUTS]
 
 @pytest.mark.parametrize(
     ("shards", "layout"),
-    [
-        (2, "zigzag"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in MOSAIC_CASES
-            if case != (2, "zigzag")
-        ),
-    ],
+    [pytest.param(*case, marks=pytest.mark.slow) for case in MOSAIC_CASES],
 )
 def test_the_mosaic_kernel_visits_the_needed_tiles_of_every_round_and_no_others(
     shards, layout, monkeypatch

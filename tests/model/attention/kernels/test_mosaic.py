@@ -34,12 +34,7 @@ def interpreter(monkeypatch):
 
 
 KINDS = "one", "padded behind"
-COVERING = [
-    (64, MASKS[0], "contiguous", KINDS[1]),
-    (80, MASKS[2], "zigzag", KINDS[1]),
-    (128, MASKS[0], "striped", "one"),
-    (256, MASKS[3], "striped", KINDS[1]),
-]
+COVERING = [(80, MASKS[2], "zigzag", KINDS[1]), (128, MASKS[0], "striped", "one")]
 ALL = [
     *itertools.product(SHAPES, MASKS, ("contiguous", "striped"), KINDS),
     *itertools.product((80, 128), MASKS, ("zigzag",), KINDS),
@@ -159,7 +154,7 @@ def test_a_block_out_of_order_is_seen():
     assert not all(orders("ring", "striped", Mask(), segments))
 
 
-@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize("layout", ["striped", pytest.param("zigzag", marks=pytest.mark.slow)])
 def test_shards_that_were_gathered_are_brought_into_order(layout):
     """As after Ulysses' exchange: all shards' tokens in one block, forward and backward."""
     q, k, v, dout = inputs(80)

@@ -26,12 +26,16 @@ def distflashattn(size):
 @pytest.mark.parametrize(
     ("schedule", "layout", "size", "expected", "most"),
     [
-        ("ring", "contiguous", 4, contiguous_ring(4), 2 - 1 / 4),
+        pytest.param(
+            "ring", "contiguous", 4, contiguous_ring(4), 2 - 1 / 4, marks=pytest.mark.slow
+        ),
         ("ring", "striped", 4, 1.0, 1.07),
         pytest.param("ring", "zigzag", 4, 1.0, 1.07, marks=pytest.mark.slow),
         ("balanced", "contiguous", 4, distflashattn(4), 1 / (1 - 1 / 4)),
         pytest.param("balanced", "contiguous", 3, distflashattn(3), 1.0, marks=pytest.mark.slow),
-        ({"name": "balanced", "split": True}, "contiguous", 4, 1.0, 1.05),
+        pytest.param(
+            {"name": "balanced", "split": True}, "contiguous", 4, 1.0, 1.05, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
