@@ -1,11 +1,14 @@
-"""Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command again resumes it.
+"""Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command
+again resumes it.
 
-With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. A model or data of the Hugging Face
-hub is downloaded unless it is in the cache; --no-download forbids that. Alone, train.py lists the recipes. Every field
-is described by --help, or those of a section by --help SECTION. LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
-Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error in one line that you can fix; 75 one that another start may
-pass, such as a lost connection; 130 stopped by Ctrl-C, 143 by SIGTERM: the running step is finished and saved, and the same
-command resumes the run; a second Ctrl-C ends at once, as both do before the first step.
+With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. A model or
+data of the Hugging Face hub is downloaded unless it is in the cache; --no-download forbids that.
+Alone, train.py lists the recipes. Every field is described by --help, or those of a section by
+--help SECTION. LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
+Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error in one line that you can fix; 75
+one that another start may pass, such as a lost connection; 130 stopped by Ctrl-C, 143 by SIGTERM:
+the running step is finished and saved, and the same command resumes the run; a second Ctrl-C ends
+at once, as both do before the first step.
 """
 
 import shlex
@@ -28,7 +31,8 @@ SHORTEST_NEEDLE = (
 
 
 def objective_class(config: "RunConfig") -> "type[Objective]":
-    """Returns what the recipe says is learned: actions of trajectories, preferences between completions, or text."""
+    """Returns what the recipe says is learned: actions of trajectories, preferences between
+    completions, or text."""
     if config.trajectories.path:
         from trainer.trajectories import TrajectoryObjective
 
@@ -43,7 +47,8 @@ def objective_class(config: "RunConfig") -> "type[Objective]":
 
 
 def take_flag(words: list[str], flag: str) -> tuple[list[str], str | None]:
-    """Returns the other words of the command line, and the flag's value: "" where it has none, None without the flag."""
+    """Returns the other words of the command line, and the flag's value: "" where it has none, None
+    without the flag."""
     if (
         index := next((i for i, word in enumerate(words) if word.partition("=")[0] == flag), None)
     ) is None:
@@ -76,21 +81,23 @@ def next_commands(config: "RunConfig", processes: int) -> str:
             simulate=mesh.simulate, seeds=rows, fsdp=rows, sequence=mesh.sequence * mesh.tensor
         )
         return (
-            f"next: python -m eval.in_context --checkpoint {run}{devices} --output {run}/in_context; "
-            f"python -m eval.report {run}"
+            f"next: python -m eval.in_context --checkpoint {run}{devices} --output "
+            f"{run}/in_context; python -m eval.report {run}"
         )
     tokens = max(config.data.context_length, SHORTEST_NEEDLE)
     devices = flags(
         simulate=mesh.simulate, rows=rows, fsdp=rows, tensor=mesh.tensor, sequence=mesh.sequence
     )
     return (
-        f"next: python -m scripts.export_hf {run} {run}/exported; python -m eval.needle --checkpoint {run} "
-        f"--tokens {tokens}{devices} --output {run}/needle; python -m eval.report {run}"
+        f"next: python -m scripts.export_hf {run} {run}/exported; python -m eval.needle "
+        f"--checkpoint {run} --tokens {tokens}{devices} --output {run}/needle; python -m "
+        f"eval.report {run}"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains as the command line says; returns the exit code, that of --dry-run being 1 where the run does not fit."""
+    """Trains as the command line says; returns the exit code, that of --dry-run being 1 where the
+    run does not fit."""
     status = 0
 
     def work() -> None:

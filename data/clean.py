@@ -123,8 +123,8 @@ class Cleaner:
         """Returns the turns of a raw record.
 
         Args:
-          raw_record: a dictionary in one of `data.shapes.SHAPES`, perhaps with a text `system`, a list
-            `tools`, and a list `loss_mask` that says which turns are trained on; or the turns.
+          raw_record: a dictionary in one of `data.shapes.SHAPES`, perhaps with a text `system`, a
+            list `tools`, and a list `loss_mask` that says which turns are trained on; or the turns.
 
         Raises:
           Drop: the record cannot be used.

@@ -1,5 +1,5 @@
-"""The kinds of records that sources produce: conversations, plain texts, token ids, preferences and labelled
-completions."""
+"""The kinds of records that sources produce: conversations, plain texts, token ids, preferences and
+labelled completions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,7 +63,8 @@ class Conversation:
     line: int = field(default=0, compare=False)
     """Its line, row or number in the file, from 1."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as {"enable_thinking": False}; they precede a recipe's."""
+    """Variables for the chat template, such as {"enable_thinking": False}; they precede a
+    recipe's."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Preference:
-    """A prompt with a chosen and a rejected completion, each as the whole conversation; other fields as in Conversation.
+    """A prompt with a chosen and a rejected completion, each as the whole conversation; other
+    fields as in Conversation.
 
     The turns of the completions alone are trained on.
     """
@@ -115,7 +117,8 @@ class Preference:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A conversation whose last turns, the completion, are called desirable or not; other fields as in Conversation."""
+    """A conversation whose last turns, the completion, are called desirable or not; other fields as
+    in Conversation."""
 
     id: str
     conversation: Conversation

@@ -48,7 +48,8 @@ class TokenDocument(NamedTuple):
     loss_mask: UInt8[np.ndarray, " n"]
     """1 where token i is trained on as a target."""
     chosen: int = 0
-    """Of two completions, each after their prompt, the number of tokens of the chosen one, which stands first."""
+    """Of two completions, each after their prompt, the number of tokens of the chosen one, which
+    stands first."""
     label: int = -1
     """1 for a desirable completion, 0 for an undesirable one, -1 for what has no label."""
 
@@ -196,8 +197,8 @@ class Encoder:
         return _Rendered(TokenDocument(tokens, mask), notes)
 
     def _encode_preference(self, record: Preference) -> Encoded:
-        """Returns one document of both conversations, the chosen one first, each with its own prompt;
-        or two documents where completions are unpaired."""
+        """Returns one document of both conversations, the chosen one first, each with its own
+        prompt; or two documents where completions are unpaired."""
         conversations = (record.chosen, record.rejected)
         encoded = self._encode_completions(conversations, record.source)
         if encoded.drop_reason or self.unpaired:
@@ -264,7 +265,8 @@ class Encoder:
 
 
 def _with_completion_whole(document: TokenDocument, messages: Sequence[Message]) -> TokenDocument:
-    """Returns a document in whose loss is all that follows the prompt, also what a template writes after the last turn.
+    """Returns a document in whose loss is all that follows the prompt, also what a template writes
+    after the last turn.
 
     TRL counts it too. A completion of which a flag leaves turns out keeps its mask.
     """
@@ -290,9 +292,8 @@ def encode_all(
     # Forking a process in which JAX's threads run may deadlock.
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="longstripe-tokenizer-") as folder:
-        encoder.tokenizer.save(
-            folder
-        )  # since not all objects of the tokenizer libraries can be pickled
+        # Since not all objects of the tokenizer libraries can be pickled.
+        encoder.tokenizer.save(folder)
         tokenizer = encoder.tokenizer
         arguments = (
             replace(encoder, tokenizer=None),  # type: ignore[arg-type]  # sent as files

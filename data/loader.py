@@ -172,7 +172,8 @@ class Loader:
         return cast(Batch, row)
 
     def _documents(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
-        """Yields the pieces of a row that are documents of their own, which cannot attend to each other."""
+        """Yields the pieces of a row that are documents of their own, which cannot attend to each
+        other."""
         yield from pieces
 
     def _piece_arrays(

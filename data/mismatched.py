@@ -1,8 +1,8 @@
 """Completions after the prompts of other records, from which KTO estimates its KL term.
 
-TRL's KTOTrainer gives each prompt the completion of the record before it, in blocks of a batch. Here the
-record before it is that of the whole source, and the first record gets the last one's completion, so that
-the pairs are the same whatever the batches are.
+TRL's KTOTrainer gives each prompt the completion of the record before it, in blocks of a batch.
+Here the record before it is that of the whole source, and the first record gets the last one's
+completion, so that the pairs are the same whatever the batches are.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +23,9 @@ def with_mismatched(
     length: int,
     cut_prompts: bool,
 ) -> Iterator[tuple[Record, Encoded]]:
-    """Yields records with documents of a completion after its prompt, and then the prompt again with
-    the completion of the record before it in its split. The first records of the splits come last.
+    """Yields records with documents of a completion after its prompt, and then the prompt again
+    with the completion of the record before it in its split. The first records of the splits come
+    last.
 
     Args:
       encoded: records with a document for each labelled completion, or why they are dropped.
@@ -65,8 +66,8 @@ def _joined(
 def _with_completion(
     document: TokenDocument, other: TokenDocument, length: int, cut_prompts: bool
 ) -> tuple[TokenDocument, set[str]] | None:
-    """Returns a document and, after its prompt a second time, the completion of another one; and what
-    was cut. None where it does not fit."""
+    """Returns a document and, after its prompt a second time, the completion of another one; and
+    what was cut. None where it does not fit."""
     notes = set()
     prompt, start = int(document.loss_mask.argmax()), int(other.loss_mask.argmax())
     excess = len(document.tokens) + prompt + 1 - length

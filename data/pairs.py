@@ -1,4 +1,5 @@
-"""Rows of preference pairs: both completions of a pair in one row, each a document with its own copy of the prompt.
+"""Rows of preference pairs: both completions of a pair in one row, each a document with its own
+copy of the prompt.
 
 Of a labelled completion the second document is its prompt with the completion of another record.
 """
@@ -16,21 +17,25 @@ from data.prepared import Documents
 
 
 class PairBatch(Batch):
-    """A batch with what is known of each row's P places for pairs; completion c of pair p is document 2 p + c + 1."""
+    """A batch with what is known of each row's P places for pairs; completion c of pair p is
+    document 2 p + c + 1."""
 
     pairs: Float32[np.ndarray, "*B P"]
     """1 where there is a pair, otherwise 0."""
     references: NotRequired[Float32[np.ndarray, "*B P 2"]]
-    """Log-likelihood of the chosen and of the rejected completion under the model that training began with."""
+    """Log-likelihood of the chosen and of the rejected completion under the model that training
+    began with."""
     chosen_shares: NotRequired[Float32[np.ndarray, "*B P"]]
-    """Pairs over trained tokens of chosen completions, both of the whole batch: the weight with which a sum over a
-    completion's tokens becomes a mean over the batch's, where losses are divided by the number of pairs."""
+    """Pairs over trained tokens of chosen completions, both of the whole batch: the weight with
+    which a sum over a completion's tokens becomes a mean over the batch's, where losses are divided
+    by the number of pairs."""
 
     labels: NotRequired[Float32[np.ndarray, "*B P"]]
     """1 where a labelled completion is desirable, otherwise 0."""
     label_shares: NotRequired[Float32[np.ndarray, "*B P 2"]]
-    """The weights with which values of labelled completions become a mean over the whole batch's desirable ones, and over its
-    undesirable ones, where sums are divided by the number of pairs; not numbers where the batch has none."""
+    """The weights with which values of labelled completions become a mean over the whole batch's
+    desirable ones, and over its undesirable ones, where sums are divided by the number of pairs;
+    not numbers where the batch has none."""
 
 
 PAIR_ARRAYS = ("pairs", "references", "chosen_shares", "labels", "label_shares")
@@ -112,7 +117,8 @@ class PairLoader(Loader):
         rows: Sequence[int] | None = None,
         indices: Int[np.ndarray, " T"] | None = None,
     ) -> Iterator[PairBatch]:
-        """Yields the rows of an epoch, see `Loader.epoch_batches`, with `chosen_shares`, all of the whole epoch."""
+        """Yields the rows of an epoch, see `Loader.epoch_batches`, with `chosen_shares`, all of the
+        whole epoch."""
         numbers = self._plan(epoch).pieces[:, 0]
         for batch in super().epoch_batches(epoch, rows, indices):
             yield self._with_shares(cast(PairBatch, batch), numbers)

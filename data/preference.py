@@ -1,8 +1,9 @@
-"""Records of preferences: a prompt with a chosen and a rejected completion, or with one and its label.
+"""Records of preferences: a prompt with a chosen and a rejected completion, or with one and its
+label.
 
-The shapes are TRL's: an explicit `prompt` beside completions, or completions that are whole conversations
-and share their first turns; or `completion` and `label`. Texts become turns of user and assistant,
-dialogues of `Human:` and `Assistant:` several.
+The shapes are TRL's: an explicit `prompt` beside completions, or completions that are whole
+conversations and share their first turns; or `completion` and `label`. Texts become turns of user
+and assistant, dialogues of `Human:` and `Assistant:` several.
 """
 
 import hashlib
@@ -57,7 +58,8 @@ class PreferenceReader:
     _seen: set[bytes] = field(default_factory=set)
 
     def read(self, raw: object) -> tuple[Preference | Labelled, set[str], set[str]]:
-        """Returns a record, what was changed in it, and its fields that have a value and were not read.
+        """Returns a record, what was changed in it, and its fields that have a value and were not
+        read.
 
         Raises:
             Drop: it cannot be used.
@@ -170,7 +172,8 @@ def _completion_turns(value: object, name: str) -> tuple[list[Any], bool]:
 
 
 def _turns_of(value: object, role: str) -> list[Any] | None:
-    """Returns the turns of a text, of one turn, or of a list of turns in a shape that conversations have."""
+    """Returns the turns of a text, of one turn, or of a list of turns in a shape that conversations
+    have."""
     if isinstance(value, dict) and _role(value):
         return [value]
     if isinstance(value, str) and _DIALOGUE.match(value.strip()):
@@ -205,7 +208,8 @@ def _text(turn: Any) -> Any:
 
 
 def _with_completion_trained(conversations: Sequence[Cleaned], number: int) -> list[Message]:
-    """Returns the turns of one conversation of a pair, of which those after the common prompt are trained on.
+    """Returns the turns of one conversation of a pair, of which those after the common prompt are
+    trained on.
 
     Raises:
         Drop: the pair says nothing, or its prompts differ.

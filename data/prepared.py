@@ -47,11 +47,13 @@ class Documents:
     sources: Int32[np.ndarray, " N"]
     """Number of each document's source."""
     chosen: Int32[np.ndarray, " N"]
-    """Number of tokens of the chosen one of two completions, which stands first; 0 where there are not two."""
+    """Number of tokens of the chosen one of two completions, which stands first; 0 where there are
+    not two."""
     chosen_trained: Int32[np.ndarray, " N"]
     """Number of the chosen completion's tokens that are trained on."""
     labels: Int32[np.ndarray, " N"]
-    """1 where the first of two completions is desirable, 0 where it is not, -1 where there is no label."""
+    """1 where the first of two completions is desirable, 0 where it is not, -1 where there is no
+    label."""
     weights: Float64[np.ndarray, " N"]
     """Average number of times that each document is used in an epoch."""
     fingerprint: str
@@ -147,8 +149,9 @@ class Index:
         }
 
     def add(self, *values: int) -> int:
-        """Adds a document by its length, trained tokens, source, whether it is held out, and, where it is a pair of
-        completions, the length, trained tokens and label of the first; returns its number."""
+        """Adds a document by its length, trained tokens, source, whether it is held out, and, where
+        it is a pair of completions, the length, trained tokens and label of the first; returns its
+        number."""
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
         return len(self._columns["length"]) - 1

@@ -67,9 +67,9 @@ FORMATS = {
     ),
     "preference": Format(
         (*_JSON, *tables.SUFFIXES),
-        "records with `prompt`, `chosen` and `rejected`, or conversations `chosen` and `rejected` that begin alike, or "
-        "`prompt`, `completion` and `label`, or the "
-        "source's `fields`, such as {question: prompt, better: chosen, worse: rejected}, would work",
+        "records with `prompt`, `chosen` and `rejected`, or conversations `chosen` and `rejected` "
+        "that begin alike, or `prompt`, `completion` and `label`, or the source's `fields`, such "
+        "as {question: prompt, better: chosen, worse: rejected}, would work",
     ),
     "tokens": Format(
         (".npy", *_JSON, ".parquet", ".arrow"),

@@ -35,7 +35,8 @@ WOULD_WORK = (
 # data gives the same ids.
 TEMPLATE_DATE = datetime(2025, 1, 1)
 SHORT = 24
-"""Characters of a text whose ids are remembered, such as a heading's "user" and the line ends around it."""
+"""Characters of a text whose ids are remembered, such as a heading's "user" and the line ends
+around it."""
 _NONCHARACTERS = re.compile("[\ufdd0\ufdd1]")
 
 
@@ -302,9 +303,8 @@ class Tokenizer:
             files["tokenizer_config.json"] = self._sentencepiece_config()
         if chat_template is not None:
             config = json.loads(files.get("tokenizer_config.json", b"{}"))
-            if (
-                config.pop("chat_template", None) is not None
-            ):  # a folder must not contain two templates
+            # A folder must not contain two templates.
+            if config.pop("chat_template", None) is not None:
                 files["tokenizer_config.json"] = _dump_json(config)
             files["chat_template.jinja"] = chat_template.encode()
         elif self.chat_template is not None and "chat_template.jinja" in files:

@@ -1,4 +1,5 @@
-"""Files that somebody else may have made: read only if they are plain files, inside the folder that the user named."""
+"""Files that somebody else may have made: read only if they are plain files, inside the folder that
+the user named."""
 
 import json
 import os

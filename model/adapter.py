@@ -70,11 +70,13 @@ class AdapterConfig:
             )
         if "" in self.train:
             raise ValueError(
-                "adapter.train: found an empty name; needs the ends of modules' names, such as embed_tokens"
+                "adapter.train: found an empty name; needs the ends of modules' names, such as "
+                "embed_tokens"
             )
         if self.quantize not in get_args(Quantization):
             raise ValueError(
-                f"adapter.quantize: found {self.quantize!r}, needs one of {', '.join(get_args(Quantization))}"
+                f"adapter.quantize: found {self.quantize!r}, needs one of "
+                f"{', '.join(get_args(Quantization))}"
             )
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(
@@ -161,8 +163,8 @@ class AdapterConfig:
             if self.rank > min(sizes[name]):
                 inputs, outputs = sizes[name]
                 raise ValueError(
-                    f"adapter.rank: found {self.rank}, needs at most {min(inputs, outputs)}: {name} has {inputs} "
-                    f"inputs and {outputs} outputs"
+                    f"adapter.rank: found {self.rank}, needs at most {min(inputs, outputs)}: "
+                    f"{name} has {inputs} inputs and {outputs} outputs"
                 )
 
     def check_blocks(self, sizes: Mapping[str, int]) -> None:
@@ -171,8 +173,8 @@ class AdapterConfig:
         for name, size in sizes.items():
             if size % self.block:
                 raise ValueError(
-                    f"adapter.quantize: found {self.quantize!r}, whose blocks are of {self.block} inputs; {name} "
-                    f"is {size}, no multiple of them; int8 takes any size"
+                    f"adapter.quantize: found {self.quantize!r}, whose blocks are of {self.block} "
+                    f"inputs; {name} is {size}, no multiple of them; int8 takes any size"
                 )
 
     def check_targets(self, family: str, fused: Iterable[Sequence[str]]) -> None:
@@ -186,8 +188,9 @@ class AdapterConfig:
             missing = [name for name in names if name not in self.projections]
             if 0 < len(missing) < len(names):
                 raise ValueError(
-                    f"adapter.targets: {missing[0]} is missing; models of the family {family} store "
-                    f"{', '.join(names)} in one tensor, so that all of them have an adapter, or none"
+                    f"adapter.targets: {missing[0]} is missing; models of the family {family} "
+                    f"store {', '.join(names)} in one tensor, so that all of them have an adapter, "
+                    "or none"
                 )
 
     def check_train(self, names: list[str]) -> None:

@@ -111,8 +111,8 @@ class AgenticTransformer(Transformer):
         super().__post_init__()
         if self.parallel.split_tokens:
             raise ValueError(
-                "mesh.sequence_parallel: found true, needs false for trajectories, whose embedding and head are "
-                "too small to be split"
+                "mesh.sequence_parallel: found true, needs false for trajectories, whose embedding "
+                "and head are too small to be split"
             )
 
     @property

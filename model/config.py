@@ -1,4 +1,5 @@
-"""A model's sizes, rotary embedding and family, from and to Hugging Face's config.json, and presets."""
+"""A model's sizes, rotary embedding and family, from and to Hugging Face's config.json, and
+presets."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ADJUSTABLE = (*POSITIONS, *ROUTER_LOSSES)
 
 
 class LayerKind(NamedTuple):
-    """What layers of one kind have of their own: the rotary embedding, or None for none, and the sliding window."""
+    """What layers of one kind have of their own: the rotary embedding, or None for none, and the
+    sliding window."""
 
     rope: RopeConfig | None
     window: int | None
@@ -32,31 +34,39 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes of a LLaMA, or of a model that has its form. Field names are Hugging Face's, except `rope`,
-    which Hugging Face writes in two ways.
+    """The sizes of a LLaMA, or of a model that has its form. Field names are Hugging Face's, except
+    `rope`, which Hugging Face writes in two ways.
 
-    `num_key_value_heads` and `head_dim` may be left out (None): they become `num_attention_heads` and
-    `hidden_size // num_attention_heads`. `eos_token_id` is an int or, with several, a tuple.
-    Hashable, so it may be a static argument of jax.jit. Raises ValueError, one line, naming the field.
+    `num_key_value_heads` and `head_dim` may be left out (None): they become `num_attention_heads`
+    and `hidden_size // num_attention_heads`. `eos_token_id` is an int or, with several, a tuple.
+    Hashable, so it may be a static argument of jax.jit. Raises ValueError, one line, naming the
+    field.
 
     Attributes:
-      sliding_window: only keys fewer than this many tokens away are seen; None for all. With `layer_types` it is that of the
-        layers of type "sliding_attention"; those of type "full_attention" have none.
+      sliding_window: only keys fewer than this many tokens away are seen; None for all. With
+        `layer_types` it is that of the layers of type "sliding_attention"; those of type
+        "full_attention" have none.
       partial_rotary_factor: the share of a head's channels that RoPE rotates, the first ones.
       no_rope_layers: 1 for a layer with RoPE, 0 for one without; None for RoPE in all.
-      embedding_multiplier: multiplies the embeddings; residual_multiplier: multiplies each branch before it is added to the
-        residual stream; attention_multiplier: multiplies the scores, None for head_dim ** -0.5.
-      query_pre_attn_scalar: the scores are multiplied by its power -0.5; None for `attention_multiplier`.
+      embedding_multiplier: multiplies the embeddings; residual_multiplier: multiplies each branch
+        before it is added to the residual stream; attention_multiplier: multiplies the scores, None
+        for head_dim ** -0.5.
+      query_pre_attn_scalar: the scores are multiplied by its power -0.5; None for
+        `attention_multiplier`.
       logits_scaling: what logits are divided by.
-      attn_logit_softcapping, final_logit_softcapping: scores and logits x become cap * tanh(x / cap); None for no cap.
-      local_rope: the rotary embedding of layers of type "sliding_attention"; None for that of all others.
+      attn_logit_softcapping, final_logit_softcapping: scores and logits x become cap * tanh(x /
+      cap); None for no cap.
+      local_rope: the rotary embedding of layers of type "sliding_attention"; None for that of all
+        others.
       family: a name in `model.families.FAMILIES`.
-      output_bias: whether the output projection has a bias; None for `attention_bias`, which q, k and v follow.
-      qk_norm: the RMS norm of queries and keys before RoPE: "none", of each "head", or of "all" heads together.
+      output_bias: whether the output projection has a bias; None for `attention_bias`, which q, k
+        and v follow.
+      qk_norm: the RMS norm of queries and keys before RoPE: "none", of each "head", or of "all"
+        heads together.
       norms: whether norms come "before" attention and feed-forward, "after" them, or "both".
       norm_offset: what is added to the weights of norms.
-      activation: of the feed-forward's gate: "silu", or "gelu_tanh", the approximation of GELU by tanh; "clamped"
-        is gpt-oss's gate of experts.
+      activation: of the feed-forward's gate: "silu", or "gelu_tanh", the approximation of GELU by
+        tanh; "clamped" is gpt-oss's gate of experts.
       scaled_embeddings: embeddings are multiplied by the square root of hidden_size.
       attention_sinks: each head has a learnt score that joins the softmax's denominator.
       num_experts: feed-forwards of a layer, of which a router sends each token to
@@ -142,7 +152,8 @@ class TransformerConfig:
             object.__setattr__(self, name, value)
 
     def _check_heads(self) -> None:
-        """Raises ValueError unless the sizes are whole and the heads fit them; derives a head's size where none is given."""
+        """Raises ValueError unless the sizes are whole and the heads fit them; derives a head's
+        size where none is given."""
         for name in (
             "vocab_size",
             "hidden_size",
@@ -163,7 +174,8 @@ class TransformerConfig:
         require_int("head_dim", self.head_dim, at_least=2)
         if self.head_dim % 2:
             raise ValueError(
-                f"head_dim: {self.head_dim} is odd; rotary embedding turns halves, so it must be even"
+                f"head_dim: {self.head_dim} is odd; rotary embedding turns halves, so it must be "
+                "even"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             good = [
@@ -172,8 +184,9 @@ class TransformerConfig:
                 if self.num_attention_heads % n == 0
             ]
             raise ValueError(
-                f"num_key_value_heads: {self.num_key_value_heads} does not divide num_attention_heads "
-                f"{self.num_attention_heads}; these do: {', '.join(map(str, good))}"
+                f"num_key_value_heads: {self.num_key_value_heads} does not divide "
+                f"num_attention_heads {self.num_attention_heads}; these do: "
+                f"{', '.join(map(str, good))}"
             )
 
     def _check_numbers(self) -> None:
@@ -225,24 +238,27 @@ class TransformerConfig:
             ("pad_token_id", (self.pad_token_id,)),
         ):
             for value in values:
-                # -1 is what some published configs say for "none"; it indexes nothing here, so it does no harm.
+                # -1 is what some published configs say for "none"; it indexes nothing here, so it
+                # does no harm.
                 if value is not None and not (is_int(value) and value >= -1):
                     raise ValueError(f"{name}: {value!r} is not a token id")
 
     def _check_rope(self) -> None:
-        """Raises ValueError unless both rotary embeddings fit a head; gives the dynamic rule the length it grows from."""
+        """Raises ValueError unless both rotary embeddings fit a head; gives the dynamic rule the
+        length it grows from."""
         require_number("partial_rotary_factor", self.partial_rotary_factor, above=0)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
             raise ValueError(
-                f"partial_rotary_factor: {self.partial_rotary_factor} of head_dim {self.head_dim} makes "
-                f"{self.rotary_dim} channels; needs an even number of at most head_dim"
+                f"partial_rotary_factor: {self.partial_rotary_factor} of head_dim {self.head_dim} "
+                f"makes {self.rotary_dim} channels; needs an even number of at most head_dim"
             )
         object.__setattr__(self, "rope", self._fitted_rope("rope", "rope_scaling"))
         if self.local_rope is not None:
             object.__setattr__(self, "local_rope", self._fitted_rope("local_rope", "local_rope"))
 
     def _fitted_rope(self, name: str, numbers_of: str) -> RopeConfig:
-        """Returns the field `name` with the model's length under the rule dynamic. Raises ValueError unless it fits a head.
+        """Returns the field `name` with the model's length under the rule dynamic. Raises
+        ValueError unless it fits a head.
 
         numbers_of: how messages call the object that holds its numbers.
         """
@@ -253,14 +269,15 @@ class TransformerConfig:
             numbers = getattr(rope, numbers_name)
             if numbers is not None and len(numbers) != self.rotary_dim // 2:
                 raise ValueError(
-                    f"{numbers_of}.{numbers_name}: found {len(numbers)} numbers; {self.rotary_dim} rotated "
-                    f"channels need {self.rotary_dim // 2}"
+                    f"{numbers_of}.{numbers_name}: found {len(numbers)} numbers; {self.rotary_dim} "
+                    f"rotated channels need {self.rotary_dim // 2}"
                 )
         if rope.rule != "dynamic":
             return rope
         if self.head_dim < 4:
             raise ValueError(
-                f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work"
+                f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would "
+                "work"
             )
         return dataclasses.replace(
             rope, original_max_position_embeddings=self.max_position_embeddings
@@ -293,8 +310,8 @@ class TransformerConfig:
                 continue
             if len(of_layers) != self.num_hidden_layers:
                 raise ValueError(
-                    f"{name}: found {len(of_layers)} entries; num_hidden_layers {self.num_hidden_layers} "
-                    f"needs {self.num_hidden_layers}"
+                    f"{name}: found {len(of_layers)} entries; num_hidden_layers "
+                    f"{self.num_hidden_layers} needs {self.num_hidden_layers}"
                 )
             for value in of_layers:
                 if value not in values:
@@ -303,12 +320,13 @@ class TransformerConfig:
                     )
         if self.sliding_window is None and LAYER_TYPES[0] in (self.layer_types or ()):
             raise ValueError(
-                f"sliding_window: found null beside {LAYER_TYPES[0]!r} in layer_types; needs a number of tokens"
+                f"sliding_window: found null beside {LAYER_TYPES[0]!r} in layer_types; needs a "
+                "number of tokens"
             )
 
     def _check_family(self) -> None:
-        """Raises ValueError for values that a config.json of this family cannot express, since an export would then describe a
-        different model."""
+        """Raises ValueError for values that a config.json of this family cannot express, since an
+        export would then describe a different model."""
         if self.family not in FAMILIES:
             raise ValueError(f"family: found {self.family!r}; known: {', '.join(FAMILIES)}")
         family = FAMILIES[self.family]
@@ -318,7 +336,8 @@ class TransformerConfig:
         for name, value in {**plain, **family.computes}.items():
             if getattr(self, name) != value:
                 raise ValueError(
-                    f"{name}: found {getattr(self, name)!r}; models of the family {self.family} have {value!r}"
+                    f"{name}: found {getattr(self, name)!r}; models of the family {self.family} "
+                    f"have {value!r}"
                 )
         for name in (f.name for f in dataclasses.fields(self) if f.name in NEUTRAL):
             if (
@@ -326,8 +345,8 @@ class TransformerConfig:
                 and getattr(self, name) not in NEUTRAL[name]
             ):
                 raise ValueError(
-                    f"{name}: found {getattr(self, name)!r}; models of the family {self.family} have "
-                    f"{NEUTRAL[name][0]!r}"
+                    f"{name}: found {getattr(self, name)!r}; models of the family {self.family} "
+                    f"have {NEUTRAL[name][0]!r}"
                 )
 
     def adapter_of(self, projection: str) -> AdapterConfig | None:
@@ -371,8 +390,8 @@ class TransformerConfig:
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of the layers, as far as they repeat: layer i is of kind i modulo their number. A window that all layers
-        have alike is the mask's (`common_window`), not theirs."""
+        """The kinds of the layers, as far as they repeat: layer i is of kind i modulo their number.
+        A window that all layers have alike is the mask's (`common_window`), not theirs."""
         local = LayerKind(self.local_rope or self.rope, self.sliding_window)
         kinds = [
             local
@@ -391,7 +410,8 @@ class TransformerConfig:
 
     @property
     def common_window(self) -> int | None:
-        """The sliding window of all layers alike; None where there is none, or layers of several kinds have their own."""
+        """The sliding window of all layers alike; None where there is none, or layers of several
+        kinds have their own."""
         return None if self.layer_types else self.sliding_window
 
     @property
@@ -419,7 +439,8 @@ class TransformerConfig:
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> TransformerConfig:
-        """Reads `folder`/config.json. Raises ValueError if it is missing, not JSON, or of no model that is supported."""
+        """Reads `folder`/config.json. Raises ValueError if it is missing, not JSON, or of no model
+        that is supported."""
         path = Path(folder) / "config.json"
         try:
             text = path.read_text(encoding="utf-8")
@@ -438,10 +459,12 @@ class TransformerConfig:
 
     @classmethod
     def from_hf_dict(cls, config: dict[str, Any]) -> TransformerConfig:
-        """Reads a Hugging Face config; absent fields have the defaults of transformers' config class of the same family.
+        """Reads a Hugging Face config; absent fields have the defaults of transformers' config
+        class of the same family.
 
-        Takes both spellings of the rotary embedding: `rope_theta` with `rope_scaling`, and `rope_parameters`
-        (transformers 5). Raises ValueError for whatever would make this another model than the supported one.
+        Takes both spellings of the rotary embedding: `rope_theta` with `rope_scaling`, and
+        `rope_parameters` (transformers 5). Raises ValueError for whatever would make this another
+        model than the supported one.
         """
         if not isinstance(config, dict):
             raise ValueError(
@@ -456,10 +479,8 @@ class TransformerConfig:
             "adapter",
         }
         values = {name: config[name] for name in names if name in config}
-        for name in (
-            "bos_token_id",
-            "eos_token_id",
-        ):  # "not given" means transformers' default, null means none
+        # "not given" means transformers' default, null means none.
+        for name in ("bos_token_id", "eos_token_id"):
             values.setdefault(name, {"bos_token_id": 1, "eos_token_id": 2}[name])
         for name in values:
             if values[name] is None and name not in (
@@ -492,9 +513,11 @@ class TransformerConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """A Hugging Face config as a JSON-ready dict. Without a dtype, which the code that writes the weights adds.
+        """A Hugging Face config as a JSON-ready dict. Without a dtype, which the code that writes
+        the weights adds.
 
-        The rotary embedding is written in both spellings, so that transformers 4 and 5 (and others) read the same.
+        The rotary embedding is written in both spellings, so that transformers 4 and 5 (and others)
+        read the same.
         """
         values = {
             f.name: getattr(self, f.name)
@@ -520,21 +543,24 @@ class TransformerConfig:
         )
 
     def with_positions(self, **changes: Any) -> TransformerConfig:
-        """This model with other POSITIONS, written as Hugging Face writes them: `rope_scaling` is a dict or None.
+        """This model with other POSITIONS, written as Hugging Face writes them: `rope_scaling` is a
+        dict or None.
 
-        They are those of `rope`; `local_rope` stays as it is. Where `rope_scaling` does not name the original length, it is
-        this model's own. Errors as from_hf_dict's.
+        They are those of `rope`; `local_rope` stays as it is. Where `rope_scaling` does not name
+        the original length, it is this model's own. Errors as from_hf_dict's.
         """
         if isinstance(scaling := changes.get("rope_scaling"), dict):
             own = self.rope.original_max_position_embeddings or self.max_position_embeddings
             changes["rope_scaling"] = {"original_max_position_embeddings": own, **scaling}
         moved = self.from_hf_dict({**self.to_hf(), "rope_parameters": None, **changes})
-        # The adapter is in no config.json; the local embedding went with rope_parameters, which hold both.
+        # The adapter is in no config.json; the local embedding went with rope_parameters, which
+        # hold both.
         return dataclasses.replace(moved, adapter=self.adapter, local_rope=self.local_rope)
 
     @property
     def trained_length(self) -> int | None:
-        """The tokens that positions are made for: the length that it was trained at, or as far as its scaling stretches that.
+        """The tokens that positions are made for: the length that it was trained at, or as far as
+        its scaling stretches that.
 
         None for the rule `dynamic`, which stretches as far as a row is long.
         """
@@ -548,10 +574,12 @@ class TransformerConfig:
         )
 
     def extended(self, length: int) -> dict[str, Any]:
-        """Returns the POSITIONS that stretch this model to `length` tokens, as a recipe's model.overrides take them.
+        """Returns the POSITIONS that stretch this model to `length` tokens, as a recipe's
+        model.overrides take them.
 
-        Positions that are not scaled are stretched by YaRN, by a whole factor; where they are scaled, the factor of their rule
-        grows. Empty where the length is reached, and for `longrope`, whose factors are fitted to one length.
+        Positions that are not scaled are stretched by YaRN, by a whole factor; where they are
+        scaled, the factor of their rule grows. Empty where the length is reached, and for
+        `longrope`, whose factors are fitted to one length.
         """
         trained = self.trained_length
         if trained is None or length <= trained or self.rope.rule == "longrope":
@@ -569,9 +597,11 @@ class TransformerConfig:
         return {"max_position_embeddings": length, "rope_scaling": scaling}
 
     def with_length(self, length: int) -> TransformerConfig:
-        """Returns the model with `max_position_embeddings` raised to at least `length`; RoPE angles do not change.
+        """Returns the model with `max_position_embeddings` raised to at least `length`; RoPE angles
+        do not change.
 
-        Under the rule `dynamic` it stays as it is: there max_position_embeddings is the length that the base grows from.
+        Under the rule `dynamic` it stays as it is: there max_position_embeddings is the length that
+        the base grows from.
         """
         if self.rope.rule == "dynamic" or length <= self.max_position_embeddings:
             return self
@@ -581,8 +611,8 @@ class TransformerConfig:
     def preset(cls, name: str, **changes: Any) -> TransformerConfig:
         """The preset called `name`, with `changes` in place of its own fields.
 
-        `num_key_value_heads` and `head_dim` are derived if neither gives them. Raises ValueError that lists the names for an
-        unknown one.
+        `num_key_value_heads` and `head_dim` are derived if neither gives them. Raises ValueError
+        that lists the names for an unknown one.
         """
         family, fields = find_preset(name)
         ropes = {

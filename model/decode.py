@@ -1,7 +1,9 @@
-"""Decoding: prompts are prefilled in chunks through the model's attention schedule, then tokens are generated one a step.
+"""Decoding: prompts are prefilled in chunks through the model's attention schedule, then tokens are
+generated one a step.
 
-Prompt and generated tokens are kept in one cache, which is split over the sequence axis (`model.cache`). What two successive
-prompts of a row have in common at their beginning stays in the cache, so that many questions to one context cost one prefill.
+Prompt and generated tokens are kept in one cache, which is split over the sequence axis
+(`model.cache`). What two successive prompts of a row have in common at their beginning stays in the
+cache, so that many questions to one context cost one prefill.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class Sampling:
 
     Attributes:
       temperature: divides the logits; 0 takes the most likely token.
-      top_p: tokens are drawn from the most likely ones whose probabilities first reach this sum (nucleus sampling, Holtzman et
-        al. 2020).
+      top_p: tokens are drawn from the most likely ones whose probabilities first reach this sum
+        (nucleus sampling, Holtzman et al. 2020).
       seed: equal seeds, prompts and draws (see `Generator`) give equal tokens, on any mesh.
 
     Raises:
@@ -83,7 +85,8 @@ class Scores(NamedTuple):
     """How likely the tokens of a text are.
 
     Attributes:
-      log_likelihoods: of each token given those before it, in nats; is_greedy: whether it is the most likely one.
+      log_likelihoods: of each token given those before it, in nats; is_greedy: whether it is the
+        most likely one.
     """
 
     log_likelihoods: list[float]
@@ -91,13 +94,15 @@ class Scores(NamedTuple):
 
 
 class Generator:
-    """Continues prompts; compiled for `rows` at a time, which with their continuations have at most `capacity` tokens.
+    """Continues prompts; compiled for `rows` at a time, which with their continuations have at most
+    `capacity` tokens.
 
     Attributes:
       model: computes on its mesh; `rows` is a multiple of data x fsdp.
       new_tokens: most tokens of a continuation; stop_ids: ids that end it.
       chunk: tokens that a prefill step computes at once, over all devices of the sequence axis.
-      prefilled: tokens that were computed as parts of prompts so far, those that the cache had already not among them.
+      prefilled: tokens that were computed as parts of prompts so far, those that the cache had
+        already not among them.
       answered: prompts that were continued so far.
 
     Raises:
@@ -117,8 +122,8 @@ class Generator:
     ) -> None:
         if capacity <= new_tokens:
             raise ValueError(
-                f"capacity: found {capacity}; more than new_tokens = {new_tokens} would work, since a prompt has "
-                "at least 1 token"
+                f"capacity: found {capacity}; more than new_tokens = {new_tokens} would work, "
+                "since a prompt has at least 1 token"
             )
         self.model, self.rows, self.capacity, self.new_tokens = model, rows, capacity, new_tokens
         self.stop_ids, self.sampling = tuple(stop_ids), sampling
@@ -128,25 +133,28 @@ class Generator:
         self.forget()
 
     def forget(self) -> None:
-        """Frees the cache; to be called before parameters are passed that differ from those of the last call."""
+        """Frees the cache; to be called before parameters are passed that differ from those of the
+        last call."""
         self._cache: Cache | None = None
-        self._tokens: list[list[int]] = [
-            [] for _ in range(self.rows)
-        ]  # whose keys and values are in the cache
+        # Whose keys and values are in the cache.
+        self._tokens: list[list[int]] = [[] for _ in range(self.rows)]
 
     def __call__(
         self, params: Shards, prompts: list[list[int]], draws: Sequence[int] | None = None
     ) -> list[list[int]]:
-        """Returns the continuations of prompts (token ids, at most `rows` of them), without the stop id.
+        """Returns the continuations of prompts (token ids, at most `rows` of them), without the
+        stop id.
 
         Of a prompt only the part is computed in which it differs from the last one of its row.
 
         Args:
-          draws: a number from 0 to 2^31 - 1 for each prompt: prompts of different numbers are sampled independently, and one
-            of the same number as before, with the same tokens. They are counted from 0 on, over all calls, unless given.
+          draws: a number from 0 to 2^31 - 1 for each prompt: prompts of different numbers are
+            sampled independently, and one of the same number as before, with the same tokens. They
+            are counted from 0 on, over all calls, unless given.
 
         Raises:
-          ValueError: too many prompts, one that is empty, or one that is too long; or not as many draws.
+          ValueError: too many prompts, one that is empty, or one that is too long; or not as many
+            draws.
         """
         self.check(prompts)
         count = len(prompts)
@@ -168,7 +176,8 @@ class Generator:
         ]
 
     def stream(self, params: Shards, prompt: list[int]) -> Iterator[int]:
-        """Yields the tokens that a call with this prompt alone would return, each as soon as it is computed.
+        """Yields the tokens that a call with this prompt alone would return, each as soon as it is
+        computed.
 
         Raises:
           ValueError: the prompt is empty or too long.
@@ -186,9 +195,11 @@ class Generator:
         self._cache, self._tokens = cache, prompts
 
     def score(self, params: Shards, texts: list[list[int]], starts: list[int]) -> list[Scores]:
-        """Returns how likely the tokens of each text (at most `rows` of them) are from its start on, given all before them.
+        """Returns how likely the tokens of each text (at most `rows` of them) are from its start
+        on, given all before them.
 
-        Of the tokens before only the part is computed in which a text differs from the last one of its row.
+        Of the tokens before only the part is computed in which a text differs from the last one of
+        its row.
 
         Args:
           starts: at least 1 and less than the text's length.
@@ -200,7 +211,8 @@ class Generator:
         for text, start in zip(texts, starts, strict=True):
             if not 1 <= start < len(text):
                 raise ValueError(
-                    f"start: found {start} in a text of {len(text)} tokens; needs 1 to {len(text) - 1}"
+                    f"start: found {start} in a text of {len(text)} tokens; needs 1 to "
+                    f"{len(text) - 1}"
                 )
         empty: list[list[int]] = [[] for _ in range(self.rows - len(texts))]
         texts, before = [*texts, *empty], np.array([*starts, *(1 for _ in empty)]) - 1
@@ -230,7 +242,8 @@ class Generator:
 
     @functools.cached_property
     def _score(self) -> Callable:
-        """From a batch in natural order to the cache, each target's log-likelihood, and whether it is the likeliest token."""
+        """From a batch in natural order to the cache, each target's log-likelihood, and whether it
+        is the likeliest token."""
 
         def local(params, cache, batch):
             cache, x = self.cached.local_run(params, cache, batch)
@@ -267,7 +280,8 @@ class Generator:
         return score
 
     def check(self, prompts: list[list[int]]) -> None:
-        """Raises ValueError if the prompts cannot be continued: too many, an empty one, or one that is too long."""
+        """Raises ValueError if the prompts cannot be continued: too many, an empty one, or one that
+        is too long."""
         if len(prompts) > self.rows:
             raise ValueError(f"prompts: found {len(prompts)}, compiled for {self.rows} rows")
         longest = self.capacity - self.new_tokens
@@ -282,12 +296,14 @@ class Generator:
     # Prefill
 
     def _prefill(self, params: Shards, prompts: list[list[int]]) -> Cache:
-        """Returns a cache with all but the last token of each prompt, which the first step of decoding computes."""
+        """Returns a cache with all but the last token of each prompt, which the first step of
+        decoding computes."""
         cache = self.cached.empty() if self._cache is None else self._cache
         done = np.array([_common(*pair) for pair in zip(self._tokens, prompts, strict=True)])
         ends = np.maximum([len(prompt) - 1 for prompt in prompts], 0)
         done = np.minimum(done, ends)
-        self.forget()  # the cache's memory is reused, so that nothing is known to be cached until the call has succeeded
+        # The cache's memory is reused: nothing is known to be cached until the call has succeeded.
+        self.forget()
         cache = self.cached.truncate(cache, done.astype(np.int32))
         while (done < ends).any():
             batch, done = self._next_chunk(prompts, done, ends)
@@ -298,7 +314,8 @@ class Generator:
     def _next_chunk(
         self, prompts: list[list[int]], done: np.ndarray, ends: np.ndarray
     ) -> tuple[dict, np.ndarray]:
-        """Returns the next tokens of each prompt as `CachedModel.prefill` takes them, and how far the prompts then are."""
+        """Returns the next tokens of each prompt as `CachedModel.prefill` takes them, and how far
+        the prompts then are."""
         first = done // self.cached.ranks * self.cached.ranks
         size, missing = self.chunk, int(np.max(np.where(done < ends, ends - first, 0)))
         while size % (2 * self.cached.ranks) == 0 and size // 2 >= max(
@@ -322,20 +339,21 @@ class Generator:
     def _decoding_inputs(
         self, prompts: list[list[int]], draws: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns each row's last token [rows, 1], its length [rows], 0 for a row without a prompt, and its draw [rows]."""
+        """Returns each row's last token [rows, 1], its length [rows], 0 for a row without a prompt,
+        and its draw [rows]."""
         last = np.array([prompt[-1:] or [0] for prompt in prompts], np.int32)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         return last, lengths, np.array([*draws, *[0] * (self.rows - len(draws))], np.int32)
 
     @functools.cached_property
     def _step(self) -> Callable:
-        """From the last token of each row to the cache and the next tokens [rows, 1], with which it is called again."""
+        """From the last token of each row to the cache and the next tokens [rows, 1], with which it
+        is called again."""
 
         def local(params, cache, token, lengths, draws, step):
             cache, token = self._local_step(params, cache, token, lengths, draws, step, lengths > 0)
-            return cache, lax.all_gather(
-                token, BATCH_AXES, tiled=True
-            )  # so that each of several processes has all rows
+            # So that each of several processes has all rows.
+            return cache, lax.all_gather(token, BATCH_AXES, tiled=True)
 
         step = jax.shard_map(
             local,
@@ -356,7 +374,8 @@ class Generator:
         step: Int[Array, ""],
         is_active: Bool[Array, " B"],
     ) -> tuple[Cache, Int[Array, "B 1"]]:
-        """Runs inside `shard_map`: returns the cache with `token`, and the token after it; `step` were generated before."""
+        """Runs inside `shard_map`: returns the cache with `token`, and the token after it; `step`
+        were generated before."""
         batch = {
             "tokens": token,
             "index": jnp.maximum(lengths - 1, 0)[:, None] + step,
@@ -413,15 +432,15 @@ class Generator:
         _, cache, _, generated, _ = lax.while_loop(
             unfinished, generate_one, (jnp.int32(0), cache, last, nothing, lengths > 0)
         )
-        return cache, lax.all_gather(
-            generated, BATCH_AXES, tiled=True
-        )  # so that each of several processes has all rows
+        # So that each of several processes has all rows.
+        return cache, lax.all_gather(generated, BATCH_AXES, tiled=True)
 
     # Memory
 
     def longest_prompt(self, limit: int) -> int:
-        """Returns how many tokens a prompt may have for parameters, cache and the prefill of a chunk to fit in `limit` bytes of
-        each device. Extrapolates linearly from the compiled memory of two prefills, one with half the cache."""
+        """Returns how many tokens a prompt may have for parameters, cache and the prefill of a
+        chunk to fit in `limit` bytes of each device. Extrapolates linearly from the compiled memory
+        of two prefills, one with half the cache."""
         half = self.capacity // 2
         small, large = (
             self.prefill_bytes(dataclasses.replace(self.cached, capacity=size))
@@ -431,7 +450,8 @@ class Generator:
         return max(int(self.capacity + (limit - large) / per_token) - self.new_tokens, 0)
 
     def prefill_bytes(self, cached: CachedModel) -> int:
-        """Returns the bytes that a prefill takes on each device: parameters, cache and what the compiler adds."""
+        """Returns the bytes that a prefill takes on each device: parameters, cache and what the
+        compiler adds."""
         params = {
             name: jax.ShapeDtypeStruct(
                 parameter.shape, parameter.dtype, sharding=self.model.shardings[name]

@@ -1,6 +1,8 @@
-"""Before and after the layers: the embedding, the final norm and the head, with the vocabulary split over `tensor`.
+"""Before and after the layers: the embedding, the final norm and the head, with the vocabulary
+split over `tensor`.
 
-All functions run inside `shard_map`, on whole weights (of this tensor rank) that are float32 by type.
+All functions run inside `shard_map`, on whole weights (of this tensor rank) that are float32 by
+type.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ class EmbedAndHead:
         )
 
     def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-        """Returns the tokens' rows of the table. The float32 table is indexed and the rows are cast, so that its gradient is
-        float32."""
+        """Returns the tokens' rows of the table. The float32 table is indexed and the rows are
+        cast, so that its gradient is float32."""
 
         def embed(weights, arrays, labels):
             table, ids = weights["embed_tokens.weight"], labels["tokens"]
@@ -71,7 +73,8 @@ class EmbedAndHead:
             return chunked(embed, weights, {}, {"tokens": tokens}, dtype=self.dtype)
 
     def logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-        """Returns float32 logits of the whole vocabulary on every tensor rank. For evaluation: not in chunks."""
+        """Returns float32 logits of the whole vocabulary on every tensor rank. For evaluation: not
+        in chunks."""
 
         def head(weights, arrays, labels):
             logits = self._local_logits(weights, arrays["x"])
@@ -114,10 +117,11 @@ class EmbedAndHead:
         targets: Int[Array, "B T"],
         loss_weights: Float[Array, "B T"],
     ) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
-        """Returns the weighted sum of -log p(target) over this device's tokens, and each token's, without gradient.
+        """Returns the weighted sum of -log p(target) over this device's tokens, and each token's,
+        without gradient.
 
-        Logits exist for one chunk at a time, and no chunk's are computed twice (the loss in blocks of Blockwise Parallel
-        Transformer and Ring Attention, Algorithm 1).
+        Logits exist for one chunk at a time, and no chunk's are computed twice (the loss in blocks
+        of Blockwise Parallel Transformer and Ring Attention, Algorithm 1).
         """
 
         def losses(weights, arrays, labels):
@@ -137,9 +141,11 @@ class EmbedAndHead:
             )
 
     def _local_logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-        """Final norm, and float32 logits of this tensor rank's vocabulary; minus infinity where it is padded."""
+        """Final norm, and float32 logits of this tensor rank's vocabulary; minus infinity where it
+        is padded."""
         norm = scaled_norm(x, array(weights["norm.weight"]), self.config)
-        # Rounded to bfloat16, a logit above 8 would be off by up to 0.03, and so would its token's loss.
+        # Rounded to bfloat16, a logit above 8 would be off by up to 0.03, and so would its token's
+        # loss.
         if self.config.tie_word_embeddings:
             logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"], jnp.float32)
         else:

@@ -1,4 +1,5 @@
-"""A mixture of experts: a router sends each token to a few of many feed-forwards, and none is dropped.
+"""A mixture of experts: a router sends each token to a few of many feed-forwards, and none is
+dropped.
 
 Tokens are sorted by expert and multiplied in groups (`grouped`). The router's sums over a device's
 tokens go out through the layer's auxiliary output; `router_losses` makes losses of them.
@@ -24,7 +25,8 @@ from .sharding import TensorParallel
 
 
 class Routes(NamedTuple):
-    """Where tokens go: the numbers of their experts, and what each expert's output is multiplied by."""
+    """Where tokens go: the numbers of their experts, and what each expert's output is multiplied
+    by."""
 
     experts: Int[Array, "T k"]
     weights: Float[Array, "T k"]

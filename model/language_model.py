@@ -85,7 +85,8 @@ class LanguageModel(Transformer):
     def document_sums(
         self, params: Shards, batch: Batch, documents: int
     ) -> tuple[Float[Array, "B D"], Float[Array, "B D"]]:
-        """Returns, for each document of each row, the weighted log-likelihood of its targets and the sum of their weights.
+        """Returns, for each document of each row, the weighted log-likelihood of its targets and
+        the sum of their weights.
 
         Float32; gradients pass through the first.
 

@@ -1,4 +1,5 @@
-"""Cross-entropy: of each token, with the vocabulary split over the tensor axis, and its sums over a batch."""
+"""Cross-entropy: of each token, with the vocabulary split over the tensor axis, and its sums over a
+batch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from .sharding import TensorParallel
 
 
 class SourceSums(NamedTuple):
-    """The sums of `LossSums` for each of S data sources: float32, without gradient. S is 0 where sources are not told apart."""
+    """The sums of `LossSums` for each of S data sources: float32, without gradient. S is 0 where
+    sources are not told apart."""
 
     total: Float[Array, " S"]
     weight: Float[Array, " S"]
@@ -37,7 +39,8 @@ class LocalLosses(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over all tokens of a global batch, or of several batches; total / weight is the mean loss in nats.
+    """Sums over all tokens of a global batch, or of several batches; total / weight is the mean
+    loss in nats.
 
     Attributes:
       total: the sum of weighted losses, float32; weight: the sum of their weights.
@@ -61,7 +64,8 @@ class LossSums(NamedTuple):
 def token_losses(
     logits: Float[Array, "B c V"], targets: Int[Array, "B c"], parallel: TensorParallel
 ) -> Float[Array, "B c"]:
-    """Returns -log p(target) of each token in nats, float32, the same on all tensor ranks. Runs inside `shard_map`.
+    """Returns -log p(target) of each token in nats, float32, the same on all tensor ranks. Runs
+    inside `shard_map`.
 
     Args:
       logits: of this tensor rank's part of the vocabulary; V is its size.
@@ -70,7 +74,8 @@ def token_losses(
     logits = logits.astype(jnp.float32)
     maximum = lax.stop_gradient(logits.max(-1))
     if parallel.tensor > 1:
-        # pmax has no derivative, and needs none, since the maximum cancels: the gradient stops before it and after it.
+        # pmax has no derivative, and needs none, since the maximum cancels: the gradient stops
+        # before it and after it.
         maximum = lax.stop_gradient(_maximum_over_tensor(maximum))
         targets = targets - parallel.rank() * logits.shape[-1]
     total = parallel.sum(jnp.exp(logits - maximum[..., None]).sum(-1), "vocab")
@@ -88,7 +93,8 @@ def global_sums(
     source_ids: Int[Array, "B T"] | None,
     sources: int,
 ) -> LossSums:
-    """Returns the sums over all devices that hold tokens, from a device's own tokens. Runs inside `shard_map`.
+    """Returns the sums over all devices that hold tokens, from a device's own tokens. Runs inside
+    `shard_map`.
 
     Args:
       source_ids: the number of each token's source; not read where `sources`, their number, is 0.

@@ -39,8 +39,8 @@ class Tokens(NamedTuple):
     """What projections read beside hidden states.
 
     Attributes:
-      labels: of the tokens, within the layer. rope: the layer's rotary embedding, or None; length: of the whole row, see
-        `model.rope`.
+      labels: of the tokens, within the layer. rope: the layer's rotary embedding, or None; length:
+        of the whole row, see `model.rope`.
     """
 
     labels: TokenInfo
@@ -148,7 +148,8 @@ class SelfAttention(nnx.Module):
         parallel: TensorParallel,
         dropout: DropoutKeys = None,
     ) -> Float[Array, "B T E"]:
-        """Returns the output projection, summed over the tensor ranks; `dropout` as of `Projection`."""
+        """Returns the output projection, summed over the tensor ranks; `dropout` as of
+        `Projection`."""
         return self.o_proj.add_bias(
             parallel.combine(self.o_proj(attended, parallel, dropout), "heads")
         )
@@ -160,8 +161,9 @@ def feed_forward(config: TransformerConfig, rngs: nnx.Rngs) -> FeedForward | Mix
 
 
 class DecoderLayer(nnx.Module):
-    """The modules of one layer, and what it computes of each token by itself: a norm before attention and one before the
-    feed-forward (LLaMA). `model.layer` runs it. A family with another layer has a subclass in LAYER_MODULES.
+    """The modules of one layer, and what it computes of each token by itself: a norm before
+    attention and one before the feed-forward (LLaMA). `model.layer` runs it. A family with another
+    layer has a subclass in LAYER_MODULES.
 
     Attribute `mixer` is the module through which tokens see each other.
     """

@@ -193,7 +193,8 @@ class ModelParameters(abc.ABC):
     def init_magnitudes(
         self, params: dict[str, Shaped[Array, ...]]
     ) -> dict[str, Float[Array, ...]]:
-        """Returns DoRA's initial magnitudes, the norms of the columns of W + s A B; {} without DoRA.
+        """Returns DoRA's initial magnitudes, the norms of the columns of W + s A B; {} without
+        DoRA.
 
         Args:
           params: all other parameters, on their devices.

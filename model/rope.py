@@ -90,7 +90,8 @@ def _dynamic_theta(rope: RopeConfig, head_dim: int, length: int | None) -> np.fl
     original = rope.original_max_position_embeddings
     if original is None:
         raise ValueError(
-            "rope: the rule 'dynamic' needs original_max_position_embeddings, the model's own length"
+            "rope: the rule 'dynamic' needs original_max_position_embeddings, the model's own "
+            "length"
         )
     if length is None or length <= original:
         return np.float32(rope.theta)

@@ -74,7 +74,8 @@ class RopeConfig:
             object.__setattr__(self, name, value)
             if name in required and value is None:
                 raise ValueError(
-                    f"rope_scaling: {name} is missing; rope_type {self.rule!r} needs {', '.join(required)}"
+                    f"rope_scaling: {name} is missing; rope_type {self.rule!r} needs "
+                    f"{', '.join(required)}"
                 )
             if name == "truncate":
                 if not (value is None or isinstance(value, bool)):
@@ -89,8 +90,8 @@ class RopeConfig:
         for high, low in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
             if getattr(self, high) is not None and getattr(self, high) <= getattr(self, low):
                 raise ValueError(
-                    f"rope_scaling.{high}: {getattr(self, high)} must be greater than {low}, which is "
-                    f"{getattr(self, low)}"
+                    f"rope_scaling.{high}: {getattr(self, high)} must be greater than {low}, which "
+                    f"is {getattr(self, low)}"
                 )
 
     @property
@@ -112,7 +113,8 @@ class RopeConfig:
                 raise ValueError(f"{key}: found {value!r}; needs an object or null")
             if any(isinstance(inner, dict) for inner in value.values()):
                 raise ValueError(
-                    f"{key}: a different embedding per layer type is not supported; needs one for all layers"
+                    f"{key}: a different embedding per layer type is not supported; needs one for "
+                    "all layers"
                 )
             spellings[key] = _from_parameters(key, value, config, max_position_embeddings)
         if len(set(spellings.values())) > 1:
@@ -120,8 +122,9 @@ class RopeConfig:
             # too: one is wrong, and a model fine-tuned under the wrong one is spoilt without a
             # sound.
             raise ValueError(
-                f"rope_parameters and rope_scaling contradict each other: {spellings['rope_parameters']} "
-                f"and {spellings['rope_scaling']}; remove the wrong one"
+                "rope_parameters and rope_scaling contradict each other: "
+                f"{spellings['rope_parameters']} and {spellings['rope_scaling']}; remove the wrong "
+                "one"
             )
         if spellings:
             return next(iter(spellings.values()))
@@ -165,11 +168,11 @@ def _from_parameters(
     theta = next((t for t in (inner_theta, outer_theta) if t is not None), 10000.0)
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ValueError(
-            f"{key}.partial_rotary_factor: found {parameters['partial_rotary_factor']!r}; only 1 is supported"
+            f"{key}.partial_rotary_factor: found {parameters['partial_rotary_factor']!r}; only 1 "
+            "is supported"
         )
-    rule = parameters.get(
-        "rope_type", parameters.get("type", "default")
-    )  # `type` is the older name of the key
+    # `type` is the older name of the key.
+    rule = parameters.get("rope_type", parameters.get("type", "default"))
     if rule not in ROPE_RULES:
         raise ValueError(
             f"{key}.rope_type: {rule!r} is unknown; supported are {', '.join(ROPE_RULES)}"
@@ -180,9 +183,8 @@ def _from_parameters(
         if parameters.get(name) is not None
     }
     original = "original_max_position_embeddings"
-    if (
-        original in _REQUIRED[rule]
-    ):  # transformers, too, prefers the one outside and falls back to the model's length
+    # Transformers, too, prefers the one outside and falls back to the model's length.
+    if original in _REQUIRED[rule]:
         numbers[original] = config.get(original) or numbers.get(original, max_position)
     if rule == "dynamic":
         numbers[original] = max_position
@@ -195,7 +197,8 @@ def _from_parameters(
         if name in PER_CHANNEL:
             if not isinstance(value, list):
                 raise ValueError(
-                    f"{key}.{name}: found {value!r}; needs a list with a number for each pair of channels"
+                    f"{key}.{name}: found {value!r}; needs a list with a number for each pair of "
+                    "channels"
                 )
             numbers[name] = tuple(as_float(f"{key}.{name}", number) for number in value)
         elif name not in (original, "truncate"):

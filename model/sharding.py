@@ -1,7 +1,9 @@
-"""Where parameters lie on a mesh: one table from logical axes to mesh axes, and how shards become whole and gradients shards.
+"""Where parameters lie on a mesh: one table from logical axes to mesh axes, and how shards become
+whole and gradients shards.
 
-Every parameter is split over `tensor` where its heads, feed-forward width or vocabulary are, and over `fsdp`, `expert` and
-`sequence` as well, since the devices along both share the parameters (ZeRO-3 over all devices that share a batch).
+Every parameter is split over `tensor` where its heads, feed-forward width or vocabulary are, and
+over `fsdp`, `expert` and `sequence` as well, since the devices along both share the parameters
+(ZeRO-3 over all devices that share a batch).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class AxisRule(NamedTuple):
 
     Attributes:
       tensor: whether `tensor` splits it, where `TensorParallel` says so under the axis's name.
-      storage: when the storage axes are tried on it: 0 first, 1 where they do not divide any of the former, None never.
+      storage: when the storage axes are tried on it: 0 first, 1 where they do not divide any of the
+        former, None never.
       expert: whether `expert` splits it, as `tensor` does: products take what a device has of it.
     """
 
@@ -50,12 +53,10 @@ RULES = {
     "mlp": AxisRule(tensor=True, storage=1),
     "head_dim": AxisRule(tensor=False, storage=1),
     "rank": AxisRule(tensor=False, storage=None),  # of an adapter
-    "unit": AxisRule(
-        tensor=False, storage=None
-    ),  # scales of quantized weights, whole on each device
-    "inputs": AxisRule(
-        tensor=False, storage=None
-    ),  # continuous inputs and outputs of a trajectory: a few numbers
+    # Scales of quantized weights, whole on each device.
+    "unit": AxisRule(tensor=False, storage=None),
+    # Continuous inputs and outputs of a trajectory: a few numbers.
+    "inputs": AxisRule(tensor=False, storage=None),
     "actions": AxisRule(tensor=False, storage=None),
     "kinds": AxisRule(tensor=False, storage=None),
 }
@@ -70,7 +71,8 @@ class Parameter:
     frozen: whether it has no gradient in any run of the model; `trainable` may freeze others.
     granularity: along each axis how many numbers stay on one device; () for 1 along all.
     stages: of a layer, those that read it (`modules.STAGES`).
-    inputs: of a matrix, how many of its axes, after that of the layers, are the inputs of a product; 0 for a table of rows;
+    inputs: of a matrix, how many of its axes, after that of the layers, are the inputs of a
+    product; 0 for a table of rows;
       None for vectors.
     hf_name: of Hugging Face's tensors, with {i} for the layer.
     """
@@ -87,24 +89,27 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """What the tensor axis splits for a model. The vocabulary, and heads that it does not divide, are padded in memory
-    (`model.padding`); a feed-forward width that it does not divide is replicated.
+    """What the tensor axis splits for a model. The vocabulary, and heads that it does not divide,
+    are padded in memory (`model.padding`); a feed-forward width that it does not divide is
+    replicated.
 
-    Padding adds key heads, each with its whole group of query heads, so that query head h still attends to key head
-    h // group. It costs query_heads / num_attention_heads of the attention's weights, moments and work: 9 and 3 heads on 2
-    ranks become 12 and 4 (a third more), 33 on 8 become 40 (a fifth). All heads on each rank would cost `tensor` times as
-    much. One key head shared by query heads that `tensor` does not divide is the exception: a rank would have as many heads
-    either way, so they are replicated.
+    Padding adds key heads, each with its whole group of query heads, so that query head h still
+    attends to key head h // group. It costs query_heads / num_attention_heads of the attention's
+    weights, moments and work: 9 and 3 heads on 2 ranks become 12 and 4 (a third more), 33 on 8
+    become 40 (a fifth). All heads on each rank would cost `tensor` times as much. One key head
+    shared by query heads that `tensor` does not divide is the exception: a rank would have as many
+    heads either way, so they are replicated.
 
     Attributes:
       tensor: size of the tensor axis.
-      heads, kv_heads, mlp, vocab: whether that axis is split; the vocabulary always is. With `heads` and not `kv_heads`, each
-        rank computes with the one key/value head that its query heads share.
+      heads, kv_heads, mlp, vocab: whether that axis is split; the vocabulary always is. With
+        `heads` and not `kv_heads`, each rank computes with the one key/value head that its query
+        heads share.
       vocab_size, query_heads, key_heads: in memory, padding included.
-      split_tokens: Megatron's sequence parallelism (Korthikanti et al., Reducing Activation Recomputation in Large
-        Transformer Models, section 4.2): between attention and feed-forward each rank keeps its own tokens of the hidden
-        states. They are gathered before a product over a split axis and reduce-scattered after it, which sends as many bytes
-        as the sum would.
+      split_tokens: Megatron's sequence parallelism (Korthikanti et al., Reducing Activation
+        Recomputation in Large Transformer Models, section 4.2): between attention and feed-forward
+        each rank keeps its own tokens of the hidden states. They are gathered before a product over
+        a split axis and reduce-scattered after it, which sends as many bytes as the sum would.
     """
 
     tensor: int
@@ -146,23 +151,26 @@ class TensorParallel:
         return 1 if self.heads else self.key_heads
 
     def combine(self, x: Float[Array, "B T E"], axis: str) -> Float[Array, "B T E"]:
-        """Returns hidden states from the ranks' summands, which come from a product over the logical `axis` that they split;
-        with `split_tokens` only this rank's tokens of them, T / tensor."""
+        """Returns hidden states from the ranks' summands, which come from a product over the
+        logical `axis` that they split; with `split_tokens` only this rank's tokens of them, T /
+        tensor."""
         if self.split_tokens:
             return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
         return self.sum(x, axis)
 
     def whole(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Returns the hidden states of all ranks' tokens, from those of this rank's where `split_tokens` splits them."""
+        """Returns the hidden states of all ranks' tokens, from those of this rank's where
+        `split_tokens` splits them."""
         return lax.all_gather(x, "tensor", axis=1, tiled=True) if self.split_tokens else x
 
     def sum(self, x: jax.Array, axis: str) -> jax.Array:
-        """Returns the sum of the tensor ranks' `x`, or `x` itself where the ranks do not split the logical `axis`."""
+        """Returns the sum of the tensor ranks' `x`, or `x` itself where the ranks do not split the
+        logical `axis`."""
         return lax.psum(x, "tensor") if self.tensor > 1 and getattr(self, axis) else x
 
     def sum_of_heads(self, x: Float[Array, "B T 1 1"], axis: str) -> Float[Array, "B T 1 1"]:
-        """Returns a sum over the heads of all tensor ranks, from the sum over this rank's heads. A key head that several ranks
-        share counts once.
+        """Returns a sum over the heads of all tensor ranks, from the sum over this rank's heads. A
+        key head that several ranks share counts once.
 
         Args:
           axis: "heads" for query heads, "kv_heads" for key heads.
@@ -182,7 +190,8 @@ class Sharding:
 
     Attributes:
       mesh: has all of `names.MESH_AXES`.
-      storage_axes: mesh axes that storage is split over; () keeps a whole copy on each device (small models, decoding).
+      storage_axes: mesh axes that storage is split over; () keeps a whole copy on each device
+        (small models, decoding).
     """
 
     mesh: Mesh
@@ -195,8 +204,8 @@ class Sharding:
         return TensorParallel.of(self.config, self.mesh.shape["tensor"])
 
     def spec(self, name: str, parameter: Parameter) -> PartitionSpec:
-        """Returns the mesh axes of each axis of a parameter. JAX refuses uneven shards, so a mesh axis is only used where it
-        divides what is left of the size.
+        """Returns the mesh axes of each axis of a parameter. JAX refuses uneven shards, so a mesh
+        axis is only used where it divides what is left of the size.
 
         Raises:
           ValueError: a logical axis without a rule; names the parameter.
@@ -266,8 +275,8 @@ def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
 
 
 def storage_spec(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    """Returns the spec without the mesh axis `expert` where it splits experts, of which a device computes with its own: what is
-    left of the storage axes is gathered."""
+    """Returns the spec without the mesh axis `expert` where it splits experts, of which a device
+    computes with its own: what is left of the storage axes is gathered."""
     return PartitionSpec(
         *(
             tuple(
@@ -295,15 +304,17 @@ def without_storage(spec: PartitionSpec) -> PartitionSpec:
 
 
 class OnHost(NamedTuple):
-    """A parameter in the host's memory, with a placeholder on the device. The placeholder has the parameter's shape and is
-    never read; it receives the gradient, since JAX cannot return a gradient in the host's memory from a `shard_map`."""
+    """A parameter in the host's memory, with a placeholder on the device. The placeholder has the
+    parameter's shape and is never read; it receives the gradient, since JAX cannot return a
+    gradient in the host's memory from a `shard_map`."""
 
     value: jax.Array
     placeholder: jax.Array
 
 
 def to_device(parameter: jax.Array | OnHost) -> jax.Array:
-    """Returns the parameter in the device's memory. Of an `OnHost` the gradient goes to the placeholder."""
+    """Returns the parameter in the device's memory. Of an `OnHost` the gradient goes to the
+    placeholder."""
     if isinstance(parameter, OnHost):
         return _fetch(*parameter)
     on_host = jax.typeof(parameter).memory_space == jax.memory.Space.Host
@@ -323,16 +334,18 @@ _fetch.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(shard: Float[Array, ...], spec: PartitionSpec, dtype: Any) -> Float[Array, ...]:
-    """Returns the whole parameter (of this tensor rank) from its float32 shard. Runs inside `shard_map`.
+    """Returns the whole parameter (of this tensor rank) from its float32 shard. Runs inside
+    `shard_map`.
 
-    It is sent in `dtype` and float32 by type: a cotangent has its primal's dtype, so the gradients, one from each device, are
-    float32 until the reduce-scatter has added them up.
+    It is sent in `dtype` and float32 by type: a cotangent has its primal's dtype, so the gradients,
+    one from each device, are float32 until the reduce-scatter has added them up.
     """
     return gather_frozen(shard.astype(dtype), spec).astype(jnp.float32)
 
 
 def gather_frozen(shard: Shaped[Array, ...], spec: PartitionSpec) -> Shaped[Array, ...]:
-    """Returns the whole array (of this tensor rank) from its shard, in the shard's dtype and without gradient."""
+    """Returns the whole array (of this tensor rank) from its shard, in the shard's dtype and
+    without gradient."""
     whole = shard
     for i, axes in storage_axes_of(spec):
         for stage_axes, groups in reversed(_stages(axes)):
@@ -341,7 +354,8 @@ def gather_frozen(shard: Shaped[Array, ...], spec: PartitionSpec) -> Shaped[Arra
 
 
 def reduce_scatter(spec: PartitionSpec, gradient: Float[Array, ...]) -> Float[Array, ...]:
-    """Returns this device's shard of the sum, over the storage axes, of all devices' gradients of a whole parameter."""
+    """Returns this device's shard of the sum, over the storage axes, of all devices' gradients of a
+    whole parameter."""
     for i, axes in reversed(storage_axes_of(spec)):
         for stage_axes, groups in _stages(axes):
             gradient = lax.psum_scatter(
@@ -353,12 +367,13 @@ def reduce_scatter(spec: PartitionSpec, gradient: Float[Array, ...]) -> Float[Ar
 def _stages(
     axes: tuple[str, ...],
 ) -> Sequence[tuple[str | tuple[str, ...], list[list[int]] | None]]:
-    """Returns the stages of a reduce-scatter over mesh axes: the axes of each, and groups of their ranks or None. A gather
-    runs the same stages backwards.
+    """Returns the stages of a reduce-scatter over mesh axes: the axes of each, and groups of their
+    ranks or None. A gather runs the same stages backwards.
 
-    The TPU compilers may turn a reduce-scatter over all devices of a mesh into an all-reduce: twice the bytes, and the whole
-    sum in memory. Such a one goes axis by axis, and where one axis is all of the mesh in two stages: ranks far apart first,
-    then neighbours. (Not on v5e and v6e: their compilers know no route for groups that are not rows or boxes of the slice.)
+    The TPU compilers may turn a reduce-scatter over all devices of a mesh into an all-reduce: twice
+    the bytes, and the whole sum in memory. Such a one goes axis by axis, and where one axis is all
+    of the mesh in two stages: ranks far apart first, then neighbours. (Not on v5e and v6e: their
+    compilers know no route for groups that are not rows or boxes of the slice.)
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = [mesh.shape[axis] for axis in axes]

@@ -96,8 +96,8 @@ class Transformer(ModelParameters):
             and self.memory.attention_groups > 1
         ):
             raise ValueError(
-                f"memory.attention_groups: found {self.memory.attention_groups}; the family {self.config.family} "
-                "normalises all heads together, so it needs 1"
+                f"memory.attention_groups: found {self.memory.attention_groups}; the family "
+                f"{self.config.family} normalises all heads together, so it needs 1"
             )
         if parallel.split_tokens and not (parallel.heads and parallel.mlp):
             config = self.config
@@ -107,8 +107,8 @@ class Transformer(ModelParameters):
                 else f"heads, {config.num_attention_heads}"
             )
             raise ValueError(
-                f"mesh.sequence_parallel: found true, and mesh.tensor = {parallel.tensor} does not divide the "
-                f"model's {size}; false would work"
+                f"mesh.sequence_parallel: found true, and mesh.tensor = {parallel.tensor} does not "
+                f"divide the model's {size}; false would work"
             )
 
     @property

@@ -4,7 +4,8 @@ import re
 
 
 def arrays_with(text: str, size: int) -> set[str]:
-    """Arrays in a compiled text with two axes of at least `size`: what attention must not keep between passes."""
+    """Arrays in a compiled text with two axes of at least `size`: what attention must not keep
+    between passes."""
     return {
         match[0]
         for match in re.finditer(r"\b(?:pred|bf16|[suf]\d+|c64|c128|f8\w+)\[([\d,]*)\]", text)

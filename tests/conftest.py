@@ -1,4 +1,5 @@
-"""Fixtures for all tests: 8 simulated CPU devices, a folder that is kept between runs, a small run and a small model."""
+"""Fixtures for all tests: 8 simulated CPU devices, a folder that is kept between runs, a small run
+and a small model."""
 
 import contextlib
 import fcntl
@@ -10,14 +11,14 @@ from collections.abc import Iterator
 
 from tests import quick_compiler
 
-# Before jax is imported: tests must not use a GPU or TPU of the machine, and several processes must be able to load the TPU
-# compiler, which would otherwise abort because of its lock file.
+# Before jax is imported: tests must not use a GPU or TPU of the machine, and several processes must
+# be able to load the TPU compiler, which would otherwise abort because of its lock file.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # XLA_FLAGS of the environment, also an empty one, takes the place of these flags.
 FLAGS = os.environ.setdefault("XLA_FLAGS", quick_compiler.XLA_FLAGS)
-# torch, which many tests compare with, may compute a function's first call on several threads to a few digits only
-# (github.com/pytorch/pytorch/issues/188792). Tests run two files at a time anyway.
+# torch, which many tests compare with, may compute a function's first call on several threads to a
+# few digits only (github.com/pytorch/pytorch/issues/188792). Tests run two files at a time anyway.
 os.environ["OMP_NUM_THREADS"] = "1"
 CACHE = pathlib.Path(
     os.environ.get("LONGSTRIPE_CACHE") or pathlib.Path.home() / ".cache" / "longstripe"
@@ -29,15 +30,17 @@ import pytest  # noqa: E402
 from tests import small_model, small_run  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Compiled programs for several CPU devices must not be read from a cache: see trainer.mesh.simulate.
+# Compiled programs for several CPU devices must not be read from a cache: see
+# trainer.mesh.simulate.
 jax.config.update("jax_enable_compilation_cache", False)
-# The CPU's compiler has read its flags once it has devices. The TPU's, which ends the process at a flag that it does not know,
-# must not find them; runs that tests start get them from small_run.
+# The CPU's compiler has read its flags once it has devices. The TPU's, which ends the process at a
+# flag that it does not know, must not find them; runs that tests start get them from small_run.
 jax.devices()
 os.environ.pop("XLA_FLAGS")
 small_run.XLA_FLAGS = FLAGS
 
-# A shell lets background processes ignore Ctrl-C; the processes that tests start and interrupt would inherit this.
+# A shell lets background processes ignore Ctrl-C; the processes that tests start and interrupt
+# would inherit this.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -49,7 +52,8 @@ PEAKS = pytest.StashKey[list[float]]()
 
 
 def pytest_sessionfinish(session):
-    """Gives the largest memory of this process, in GiB, to the process that prints the summary (which may be this one)."""
+    """Gives the largest memory of this process, in GiB, to the process that prints the summary
+    (which may be this one)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["peak"] = peak
@@ -65,7 +69,8 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Prints the largest memory that each process of the tests has held; a run's own processes are not in it."""
+    """Prints the largest memory that each process of the tests has held; a run's own processes are
+    not in it."""
     peaks = sorted(config.stash.get(PEAKS, []), reverse=True)
     terminalreporter.write_line(
         f"largest resident memory of each process: {', '.join(f'{peak:.2f}' for peak in peaks)} GiB"
@@ -74,7 +79,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_are_freed():
-    """Frees the programs that a file's tests compiled; kept until the end they would be several GiB."""
+    """Frees the programs that a file's tests compiled; kept until the end they would be several
+    GiB."""
     yield
     jax.clear_caches()
 

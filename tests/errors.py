@@ -1,4 +1,5 @@
-"""How far results are from their references: `within` compares, and pytest's option --errors FILE writes what it saw."""
+"""How far results are from their references: `within` compares, and pytest's option --errors FILE
+writes what it saw."""
 
 import json
 import pathlib

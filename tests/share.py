@@ -1,4 +1,5 @@
-"""pytest's option --share K/N: the K-th of N shares of the tests, by a hash of their names, so that N runs see all of them."""
+"""pytest's option --share K/N: the K-th of N shares of the tests, by a hash of their names, so that
+N runs see all of them."""
 
 import hashlib
 

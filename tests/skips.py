@@ -1,4 +1,5 @@
-"""A plugin of pytest: --skips FILE fails where a test is skipped that the file (tests/skips.txt) does not name."""
+"""A plugin of pytest: --skips FILE fails where a test is skipped that the file (tests/skips.txt)
+does not name."""
 
 import pathlib
 
@@ -15,10 +16,12 @@ def pytest_addoption(parser):
 
 
 def unlisted_skips(reports, lines) -> list[str]:
-    """Returns the skipped tests of these reports that no line of the list names, each with the reason that it gave.
+    """Returns the skipped tests of these reports that no line of the list names, each with the
+    reason that it gave.
 
     Args:
-      lines: a file or test, by the beginning of its pytest id, then at least two spaces and why it may be skipped.
+      lines: a file or test, by the beginning of its pytest id, then at least two spaces and why it
+        may be skipped.
 
     Raises:
       ValueError: a line has no reason.

@@ -25,7 +25,8 @@ CONFIG = TransformerConfig(
 
 
 def write(folder: pathlib.Path) -> pathlib.Path:
-    """Writes the model of CONFIG, with random float32 weights, into `folder`; returns its Hugging Face folder."""
+    """Writes the model of CONFIG, with random float32 weights, into `folder`; returns its Hugging
+    Face folder."""
     assets = folder / "assets"
     assets.mkdir()
     tokenizer = Tokenizer.load(TOKENIZER)

@@ -24,7 +24,8 @@ DENSE = ("--attention.kernel", "reference")
 def recipe(
     folder: pathlib.Path, repository: pathlib.Path, conversations: int = 120
 ) -> pathlib.Path:
-    """Writes recipe.yaml and a few of the fixtures' conversations into a folder; returns the recipe's path."""
+    """Writes recipe.yaml and a few of the fixtures' conversations into a folder; returns the
+    recipe's path."""
     fixtures = repository / "data" / "fixtures"
     for name, count in (("conversations", conversations), ("conversations_held_out", 8)):
         records = json.loads((fixtures / f"{name}.json").read_text(encoding="utf-8"))
@@ -96,7 +97,8 @@ def finish(process: subprocess.Popen, run: pathlib.Path) -> str:
 
 
 def kill_when(process: subprocess.Popen, run: pathlib.Path, condition: Callable[[], bool]) -> bool:
-    """Kills the process by SIGKILL as soon as `condition()` holds; returns False if the run ended before."""
+    """Kills the process by SIGKILL as soon as `condition()` holds; returns False if the run ended
+    before."""
     while process.poll() is None:
         if condition():
             process.send_signal(signal.SIGKILL)

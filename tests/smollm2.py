@@ -9,7 +9,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def smollm2_dir() -> Path:
-    """Returns the model's Hugging Face folder $LONGSTRIPE_CACHE/smollm2, made by scripts.make_smollm2.
+    """Returns the model's Hugging Face folder $LONGSTRIPE_CACHE/smollm2, made by
+    scripts.make_smollm2.
 
     Raises:
         RuntimeError: it cannot be made; with the script's message.

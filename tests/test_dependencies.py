@@ -1,4 +1,5 @@
-"""Every imported package is declared in a requirements file, and docs/dependencies.md gives its licence and the reason."""
+"""Every imported package is declared in a requirements file, and docs/dependencies.md gives its
+licence and the reason."""
 
 import ast
 import re
@@ -19,7 +20,8 @@ def normal(name: str) -> str:
 
 
 def declared() -> set[str]:
-    """Returns the packages that the requirements files name, without the pins of what jax's own extras bring along."""
+    """Returns the packages that the requirements files name, without the pins of what jax's own
+    extras bring along."""
     lines = [
         line
         for path in REPOSITORY.glob("requirements*.txt")
@@ -30,7 +32,8 @@ def declared() -> set[str]:
 
 
 def imported() -> dict[str, str]:
-    """Returns the modules of other projects that tracked files import, each with a file that does."""
+    """Returns the modules of other projects that tracked files import, each with a file that
+    does."""
     command = [
         "git",
         "-C",

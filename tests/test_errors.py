@@ -1,4 +1,5 @@
-"""Errors that tests compare with a limit fail above it, and --errors writes the largest, its limit and how many there were."""
+"""Errors that tests compare with a limit fail above it, and --errors writes the largest, its limit
+and how many there were."""
 
 import json
 

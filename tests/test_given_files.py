@@ -1,4 +1,5 @@
-"""What stands in a folder or file that a user names is read only if it is a plain file inside of it; else one line of error."""
+"""What stands in a folder or file that a user names is read only if it is a plain file inside of
+it; else one line of error."""
 
 import contextlib
 import json
@@ -276,7 +277,8 @@ def test_what_is_nested_too_deeply_is_one_line(kind, attack, given, tmp_path):
 
 
 def test_many_folders_with_links(given, tmp_path):
-    """500 folders with a chain of links in the place of a file: read as without, or refused where it leads out."""
+    """500 folders with a chain of links in the place of a file: read as without, or refused where
+    it leads out."""
     draw = random.Random(0)
     kinds = ("model", "checkpoint", "run", "prepared", "answers")
     for number in range(500):

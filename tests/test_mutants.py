@@ -1,4 +1,5 @@
-"""The mutants: each differs from the file at one place, and is a program; the tests that are named exist."""
+"""The mutants: each differs from the file at one place, and is a program; the tests that are named
+exist."""
 
 import ast
 

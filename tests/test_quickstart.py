@@ -1,4 +1,5 @@
-"""A few steps of the quickstart's recipe; the exported model generates the same tokens in transformers."""
+"""A few steps of the quickstart's recipe; the exported model generates the same tokens in
+transformers."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""The rooms: imports point down only, every folder of code is a package, and tests mirror the tree."""
+"""The rooms: imports point down only, every folder of code is a package, and tests mirror the
+tree."""
 
 import ast
 import subprocess
@@ -19,7 +20,8 @@ MAY_IMPORT = {
     "scripts": {"eval", "planning", "trainer", "data", "model", "model.attention"},
     "train": {"eval", "planning", "trainer", "data", "model", "model.attention"},
 }
-# The floors of the room `model`, the lowest first: a module imports from its own floor and from those below.
+# The floors of the room `model`, the lowest first: a module imports from its own floor and from
+# those below.
 FLOORS = (
     ("checks", "adapter", "rope_config", "families"),
     ("config",),
@@ -56,7 +58,8 @@ FLOORS = (
     ("agentic", "cache", "language_model"),
     ("decode",),
 )
-# Module of another project -> the files of ours that import it, so that its changes touch one place.
+# Module of another project -> the files of ours that import it, so that its changes touch one
+# place.
 ONE_HOME = {
     "tensorflow_datasets": {"data/record_store.py"},
     "orbax": {"trainer/checkpoint/saving.py", "trainer/checkpoint/store.py"},
@@ -65,7 +68,8 @@ ONE_HOME = {
 
 
 def tracked(pattern: str) -> list[Path]:
-    """Returns the repository's files that match a git pattern, tracked or new, without deleted ones."""
+    """Returns the repository's files that match a git pattern, tracked or new, without deleted
+    ones."""
     command = [
         "git",
         "-C",
@@ -99,7 +103,8 @@ def room_of(module: str) -> str | None:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Returns the dotted names that a file imports, at any depth of its code; relative names are resolved."""
+    """Returns the dotted names that a file imports, at any depth of its code; relative names are
+    resolved."""
     package = module_of(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
@@ -143,7 +148,8 @@ def test_libraries_that_change_often_have_one_home(module):
 
 
 def floor_of(module: str) -> int:
-    """Returns the floor of the room `model` that a module or a name in it is on, by the longest entry of FLOORS."""
+    """Returns the floor of the room `model` that a module or a name in it is on, by the longest
+    entry of FLOORS."""
     entries = [
         (len(entry), number)
         for number, floor in enumerate(FLOORS)

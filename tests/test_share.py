@@ -1,4 +1,5 @@
-"""Shares of the slow tests: together they are all, apart they are none twice, and of about one size."""
+"""Shares of the slow tests: together they are all, apart they are none twice, and of about one
+size."""
 
 from collections import Counter
 

@@ -1,4 +1,5 @@
-"""A skipped test fails where --skips is given and its list does not name it; every line of the list has a reason."""
+"""A skipped test fails where --skips is given and its list does not name it; every line of the list
+has a reason."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""The soak runner: its parts hold every slow test once, and an interrupted part goes on with the tests that remain."""
+"""The soak runner: its parts hold every slow test once, and an interrupted part goes on with the
+tests that remain."""
 
 import itertools
 
@@ -67,7 +68,8 @@ def test_a_part_names_all_code_that_its_tests_import(name):
     ]
     reached = set(remaining)
     while remaining:
-        # `from model.attention import Keys` gives model.attention.Keys, whose beginning is the module.
+        # `from model.attention import Keys` gives model.attention.Keys, whose beginning is the
+        # module.
         parts = [name.split(".") for name in imported_modules(remaining.pop())]
         names = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
         new = {modules[name] for name in names & set(modules)} - reached
@@ -85,7 +87,8 @@ def test_an_unknown_part_is_named(capsys):
 
 @pytest.fixture
 def too_large(tmp_path, monkeypatch):
-    """Makes a part of three slow tests, of which a given one fails, in processes that are too large after any test."""
+    """Makes a part of three slow tests, of which a given one fails, in processes that are too large
+    after any test."""
     monkeypatch.setattr(soak, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(soak, "code_hash", lambda pathspecs: "code")
     monkeypatch.setattr(soak, "resident_bytes", lambda: soak.MOST_MEMORY + 1)

@@ -1,4 +1,5 @@
-"""No command gives a terminal what it would obey: whatever stands in data, names, paths and flags."""
+"""No command gives a terminal what it would obey: whatever stands in data, names, paths and
+flags."""
 
 import importlib
 import json

@@ -1,4 +1,5 @@
-"""The objective of preferences: of two completions of a prompt, the chosen one is to become likelier than the rejected one."""
+"""The objective of preferences: of two completions of a prompt, the chosen one is to become
+likelier than the rejected one."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ KL_TOTALS = "kl_totals"
 def preference_batch(
     rows: int, length: int, mesh: Mesh, places: int, config: PreferenceConfig
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes, dtypes and shardings of a batch of pairs: the arrays of `data.pairs.PairBatch`.
+    """Returns shapes, dtypes and shardings of a batch of pairs: the arrays of
+    `data.pairs.PairBatch`.
 
     Args:
       places: P, the most pairs in a row.
@@ -66,10 +68,12 @@ def preference_batch(
 def preference_loss(
     model: LanguageModel, config: PreferenceConfig, params: LossParams, batch: DeviceBatch
 ) -> LossSums:
-    """Returns the sums over a batch's pairs of their losses, and of their rewards and log-likelihoods under TRL's names.
+    """Returns the sums over a batch's pairs of their losses, and of their rewards and
+    log-likelihoods under TRL's names.
 
     Args:
-      batch: see `preference_batch`; a part of a larger batch of labelled completions has that one's KL_TOTALS.
+      batch: see `preference_batch`; a part of a larger batch of labelled completions has that one's
+        KL_TOTALS.
     """
     pairs = _pairs(model, params, batch)
     if config.labelled:
@@ -111,7 +115,8 @@ def _labelled_loss(pairs: Pairs, config: PreferenceConfig, batch: DeviceBatch) -
     count = jnp.sum(present)
 
     def mean_sums(x: jax.Array) -> list[jax.Array]:
-        """Sums that, divided by the number of completions, are the means of the desirable ones and of the others."""
+        """Sums that, divided by the number of completions, are the means of the desirable ones and
+        of the others."""
         shares = batch["label_shares"]
         return list(jnp.where(shares == 0, 0.0, x[..., None] * shares).sum((0, 1)))
 
@@ -143,10 +148,11 @@ def _loss_sums(
 
 
 class PreferenceObjective(TextObjective):
-    """Preference tuning on pairs of completions, both of a pair in one row; attributes as of `TextObjective`.
+    """Preference tuning on pairs of completions, both of a pair in one row; attributes as of
+    `TextObjective`.
 
-    The loss is the mean over pairs. The reference is the model that training begins with, whose log-likelihoods are computed
-    before the first step.
+    The loss is the mean over pairs. The reference is the model that training begins with, whose
+    log-likelihoods are computed before the first step.
     """
 
     loss_name = "preference_loss"
@@ -177,7 +183,8 @@ class PreferenceObjective(TextObjective):
     def _references(
         self, documents: Documents, load: Callable[[], LogLikelihoods]
     ) -> Float32[np.ndarray, "N 2"]:
-        """Returns the log-likelihoods of a split's N pairs under the model that training begins with."""
+        """Returns the log-likelihoods of a split's N pairs under the model that training begins
+        with."""
         unweighted = copy.copy(documents)
         unweighted.weights = np.ones(len(documents))
         data = self.config.data
@@ -192,7 +199,8 @@ class PreferenceObjective(TextObjective):
         )
 
     def _log_likelihoods(self, places: int) -> LogLikelihoods:
-        """Returns a function that computes the log-likelihoods of a batch's documents, with the initial parameters.
+        """Returns a function that computes the log-likelihoods of a batch's documents, with the
+        initial parameters.
 
         Args:
           places: the most pairs in a row.
@@ -214,7 +222,8 @@ class PreferenceObjective(TextObjective):
         return log_likelihoods
 
     def _reference_fingerprint(self) -> str:
-        """Returns a text that changes whenever the initial model's log-likelihoods would, but for rounding."""
+        """Returns a text that changes whenever the initial model's log-likelihoods would, but for
+        rounding."""
         config = self.config
         parts = {
             "origin": self.origin,
@@ -232,7 +241,8 @@ class PreferenceObjective(TextObjective):
         return preference_loss(self.model, self.config.preference, params, batch)
 
     def totals(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
-        """Returns what KTO's reference point is made of, which is the whole batch's; see `mismatched_kl`."""
+        """Returns what KTO's reference point is made of, which is the whole batch's; see
+        `mismatched_kl`."""
         if not self.config.preference.labelled:
             return {}
         return {KL_TOTALS: _kl_totals(_pairs(self.model, params, batch), batch["pairs"])}

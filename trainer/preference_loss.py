@@ -1,4 +1,5 @@
-"""The losses of preference tuning, from the log-likelihoods of pairs of completions; tests compare them with TRL's."""
+"""The losses of preference tuning, from the log-likelihoods of pairs of completions; tests compare
+them with TRL's."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from .config.preference import PreferenceConfig
 
 
 class Pairs(NamedTuple):
-    """Sums over the tokens of P pairs of completions in each of B rows, the chosen completion first; float32.
+    """Sums over the tokens of P pairs of completions in each of B rows, the chosen completion
+    first; float32.
 
     Attributes:
       log_likelihoods: the model's; references: those of the model that training began with.
@@ -35,12 +37,14 @@ class PairLosses(NamedTuple):
 def pair_losses(pairs: Pairs, config: PreferenceConfig) -> PairLosses:
     """Returns the losses and the rewards of pairs, without `sft_weight`'s term.
 
-    The formulas are those of TRL's DPOTrainer, ORPOTrainer and CPOTrainer (loss_type simpo); rewards are
-    beta times the log-ratio to the reference, or the mean log-likelihood where there is none.
+    The formulas are those of TRL's DPOTrainer, ORPOTrainer and CPOTrainer (loss_type simpo);
+    rewards are beta times the log-ratio to the reference, or the mean log-likelihood where there is
+    none.
     """
     tokens = jnp.maximum(pairs.tokens, 1.0)
     if not config.needs_reference:
-        # A place without a pair takes part with any likelihood below 1, so that all numbers are finite.
+        # A place without a pair takes part with any likelihood below 1, so that all numbers are
+        # finite.
         means = jnp.where(pairs.tokens > 0, pairs.log_likelihoods / tokens, -1.0)
         return PairLosses(_without_reference(means, config), config.beta * means)
     ratios = pairs.log_likelihoods - pairs.references
@@ -55,7 +59,8 @@ def labelled_losses(
     kl: Float[Array, ""],
     config: PreferenceConfig,
 ) -> PairLosses:
-    """Returns the losses of labelled completions, and their rewards [B, P, 1]; the formula is that of TRL's KTOTrainer.
+    """Returns the losses of labelled completions, and their rewards [B, P, 1]; the formula is that
+    of TRL's KTOTrainer.
 
     Args:
       labels: 1 where a completion, the first of a pair, is desirable.
@@ -69,8 +74,8 @@ def labelled_losses(
 
 
 def mismatched_kl(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
-    """Returns KTO's estimate of the divergence from the reference: the mean log-ratio of completions after other
-    records' prompts, at least 0; without gradient.
+    """Returns KTO's estimate of the divergence from the reference: the mean log-ratio of
+    completions after other records' prompts, at least 0; without gradient.
 
     Args:
       total: sum of the log-ratios over the whole batch; count: how many there are.
@@ -108,7 +113,8 @@ def _without_reference(
 
 
 def _log_of_rest(log_p: Float[Array, "B P 2"]) -> Float[Array, "B P 2"]:
-    """log(1 - p) from log(p), without cancellation at either end (Maechler, Accurately Computing log(1 - exp(-|a|)))."""
+    """log(1 - p) from log(p), without cancellation at either end (Maechler, Accurately Computing
+    log(1 - exp(-|a|)))."""
     near_one = log_p > -jnp.log(2.0)
     # Each branch sees only what it is accurate for, so that its gradient elsewhere is not infinite.
     large, small = jnp.where(near_one, log_p, -0.5), jnp.where(near_one, -1.0, log_p)

@@ -1,7 +1,8 @@
-"""The reference of preference tuning: log-likelihoods of all completions under the model that training begins with.
+"""The reference of preference tuning: log-likelihoods of all completions under the model that
+training begins with.
 
-They are computed once, before the first step, and stored beside the prepared data: no step then needs a second
-model. A start that was interrupted goes on where it was.
+They are computed once, before the first step, and stored beside the prepared data: no step then
+needs a second model. A start that was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def reference_log_likelihoods(
     path: Path,
     progress: bool,
 ) -> Float32[np.ndarray, "documents 2"]:
-    """Returns the log-likelihoods of all pairs of a loader, from the file `path` as far as it has them.
+    """Returns the log-likelihoods of all pairs of a loader, from the file `path` as far as it has
+    them.
 
     All processes call it, and all must see the file.
 

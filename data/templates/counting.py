@@ -201,7 +201,8 @@ def _replaced(value: Any, old: Any, new: Any, count: int | None = None) -> Track
 
 
 def counting_filters() -> dict[str, Callable[..., Any]]:
-    """Returns the filters that count their work, in place of Jinja's, and those that the compiler puts in."""
+    """Returns the filters that count their work, in place of Jinja's, and those that the compiler
+    puts in."""
     return {
         # What the compiler puts in: see `environment`.
         "counted": counted,

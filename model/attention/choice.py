@@ -163,7 +163,8 @@ def require(kernel: str, request: Request, field: str = "kernel") -> None:
             repr(name) for name in KERNELS if name == "auto" or not LIMITS[name].refusal(request)
         ]
         raise ValueError(
-            f"{field}: {kernel!r} does not serve {reason}; {', '.join(others[:-1])} and {others[-1]} do"
+            f"{field}: {kernel!r} does not serve {reason}; {', '.join(others[:-1])} and "
+            f"{others[-1]} do"
         )
 
 

@@ -73,7 +73,8 @@ class Mask:
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(
-                f"Mask.window: found {self.window}; a window is at least 1 token, or None for no window"
+                f"Mask.window: found {self.window}; a window is at least 1 token, or None for no "
+                "window"
             )
         if self.global_tokens < 0:
             raise ValueError(

@@ -1,4 +1,5 @@
-"""Attention as an operation: `attention` of global arrays, and `attend` of a rank's own arrays inside `shard_map`."""
+"""Attention as an operation: `attention` of global arrays, and `attend` of a rank's own arrays
+inside `shard_map`."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ from .schedules import Context, Payload, Ranks, Schedule, get_schedule
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOp:
-    """Attention of a rank's queries over the keys of all ranks, for use inside `shard_map`: a schedule over a kernel.
+    """Attention of a rank's queries over the keys of all ranks, for use inside `shard_map`: a
+    schedule over a kernel.
 
-    Static (hashable), so that it can be an argument of compiled functions. The methods are the two directions apart; `attend`
-    is both under one differentiation rule.
+    Static (hashable), so that it can be an argument of compiled functions. The methods are the two
+    directions apart; `attend` is both under one differentiation rule.
 
     Attributes:
       schedule: which rank computes what when, and what travels.
@@ -69,9 +71,8 @@ class AttentionOp:
           ValueError: a schedule that is unknown or cannot serve `size` ranks.
         """
         scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-        if (
-            mask.window is None
-        ):  # then all tokens are seen already, and no starts of documents are needed
+        # Then all tokens are seen already, and no starts of documents are needed.
+        if mask.window is None:
             mask = dataclasses.replace(mask, global_tokens=0)
         return cls(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
 
@@ -90,7 +91,8 @@ class AttentionOp:
         dout: Float[Array, "B T Hq D"],
         dlse: Float[Array, "B Hq T"] | float = 0.0,
     ) -> Gradients:
-        """The gradients of q, k and v in their dtypes, from the result of `forward` and the gradients of out and lse."""
+        """The gradients of q, k and v in their dtypes, from the result of `forward` and the
+        gradients of out and lse."""
         return _cast(self.gradients(queries, keys, result, dout, dlse), queries, keys)
 
     def gradients(
@@ -108,7 +110,8 @@ class AttentionOp:
     def forward_and_gather(
         self, queries: Queries, keys: Keys, shard, sinks: Float[Array, " Hq"] | None = None
     ) -> tuple[AttentionPartial, PyTree[Array]]:
-        """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] on the way of K and V."""
+        """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] on the way of K
+        and V."""
         partial, gathered = self.schedule.forward_and_gather(
             self.kernel, queries, keys, shard, self._context
         )
@@ -122,7 +125,8 @@ class AttentionOp:
         dout: Float[Array, "B T Hq D"],
         payload: Payload,
     ) -> tuple[Gradients, PyTree[Array], PyTree[Array]]:
-        """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`; each is a tree or None."""
+        """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`;
+        each is a tree or None."""
         saved = BackwardInputs(dout, result.lse, _delta(result, dout))
         gradients, gathered, share = self.schedule.backward_and_exchange(
             self.kernel, queries, keys, saved, payload, self._context
@@ -154,8 +158,8 @@ def sink_gradient(
     dout: Float[Array, "B T Hq D"],
     dlse: Float[Array, "B Hq T"] | float = 0.0,
 ) -> Float[Array, " Hq"] | None:
-    """Returns the sinks' gradient, summed over a device's tokens, from the result with them: that of
-    a key whose value is 0. None without sinks."""
+    """Returns the sinks' gradient, summed over a device's tokens, from the result with them: that
+    of a key whose value is 0. None without sinks."""
     if sinks is None:
         return None
     seen = ~jnp.isneginf(result.lse)
@@ -171,15 +175,17 @@ def _cast(gradients: Gradients, queries: Queries, keys: Keys) -> Gradients:
 def name_for_remat(
     out: Float[Array, "B T Hq D"], lse: Float[Array, "B Hq T"]
 ) -> tuple[Float[Array, "B T Hq D"], Float[Array, "B Hq T"]]:
-    """Returns both unchanged, named "attention_out" and "attention_lse", so that a remat policy can keep them: then the
-    backward never runs attention's forward again (DistFlashAttn, section 3.3)."""
+    """Returns both unchanged, named "attention_out" and "attention_lse", so that a remat policy can
+    keep them: then the backward never runs attention's forward again (DistFlashAttn, section
+    3.3)."""
     return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
 
 
 def attend(
     op: AttentionOp, queries: Queries, keys: Keys, sinks: Float[Array, " Hq"] | None = None
 ) -> AttentionPartial:
-    """Attention of a rank's queries over the keys of all ranks, differentiable; to be called inside `shard_map`.
+    """Attention of a rank's queries over the keys of all ranks, differentiable; to be called inside
+    `shard_map`.
 
     Args:
       op: the operation, see `AttentionOp.create`.
@@ -242,12 +248,14 @@ def attention(
 
     Args:
       q: [B, L, Hq, D]; k, v: [B, Lk, Hkv, D], Hq a multiple of Hkv.
-      coords: TokenCoords (or a pair; a third, `start`, for global tokens) of int32 [B, L], permuted as the tokens are;
-        `kv_coords` the same for k and v, if they are not the queries' own.
-      mesh: axes out of data, fsdp, expert (batch), tensor (heads), sequence (length); a missing one has size 1, another is
-        refused, since its devices would all compute the same.
-      layout: the layout that the arrays are really in. Every layout gives the same result, but naming the wrong one gives wrong
-        results: for `contiguous`, `ring` and `balanced` leave out the ranks of which nothing can be visible (with global
+      coords: TokenCoords (or a pair; a third, `start`, for global tokens) of int32 [B, L], permuted
+        as the tokens are; `kv_coords` the same for k and v, if they are not the queries' own.
+      mesh: axes out of data, fsdp, expert (batch), tensor (heads), sequence (length); a missing one
+        has size 1, another is refused, since its devices would all compute the same.
+      layout: the layout that the arrays are really in. Every layout gives the same result, but
+        naming the wrong one gives wrong
+        results: for `contiguous`, `ring` and `balanced` leave out the ranks of which nothing can be
+          visible (with global
         tokens, `ring` takes each document for a run of tokens).
       schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
       mask: see `Mask`; scale: multiplies the scores, D ** -0.5 unless given.
@@ -257,7 +265,8 @@ def attention(
       out like q, in q's dtype; with return_lse also lse, float32 [B, Hq, L].
 
     Raises:
-      ValueError: sizes that do not fit each other or the mesh, in one line that names those that do.
+      ValueError: sizes that do not fit each other or the mesh, in one line that names those that
+        do.
     """
     coords = TokenCoords(*coords)
     own_coords = kv_coords is None
@@ -266,7 +275,8 @@ def attention(
     _check_shapes(q, k, v)
     if sinks is not None and (sinks.shape, sinks.dtype) != (q.shape[2:3], jnp.float32):
         raise ValueError(
-            f"sinks: found {sinks.dtype} {sinks.shape}; needs float32 ({q.shape[2]},), one for each head"
+            f"sinks: found {sinks.dtype} {sinks.shape}; needs float32 ({q.shape[2]},), one for "
+            "each head"
         )
     _check_coords("coords", coords, q.shape[:2])
     _check_coords("kv_coords", kv_coords, k.shape[:2])
@@ -318,12 +328,13 @@ def _check_coords(name: str, coords: TokenCoords, shape: tuple[int, ...]) -> Non
             continue
         if jnp.shape(values) != tuple(shape):
             raise ValueError(
-                f"{name}.{field}: found shape {jnp.shape(values)}; needs [B, L] = {tuple(shape)}, a number for "
-                "each token of each row"
+                f"{name}.{field}: found shape {jnp.shape(values)}; needs [B, L] = {tuple(shape)}, "
+                "a number for each token of each row"
             )
         if not jnp.issubdtype(jnp.result_type(values), jnp.integer):
             raise ValueError(
-                f"{name}.{field}: found dtype {jnp.result_type(values)}; needs integers, such as int32"
+                f"{name}.{field}: found dtype {jnp.result_type(values)}; needs integers, such as "
+                "int32"
             )
 
 
@@ -349,11 +360,12 @@ def _check_shards(q, k, mesh, size, batch, layout):
     rows = math.prod(mesh.shape[axis] for axis in batch)
     if q.shape[0] % rows:
         raise ValueError(
-            f"batch: {q.shape[0]} rows are not divisible by {' x '.join(batch)} = {rows}; use a multiple of {rows}"
+            f"batch: {q.shape[0]} rows are not divisible by {' x '.join(batch)} = {rows}; use a "
+            f"multiple of {rows}"
         )
     tensor = mesh.shape.get("tensor", 1)
     if k.shape[2] % tensor:
         raise ValueError(
-            f"heads: {k.shape[2]} key/value heads are not divisible by tensor = {tensor}; its devices would "
-            "compute the same"
+            f"heads: {k.shape[2]} key/value heads are not divisible by tensor = {tensor}; its "
+            "devices would compute the same"
         )

@@ -1,4 +1,5 @@
-"""What a family of models is: how its Hugging Face config.json says what `model.config.TransformerConfig` holds."""
+"""What a family of models is: how its Hugging Face config.json says what
+`model.config.TransformerConfig` holds."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 
 from ..checks import require_int
 
-# Fields of a config.json that name a computation, with the values under which it is absent. A family that computes one takes
-# it; in all others another value is refused by name.
+# Fields of a config.json that name a computation, with the values under which it is absent. A
+# family that computes one takes it; in all others another value is refused by name.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "attention_bias": (False, None),
@@ -88,7 +89,8 @@ STACKED = MappingProxyType(
         "mlp.experts.down_proj.weight": "mlp.experts.down_proj",
     }
 )
-# Fields whose JSON types are checked before anything else reads them: whole numbers of at least 1, objects, and lists.
+# Fields whose JSON types are checked before anything else reads them: whole numbers of at least 1,
+# objects, and lists.
 _COUNTS = (
     "num_hidden_layers",
     "max_position_embeddings",
@@ -99,7 +101,10 @@ _OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config")
 _LISTS = {"layer_types": str, "no_rope_layers": int}
 # What a refusal proposes, where there is more to say than the neutral value.
 _INSTEAD = {
-    "pretraining_tp": "only 1 is supported (the weights are the same: set it to 1 to accept another order of summation)",
+    "pretraining_tp": (
+        "only 1 is supported (the weights are the same: set it to 1 to accept another order of "
+        "summation)"
+    ),
     "sliding_window": "only full attention is supported",
 }
 
@@ -110,22 +115,28 @@ class Family:
 
     Attributes:
       model_type, architecture: as in config.json.
-      computes: fields of `TransformerConfig` that are the same in all of the family's models, and not in its config.json.
-      defaults: values of fields that config.json may leave out, where they differ from TransformerConfig's (transformers' own).
-      takes: fields of NEUTRAL that the family's models may set, which become TransformerConfig's of the same name.
+      computes: fields of `TransformerConfig` that are the same in all of the family's models, and
+        not in its config.json.
+      defaults: values of fields that config.json may leave out, where they differ from
+        TransformerConfig's (transformers' own).
+      takes: fields of NEUTRAL that the family's models may set, which become TransformerConfig's of
+        the same name.
       theta: RoPE's base where config.json leaves it out.
       constants: what a written config.json has besides.
-      spelled: fields of `TransformerConfig` that its config.json calls otherwise -> their names there.
+      spelled: fields of `TransformerConfig` that its config.json calls otherwise -> their names
+        there.
       tensors: names of tensors that differ from ours: a layer's parameter -> its name in the files,
         with {j} for the expert where each has tensors of its own. gate_proj and up_proj of experts
         may share a tensor.
       stacked: the same for files as transformers 5 holds experts in memory, if they differ.
       interleaved: experts' tensors have their inputs first, and in a shared one the numbers of
         gate_proj and up_proj alternate.
-      fused: tensors of the files that hold the weights of several projections, one below the other: module -> projections.
+      fused: tensors of the files that hold the weights of several projections, one below the other:
+        module -> projections.
       stored_as: methods of quantization, as config.json names them, that experts are published in
         and are read from.
-      trained_lengths: max_position_embeddings of published models -> the length that they were trained at, where it is less.
+      trained_lengths: max_position_embeddings of published models -> the length that they were
+        trained at, where it is less.
       presets: published sizes: fields of TransformerConfig, and `rope`, a mapping of RopeConfig's.
     """
 
@@ -157,8 +168,8 @@ class Family:
         """Returns the fields that config.json gives, with the family's own and its defaults.
 
         Raises:
-          ValueError: a field of another JSON type than its own, or one that names a computation which the family's models do
-            not have here.
+          ValueError: a field of another JSON type than its own, or one that names a computation
+            which the family's models do not have here.
         """
         _check_types(config)
         config = self.normalise(config)
@@ -186,7 +197,8 @@ class Family:
         return {**self.defaults, **config, **self.computes}
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns config.json without the fields that say in the family's way that nothing is computed."""
+        """Returns config.json without the fields that say in the family's way that nothing is
+        computed."""
         return dict(config)
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +228,8 @@ class Family:
 
 
 def _check_types(config: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming the field, unless the fields that `normalise` reads are of their JSON types."""
+    """Raises ValueError, naming the field, unless the fields that `normalise` reads are of their
+    JSON types."""
     for name in _COUNTS:
         if config.get(name) is not None or (name == "num_hidden_layers" and name in config):
             require_int(name, config[name], at_least=1)
@@ -229,13 +242,14 @@ def _check_types(config: Mapping[str, Any]) -> None:
             isinstance(values, (list, tuple)) and all(isinstance(value, of) for value in values)
         ):
             raise ValueError(
-                f"{name}: found {values!r}; a list of {'names' if of is str else 'numbers'} or null would work"
+                f"{name}: found {values!r}; a list of {'names' if of is str else 'numbers'} or "
+                "null would work"
             )
 
 
 def _check_quantization(config: Mapping[str, Any] | None, methods: tuple[str, ...]) -> None:
-    """Raises ValueError unless weights are as they are, in one of these methods, or in bitsandbytes'
-    NF4 with double quantization."""
+    """Raises ValueError unless weights are as they are, in one of these methods, or in
+    bitsandbytes' NF4 with double quantization."""
     if config and config.get("quant_method") in methods:
         return
     nf4 = {
@@ -247,13 +261,15 @@ def _check_quantization(config: Mapping[str, Any] | None, methods: tuple[str, ..
     for name, needed in nf4.items() if config else ():
         if config is not None and config.get(name) != needed:
             raise ValueError(
-                f"quantization_config: {name}: found {config.get(name)!r}, and only {needed!r} is read, NF4 with "
-                "double quantization; use the unquantised model, which adapter.quantize quantizes as it is read"
+                f"quantization_config: {name}: found {config.get(name)!r}, and only {needed!r} is "
+                "read, NF4 with double quantization; use the unquantised model, which "
+                "adapter.quantize quantizes as it is read"
             )
 
 
 class WindowedFamily(Family):
-    """A family whose configs say `use_sliding_window`, and name the window of layers that have none."""
+    """A family whose configs say `use_sliding_window`, and name the window of layers that have
+    none."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`. Layers of both kinds are refused."""

@@ -35,8 +35,8 @@ class Gemma3Family(Family):
         for name in ropes:
             if name not in ("full_attention", "sliding_attention"):
                 raise ValueError(
-                    f"rope_parameters: found {name!r}; objects full_attention and sliding_attention, one for each "
-                    "kind of layers, would work"
+                    f"rope_parameters: found {name!r}; objects full_attention and "
+                    "sliding_attention, one for each kind of layers, would work"
                 )
             if not isinstance(ropes[name], (dict, type(None))):
                 raise ValueError(

@@ -1,4 +1,5 @@
-"""gpt-oss: windows in every second layer, attention sinks, experts with biases and a clamped gate."""
+"""gpt-oss: windows in every second layer, attention sinks, experts with biases and a clamped
+gate."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def _alternating(layers: int) -> list[str]:
 
 
 class GptOss(Family):
-    """A family whose layers alternate, beginning with a window, unless the config says otherwise."""
+    """A family whose layers alternate, beginning with a window, unless the config says
+    otherwise."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family.normalise`."""

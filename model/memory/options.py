@@ -99,17 +99,16 @@ def check_combination(
     Raises:
       ValueError: one line that names the option, what was found and what would work.
     """
-    from model.attention.schedules import (
-        get_schedule,
-    )  # here, so that reading a recipe does not import JAX
+    # Here, so that reading a recipe does not import JAX.
+    from model.attention.schedules import get_schedule
 
     resolved = get_schedule(schedule, sequence)
     if memory.policy.every_k:
         _check_divides("every_k", memory.every_k, layers, f"{layers} layers")
         if memory.every_k % period:
             raise ValueError(
-                f"memory.every_k: found {memory.every_k}; the model's layers repeat in a period of {period}, so "
-                f"it needs a multiple of {period} that divides {layers}"
+                f"memory.every_k: found {memory.every_k}; the model's layers repeat in a period of "
+                f"{period}, so it needs a multiple of {period} that divides {layers}"
             )
     _check_divides(
         "attention_groups",
@@ -119,8 +118,9 @@ def check_combination(
     )
     if memory.policy.products and memory.attention_groups > 1:
         raise ValueError(
-            f"memory.remat: found {memory.remat!r}; with memory.attention_groups = {memory.attention_groups} each "
-            "group is projected again in the backward pass; save_attention, or 1 group, would work"
+            f"memory.remat: found {memory.remat!r}; with memory.attention_groups = "
+            f"{memory.attention_groups} each group is projected again in the backward pass; "
+            "save_attention, or 1 group, would work"
         )
     if memory.query_chunks > 1:
         _check_query_chunks(memory, sequence_parallel, resolved)
@@ -156,8 +156,8 @@ def _check_query_chunks(memory: MemoryConfig, sequence_parallel: bool, schedule:
     chunks = memory.query_chunks
     if memory.remat not in QUERY_CHUNK_POLICIES:
         raise ValueError(
-            f"memory.remat: found {memory.remat!r}; with memory.query_chunks = {chunks} nothing of attention is "
-            f"kept; valid: {', '.join(QUERY_CHUNK_POLICIES)}"
+            f"memory.remat: found {memory.remat!r}; with memory.query_chunks = {chunks} nothing of "
+            f"attention is kept; valid: {', '.join(QUERY_CHUNK_POLICIES)}"
         )
     if sequence_parallel:
         raise ValueError(
@@ -167,8 +167,8 @@ def _check_query_chunks(memory: MemoryConfig, sequence_parallel: bool, schedule:
         if isinstance(schedule, Balanced) and schedule.ordered:
             others = ", ".join(name for name in SCHEDULES if name not in ("balanced", "local"))
             raise ValueError(
-                f"memory.query_chunks: found {chunks}; balanced trades queries for as many keys over a contiguous "
-                f"layout; over others it serves them, as do {others} over any"
+                f"memory.query_chunks: found {chunks}; balanced trades queries for as many keys "
+                f"over a contiguous layout; over others it serves them, as do {others} over any"
             )
         schedule = getattr(schedule, "inner", None)
 

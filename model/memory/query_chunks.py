@@ -132,7 +132,8 @@ class LayerInChunks:
         """
         if x.shape[1] % self.chunks:
             raise ValueError(
-                f"memory.query_chunks: {self.chunks} does not divide the {x.shape[1]} tokens of a device"
+                f"memory.query_chunks: {self.chunks} does not divide the {x.shape[1]} tokens of a "
+                "device"
             )
         run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
         run.defvjp(self._forward, self._backward)

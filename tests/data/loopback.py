@@ -1,4 +1,5 @@
-"""A server on this machine that sends one file, as servers on the internet do, with failures to order."""
+"""A server on this machine that sends one file, as servers on the internet do, with failures to
+order."""
 
 import contextlib
 import http.server
@@ -13,7 +14,8 @@ class FileServer:
     Attributes:
       content: the file's bytes; etag: its version, or None where the server has none.
       has_ranges: whether parts of the file are sent; has_length: whether the length is.
-      breaks: number of bytes after which each of the next responses breaks off; then responses are whole.
+      breaks: number of bytes after which each of the next responses breaks off; then responses are
+        whole.
       stalls: number of bytes after which each of the next responses waits for `stalled` to be set.
       statuses: statuses of the next responses, in place of the file.
       requests: (path, Range) of every request, in order.
@@ -91,7 +93,8 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
     """Answers of a hub on this machine; a test's own hub says which."""
 
     def answer(self, status: int, content: bytes, headers: Mapping[str, str], body: bool) -> None:
-        """Sends a response, JSON unless the headers say otherwise; the content only where `body` is true (no HEAD)."""
+        """Sends a response, JSON unless the headers say otherwise; the content only where `body` is
+        true (no HEAD)."""
         self.send_response(status)
         for key, value in {
             "Content-Type": "application/json",

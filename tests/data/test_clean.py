@@ -1,4 +1,5 @@
-"""Cleaning: what each rule drops or changes and what it does not; filters are off by default; splitting loses nothing."""
+"""Cleaning: what each rule drops or changes and what it does not; filters are off by default;
+splitting loses nothing."""
 
 import pytest
 from hypothesis import given

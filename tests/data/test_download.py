@@ -1,4 +1,5 @@
-"""Downloads from a server on this machine: resumed, started again where they cannot be, and refused with a reason."""
+"""Downloads from a server on this machine: resumed, started again where they cannot be, and refused
+with a reason."""
 
 import socket
 

@@ -98,7 +98,8 @@ def test_a_texts_tokens_and_which_are_trained_on(repository):
 
 
 def test_a_records_variables_reach_its_template_and_precede_the_recipes(tmp_path):
-    """A template that writes `mood` after each turn; what is no dictionary is not read, and counted."""
+    """A template that writes `mood` after each turn; what is no dictionary is not read, and
+    counted."""
     path = tmp_path / "talks.jsonl"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     records = [

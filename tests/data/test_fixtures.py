@@ -55,7 +55,8 @@ def test_proportion_and_single_tokens():
 
 
 def test_no_conversation_is_cut():
-    """The second part of a cut one would ask about missing lines, and so train the model to guess."""
+    """The second part of a cut one would ask about missing lines, and so train the model to
+    guess."""
     context_length = yaml.safe_load((REPOSITORY / "configs/quickstart.yaml").read_text())["data"][
         "context_length"
     ]

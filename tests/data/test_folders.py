@@ -1,4 +1,5 @@
-"""Folders that appear whole or not at all: what killed processes leave is removed, and other users can read the result."""
+"""Folders that appear whole or not at all: what killed processes leave is removed, and other users
+can read the result."""
 
 import os
 import stat

@@ -1,4 +1,5 @@
-"""Data sets of the Hugging Face hub, from a hub on this machine: what is downloaded, what the cache serves, what is refused."""
+"""Data sets of the Hugging Face hub, from a hub on this machine: what is downloaded, what the cache
+serves, what is refused."""
 
 import gzip
 import http.server
@@ -37,7 +38,8 @@ PARQUET = "refs%2Fconvert%2Fparquet"
 
 
 class Hub(HubHandler):
-    """The part of the hub's interface that a download needs, of one data set; its server keeps the files that were sent."""
+    """The part of the hub's interface that a download needs, of one data set; its server keeps the
+    files that were sent."""
 
     def do_HEAD(self):
         self.do_GET(body=False)
@@ -130,7 +132,8 @@ def test_what_is_named_is_downloaded_once_and_read(hub, path, expected, sent):
 
 @pytest.mark.parametrize("is_cached", [False, True], ids=["downloaded", "cached"])
 def test_what_the_hub_says_about_a_data_set_is_no_record(hub, monkeypatch, is_cached):
-    """Also where another program has put all files into the cache; a file that the path names is read."""
+    """Also where another program has put all files into the cache; a file that the path names is
+    read."""
     for name, content in {
         "more/README.md": b"another card",
         "dataset_infos.json": b"{}",
@@ -183,7 +186,8 @@ def test_a_split_to_measure_on_among_others_is_named(hub, monkeypatch, names, ot
 
 
 def test_the_report_warns_of_a_split_to_measure_on(hub, monkeypatch, tmp_path):
-    """Of the sources to train on, once; not of those that are held out, nor of folders of the user's own."""
+    """Of the sources to train on, once; not of those that are held out, nor of folders of the
+    user's own."""
     for number in range(7):
         monkeypatch.setitem(FILES, f"test-{number}.jsonl", json.dumps(CHATS[3]).encode())
     own = tmp_path / "own"
@@ -203,7 +207,8 @@ def test_the_report_warns_of_a_split_to_measure_on(hub, monkeypatch, tmp_path):
     assert [
         line for line in prepared.report.summary().splitlines() if line.startswith("warning")
     ] == [
-        f"warning: {whole.path}: also reads {names}, ...; name the folder or file of the training split to leave them out"
+        f"warning: {whole.path}: also reads {names}, ...; name the folder or file of the training "
+        "split to leave them out"
     ]
 
 

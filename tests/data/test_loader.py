@@ -1,4 +1,5 @@
-"""Prepared folders and the loader: rows compared with a simple implementation, reuse, and resumption at a step."""
+"""Prepared folders and the loader: rows compared with a simple implementation, reuse, and
+resumption at a step."""
 
 import json
 import os
@@ -132,7 +133,8 @@ def test_a_step_is_the_whole_state_and_reading_ahead_changes_nothing(prepared):
 
 
 def test_record_ids_are_those_of_the_tokens_in_a_step(prepared):
-    """Each listed record has a piece in the batch, and each piece in the batch belongs to a listed record."""
+    """Each listed record has a piece in the batch, and each piece in the batch belongs to a listed
+    record."""
     loader = Loader(prepared, LENGTH, 3, seed=3)
     texts = {}
     for number in range(len(prepared.train)):
@@ -403,7 +405,8 @@ def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatc
 
 
 def test_weights_mix_sources_and_the_mix_resumes(small, tokenizer, tmp_path):
-    """Each source is used as often as its weight says; a second loader that starts later gives the same batches."""
+    """Each source is used as often as its weight says; a second loader that starts later gives the
+    same batches."""
     (tmp_path / "book.txt").write_text("Once upon a time there was a word. " * 120)
     sources = [
         Source(str(small), weight=0.5),

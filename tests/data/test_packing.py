@@ -1,4 +1,5 @@
-"""The packing plan: every token once, without overlaps, with little padding, the same on every machine."""
+"""The packing plan: every token once, without overlaps, with little padding, the same on every
+machine."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""Files in a store are read as local ones are; prepared data in a store come back through this machine's cache."""
+"""Files in a store are read as local ones are; prepared data in a store come back through this
+machine's cache."""
 
 import hashlib
 import json
@@ -32,7 +33,8 @@ def store():
 
 @pytest.mark.parametrize("check", [paths.output_folder, paths.output_file, paths.new_folder])
 def test_where_results_go_is_known_before_the_work(check, tmp_path):
-    """A new place is made as far as it is needed; a file in its way, or what would be overwritten, is told in one line."""
+    """A new place is made as far as it is needed; a file in its way, or what would be overwritten,
+    is told in one line."""
     path = tmp_path / "a" / "b"
     assert (
         check(path) == path
@@ -180,7 +182,8 @@ def test_a_folder_comes_whole_or_not_at_all(store, tmp_path):
 
 
 def test_a_store_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
-    """Stores' libraries raise errors of their own kind: botocore's NoCredentialsError is a plain Exception."""
+    """Stores' libraries raise errors of their own kind: botocore's NoCredentialsError is a plain
+    Exception."""
 
     def unreachable(self, path, **options):
         raise Exception("Unable to locate credentials\nsee the manual")
@@ -202,7 +205,8 @@ def test_only_stores_are_read(path):
 
 
 def test_a_digest_is_of_every_byte_and_kept(tmp_path, monkeypatch):
-    """Kept for large files, by size and times; what the cache says is believed only of the same file."""
+    """Kept for large files, by size and times; what the cache says is believed only of the same
+    file."""
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(paths, "LARGE_BYTES", 1000)
     small, large = tmp_path / "small", tmp_path / "large"
@@ -264,7 +268,8 @@ def test_a_picture_of_others_is_not_overwritten_and_an_evaluations_is(tmp_path):
     "path", ["gs://b/out", "s3://b/x/y.json", "GS://b/out", Path("gs://b/out"), "hf://datasets/a/b"]
 )
 def test_an_output_in_a_store_is_refused_by_name(take, path, tmp_path, monkeypatch):
-    """Also after pathlib has made one slash of two; a folder of this machine may have a colon in its name."""
+    """Also after pathlib has made one slash of two; a folder of this machine may have a colon in
+    its name."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"^\w+:/.*(gs|s3|GS|hf):// is not read or written here"):
         take(path)

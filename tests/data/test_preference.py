@@ -1,4 +1,5 @@
-"""Records of preferences: TRL's shapes, and others of public data sets, become two conversations that begin alike."""
+"""Records of preferences: TRL's shapes, and others of public data sets, become two conversations
+that begin alike."""
 
 import pytest
 
@@ -103,7 +104,8 @@ def test_earlier_answers_are_part_of_the_prompt():
     [
         (
             {"prompt": "Which?", "chosen": "This."},
-            "no `chosen` and `rejected`, and no `completion` and `label`: it has the fields prompt, chosen",
+            "no `chosen` and `rejected`, and no `completion` and `label`: it has the fields "
+            "prompt, chosen",
         ),
         (
             {"prompt": "Which?", "chosen": "This.", "rejected": " This. "},

@@ -1,4 +1,5 @@
-"""Shapes of public data: each is read as the turns that its authors meant, what is not read is named; docs/data.md says so."""
+"""Shapes of public data: each is read as the turns that its authors meant, what is not read is
+named; docs/data.md says so."""
 
 import json
 from pathlib import Path

@@ -54,7 +54,8 @@ def test_a_signal_ends_a_command_within_a_long_call(repository, number, code, li
 
 
 def test_as_pid_1_too(repository):
-    """As which a container starts its command: the system ignores SIGTERM for it without a handler."""
+    """As which a container starts its command: the system ignores SIGTERM for it without a
+    handler."""
     if (
         os.geteuid() != 0
         or shutil.which("unshare") is None

@@ -1,4 +1,5 @@
-"""Reading sources: every record of a malformed dump is counted, and each unusable file gives an error of one line."""
+"""Reading sources: every record of a malformed dump is counted, and each unusable file gives an
+error of one line."""
 
 import datetime
 import decimal
@@ -248,7 +249,8 @@ def test_packed_and_parquet_files_are_the_same_records(tmp_path, end):
     path = tmp_path / "in" / f"data{end.upper() if end == '.json.gz' else end}"
     path.parent.mkdir()
     if end == ".parquet":
-        # As in merged data sets, which have the columns and fields of both kinds, empty ones as None.
+        # As in merged data sets, which have the columns and fields of both kinds, empty ones as
+        # None.
         rows = [{**record, "messages": None, "system": None} for record in records]
         rows[0]["conversations"] = [
             {**turn, "role": None, "weight": None} for turn in rows[0]["conversations"]
@@ -547,7 +549,8 @@ def test_a_text_or_record_beyond_all_memory_is_refused_while_it_is_read(
 
 
 def test_dropped_records_are_listed_with_file_and_line(tmp_path, monkeypatch):
-    """Of lines, of a list and of a table; those that the template refuses too; a bounded number of bounded length."""
+    """Of lines, of a list and of a table; those that the template refuses too; a bounded number of
+    bounded length."""
     good, empty = (
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": text}]}
         for text in ("b", "")
@@ -724,7 +727,8 @@ def test_a_sources_fields_and_bos_are_checked():
 
 
 def test_a_saved_data_set_is_read_without_its_caches_and_warns_of_its_test_split(tmp_path):
-    """As datasets.DatasetDict.save_to_disk writes it, with the copies that its `map` leaves there."""
+    """As datasets.DatasetDict.save_to_disk writes it, with the copies that its `map` leaves
+    there."""
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     names = (
         "train/data-00000-of-00001",

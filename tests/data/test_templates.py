@@ -1,4 +1,5 @@
-"""Tokenizers and templates compared with transformers and with texts written by hand; typed control tokens stay text."""
+"""Tokenizers and templates compared with transformers and with texts written by hand; typed control
+tokens stay text."""
 
 import functools
 import itertools
@@ -56,7 +57,8 @@ ALL_CONTROLS = [token for tokens in CONTROLS.values() for token in tokens]
 
 @pytest.fixture(scope="module", params=["tiny", "smollm2"])
 def pair(request, tmp_path_factory):
-    """Returns our tokenizer and transformers' of one folder, with the control tokens of every template."""
+    """Returns our tokenizer and transformers' of one folder, with the control tokens of every
+    template."""
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp(request.param)
@@ -82,7 +84,8 @@ def test_ids_equal_apply_chat_template(pair, template, system, prompt):
 
 
 def by_hand(template, talk, bos, eos):
-    """Returns the text of [system] user assistant ... turns under a template: parts, and whether each is trained on."""
+    """Returns the text of [system] user assistant ... turns under a template: parts, and whether
+    each is trained on."""
     system = talk[0][1] if talk[0][0] == "system" else None
     pairs = list(
         zip(talk[system is not None :: 2], talk[(system is not None) + 1 :: 2], strict=True)
@@ -150,7 +153,8 @@ def mask_of(segments):
     return [segment.train for segment in segments for _ in segment.ids]
 
 
-# The fixtures' conversations, FastChat's if the shared folder exists, and the files that the user names.
+# The fixtures' conversations, FastChat's if the shared folder exists, and the files that the user
+# names.
 FILES = [
     REPOSITORY / "data/fixtures/conversations.json",
     *filter(
@@ -212,7 +216,8 @@ def test_ids_and_mask_of_200_conversations_are_the_text_written_by_hand(pair, te
 
 
 def sentencepiece_ids_and_mask(library, parts, controls):
-    """Returns the same by sentencepiece itself; text between two control tokens is encoded separately."""
+    """Returns the same by sentencepiece itself; text between two control tokens is encoded
+    separately."""
     ids, mask = [], []
     run, trained = "", []
 
@@ -337,7 +342,8 @@ def test_lacking_control_tokens_are_refused_or_added(tmp_path, folder):
         ),
         (
             "koala",
-            "found 'koala', which writes EOS, and the tokenizer names no eos_token; one that is named .* would work$",
+            "found 'koala', which writes EOS, and the tokenizer names no eos_token; one that is "
+            "named .* would work$",
         ),
     ],
 )
@@ -383,7 +389,8 @@ _TEXT = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_TEXT, min_size=2, max_size=5))
 def test_no_users_text_gives_a_control_id_in_any_template(texts):
-    """A conversation of any texts has only its template's control ids, the same as one of clean texts."""
+    """A conversation of any texts has only its template's control ids, the same as one of clean
+    texts."""
     roles = ["system", "user", "assistant", "user", "assistant"][
         5 - len(texts) if len(texts) % 2 == 0 else 0 :
     ][: len(texts)]
@@ -413,9 +420,9 @@ def test_vicuna_is_fastchats_text_and_trains_on_answers_alone():
     tokenizer = Tokenizer.load(TINY)
     segments = render(_messages(TALK), "vicuna_v1.1", tokenizer)
     assert tokenizer.decode(_ids(segments), skip_control=False) == (
-        "<s>A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-        "detailed, and polite answers to the user's questions. USER: Who are you? 123 ASSISTANT: I'm Pim, é 😀 "
-        "fine.</s>USER: a\n\n  b ASSISTANT: You too!</s>"
+        "<s>A chat between a curious user and an artificial intelligence assistant. The assistant "
+        "gives helpful, detailed, and polite answers to the user's questions. USER: Who are you? "
+        "123 ASSISTANT: I'm Pim, é 😀 fine.</s>USER: a\n\n  b ASSISTANT: You too!</s>"
     )
     assert _trained(tokenizer, segments) == [" I'm Pim, é 😀 fine.</s>", " You too!</s>"]
     muted = [Message("user", "Hi"), Message("assistant", "No.", train=False), *_messages(TALK[2:])]

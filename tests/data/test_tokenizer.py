@@ -1,4 +1,5 @@
-"""Tokens that are added to a vocabulary have the same ids as in transformers, and text becomes none that are control tokens."""
+"""Tokens that are added to a vocabulary have the same ids as in transformers, and text becomes none
+that are control tokens."""
 
 import json
 import shutil
@@ -100,7 +101,8 @@ def test_runs_of_white_space_and_letters_that_are_added_tokens_are_text(tmp_path
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "sentencepiece"])
 def test_text_tokens_are_tokens_where_they_are_typed(tmp_path, kind):
-    """Such as <think> and </think> of reasoning models, which are letters unless a recipe names them."""
+    """Such as <think> and </think> of reasoning models, which are letters unless a recipe names
+    them."""
     if kind == "tokenizer.json":
         bare = Tokenizer.load(with_added(tmp_path / "in", ["<think>", "</think>"]))
     else:
@@ -185,7 +187,8 @@ def test_a_file_with_values_of_other_types_is_named(tmp_path, library, name, con
 
 
 def test_bos_is_what_transformers_tokenizer_adds(tmp_path):
-    """With and without a post-processor that adds it; by LlamaTokenizer's default for a sentencepiece model."""
+    """With and without a post-processor that adds it; by LlamaTokenizer's default for a
+    sentencepiece model."""
     from tokenizers import processors
     from transformers import AutoTokenizer
 

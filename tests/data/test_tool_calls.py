@@ -1,4 +1,5 @@
-"""Tool calls under three families' templates: ids and masks are transformers'; what a record's forms become."""
+"""Tool calls under three families' templates: ids and masks are transformers'; what a record's
+forms become."""
 
 import json
 
@@ -16,7 +17,8 @@ from tests.conftest import REPOSITORY
 
 TINY = REPOSITORY / "data/fixtures/tiny_tokenizer"
 
-# As Llama 3.1's: calls without their text, results and tools in JSON, the tools in the first user's turn.
+# As Llama 3.1's: calls without their text, results and tools in JSON, the tools in the first user's
+# turn.
 LLAMA = (
     "{{- bos_token }}{%- for message in messages %}"
     "{%- if not (message.role == 'tool' or 'tool_calls' in message) %}"
@@ -37,7 +39,8 @@ LLAMA = (
     "{%- else %}{{- message.content }}{%- endif %}{{- '<|eot_id|>' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
-# As Qwen 2.5's and Hermes': calls between their own control tokens after the text, consecutive results in one user's turn.
+# As Qwen 2.5's and Hermes': calls between their own control tokens after the text, consecutive
+# results in one user's turn.
 QWEN = (
     "{%- if tools %}{{- '<|im_start|>system\n' }}"
     "{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- else %}{{- 'Be helpful.' }}{%- endif %}"
@@ -123,7 +126,8 @@ def _call(name, call_id, **arguments):
 
 
 def _talk(several, text):
-    """Two exchanges with calls and one without, in OpenAI's form; perhaps with two calls at once, and text beside a call."""
+    """Two exchanges with calls and one without, in OpenAI's form; perhaps with two calls at once,
+    and text beside a call."""
     first = [_call("weather", "abcdef123", city='Ulm "é"')] + [
         _call("add", "abcdef124", a=[1, 2.5], b=None)
     ] * several
@@ -252,7 +256,8 @@ def test_control_tokens_typed_in_calls_and_tools_stay_letters(family):
 
 
 def test_sharegpts_calls_are_calls(family):
-    """`function_call` and `observation`, with the tools as a JSON text and without ids, which are made."""
+    """`function_call` and `observation`, with the tools as a JSON text and without ids, which are
+    made."""
     _, ours, _ = family
     record = {
         "conversations": [

@@ -1,4 +1,5 @@
-"""Trees of messages, nested or a row for each message: the best ranked replies, or every path, and nothing lost unseen."""
+"""Trees of messages, nested or a row for each message: the best ranked replies, or every path, and
+nothing lost unseen."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Turns: reasoning wherever records keep it, flags of the loss, names of roles, and the order that templates can write."""
+"""Turns: reasoning wherever records keep it, flags of the loss, names of roles, and the order that
+templates can write."""
 
 import pytest
 

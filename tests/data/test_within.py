@@ -83,7 +83,8 @@ def test_data_folders_too(tmp_path):
 
 
 def test_links_of_many_folders(tmp_path):
-    """500 folders with links at random: read is what lies inside, by an independent judgement of each link."""
+    """500 folders with links at random: read is what lies inside, by an independent judgement of
+    each link."""
     draw = random.Random(0)
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/secret").write_text("secret")

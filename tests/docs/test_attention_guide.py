@@ -1,5 +1,5 @@
-"""The program on docs/attention.md runs as it stands there with the installed package alone, outside the checkout, and agrees
-with dense attention in float64."""
+"""The program on docs/attention.md runs as it stands there with the installed package alone,
+outside the checkout, and agrees with dense attention in float64."""
 
 import os
 import re
@@ -33,7 +33,8 @@ def program() -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The folder that the wheel of the attention package is unpacked into, as `pip install .` does."""
+    """The folder that the wheel of the attention package is unpacked into, as `pip install .`
+    does."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "model" / "attention", folder / "source" / "model" / "attention")
     for name in (

@@ -11,7 +11,8 @@ PLANS = read_plans()
 
 
 def wrong_figures(text: str) -> list[str]:
-    """Returns the plans whose paragraph or line of a table has figures in GiB, but not the plan's own."""
+    """Returns the plans whose paragraph or line of a table has figures in GiB, but not the plan's
+    own."""
     wrong = []
     for part in re.split(r"\n\s*\n|\n(?=\|)", text):
         named = [name for name in re.findall(r"`(\w+)`", part) if name in PLANS]

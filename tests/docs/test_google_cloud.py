@@ -1,4 +1,5 @@
-"""The page from a blank account: gcloud's commands against its recorded help, launch_tpu's by its own parser."""
+"""The page from a blank account: gcloud's commands against its recorded help, launch_tpu's by its
+own parser."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""The pages: links resolve, commands, flags, files and names exist, and no page or table cell grows too long."""
+"""The pages: links resolve, commands, flags, files and names exist, and no page or table cell grows
+too long."""
 
 import dataclasses
 import importlib
@@ -115,7 +116,8 @@ def test_named_files_exist(path):
     "path", [path for path in OWN_PAGES if path.name != "CHANGELOG.md"], ids=page_id
 )
 def test_names_in_code_font_exist(path):
-    """What stands as `memory.remat` or `model.attention.attend` is a field of a recipe or a name of the code."""
+    """What stands as `memory.remat` or `model.attention.attend` is a field of a recipe or a name of
+    the code."""
     names = [
         name
         for name in NAME.findall(text_of(path))

@@ -1,4 +1,5 @@
-"""The site that mkdocs makes of docs/: no warning, every page in the navigation, nothing loaded from a network."""
+"""The site that mkdocs makes of docs/: no warning, every page in the navigation, nothing loaded
+from a network."""
 
 import importlib.util
 import json
@@ -150,7 +151,8 @@ def test_the_notebook_shows_what_it_did():
 
 
 def test_the_notebooks_commands_fit_the_recipe(monkeypatch, tmp_path):
-    """Executes every cell here; commands are gathered instead of run, and train.py's flags are read as train.py reads them."""
+    """Executes every cell here; commands are gathered instead of run, and train.py's flags are read
+    as train.py reads them."""
     monkeypatch.setenv("STEPS", "2")
     monkeypatch.chdir(ROOT / "docs")
     for name, field in (("metrics", ""), ("held_out", "held_out_")):

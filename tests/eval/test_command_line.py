@@ -1,4 +1,5 @@
-"""The command lines of evaluations: sizes below 1 are refused, and help and errors say what is so."""
+"""The command lines of evaluations: sizes below 1 are refused, and help and errors say what is
+so."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Two checkpoints on the same cases: the interval by exact enumeration and beside scipy's, the table, and what is refused."""
+"""Two checkpoints on the same cases: the interval by exact enumeration and beside scipy's, the
+table, and what is refused."""
 
 import json
 
@@ -36,9 +37,11 @@ def test_the_interval_covers_the_true_difference_in_95_of_100_samples(better, wo
 
 @pytest.mark.parametrize("counts", [(20, 5, 15, 10), (80, 2, 12, 6), (10, 10, 10, 70)])
 def test_it_is_close_to_the_score_interval(counts):
-    """Tango's interval (1998): the differences that the score test with restricted variance does not refuse, by root finding.
+    """Tango's interval (1998): the differences that the score test with restricted variance does
+    not refuse, by root finding.
 
-    Another method, which is near where cases of both kinds differ; the coverage above is what both are made for.
+    Another method, which is near where cases of both kinds differ; the coverage above is what both
+    are made for.
     """
     _, worse, better, _ = counts
     n = sum(counts)
@@ -61,7 +64,8 @@ def test_it_is_close_to_the_score_interval(counts):
 
 
 def test_shares_are_resampled_in_pairs():
-    """As scipy's bootstrap of the differences; scores that vary together have a narrower interval than scores that do not."""
+    """As scipy's bootstrap of the differences; scores that vary together have a narrower interval
+    than scores that do not."""
     random = np.random.default_rng(3)
     before = random.uniform(0, 0.8, 60)
     after = before + random.uniform(0, 0.2, 60)
@@ -107,7 +111,8 @@ def test_the_table_pairs_cases_whatever_their_order(tmp_path, capsys):
         == 0
     )
     rows = json.loads((tmp_path / "out" / "difference.json").read_text())["differences"]
-    # Of the cases 1 to 19, four were right before (1 to 4), nine after (the even ones), two both times (2 and 4).
+    # Of the cases 1 to 19, four were right before (1 to 4), nine after (the even ones), two both
+    # times (2 and 4).
     low, high = paired_interval(*pairs(2, 2, 7, 8))
     assert rows[0] == {
         "task": "generated",

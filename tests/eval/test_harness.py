@@ -1,4 +1,5 @@
-"""lm-eval's requests to our decoding give transformers' likelihoods and texts; a task of local files runs to its results."""
+"""lm-eval's requests to our decoding give transformers' likelihoods and texts; a task of local
+files runs to its results."""
 
 import argparse
 import json
@@ -47,7 +48,8 @@ class Request:
 
 @pytest.fixture(scope="module")
 def theirs(hf_model):
-    """Returns transformers' log-likelihood of the last ids of a text, and whether they are greedy; its greedy answer; ids."""
+    """Returns transformers' log-likelihood of the last ids of a text, and whether they are greedy;
+    its greedy answer; ids."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(hf_model)
@@ -81,7 +83,8 @@ PAIRS = [
 
 
 def test_likelihoods_and_texts_are_transformers(opened, theirs):
-    """With lm-eval's rule that spaces at a context's end are the continuation's, and its end at the first of `until`."""
+    """With lm-eval's rule that spaces at a context's end are the continuation's, and its end at the
+    first of `until`."""
     ids, likelihood, answer = theirs
     ours = harness.make_model(harness.Harness(opened, 200, 8))
     likelihoods = ours.loglikelihood([Request(*pair) for pair in PAIRS])
@@ -97,7 +100,8 @@ def test_likelihoods_and_texts_are_transformers(opened, theirs):
 
 
 def test_answers_are_as_long_as_their_task_says(opened, theirs):
-    """Whichever of lm-eval's names it says it by; in the order of the requests, with likelihoods between."""
+    """Whichever of lm-eval's names it says it by; in the order of the requests, with likelihoods
+    between."""
     ids, likelihood, answer = theirs
     context, ours = PAIRS[0][0], harness.make_model(harness.Harness(opened, 200, 8))
     options = [
@@ -145,7 +149,8 @@ def test_a_task_that_asks_for_sampling_is_refused(opened, options, sampling):
     with pytest.raises(UserError) as refused:
         ours.generate_until([Request("a", {}), Request("a", options)])
     assert str(refused.value).startswith(
-        f"--tasks: writing asks for sampling ({sampling}); answers here are greedy, so its score would not be comparable"
+        f"--tasks: writing asks for sampling ({sampling}); answers here are greedy, so its score "
+        "would not be comparable"
     )
     assert harness.AnswerForm.of("writing", options, is_greedy=False) == harness.AnswerForm(
         "writing"
@@ -183,7 +188,8 @@ def test_what_is_too_long_is_told(opened):
 
 
 def test_scoring_takes_the_whole_length(opened, theirs):
-    """Whatever --max-new-tokens is; what is one token longer is cut, and a rolling text is scored in pieces of the length."""
+    """Whatever --max-new-tokens is; what is one token longer is cut, and a rolling text is scored
+    in pieces of the length."""
     ids, likelihood, _ = theirs
     whole = ids("The whale swam round the ship, and nobody doubted the whale.")
     context, continuation = "The whale swam round the ship, and nobody", " doubted the whale."
@@ -222,7 +228,8 @@ def test_a_length_without_room_for_a_question_is_refused(opened):
 
 
 def test_the_longest_chat_that_a_text_begins_with_is_taken(opened):
-    """Against a search through all of them, with texts that have several of them at their beginning."""
+    """Against a search through all of them, with texts that have several of them at their
+    beginning."""
     rng = random.Random(0)
     texts = ["".join(rng.choices("ab", k=rng.randint(1, 7))) for _ in range(300)]
     ours = harness.Harness(opened, 40, 8)

@@ -1,4 +1,5 @@
-"""Acting in context: the tokens and actions of play are those that training has for the same episodes."""
+"""Acting in context: the tokens and actions of play are those that training has for the same
+episodes."""
 
 import itertools
 import json
@@ -25,7 +26,8 @@ DECISIONS, EPISODES, REPEAT, TARGET = 4, 2, 2, 5.0
 
 
 class Environment:
-    """A made-up simulator: states are drawn from a seed and moved by the actions; rewards depend on both."""
+    """A made-up simulator: states are drawn from a seed and moved by the actions; rewards depend on
+    both."""
 
     def __init__(self, seed):
         self.random = np.random.default_rng(seed)
@@ -78,7 +80,8 @@ def agent_of(axes, **options):
     ],
 )
 def test_actions_are_those_of_the_whole_row(axes, options):
-    """Two environments play two episodes in one context; then the row is built as training builds it, and run at once."""
+    """Two environments play two episodes in one context; then the row is built as training builds
+    it, and run at once."""
     agent, environments = agent_of(axes, **options), [Environment(seed) for seed in range(2)]
     acted, rewarded, act, remember = [], [], agent.act, agent.remember
 
@@ -132,7 +135,8 @@ def test_a_policy_replayed_from_its_seed_gives_the_same_return():
 def test_every_episodes_return_stands_in_its_own_column_and_contexts_begin_anew(
     tmp_path, monkeypatch
 ):
-    """The command with a player of made-up returns: seed s gets 10 e + s in episode e; a context holds two episodes."""
+    """The command with a player of made-up returns: seed s gets 10 e + s in episode e; a context
+    holds two episodes."""
     contexts, episodes = [], itertools.count()
     inputs = Inputs(
         "walker_walk",

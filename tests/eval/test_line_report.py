@@ -1,4 +1,5 @@
-"""The report of line retrieval: its files, and that cases of different families are different curves."""
+"""The report of line retrieval: its files, and that cases of different families are different
+curves."""
 
 import io
 import json
@@ -12,7 +13,8 @@ from eval.scoring import outcome, score
 
 
 def outcomes():
-    """Returns outcomes of 200 and 680 lines of one family and 700 of another; 680 and more exceed the trained length."""
+    """Returns outcomes of 200 and 680 lines of one family and 700 of another; 680 and more exceed
+    the trained length."""
     return [
         outcome(
             LineCase("", 7, lines, "line", f"{lines}.jsonl"),

@@ -1,4 +1,5 @@
-"""Tests of long contexts during training: on the run's own mesh and parameters, into its metrics."""
+"""Tests of long contexts during training: on the run's own mesh and parameters, into its
+metrics."""
 
 import dataclasses
 import json
@@ -106,7 +107,8 @@ def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypa
 
 @pytest.mark.slow
 def test_samples_are_the_most_likely_tokens_of_the_model_on_one_device(recipe):
-    """Against a loop over `logits` without a cache, on one device; the run's mesh is split over fsdp, tensor and sequence."""
+    """Against a loop over `logits` without a cache, on one device; the run's mesh is split over
+    fsdp, tensor and sequence."""
     prompts = ("Who are you?", "What is a ring?", "Tell me of stripes.")
     config = load(
         [
@@ -214,7 +216,8 @@ def test_entries_that_are_wrong_are_refused(recipe, tmp_path, capsys, monkeypatc
 
 
 def test_a_test_is_declared_by_its_section_alone(recipe, tmp_path, monkeypatch):
-    """One entry of the table of tests adds one, whose fields are read, checked and recorded like those of the others."""
+    """One entry of the table of tests adds one, whose fields are read, checked and recorded like
+    those of the others."""
 
     @dataclasses.dataclass(frozen=True)
     class Echo(live_test.LiveTest):

@@ -1,4 +1,5 @@
-"""The report: one file without a network, the figures of both runs, text escaped, damaged files named."""
+"""The report: one file without a network, the figures of both runs, text escaped, damaged files
+named."""
 
 import html.parser
 import json
@@ -208,7 +209,8 @@ def rows_of(page):
 
 
 def test_evaluations_of_equal_tasks_are_told_apart_by_their_folders(tmp_path, whole_run):
-    """Within a run, and in the differences of two: of equal folders where both runs have them, else of all."""
+    """Within a run, and in the differences of two: of equal folders where both runs have them, else
+    of all."""
     for name, folders in (
         ("a", {"early": 0, "late": 2}),
         ("b", {"early": 1, "late": 4}),
@@ -243,7 +245,8 @@ def test_an_evaluation_that_is_found_twice_is_shown_once(tmp_path, whole_run, mo
 
 
 def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, capsys):
-    """By --evaluations, or below the run's folder; those of its own checkpoints are known after the run has moved."""
+    """By --evaluations, or below the run's folder; those of its own checkpoints are known after the
+    run has moved."""
     run = shutil.copytree(whole_run, tmp_path / "b")
     newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
     about = {
@@ -266,8 +269,8 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
         line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")
     ]
     assert warnings == [
-        f"warning: {run}/other/results.json: is of runs/a, which is not a checkpoint of {run}; the report "
-        "shows it all the same"
+        f"warning: {run}/other/results.json: is of runs/a, which is not a checkpoint of {run}; the "
+        "report shows it all the same"
     ]
     assert [foreign_run(about[name], run / "results" / name) for name in about] == [
         None,
@@ -283,8 +286,8 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
     )
     assert report.main([str(run), "--evaluations", *outside]) == 2
     assert (
-        f"--evaluations: {outside[3]}/results.json: is of runs/a, which is not a checkpoint of {run}; an evaluation of "
-        in (capsys.readouterr().err)
+        f"--evaluations: {outside[3]}/results.json: is of runs/a, which is not a checkpoint of "
+        f"{run}; an evaluation of " in (capsys.readouterr().err)
     )
     evaluate(run / "other", 1)
     path = run / "other" / "results.json"
@@ -341,7 +344,8 @@ def test_the_cost_is_the_sum_over_the_steps(runs):
 
 
 def test_a_run_with_stages_is_all_of_them(runs):
-    """Curves and cost go on counting from stage to stage; a run whose last stage has not begun is one too."""
+    """Curves and cost go on counting from stage to stage; a run whose last stage has not begun is
+    one too."""
     one_stage = report.cost(report.read_run(runs / "after"))
     shutil.copytree(runs / "before", runs / "staged" / "stages" / "1")
     assert report.cost(report.read_run(runs / "staged")) == one_stage

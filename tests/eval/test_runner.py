@@ -1,4 +1,5 @@
-"""The frame of evaluations: answers survive an interruption, contexts are read once, what does not fit is refused."""
+"""The frame of evaluations: answers survive an interruption, contexts are read once, what does not
+fit is refused."""
 
 import collections
 import dataclasses
@@ -38,7 +39,8 @@ ABOUT = {"model": "abc", "sampling": {"temperature": 0.0}}
 
 
 def test_each_row_is_asked_about_one_context_after_another():
-    """Of 3 contexts with 4 questions each the first is split among the rows; a prompt that comes twice is asked once."""
+    """Of 3 contexts with 4 questions each the first is split among the rows; a prompt that comes
+    twice is asked once."""
     asked, params = respondent()
     contexts = [letter * 300 for letter in "abc"]
     prompts = [runner.Prompt(context + question, 4) for question in "wxyz" for context in contexts]
@@ -117,7 +119,8 @@ def test_a_sampled_answer_does_not_depend_on_what_was_asked_before():
 
 
 def test_answers_under_a_rope_that_depends_on_the_length_do_not_depend_on_the_mesh():
-    """On 8 devices what is compiled was 512 tokens long, and the base of the rule dynamic grew with it."""
+    """On 8 devices what is compiled was 512 tokens long, and the base of the rule dynamic grew with
+    it."""
     config = tiny(rope=RopeConfig("dynamic", factor=4.0), max_position_embeddings=16)
     prompts = [runner.Prompt(letter * 20, 8) for letter in "abcd"]
     alone, spread = (
@@ -178,7 +181,8 @@ def arguments(hf_model, output, *flags):
 
 
 def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
-    """With a file's cases, generated ones, those that fill a number of tokens, and another evaluation in the plot."""
+    """With a file's cases, generated ones, those that fill a number of tokens, and another
+    evaluation in the plot."""
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
     cases = tmp_path / "cases.jsonl"
     line_cases.write(line_cases.generate(2, 2, key_style="short"), cases)
@@ -223,7 +227,8 @@ def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
 
 
 def test_every_case_fits_the_tokens_asked_for():
-    """A case of so many lines is longer than the first one where its keys are; a token a letter shows it."""
+    """A case of so many lines is longer than the first one where its keys are; a token a letter
+    shows it."""
     respondent = types.SimpleNamespace(length=lambda prompt: len(prompt.text))
     for tokens in (900, 1000, 1700):
         args = line_retrieval.parse(

@@ -1,4 +1,5 @@
-"""Scoring of line retrieval: the last integer, Wilson's interval compared with scipy's, and the groups."""
+"""Scoring of line retrieval: the last integer, Wilson's interval compared with scipy's, and the
+groups."""
 
 import pytest
 from scipy.stats import binomtest

@@ -1,4 +1,5 @@
-"""Scores equal hand-made answers and the published scoring, intervals hold, and cases have the length they were made for."""
+"""Scores equal hand-made answers and the published scoring, intervals hold, and cases have the
+length they were made for."""
 
 import json
 
@@ -40,7 +41,8 @@ def test_scores_are_ruler_s(answer, expected, every, some):
 
 
 def test_similarity_needs_the_beginning():
-    """As in MRCR: the ratio of matching letters, 2 M / T, of what follows the required beginning."""
+    """As in MRCR: the ratio of matching letters, 2 M / T, of what follows the required
+    beginning."""
     expected = ("Xy7", "the brave owl")
     assert (
         suite.similarity("Xy7 the brave owl", expected)
@@ -139,7 +141,8 @@ def test_ruler_s_cases_have_their_answers_and_length(name):
 
 
 def uneven(prompt):
-    """Of a tokenizer for which words of the same length differ: a token for each word, vowel and digit."""
+    """Of a tokenizer for which words of the same length differ: a token for each word, vowel and
+    digit."""
     turns = (
         [prompt.text] if isinstance(prompt.text, str) else [turn.content for turn in prompt.text]
     )
@@ -166,7 +169,8 @@ def uneven(prompt):
     ids=["needle", "ruler", "coreference", "lines"],
 )
 def test_every_sample_fits_with_its_answer(monkeypatch, make, share):
-    """Those that fit with the units of the first one are left as they are. The others, at least this share, get fewer."""
+    """Those that fit with the units of the first one are left as they are. The others, at least
+    this share, get fewer."""
 
     def length(case):
         return uneven(case.prompt) + case.prompt.new_tokens

@@ -49,7 +49,8 @@ def mesh_of(shape: dict):
 
 
 def llama(config, shape=None, **options) -> LanguageModel:
-    """A float32 model with small tiles and chunks, so that there are several of each; options of memory go by their names."""
+    """A float32 model with small tiles and chunks, so that there are several of each; options of
+    memory go by their names."""
     options = {
         "dtype": jnp.float32,
         "kernel": get_kernel(query_tile=16, key_tile=16),
@@ -77,7 +78,8 @@ def mean_loss(model):
 
 
 def packed_batch(config, rows=8, length=128, seed=0) -> dict[str, np.ndarray]:
-    """Documents of uneven lengths, padding at the row's end, an uneven loss mask; in natural order."""
+    """Documents of uneven lengths, padding at the row's end, an uneven loss mask; in natural
+    order."""
     rng = np.random.default_rng(seed)
     batch = {
         name: np.zeros((rows, length), np.int32) for name in ("index", "segment_ids", "positions")
@@ -91,7 +93,8 @@ def packed_batch(config, rows=8, length=128, seed=0) -> dict[str, np.ndarray]:
     batch["tokens"], batch["targets"] = (
         rng.integers(0, config.vocab_size, (rows, length), np.int32) for _ in "tt"
     )
-    # The first rows hold far more targets than the last: a mean of the shards' means would be wrong.
+    # The first rows hold far more targets than the last: a mean of the shards' means would be
+    # wrong.
     share = np.linspace(0.9, 0.02, rows)[:, None]
     batch["loss_weights"] = (
         (rng.random((rows, length)) < share) & (batch["segment_ids"] > 0)

@@ -1,4 +1,5 @@
-"""The masks of `model.dropout` by numpy alone, one element after the other as its docstring defines them."""
+"""The masks of `model.dropout` by numpy alone, one element after the other as its docstring defines
+them."""
 
 import numpy as np
 

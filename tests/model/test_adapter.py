@@ -1,4 +1,5 @@
-"""Low-rank adapters in the model: the same loss and gradients however the layers run, and frozen weights without gradients."""
+"""Low-rank adapters in the model: the same loss and gradients however the layers run, and frozen
+weights without gradients."""
 
 import dataclasses
 import functools
@@ -23,7 +24,8 @@ BATCH = (4, 64)  # rows, tokens
 
 
 def loss_and_gradients(model, batch, params=None):
-    """The mean loss, and its gradients by name and without padding, of adapters whose B is not zero."""
+    """The mean loss, and its gradients by name and without padding, of adapters whose B is not
+    zero."""
     params = params or model.init(0)
     frozen = {name: x for name, x in params.items() if model.parameters[name].frozen}
     generator = np.random.default_rng(0)
@@ -111,7 +113,8 @@ def check_against_one_device(config, mesh, options):
 
 
 def test_new_adapters_change_nothing():
-    """B is zero, and A within PEFT's bounds and not constant; the base is that of a model without adapters."""
+    """B is zero, and A within PEFT's bounds and not constant; the base is that of a model without
+    adapters."""
     batch = packed_batch(CONFIG, rows=1, length=32)
     plain, adapted = llama(tiny()), llama(CONFIG)
     params, adapters = plain.init(0), adapted.init_adapters(0)
@@ -130,7 +133,8 @@ def test_new_adapters_change_nothing():
 
 
 def test_new_magnitudes_are_the_lengths_of_the_weights_columns():
-    """By numpy, on one device and on a mesh; then DoRA computes what the base does, but for rounding."""
+    """By numpy, on one device and on a mesh; then DoRA computes what the base does, but for
+    rounding."""
     batch = packed_batch(DORA, rows=1, length=32)
     plain, losses = llama(tiny()), []
     params = plain.init(0)
@@ -157,8 +161,8 @@ def test_new_magnitudes_are_the_lengths_of_the_weights_columns():
 
 
 def float32_sizes(adapter):
-    """The sizes of all float32 arrays in the traced training step of a bfloat16 model, and those of its matrices, as stored and
-    of a layer."""
+    """The sizes of all float32 arrays in the traced training step of a bfloat16 model, and those of
+    its matrices, as stored and of a layer."""
     config = tiny(
         hidden_size=88,
         intermediate_size=112,
@@ -186,8 +190,8 @@ def float32_sizes(adapter):
 
 
 def test_no_float32_array_has_the_size_of_a_frozen_matrix():
-    """Neither a copy nor a gradient nor a moment, in the step as it is handed to the compiler; with all trained all matrices
-    have them."""
+    """Neither a copy nor a gradient nor a moment, in the step as it is handed to the compiler; with
+    all trained all matrices have them."""
     for use_dora in (False, True):
         arrays, matrices = float32_sizes(AdapterConfig(rank=4, use_dora=use_dora))
         assert not arrays & matrices, arrays & matrices

@@ -1,4 +1,5 @@
-"""The model of trajectories: the same on every mesh, schedule and layout; its loss and embedding against plain numpy."""
+"""The model of trajectories: the same on every mesh, schedule and layout; its loss and embedding
+against plain numpy."""
 
 import dataclasses
 

@@ -1,4 +1,5 @@
-"""Auxiliary losses of the layers: their values and gradients, by every runner, against a plain function on one device."""
+"""Auxiliary losses of the layers: their values and gradients, by every runner, against a plain
+function on one device."""
 
 import functools
 
@@ -26,7 +27,8 @@ RING = {"fsdp": 2, "sequence": 4}
 
 
 class RoutedFeedForward(FeedForward):
-    """Gives a router's z-loss of each token, with the gate for a router, summed over the tokens (Zoph et al., ST-MoE)."""
+    """Gives a router's z-loss of each token, with the gate for a router, summed over the tokens
+    (Zoph et al., ST-MoE)."""
 
     def __call__(self, x, parallel, labels):
         y, _ = super().__call__(x, parallel, labels)
@@ -38,7 +40,8 @@ class RoutedFeedForward(FeedForward):
 
 
 class RoutedLlama(LanguageModel):
-    """Adds each layer's z-loss, the upper ones with more weight, so that no two layers could be mistaken for each other."""
+    """Adds each layer's z-loss, the upper ones with more weight, so that no two layers could be
+    mistaken for each other."""
 
     def auxiliary_losses(self, sums, batch):
         return {"router_z": jnp.dot(jnp.arange(1.0, 5), sums["z"]), "twice": 2 * jnp.sum(sums["z"])}
@@ -54,7 +57,8 @@ def routed_layers(monkeypatch):
 
 
 def by_formula(params, batch):
-    """The loss of the tokens, and both auxiliary losses: sums over the batch, differentiated by jax itself."""
+    """The loss of the tokens, and both auxiliary losses: sums over the batch, differentiated by jax
+    itself."""
     x, size, z_losses = params["embed_tokens.weight"][batch["tokens"]], CONFIG.head_dim, []
     frequencies = inverse_frequencies(CONFIG.rope, size, LENGTH)
     seen = (batch["segment_ids"][:, :, None] == batch["segment_ids"][:, None]) & (
@@ -103,7 +107,8 @@ def by_formula(params, batch):
 
 @functools.cache
 def expected():
-    """A batch, parameters, and of these the loss, the auxiliary losses and the gradient, all divided by the weights' sum."""
+    """A batch, parameters, and of these the loss, the auxiliary losses and the gradient, all
+    divided by the weights' sum."""
     batch = packed_batch(CONFIG, ROWS, LENGTH)
     params = llama(CONFIG).init(0)
     weight = batch["loss_weights"].sum()

@@ -1,4 +1,5 @@
-"""The cache: whatever the pieces in which tokens are appended, results are those of the whole row at once."""
+"""The cache: whatever the pieces in which tokens are appended, results are those of the whole row
+at once."""
 
 import jax
 import jax.numpy as jnp

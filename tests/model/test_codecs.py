@@ -20,7 +20,8 @@ from model.quantized_weights import Int8Weight, assemble, declare_parts, quantiz
 from model.sharding import Parameter
 
 STORED = pathlib.Path(__file__).with_name("bitsandbytes_vectors.json")
-# Shape, and dtype of the weights; 12 x 192 has a last group of blocks that is not full, 40 x 576 several groups.
+# Shape, and dtype of the weights; 12 x 192 has a last group of blocks that is not full, 40 x 576
+# several groups.
 CASES = [((12, 192), "float32"), ((40, 576), "bfloat16"), ((256, 128), "float16")]
 
 
@@ -40,7 +41,8 @@ def digest(array):
 
 
 def by_bitsandbytes(shape, dtype):
-    """What bitsandbytes makes of the weight: the arrays of NF4, the dequantized matrix, and the same of int8."""
+    """What bitsandbytes makes of the weight: the arrays of NF4, the dequantized matrix, and the
+    same of int8."""
     import torch
     from bitsandbytes import functional
 

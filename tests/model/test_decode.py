@@ -54,14 +54,16 @@ def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, sh
         continuations == [answer[:end] for answer, end in zip(answers, ends, strict=True)]
         and len(set(ends)) > 1
     )
-    # With the last of them all decoding has ended: the fourth row, which no prompt fills, does not hold it up.
+    # With the last of them all decoding has ended: the fourth row, which no prompt fills, does not
+    # hold it up.
     last, steps = np.argmax(ends), max(ends) + 1
     assert computed[0][last].tolist() == answers[last][:steps] + [0] * (12 - steps) and steps < 12
 
 
 @pytest.mark.parametrize("rule", ["dynamic", "yarn"])
 def test_tokens_are_those_of_one_forward_over_the_whole_row(tmp_path, rule):
-    """Under the rule `dynamic` the row's length, prompt and new tokens, is part of the model: cached keys agree with it."""
+    """Under the rule `dynamic` the row's length, prompt and new tokens, is part of the model:
+    cached keys agree with it."""
     truth = saved_by_transformers(tmp_path, tiny(), RULES[rule]).eval()
     config = TransformerConfig.from_hf(tmp_path)
     prompts = [
@@ -83,7 +85,8 @@ def test_tokens_are_those_of_one_forward_over_the_whole_row(tmp_path, rule):
 
 
 def test_no_token_is_computed_that_is_not_asked_for(monkeypatch):
-    """Of 3 new tokens the prompt's last one gives the first, and the third is never run through the layers."""
+    """Of 3 new tokens the prompt's last one gives the first, and the third is never run through the
+    layers."""
     computed, embed = [], LanguageModel.local_embed
 
     def counted(self, params, batch):
@@ -119,7 +122,8 @@ def test_a_capacity_without_room_for_a_prompt_is_refused(capacity):
 
 @pytest.mark.parametrize("step", ["truncate", "generate"])
 def test_an_interrupted_call_leaves_nothing_that_counts_as_cached(step, monkeypatch):
-    """The next call computes the whole prompt again, though the last one that succeeded had the same."""
+    """The next call computes the whole prompt again, though the last one that succeeded had the
+    same."""
 
     def interrupted(*arguments):
         raise KeyboardInterrupt
@@ -145,7 +149,8 @@ def test_an_interrupted_call_leaves_nothing_that_counts_as_cached(step, monkeypa
     ids=str,
 )
 def test_streamed_tokens_are_those_of_a_call(shape):
-    """Up to a stop, and sampled; the cache serves the next prompt, but not after a stream that nobody read to its end."""
+    """Up to a stop, and sampled; the cache serves the next prompt, but not after a stream that
+    nobody read to its end."""
     model, prompt = llama(tiny(), shape), [5, 9, 77] * 8
     params = model.init(0)
     options = {
@@ -195,7 +200,8 @@ def answers_on(axes, config, params_of, prompts, new_tokens=8, **options):
 
 
 def check_against_transformers(truth, prompts, answers, within=1e-3):
-    """Asserts that each token is transformers' most likely one, but where its two best logits are within 1e-3."""
+    """Asserts that each token is transformers' most likely one, but where its two best logits are
+    within 1e-3."""
     decided = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         logits = transformers_logits(truth, np.array([prompt + answer]))[0, len(prompt) - 1 : -1]
@@ -219,7 +225,8 @@ def check_against_transformers(truth, prompts, answers, within=1e-3):
     ids=str,
 )
 def test_eight_devices_give_the_tokens_of_one_and_of_transformers(tmp_path, schedule, lengths):
-    """Prompts of different lengths together, prefilled in several chunks; 20 of up to 8,192 tokens in soak."""
+    """Prompts of different lengths together, prefilled in several chunks; 20 of up to 8,192 tokens
+    in soak."""
     truth = saved_by_transformers(tmp_path, tiny(max_position_embeddings=8300), None).eval()
     config = TransformerConfig.from_hf(tmp_path)
     rng = np.random.default_rng(0)
@@ -252,7 +259,8 @@ def test_questions_to_one_context_prefill_it_once(tmp_path):
         before = generator.prefilled
         answers += generator(params, [question])
         costs.append(generator.prefilled - before)
-    # All but the last token, which decoding computes; from token 100 on they were forgotten when the shorter prompt came.
+    # All but the last token, which decoding computes; from token 100 on they were forgotten when
+    # the shorter prompt came.
     assert costs == [208, 0, 29, 8, 0, 99]
     expected = []
     for question in questions:
@@ -262,7 +270,8 @@ def test_questions_to_one_context_prefill_it_once(tmp_path):
 
 
 def test_each_device_keeps_its_share_of_the_cache():
-    """Of 2 layers, 2 key heads of 8 numbers in float32 a token takes 256 bytes, and 8 for its coordinates."""
+    """Of 2 layers, 2 key heads of 8 numbers in float32 a token takes 256 bytes, and 8 for its
+    coordinates."""
     sizes = []
     for devices in (1, 2, 4, 8):
         cached = Generator(
@@ -275,7 +284,8 @@ def test_each_device_keeps_its_share_of_the_cache():
 
 
 def test_the_longest_prompt_is_that_whose_prefill_takes_the_memory():
-    """Told from a short capacity; the truth is what the compiler says of a prefill with a cache of the answer's size."""
+    """Told from a short capacity; the truth is what the compiler says of a prefill with a cache of
+    the answer's size."""
     model = llama(tiny(), {"sequence": 2})
 
     def bytes_of(capacity):
@@ -363,7 +373,8 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_rows():
     ],
 )
 def test_likelihoods_are_transformers(tmp_path, axes):
-    """In several chunks, of texts of different lengths; what a text has in common with the last one is not computed again."""
+    """In several chunks, of texts of different lengths; what a text has in common with the last one
+    is not computed again."""
     truth = saved_by_transformers(tmp_path, tiny(), None).eval()
     config = TransformerConfig.from_hf(tmp_path)
     rng = np.random.default_rng(0)
@@ -390,7 +401,8 @@ def test_likelihoods_are_transformers(tmp_path, axes):
 
 
 def test_each_step_draws_anew():
-    """Equal logits, seed and prompt; another step, draw or seed gives another of 1,000 tokens, the same ones the same."""
+    """Equal logits, seed and prompt; another step, draw or seed gives another of 1,000 tokens, the
+    same ones the same."""
     logits = jnp.zeros((1, 1000))
 
     def drawn(seed=0, draw=0, step=0):

@@ -1,4 +1,5 @@
-"""Dropout of adapters: what is dropped, that nothing but training drops, and that it is the same however the layers run."""
+"""Dropout of adapters: what is dropped, that nothing but training drops, and that it is the same
+however the layers run."""
 
 import dataclasses
 import functools
@@ -26,7 +27,8 @@ ROWS, LENGTH, STEPS = 8, 64, 2
 
 
 def test_as_many_are_dropped_as_the_rate_says_and_independently():
-    """The share within four deviations; no correlation between neighbours along any of what names an element."""
+    """The share within four deviations; no correlation between neighbours along any of what names
+    an element."""
     shape = {"rows": 4, "length": 256, "features": 128}
     count = np.prod(list(shape.values()))
     first = mask(RATE, SEED, STEP, layer=1, projection=2, **shape)
@@ -50,7 +52,8 @@ def test_as_many_are_dropped_as_the_rate_says_and_independently():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_mask_is_the_documented_hash(dtype):
-    """By numpy; of a part of the features too; what is dropped has no gradient, and the rest all of it."""
+    """By numpy; of a part of the features too; what is dropped has no gradient, and the rest all of
+    it."""
     x = np.random.default_rng(0).normal(size=(3, 16, 24)).astype(np.float32)
     index = np.broadcast_to(np.arange(16, dtype=np.int32), (3, 16))
     of_token = token_keys(SEED, np.int32(STEP), index)
@@ -97,9 +100,9 @@ class TorchAdapter(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_those_of_torch_with_the_same_masks(kind, hf_model):
-    """In float64, with masks by numpy: transformers' model, whose linear maps have peft's adapters. Within 1e-5, gradients
-    relative to the largest of their parameter: ours are computed on a mesh, in chunks, with masks made again in the backward
-    pass."""
+    """In float64, with masks by numpy: transformers' model, whose linear maps have peft's adapters.
+    Within 1e-5, gradients relative to the largest of their parameter: ours are computed on a mesh,
+    in chunks, with masks made again in the backward pass."""
     source, adapter = open_model(str(hf_model)), KINDS[kind]
     model = llama(dataclasses.replace(source.config, adapter=adapter), {"tensor": 2, "sequence": 2})
     # The small model's matrices are so large that float32 would lose two digits (3.8e-5 was

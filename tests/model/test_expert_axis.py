@@ -92,8 +92,8 @@ def test_ranks_share_experts_however_tokens_choose(kind):
 
 
 def test_ranks_send_tokens_and_sums_once_and_no_matrix():
-    """The bytes that a rank receives, forward and backward: of three others their tokens with their choices, and the gradients
-    of their sums; and of all four the summands of its own."""
+    """The bytes that a rank receives, forward and backward: of three others their tokens with their
+    choices, and the gradients of their sums; and of all four the summands of its own."""
     received = {}
     for transfer in transfers(compiled().as_text(), RANKS):
         kind = transfer.kind

@@ -72,8 +72,8 @@ def test_gradients_of_weights_are_summed_in_float32():
 
 @pytest.mark.parametrize("sizes", [[512] * 64, [0] * 63 + [64 * 512], [1] * 63 + [64 * 512 - 63]])
 def test_no_row_is_multiplied_with_every_matrix(sizes):
-    """The rows that are multiplied, padding included, are at most an eighth more than there are, and a block for each group
-    beside. A step's FLOPs, by the compiler, are a block's."""
+    """The rows that are multiplied, padding included, are at most an eighth more than there are,
+    and a block for each group beside. A step's FLOPs, by the compiler, are a block's."""
     rows, groups = 64 * 512, 64
     block = block_rows(rows, groups)
     count = jax.jit(
@@ -92,7 +92,8 @@ def test_no_row_is_multiplied_with_every_matrix(sizes):
         return y, *pull(dy)
 
     compiled = jax.jit(step).lower(*shapes, numbers).compile()
-    # A loop whose number of steps is not known counts once. What is left are masks and sums of as many numbers as there are.
+    # A loop whose number of steps is not known counts once. What is left are masks and sums of as
+    # many numbers as there are.
     one_step = 3 * 2 * block * 64 * 32
     assert compiled.cost_analysis()["flops"] <= one_step + 4 * rows * 64
     dense = 3 * 2 * rows * 64 * 32

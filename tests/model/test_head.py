@@ -1,4 +1,5 @@
-"""The head in bfloat16: logits and losses are as exact as their float32 sums, and every product has bfloat16 operands."""
+"""The head in bfloat16: logits and losses are as exact as their float32 sums, and every product has
+bfloat16 operands."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ VOCABULARY, WIDTH = 160, 64
 
 
 def test_logits_and_losses_in_bfloat16_are_those_of_float64():
-    """A layer that adds nothing and embeddings of plus and minus one: what meets the head is known without rounding."""
+    """A layer that adds nothing and embeddings of plus and minus one: what meets the head is known
+    without rounding."""
     config = tiny(vocab_size=VOCABULARY, num_hidden_layers=1)
     model = llama(config, {"tensor": 2}, dtype=jnp.bfloat16)
     batch = packed_batch(config, rows=2, length=32)

@@ -14,7 +14,9 @@ from tests.model.attention.jaxprs import operations
 from .build import ALL_AT_ONCE, llama, mean_loss, packed_batch, permuted, tiny
 
 
-@pytest.mark.slow  # initial parameters are the same to the bit only with the compiler's default flags, which soak uses
+# Initial parameters are the same to the bit only with the compiler's default flags, which soak
+# uses.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("query", "key", "shape"),
     [
@@ -23,7 +25,8 @@ from .build import ALL_AT_ONCE, llama, mean_loss, packed_batch, permuted, tiny
     ],
 )
 def test_padded_heads_change_no_number(query, key, shape):
-    """Loss and gradients as on one device, biases and all; padding is zero, gets a gradient of exactly zero, and is split."""
+    """Loss and gradients as on one device, biases and all; padding is zero, gets a gradient of
+    exactly zero, and is split."""
     config = tiny(
         num_attention_heads=query, num_key_value_heads=key, attention_bias=True, vocab_size=64
     )
@@ -74,7 +77,8 @@ def test_padded_heads_change_no_number(query, key, shape):
 
 
 def test_a_rank_projects_no_key_head_that_its_query_heads_do_not_share():
-    """2 key heads on 4 tensor ranks: the weights are cut to the rank's own head before they meet the tokens."""
+    """2 key heads on 4 tensor ranks: the weights are cut to the rank's own head before they meet
+    the tokens."""
     config = tiny(num_attention_heads=16)
     model = llama(config, {"data": 2, "tensor": 4})
     batch = packed_batch(config)

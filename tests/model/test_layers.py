@@ -1,4 +1,5 @@
-"""A layer of another form than LLaMA's, which is one class, by every runner: parallel residuals, whose norm is read twice."""
+"""A layer of another form than LLaMA's, which is one class, by every runner: parallel residuals,
+whose norm is read twice."""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""The model against transformers, against itself on other meshes, and the traps of bfloat16 gradients."""
+"""The model against transformers, against itself on other meshes, and the traps of bfloat16
+gradients."""
 
 import functools
 import json
@@ -131,9 +132,11 @@ def test_logits_equal_transformers(tmp_path, kind, rope):
     ],
 )
 def test_smollm2_equals_transformers_to_position_8191(tmp_path, shape, rope):
-    """The real model, 9 heads and 3 key/value heads, on 8 devices: 1e-3 absolute in float32, on a text that stays.
+    """The real model, 9 heads and 3 key/value heads, on 8 devices: 1e-3 absolute in float32, on a
+    text that stays.
 
-    (Uniformly random tokens are no text: there rounding alone grows to 1e-2 in this model, see BENCHMARKS.md.)
+    (Uniformly random tokens are no text: there rounding alone grows to 1e-2 in this model, see
+    BENCHMARKS.md.)
     """
     folder = rescaled(smollm2_dir(), tmp_path, RULES_8K[rope]) if rope else smollm2_dir()
     source = open_model(str(folder))
@@ -145,7 +148,8 @@ def test_smollm2_equals_transformers_to_position_8191(tmp_path, shape, rope):
 
 
 def text(tokenizer, length=8192) -> np.ndarray:
-    """The first tokens of text_8192.txt, prose and code of this project's first release: int32 [1, length]."""
+    """The first tokens of text_8192.txt, prose and code of this project's first release: int32 [1,
+    length]."""
     ids = tokenizer.encode(Path(__file__).with_name("text_8192.txt").read_text(encoding="utf-8"))
     assert len(ids) >= length
     return np.asarray(ids[:length], np.int32)[None]
@@ -249,7 +253,8 @@ def test_layout_remat_schedule_groups_of_heads_and_chunks_of_queries_do_not_chan
 @pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_groups_of_a_tensor_ranks_heads_do_not_change_the_result(chunks):
-    """Biases too: they and the weights are cut along their heads, the norm before them is shared by the groups."""
+    """Biases too: they and the weights are cut along their heads, the norm before them is shared by
+    the groups."""
     changes = {"num_key_value_heads": 4, "attention_bias": True}
     got = loss_and_gradients(
         "tensor 2 x sequence 4", remat="nothing", attention_groups=2, query_chunks=chunks, **changes
@@ -302,7 +307,8 @@ def test_tokens_split_over_tensor_too_do_not_change_the_result(mesh, remat):
 
 
 def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
-    """Megatron's recipe: hidden states are gathered and reduce-scattered over `tensor`, never summed whole."""
+    """Megatron's recipe: hidden states are gathered and reduce-scattered over `tensor`, never
+    summed whole."""
     config = tiny()
     model = llama(config, MESHES["data 2 x tensor 4"], sequence_parallel=True)
     batch = packed_batch(config)
@@ -350,7 +356,8 @@ def test_prefetched_weights_do_not_change_the_result(mesh, remat, schedule):
 
 @pytest.mark.parametrize("prefetch", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefetch):
-    """60 on 8 ranks are 64 in memory: every parameter is split over all, what fills it up gets a gradient of exactly zero."""
+    """60 on 8 ranks are 64 in memory: every parameter is split over all, what fills it up gets a
+    gradient of exactly zero."""
     loss, weight, gradients = loss_and_gradients(
         "sequence 8", remat="nothing", prefetch=prefetch, hidden_size=60
     )
@@ -439,7 +446,8 @@ def test_a_packed_document_does_not_see_its_neighbours():
 
 
 def test_trap_an_often_used_token_has_its_whole_gradient():
-    """A token used 4096 times gets a gradient of 4096, not the 256 at which bfloat16 stops counting."""
+    """A token used 4096 times gets a gradient of 4096, not the 256 at which bfloat16 stops
+    counting."""
     tokens = jnp.zeros((1, 4096), jnp.int32)
     table = jnp.ones((4, 8), jnp.float32)
 
@@ -468,7 +476,8 @@ def test_trap_an_often_used_token_has_its_whole_gradient():
 
 
 def test_trap_chunks_add_their_weight_gradients_in_float32():
-    """1024 chunks: dW within the rounding of the inputs, where a bfloat16 accumulator is far off."""
+    """1024 chunks: dW within the rounding of the inputs, where a bfloat16 accumulator is far
+    off."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.uniform(0.5, 1.5, (1, 1024, 16)), jnp.bfloat16)
     w = jnp.asarray(rng.standard_normal((16, 16)), jnp.float32)
@@ -540,7 +549,8 @@ def test_trap_weight_gradients_are_summed_over_devices_in_float32():
 
 
 def test_specs_use_no_mesh_axis_twice_and_shard_everything():
-    """Every matrix of every size is split over all storage axes that divide it; no axis stands twice in a spec."""
+    """Every matrix of every size is split over all storage axes that divide it; no axis stands
+    twice in a spec."""
     for config in (
         TransformerConfig.preset("llama-7b"),
         TransformerConfig.preset("llama-3b"),

@@ -1,4 +1,5 @@
-"""A model with a sliding window and global tokens, trained and decoding, against transformers under the mask pair by pair."""
+"""A model with a sliding window and global tokens, trained and decoding, against transformers under
+the mask pair by pair."""
 
 import jax
 import numpy as np
@@ -20,7 +21,8 @@ CHUNKS = {"query_chunks": 2, "remat": "nothing"}
 
 
 def dense_logits(truth, mask, tokens, index, segment_ids, positions) -> np.ndarray:
-    """transformers' logits in float64 (softmax in float32), told of every pair of tokens whether it is visible: [B, L, V]."""
+    """transformers' logits in float64 (softmax in float32), told of every pair of tokens whether it
+    is visible: [B, L, V]."""
     seen = visible(index, segment_ids, window=mask.window, global_tokens=mask.global_tokens)
     hidden = torch.tensor(np.where(seen, 0.0, -1e30))[
         :, None
@@ -74,7 +76,8 @@ def test_logits_of_packed_documents_are_the_dense_masks(model_of, mask, schedule
 
 @pytest.mark.parametrize("mask", [WINDOW, BOTH], ids=str)
 def test_prefetched_weights_visit_all_ranks_though_a_window_keeps_keys_near(mask):
-    """In runs of 16 tokens a window of 9 reaches the rank before alone; the weights of the next layer come from all four."""
+    """In runs of 16 tokens a window of 9 reaches the rank before alone; the weights of the next
+    layer come from all four."""
 
     def loss_and_gradient(**options):
         model = llama(
@@ -94,8 +97,8 @@ def test_prefetched_weights_visit_all_ranks_though_a_window_keeps_keys_near(mask
 
 @pytest.mark.parametrize("mask", [WINDOW, BOTH], ids=str)
 def test_decoding_sees_what_training_sees(model_of, mask):
-    """Each token is the likeliest after those before it, by the forward pass and by the dense mask; 12 tokens, so that the
-    window leaves the prompts behind."""
+    """Each token is the likeliest after those before it, by the forward pass and by the dense mask;
+    12 tokens, so that the window leaves the prompts behind."""
     truth, model, params = model_of(mask, {"sequence": 4})
     prompts = [
         np.random.default_rng(length).integers(3, 128, length).tolist() for length in (2, 31, 52)

@@ -1,4 +1,5 @@
-"""What the modules declare: every parameter of a layer belongs to a stage, and padding follows from the logical axes."""
+"""What the modules declare: every parameter of a layer belongs to a stage, and padding follows from
+the logical axes."""
 
 import itertools
 import pathlib
@@ -59,7 +60,8 @@ def test_shapes_may_differ_by_padding_alone(name, shape, other, own, expected):
 
 
 def test_the_page_lists_what_is_declared():
-    """Every name with its shape and logical axes; a row may stand for several parameters, such as {k,v}_proj."""
+    """Every name with its shape and logical axes; a row may stand for several parameters, such as
+    {k,v}_proj."""
     sizes = {"N": 2, "V": 128, "E": 64, "F": 96, "Hq": 8, "Hkv": 2, "D": 8}
     listed, row = {}, re.compile(r"^\| `(\S+)` \|.* `\[(.+)\]` \| (.+) \|$", re.MULTILINE)
     for names, shape, axes in row.findall(PAGE.read_text(encoding="utf-8")):

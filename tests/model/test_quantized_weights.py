@@ -1,4 +1,5 @@
-"""Frozen weights as codes in the model: one loss on every mesh, nothing of them in float32, and gathers of codes alone."""
+"""Frozen weights as codes in the model: one loss on every mesh, nothing of them in float32, and
+gathers of codes alone."""
 
 import dataclasses
 import functools
@@ -104,7 +105,8 @@ def on_one_device(config, rows=BATCH[0]):
     ids=lambda value: value.adapter.quantize if hasattr(value, "adapter") else str(value),
 )
 def test_every_mesh_and_memory_option_computes_the_same(config, mesh, options):
-    """Within 1e-5 of one device, gradients relative to the largest of their parameter. None is of a frozen weight."""
+    """Within 1e-5 of one device, gradients relative to the largest of their parameter. None is of a
+    frozen weight."""
     model = llama(config, mesh, **options)
     rows = 6 if mesh.get("fsdp") == 3 else BATCH[0]
     batch, _ = permuted(packed_batch(config, rows, BATCH[1]), model)
@@ -140,7 +142,8 @@ def test_the_loss_of_a_mesh_is_that_of_one_device():
     ids=["nf4", "int8", "mixture nf4", "mixture int8"],
 )
 def test_the_loss_is_that_of_the_weights_that_the_codes_stand_for(config):
-    """Dequantized by numpy and frozen as they are, to the bit; and quantization changes the loss at all."""
+    """Dequantized by numpy and frozen as they are, to the bit; and quantization changes the loss at
+    all."""
     plain_config = dataclasses.replace(
         config, adapter=dataclasses.replace(config.adapter, quantize="none")
     )
@@ -169,7 +172,8 @@ def test_the_loss_is_that_of_the_weights_that_the_codes_stand_for(config):
 
 
 def test_shards_of_codes_hold_whole_blocks():
-    """Where a mesh axis does not divide the blocks of a hidden size, another axis is split; ranks of tensor too."""
+    """Where a mesh axis does not divide the blocks of a hidden size, another axis is split; ranks
+    of tensor too."""
     config = dataclasses.replace(CONFIG, hidden_size=192, intermediate_size=320)  # 3 and 5 blocks
     for mesh in ({"fsdp": 2, "sequence": 2}, {"fsdp": 2, "tensor": 2}, {"tensor": 4}, {"fsdp": 8}):
         model = llama(config, mesh)
@@ -205,8 +209,9 @@ def lowered(quantize, mesh):
 
 
 def test_nothing_of_a_frozen_weight_is_float32_and_codes_alone_are_gathered():
-    """In the step as it goes to the compiler: no copy, gradient or moment of a matrix of all layers; gathers of NF4 carry at
-    most 0.30 of bfloat16's bytes. What opens one projection inside a product is its levels, which compilers fuse."""
+    """In the step as it goes to the compiler: no copy, gradient or moment of a matrix of all
+    layers; gathers of NF4 carry at most 0.30 of bfloat16's bytes. What opens one projection inside
+    a product is its levels, which compilers fuse."""
     _, plain = lowered("none", {"fsdp": 2})
     model, text = lowered("nf4", {"fsdp": 2})
     arrays = {

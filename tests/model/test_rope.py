@@ -103,7 +103,8 @@ def test_equal_to_transformers(name):
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_is_transformers(rule, spelling):
-    """Frequencies, temperature and turned vectors, from a config that transformers reads as well; then written and read."""
+    """Frequencies, temperature and turned vectors, from a config that transformers reads as well;
+    then written and read."""
     given = {**BASE, spelling: dict(RULES[rule])}
     reference = LlamaRotaryEmbedding(
         transformers.LlamaConfig(**{**BASE, spelling: dict(RULES[rule])})
@@ -123,7 +124,8 @@ def test_every_rule_is_transformers(rule, spelling):
             attention_scaling(config.rope),
         )
         assert frequencies.dtype == np.float32
-        # Equal to the last bit but for the last place of torch's float32 power, which is not always the nearest number.
+        # Equal to the last bit but for the last place of torch's float32 power, which is not always
+        # the nearest number.
         tolerance = 6e-7 if rule in ("dynamic", "yarn over 1M") else 0
         np.testing.assert_allclose(frequencies, reference.inv_freq.numpy(), rtol=tolerance, atol=0)
         assert scaling == reference.attention_scaling
@@ -155,7 +157,8 @@ def test_an_original_length_outside_the_rule_is_preferred_as_by_transformers():
 
 
 def float64_frequencies(rope: RopeConfig, head_dim: int, length: int) -> np.ndarray:
-    """The rules from their papers, in float64 and written apart: what rounding alone may separate from ours."""
+    """The rules from their papers, in float64 and written apart: what rounding alone may separate
+    from ours."""
     channel = np.arange(head_dim // 2)
     theta, original = rope.theta, rope.original_max_position_embeddings
     if rope.rule == "dynamic" and length > original:
@@ -184,7 +187,8 @@ def float64_frequencies(rope: RopeConfig, head_dim: int, length: int) -> np.ndar
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_greater_trained_length_changes_no_embedding(rule):
-    """For us and for transformers, which reads what is written of it; `dynamic` grows from that length, so it stays."""
+    """For us and for transformers, which reads what is written of it; `dynamic` grows from that
+    length, so it stays."""
     config = TransformerConfig.from_hf_dict({**BASE, "rope_scaling": dict(RULES[rule])})
     longer = config.with_length(2**20)
     assert (
@@ -269,8 +273,9 @@ def test_dynamic_is_one_embedding_for_a_whole_row():
         inverse_frequencies(RopeConfig("dynamic", factor=2.0), 64, 8192)
 
 
-# Of the exact product of position and frequency: the phase, at most half a turn, is rounded to float32, multiplied by a rounded
-# unit, and that is rounded; then the sum. The rest's three roundings are of at most 2^-33 turns a position.
+# Of the exact product of position and frequency: the phase, at most half a turn, is rounded to
+# float32, multiplied by a rounded unit, and that is rounded; then the sum. The rest's three
+# roundings are of at most 2^-33 turns a position.
 HALF_ULP = 2.0**-24
 LONGEST = 1 << 27
 ANGLE_ERROR = 4 * np.pi * HALF_ULP + 3 * HALF_ULP * LONGEST * 2 * np.pi * 2.0**-33
@@ -298,7 +303,8 @@ def test_far_positions_are_exact_by_every_rule(rule):
     x = rng.standard_normal((*positions.shape, 1, config.head_dim)).astype(np.float32)
     turn = np.exp(1j * exact)[:, :, None] * scaling * (x[..., :64] + 1j * x[..., 64:])
     got = jax.jit(lambda x, p: apply_rope(x, p, frequencies, scaling, LONGEST))(x, positions)
-    # Cosine, sine, temperature, two products and their sum: each rounded once, of a vector as long as x's longest.
+    # Cosine, sine, temperature, two products and their sum: each rounded once, of a vector as long
+    # as x's longest.
     tolerance = (ANGLE_ERROR + 6 * HALF_ULP) * np.abs(turn).max()
     np.testing.assert_allclose(
         got, np.concatenate([turn.real, turn.imag], -1), rtol=0, atol=tolerance
@@ -320,7 +326,8 @@ def test_up_to_a_length_angles_are_transformers_own():
 
 
 def test_in_a_model_scores_depend_on_distance_alone_however_far_the_tokens():
-    """Queries and keys as a layer projects them: the same scores at the row's beginning and 100 million tokens on."""
+    """Queries and keys as a layer projects them: the same scores at the row's beginning and 100
+    million tokens on."""
     model = llama(tiny(head_dim=32))
     weights = {name: w[0] for name, w in model.weights.of_layers(model.init(0)).items()}
     x = (

@@ -1,4 +1,5 @@
-"""What may be said of a schedule: checked when the model is made, in one line with the field, what was found, what would do."""
+"""What may be said of a schedule: checked when the model is made, in one line with the field, what
+was found, what would do."""
 
 import dataclasses
 import re
@@ -14,7 +15,8 @@ REFUSED = [  # schedule, ranks, what is said
     (
         "local",
         2,
-        "schedule: 'local' serves 1 rank, found 2, and would leave out the others' keys; 'ring' and 'all_gather' ",
+        "schedule: 'local' serves 1 rank, found 2, and would leave out the others' keys; 'ring' "
+        "and 'all_gather' ",
     ),
     (USP | {"inner": "local"}, 4, "schedule: 'local' serves 1 rank, found 2"),
     (Ulysses(2, inner=Ulysses(2, inner=Local())), 8, "schedule: 'local' serves 1 rank, found 2"),

@@ -1,4 +1,5 @@
-"""A parameter's gradient over every device of a mesh: exact, and scattered, not summed whole, by the TPU's compiler."""
+"""A parameter's gradient over every device of a mesh: exact, and scattered, not summed whole, by
+the TPU's compiler."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,8 @@ ALL_DEVICES = pytest.mark.parametrize(
 
 
 def gradient(mesh, storage):
-    """Layers w [L, E, F] in shards, x [rows, E], some a device -> the gradient of the layers' sum(x @ w), in shards."""
+    """Layers w [L, E, F] in shards, x [rows, E], some a device -> the gradient of the layers' sum(x
+    @ w), in shards."""
     spec, rows = PartitionSpec(None, storage, None), PartitionSpec(mesh.axis_names)
 
     def local(w, x):
@@ -47,7 +49,8 @@ def gradient(mesh, storage):
 @ALL_DEVICES
 @pytest.mark.parametrize("kind", ["cpu", "TPU v4"])
 def test_the_gradient_is_the_sum_of_every_devices(axes, storage, kind, monkeypatch):
-    """Integers, so that the sum is exact in any order; axes that the parameter is not sharded over are not summed here."""
+    """Integers, so that the sum is exact in any order; axes that the parameter is not sharded over
+    are not summed here."""
     monkeypatch.setattr(sharding, "_device_kind", lambda mesh: kind)
     mesh = make_mesh(MeshConfig(**axes), jax.devices())
     fn, spec, _ = gradient(mesh, storage)
@@ -69,7 +72,8 @@ def test_the_gradient_is_the_sum_of_every_devices(axes, storage, kind, monkeypat
 
 @ALL_DEVICES
 def test_it_is_scattered(axes, storage):
-    """By 16 chips: of a scatter over 8 the compiler makes none of the sums that `gather`'s turns are there to avoid."""
+    """By 16 chips: of a scatter over 8 the compiler makes none of the sums that `gather`'s turns
+    are there to avoid."""
     mesh = make_mesh(
         MeshConfig(**axes | {"sequence": 2 * axes.get("sequence", 1)}), topology_devices("v4:2x2x4")
     )

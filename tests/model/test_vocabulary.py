@@ -11,8 +11,8 @@ from .build import llama, mean_loss, packed_batch, permuted, tiny
     ("vocab_size", "tied"), [pytest.param(131, False, marks=pytest.mark.slow), (5, True)]
 )
 def test_a_padded_vocabulary_changes_no_number(vocab_size, tied):
-    """Loss, gradients and logits as on one device; the padding is zero and gets no gradient. With 5 ids on 4 ranks, one
-    rank holds nothing but padding."""
+    """Loss, gradients and logits as on one device; the padding is zero and gets no gradient. With 5
+    ids on 4 ranks, one rank holds nothing but padding."""
     config = tiny(vocab_size=vocab_size, tie_word_embeddings=tied)
     results = []
     for shape in ({}, {"tensor": 4}):

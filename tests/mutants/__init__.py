@@ -1,1 +1,2 @@
-"""Plausible faults put into important files, one at a time: do the tests that CI runs beside them fail?"""
+"""Plausible faults put into important files, one at a time: do the tests that CI runs beside them
+fail?"""

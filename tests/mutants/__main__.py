@@ -1,12 +1,14 @@
-"""Breaks important files at one place at a time and runs the tests beside them: what `make mutants` runs.
+"""Breaks important files at one place at a time and runs the tests beside them: what `make mutants`
+runs.
 
-    python -m tests.mutants                              # a sample of each file in TESTS, goes on where it stopped
-    python -m tests.mutants --files trainer/step.py --each 40 --seed 1
+    python -m tests.mutants                              # a sample of each file in TESTS, goes on
+    where it stopped python -m tests.mutants --files trainer/step.py --each 40 --seed 1
     python -m tests.mutants --show                       # the share killed, and the survivors
 
-The tests run in a copy of the repository, without those marked slow, as CI runs them. A mutant is killed where they fail or
-take longer than --limit. Outcomes are appended to --output, a line of JSON each. A survivor is either a missing test or an
-equivalent program; tests/mutants/equivalent.txt names those.
+The tests run in a copy of the repository, without those marked slow, as CI runs them. A mutant is
+killed where they fail or take longer than --limit. Outcomes are appended to --output, a line of
+JSON each. A survivor is either a missing test or an equivalent program;
+tests/mutants/equivalent.txt names those.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ def copy_repository(folder: Path) -> None:
 
 
 def is_killed(folder: Path, tests: tuple[str, ...], limit: float) -> bool:
-    """Returns whether the tests fail in a copy of the repository, or take longer than `limit` seconds."""
+    """Returns whether the tests fail in a copy of the repository, or take longer than `limit`
+    seconds."""
     command = [
         sys.executable,
         "-m",
@@ -104,7 +107,8 @@ def is_killed(folder: Path, tests: tuple[str, ...], limit: float) -> bool:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the mutants that have no outcome yet; returns 1 where the tests fail without any fault."""
+    """Runs the mutants that have no outcome yet; returns 1 where the tests fail without any
+    fault."""
     done = {(row["file"], row["line"], row["what"]) for row in read(args.output)}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -156,7 +160,8 @@ def show(output: Path) -> None:
         print(f"{file:45} {sum(outcomes):4} of {len(outcomes):4} killed")
     total = [killed for outcomes in by_file.values() for killed in outcomes]
     print(
-        f"{'all':45} {sum(total):4} of {len(total):4} killed ({sum(total) / max(len(total), 1):.0%})"
+        f"{'all':45} {sum(total):4} of {len(total):4} killed "
+        f"({sum(total) / max(len(total), 1):.0%})"
     )
     for row in read(output):
         if not row["killed"]:

@@ -50,7 +50,8 @@ class Fault:
 
 
 def faults(source: str) -> list[Fault]:
-    """Returns each way in which a Python file can be made faulty at one place, in the file's order."""
+    """Returns each way in which a Python file can be made faulty at one place, in the file's
+    order."""
     tree = _numbered(source)
     return sorted(
         (Fault(node.lineno, what, node.number) for node, what in _breakable(tree)),
@@ -98,7 +99,8 @@ def _breakable(tree: ast.Module) -> Iterator[tuple[Any, str]]:
 
 
 def _code(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of what runs: without messages, annotations, default values of dataclasses' fields, and docstrings."""
+    """Yields the nodes of what runs: without messages, annotations, default values of dataclasses'
+    fields, and docstrings."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
             continue

@@ -1,4 +1,5 @@
-"""`train.py --dry-run`: what it counts is what the data and a run's checkpoints are, and nothing is trained."""
+"""`train.py --dry-run`: what it counts is what the data and a run's checkpoints are, and nothing is
+trained."""
 
 import re
 
@@ -39,7 +40,8 @@ def test_rows_epochs_and_padding_are_those_of_the_data(recipe, tmp_path, capsys)
 
 
 def test_the_disk_is_that_of_the_run(recipe, whole_run, capsys):
-    """Checkpoints after 7, 14, ... 35 and 40 steps, two of which are kept and a third is being written."""
+    """Checkpoints after 7, 14, ... 35 and 40 steps, two of which are kept and a third is being
+    written."""
     _, said = said_by(capsys, "--config", recipe, "--dry-run")
     count, size, most, total = re.search(
         r"disk: (\d+) checkpoints of ([\d.]+) MiB .* at most (\d+) at a time: ([\d.]+) MiB", said

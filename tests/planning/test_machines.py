@@ -1,4 +1,5 @@
-"""Machines by the names that people and clouds give them, as topologies; a typo is answered with the nearest name."""
+"""Machines by the names that people and clouds give them, as topologies; a typo is answered with
+the nearest name."""
 
 import pytest
 

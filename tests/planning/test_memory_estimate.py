@@ -1,4 +1,5 @@
-"""The memory estimate beside the plans that real compilers made: none lies outside the range that is printed."""
+"""The memory estimate beside the plans that real compilers made: none lies outside the range that
+is printed."""
 
 import dataclasses
 
@@ -20,8 +21,9 @@ OF_ADAPTERS = {name: plan for name, plan in PLANS.items() if name.startswith("ad
 
 
 def stored():
-    """The plans without adapters, whose own fields are their jobs; of Table 3 those of our ring, since the other columns switch
-    our chunks off, but those like for like, which are in float32 and a plan does not say so."""
+    """The plans without adapters, whose own fields are their jobs; of Table 3 those of our ring,
+    since the other columns switch our chunks off, but those like for like, which are in float32 and
+    a plan does not say so."""
     cells = [
         cell for cell in read_cells() if cell["column"] == "ring" and cell["memory"] in MEMORIES
     ]
@@ -74,7 +76,8 @@ def test_every_compiled_plan_of_adapters_lies_in_its_range():
 
 
 def test_what_keeps_everything_takes_no_more_than_estimated():
-    """The compilers share what this policy keeps with what the step works with, so that its estimates are too high."""
+    """The compilers share what this policy keeps with what the step works with, so that its
+    estimates are too high."""
     ratios = [
         plan["peak_gib"] / estimate_memory(job_of(plan)).total
         for plan in stored()
@@ -100,7 +103,8 @@ def test_a_host_that_is_too_small_does_not_fit():
 
 
 def test_experts_of_other_ranks_are_not_gathered_but_their_tokens_are():
-    """Mixtral's layer in bfloat16: a quarter of its experts on each of four ranks, and rows of four ranks' tokens."""
+    """Mixtral's layer in bfloat16: a quarter of its experts on each of four ranks, and rows of four
+    ranks' tokens."""
     plain, split = (
         estimate_memory(
             Job.of("mixtral-8x7b", "h100:8", 8192, batch=8, mesh=MeshConfig(**axes))

@@ -1,4 +1,5 @@
-"""The TPU compiler's plan of the real step: LLaMA-7B at a million tokens fits, and nothing of length x length is kept."""
+"""The TPU compiler's plan of the real step: LLaMA-7B at a million tokens fits, and nothing of
+length x length is kept."""
 
 import dataclasses
 import itertools
@@ -57,8 +58,9 @@ def test_llama_7b_at_a_million_tokens_fits_in_14_gib(compiled):
 
 @pytest.mark.slow
 def test_nothing_of_length_times_length_is_kept(compiled):
-    """c = 16384 tokens a device. Tiles are 1024 x 1024: no array has two axes of 4096 or more but weights and activations,
-    of which the largest other axis is the hidden size 4096, the FFN width or the vocabulary."""
+    """c = 16384 tokens a device. Tiles are 1024 x 1024: no array has two axes of 4096 or more but
+    weights and activations, of which the largest other axis is the hidden size 4096, the FFN width
+    or the vocabulary."""
     tokens = CONTEXT // 64
     assert not arrays_with(compiled.as_text(), tokens)
 
@@ -72,7 +74,8 @@ def test_the_ring_is_the_only_permute_and_no_activation_is_gathered(compiled):
 
 @pytest.mark.slow
 def test_what_the_step_sends_and_what_hides_it(compiled):
-    """Each layer's ring runs forward twice (remat `nothing`) and backward once; all but the hops home are behind a kernel."""
+    """Each layer's ring runs forward twice (remat `nothing`) and backward once; all but the hops
+    home are behind a kernel."""
     sent = communication(compiled.as_text(), 64)
     block = Block(
         batch=1, tokens=CONTEXT // 64, query_heads=32, kv_heads=32, head_dim=128, itemsize=2
@@ -100,7 +103,8 @@ def test_what_the_step_sends_and_what_hides_it(compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefetch):
-    """Layers x tokens a device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2; a host of less is refused."""
+    """Layers x tokens a device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2; a host
+    of less is refused."""
     job = Job.of(SMALL, "v5e:2x2", 4 * 4096, memory={"remat": "offload", "prefetch": prefetch})
     compiled, on_host = job.compile(), 8 * 4096 * 512 * 2
     assert (
@@ -179,7 +183,8 @@ def test_a_recipe_is_planned_as_it_is_written(repository):
 
 
 def test_the_planned_step_is_the_one_that_train_runs(repository):
-    """Whatever a recipe says that has no option here: precision, parts of a batch, what is trained."""
+    """Whatever a recipe says that has no option here: precision, parts of a batch, what is
+    trained."""
     recipe = load(
         [
             "--config",
@@ -267,7 +272,8 @@ def test_what_cannot_be_planned_is_one_line(argv, said, capsys):
     ids=["two kinds", "three kinds, two layers left over", "groups of layers"],
 )
 def test_layers_are_taken_one_by_one_from_a_tpus_host(kinds, options):
-    """The TPU's compiler takes them out of their period and out of their group, and the host holds 12 bytes a parameter."""
+    """The TPU's compiler takes them out of their period and out of their group, and the host holds
+    12 bytes a parameter."""
     model = dataclasses.replace(SMALL, family="smollm3", no_rope_layers=kinds)
     sizes = memory(
         compile_step(
@@ -285,7 +291,8 @@ def test_layers_are_taken_one_by_one_from_a_tpus_host(kinds, options):
 
 @pytest.mark.slow
 def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
-    """The host holds 12 bytes a parameter beside the layers' inputs, once: what a step moves lies where it lay."""
+    """The host holds 12 bytes a parameter beside the layers' inputs, once: what a step moves lies
+    where it lay."""
     sizes = memory(
         compile_step(
             SMALL,
@@ -304,7 +311,8 @@ def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
 
 @pytest.mark.slow
 def test_chunks_of_queries_hold_no_queries_of_all_tokens():
-    """Attention's output and its gradient, each tokens x hidden size in bfloat16, are not there; nor are queries."""
+    """Attention's output and its gradient, each tokens x hidden size in bfloat16, are not there;
+    nor are queries."""
     config = TransformerConfig(
         vocab_size=1024,
         hidden_size=1024,
@@ -364,7 +372,8 @@ def test_meshes_in_words():
 
 
 def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
-    """A compiler of which we know what it would say: 1 GiB each 1000 tokens, half of it under `nothing`, 7 GiB in all."""
+    """A compiler of which we know what it would say: 1 GiB each 1000 tokens, half of it under
+    `nothing`, 7 GiB in all."""
     import planning.plan
 
     def plan(job):
@@ -460,7 +469,8 @@ def test_the_recipe_is_that_of_the_plan_that_the_compiler_chose(monkeypatch, tmp
 
 
 def test_the_ways_of_a_job():
-    """Llama 3.1 8B, four rows on 16 chips: every way has all chips, rows go to fsdp first, none is slower than the next."""
+    """Llama 3.1 8B, four rows on 16 chips: every way has all chips, rows go to fsdp first, none is
+    slower than the next."""
     job = Job.of("llama-3.1-8b", "v5e:4x4", 8192, batch=4)
     jobs = candidates(job)
     meshes = {

@@ -31,7 +31,8 @@ def test_a_batch_that_does_not_divide_into_its_parts_is_refused():
 
 
 def test_rows_of_a_mixture_go_to_experts_too():
-    """Of 4 rows on 8 chips expert is 1, 2 or 4, as it divides the model's experts; never of a dense model."""
+    """Of 4 rows on 8 chips expert is 1, 2 or 4, as it divides the model's experts; never of a dense
+    model."""
     mixture, dense = (
         Job.of(model, "v5e:2x4", 8192, batch=4) for model in ("mixtral-8x7b", "llama-3.1-8b")
     )

@@ -1,4 +1,5 @@
-"""Collecting episodes: each is a function of its seed, the search improves, and what was stopped ends with the same files."""
+"""Collecting episodes: each is a function of its seed, the search improves, and what was stopped
+ends with the same files."""
 
 import contextlib
 import dataclasses
@@ -64,7 +65,8 @@ class ThisProcess(Executor):
 
 @pytest.fixture
 def collected(monkeypatch):
-    """Collects into a folder with a search of 4 episodes an iteration, as the command does, but in this process."""
+    """Collects into a folder with a search of 4 episodes an iteration, as the command does, but in
+    this process."""
     monkeypatch.setattr(
         collect_trajectories, "SearchConfig", functools.partial(SearchConfig, directions=2, best=1)
     )
@@ -98,7 +100,8 @@ def test_a_larger_number_of_episodes_adds_to_a_folder(collected, tmp_path):
 
 
 def test_as_many_episodes_are_collected_as_were_asked_for(collected, tmp_path):
-    """Also where they end within an iteration of the search, of 4 episodes here, which is finished when more are asked for."""
+    """Also where they end within an iteration of the search, of 4 episodes here, which is finished
+    when more are asked for."""
     few = collected(tmp_path / "grown", "--episodes", "8")
     assert len(few) == 1 + 1 + 6 + 1, "random, noise, search and its state"
     grown = collected(tmp_path / "grown", "--episodes", "17")
@@ -160,7 +163,8 @@ def test_other_options_and_missing_episodes_are_named(collected, tmp_path, capsy
 
 
 def test_a_learned_policy_replayed_from_its_seed_gives_the_same_return(tmp_path):
-    """In a process that plays for the first time, and in one that has played other episodes: to the last bit of every state."""
+    """In a process that plays for the first time, and in one that has played other episodes: to the
+    last bit of every state."""
     task = get_task("walker_walk")
     weights = np.random.default_rng(3).normal(size=(task.action_size, task.observation_size))
     search = Search(SearchConfig(directions=1, best=1), weights.shape, 0, tmp_path / "search.npz")
@@ -201,7 +205,8 @@ def started(folder, repository, *options):
 
 
 def players(process):
-    """Returns the ids of the processes that play, once they have written an episode; the first child tracks resources."""
+    """Returns the ids of the processes that play, once they have written an episode; the first
+    child tracks resources."""
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
             yield int(child)
@@ -217,7 +222,8 @@ def until(condition, seconds=60):
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
 def test_killed_processes_are_noticed(repository, tmp_path):
-    """A worker that is killed ends the command with one line; a command that is killed ends its workers."""
+    """A worker that is killed ends the command with one line; a command that is killed ends its
+    workers."""
     process = started(tmp_path, repository, "--policy", "random", "--episodes", "500")
     until(lambda: list(tmp_path.rglob("*.npz")))
     os.kill(next(players(process)), signal.SIGKILL)
@@ -240,7 +246,8 @@ def test_killed_processes_are_noticed(repository, tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_random_instants_it_ends_with_the_same_files(repository, tmp_path):
-    """The command alone, or with its workers, at instants drawn over the time that it takes without interruption."""
+    """The command alone, or with its workers, at instants drawn over the time that it takes without
+    interruption."""
     options = ["--episodes", "80"]
     start = time.monotonic()
     subprocess.run(command(tmp_path / "whole", *options), cwd=repository, check=True)

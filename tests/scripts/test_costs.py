@@ -1,4 +1,5 @@
-"""`python -m scripts.plan --hardware` and `python -m scripts.benchmarks.activation_memory`: output, one-line errors."""
+"""`python -m scripts.plan --hardware` and `python -m scripts.benchmarks.activation_memory`: output,
+one-line errors."""
 
 import json
 
@@ -70,7 +71,8 @@ def test_one_schedule_shows_its_rounds(capsys):
         (["--model", "llama-8b"], "llama-8b"),
         (
             ["--mesh", "sequence=8"],
-            "--mesh: a comparison of schedules does not read it; leave it out, and give axes as --data",
+            "--mesh: a comparison of schedules does not read it; leave it out, and give axes as "
+            "--data",
         ),
         (["--host-gib", "12"], "--host-gib: a comparison"),
         (["--moments-on-host"], "--moments-on-host: a comparison"),
@@ -95,9 +97,11 @@ def test_sizes_are_at_least_one(flag, wrong, capsys):
 
 @pytest.mark.slow
 def test_activation_memory_does_not_grow_with_the_ring(tmp_path):
-    """Ring Attention, Table 1: sixteen times as many chips and tokens, the same memory on each within 2%.
+    """Ring Attention, Table 1: sixteen times as many chips and tokens, the same memory on each
+    within 2%.
 
-    The compiler of libtpu 0.0.52 takes 8% less on two other shapes of slice, the smallest and the largest that are measured.
+    The compiler of libtpu 0.0.52 takes 8% less on two other shapes of slice, the smallest and the
+    largest that are measured.
     """
     file = tmp_path / "memory.json"
     assert (

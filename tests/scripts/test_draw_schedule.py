@@ -1,4 +1,5 @@
-"""The pictures of schedules show every visible tile once, in the colour of the rank that computes it."""
+"""The pictures of schedules show every visible tile once, in the colour of the rank that computes
+it."""
 
 from itertools import combinations, groupby
 

@@ -1,4 +1,5 @@
-"""An export that was stopped before its end: nothing of it is left, and the same command writes all of it."""
+"""An export that was stopped before its end: nothing of it is left, and the same command writes all
+of it."""
 
 import errno
 import os
@@ -23,7 +24,8 @@ def full(*_, **__):
 
 
 def test_a_disk_that_is_full_at_the_card_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
-    """The card is the last file: once it was written into a folder that was there already, and the next start was refused."""
+    """The card is the last file: once it was written into a folder that was there already, and the
+    next start was refused."""
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.write_text", full)
         assert export_hf.main([str(checkpoint), str(tmp_path / "hf")]) == 75

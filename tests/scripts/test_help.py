@@ -1,4 +1,5 @@
-"""Every command describes itself: --help prints its flags, whatever signs stand in their descriptions."""
+"""Every command describes itself: --help prints its flags, whatever signs stand in their
+descriptions."""
 
 import argparse
 import importlib

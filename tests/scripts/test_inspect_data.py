@@ -1,4 +1,5 @@
-"""scripts.inspect_data: rows as text with the trained parts in colour, lengths and padding, for known records."""
+"""scripts.inspect_data: rows as text with the trained parts in colour, lengths and padding, for
+known records."""
 
 import json
 import re

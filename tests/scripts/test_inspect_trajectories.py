@@ -12,7 +12,8 @@ from tests.data.trajectories.made import TASK, episode, folder_of
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two algorithms: one with returns 2, 4, 6, 8 and one with 20, 40; four files that are no such episodes."""
+    """Two algorithms: one with returns 2, 4, 6, 8 and one with 20, 40; four files that are no such
+    episodes."""
     good = folder_of(tmp_path / "data", count=4)
     better = tmp_path / "data" / TASK.domain / "better" / "buffer"
     better.mkdir(parents=True)
@@ -65,7 +66,8 @@ def test_the_table_the_numbers_and_the_picture(folder, tmp_path, capsys):
 
 
 def test_other_rewards_are_those_of_the_task(folder, capsys):
-    """Files of another task are rewarded from their states: a pole that stands in the middle earns 1 at each step."""
+    """Files of another task are rewarded from their states: a pole that stands in the middle earns
+    1 at each step."""
     buffer = folder / TASK.domain / "better" / "buffer"
     (buffer.parent / "collected.json").unlink()
     for path in buffer.iterdir():

@@ -1,4 +1,5 @@
-"""The launcher for TPU slices: its calls of gcloud, answered by a stand-in; the commands that it runs on workers, run here."""
+"""The launcher for TPU slices: its calls of gcloud, answered by a stand-in; the commands that it
+runs on workers, run here."""
 
 import contextlib
 import io
@@ -70,7 +71,8 @@ ABSENT = (1, "", "ERROR: (gcloud.compute) NOT_FOUND: Resource 'x' was not found"
 LOST = (
     1,
     "",
-    "ERROR: gcloud crashed (ConnectionError): Max retries exceeded with url: https://tpu.googleapis.com",
+    "ERROR: gcloud crashed (ConnectionError): Max retries exceeded with url: "
+    "https://tpu.googleapis.com",
 )
 EXPIRED = (1, "", "ERROR: Reauthentication failed. Please run: gcloud auth login")
 
@@ -121,7 +123,8 @@ def rules(queue=(), nodes=(), jobs=(), checkpoints=("",), **more):
 
 @pytest.fixture
 def launch(monkeypatch, capfd):
-    """Returns a function that runs the launcher with these rules and returns its exit code, output and error.
+    """Returns a function that runs the launcher with these rules and returns its exit code, output
+    and error.
 
     Its attributes: `calls` of gcloud, and `pauses`, the seconds that it would have waited.
     """
@@ -239,7 +242,8 @@ def test_no_call_can_ask_a_question(launch):
         ),
         ('ERROR: There is no more capacity in the zone "us-east5-a"', Kind.CAPACITY),
         (
-            "ERROR: PERMISSION_DENIED: Permission 'tpu.nodes.get' denied on resource (or it may not exist)",
+            "ERROR: PERMISSION_DENIED: Permission 'tpu.nodes.get' denied on resource (or it may "
+            "not exist)",
             Kind.LOGIN,
         ),
         ("ERROR: INVALID_ARGUMENT: unknown accelerator type", Kind.OTHER),

@@ -1,4 +1,5 @@
-"""The launchers for Slurm and Kubernetes; shellcheck; the compilers' flags. test_launch_tpu.py has Cloud TPU's."""
+"""The launchers for Slurm and Kubernetes; shellcheck; the compilers' flags. test_launch_tpu.py has
+Cloud TPU's."""
 
 import json
 import math
@@ -53,7 +54,8 @@ exit ${CODE:-0}
 def sbatch(tmp_path):
     """Returns a function that runs the batch script in a folder whose commands are stand-ins.
 
-    It returns the finished process; `told` holds what scontrol was asked, `ran` the programs of the tasks.
+    It returns the finished process; `told` holds what scontrol was asked, `ran` the programs of the
+    tasks.
     """
     executable(tmp_path / "srun", SRUN)
     executable(tmp_path / "squeue", "#!/bin/bash\necho ${STATE:-RUNNING}\n")
@@ -133,7 +135,8 @@ def test_slurm_does_not_train_without_the_compilers_flags(sbatch):
 
 
 def test_slurm_queues_again_what_another_start_may_pass(sbatch):
-    """While a job is cancelled it is COMPLETING, and Slurm would accept `scontrol requeue` for it too."""
+    """While a job is cancelled it is COMPLETING, and Slurm would accept `scontrol requeue` for it
+    too."""
     told = sbatch.folder / "told"
     for code, state, requeued in (
         (0, "RUNNING", False),
@@ -171,7 +174,8 @@ def test_slurm_gives_up_after_starts_without_a_checkpoint(sbatch):
 
 
 def test_slurms_processes_find_all_gpus_of_their_node(tmp_path):
-    """JAX, asked under Slurm's variables, would give each task the GPU of its number in the node: the first one."""
+    """JAX, asked under Slurm's variables, would give each task the GPU of its number in the node:
+    the first one."""
     ask = (
         "import jax; from trainer.run.cluster import join; from trainer.config.schema import DistributedConfig\n"
         "join(DistributedConfig(), False); print(jax.config.values['jax_cuda_visible_devices'])"
@@ -222,7 +226,8 @@ H100_PLAN = {"topology": "h100:8", "peak_gib": 74.9, "host_gib": 128.0}
 @pytest.mark.parametrize(
     ("changes", "host_gib", "environment", "settings"),
     [
-        # 1.1 x 128 GiB x 8 GPUs; a plan of little host memory keeps XLA's own 64 GiB; several hosts count once.
+        # 1.1 x 128 GiB x 8 GPUs; a plan of little host memory keeps XLA's own 64 GiB; several hosts
+        # count once.
         (
             {},
             2000,
@@ -473,12 +478,14 @@ def test_shellcheck_reports_nothing(script):
 @pytest.mark.parametrize("platform", xla_flags.FLAGS)
 def test_the_compilers_know_every_flag(platform):
     """An unknown flag ends the process; every flag has a reason."""
-    # The CPU's jaxlib also parses the GPU's flags; libtpu parses its own when the compiler is loaded.
+    # The CPU's jaxlib also parses the GPU's flags; libtpu parses its own when the compiler is
+    # loaded.
     ask = (
         "import jax; jax.devices()"
         if platform != "tpu"
         else (
-            "from jax.experimental import topologies; topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2')"
+            "from jax.experimental import topologies; "
+            "topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2')"
         )
     )
     given = " ".join(map(str, xla_flags.FLAGS[platform]))
@@ -493,7 +500,8 @@ def test_the_compilers_know_every_flag(platform):
 
 @pytest.mark.parametrize("slice_", ["v3:4x4", "v4:2x2x2", "v5e:4x4", "v5p:2x2x2", "v6e:4x4"])
 def test_each_generations_compiler_takes_its_flags(slice_):
-    """libtpu knows more names than each compiler accepts: a default of v5e's makes every compilation for v5p fail."""
+    """libtpu knows more names than each compiler accepts: a default of v5e's makes every
+    compilation for v5p fail."""
     devices = topology_devices(slice_)
     x = jax.ShapeDtypeStruct(
         (256, 256), jnp.bfloat16, sharding=NamedSharding(Mesh(devices, "x"), PartitionSpec("x"))

@@ -1,4 +1,5 @@
-"""Loss by position: the buckets compared with counting, and the command's numbers with transformers' losses."""
+"""Loss by position: the buckets compared with counting, and the command's numbers with
+transformers' losses."""
 
 import json
 import shutil
@@ -59,7 +60,8 @@ def test_a_checkpoint_s_path_is_not_markup(name, capsys):
 
 
 def transformers_losses(model, row, tokens):
-    """Returns the losses of a row's targets, each predicted from the piece of so many tokens that the token before it is in."""
+    """Returns the losses of a row's targets, each predicted from the piece of so many tokens that
+    the token before it is in."""
     losses = []
     for start in range(0, len(row) - 1, tokens):
         piece = torch.tensor([row[start : start + tokens]])
@@ -143,7 +145,8 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     for start in range(0, len(ids), LENGTH):
         row = ids[start : start + LENGTH]
         losses = transformers_losses(model, row, LENGTH)
-        # Without the earlier text, as if a piece of 24 tokens were all there is; the next piece's first token is a target too.
+        # Without the earlier text, as if a piece of 24 tokens were all there is; the next piece's
+        # first token is a target too.
         gains = transformers_losses(model, row, 24) - losses
         for before in range(1, len(row)):
             expected.setdefault(before.bit_length() - 1, []).append(losses[before - 1])

@@ -1,4 +1,5 @@
-"""The pairs that scripts.make_preferences writes, and that the recipe of preference tuning learns from them."""
+"""The pairs that scripts.make_preferences writes, and that the recipe of preference tuning learns
+from them."""
 
 import json
 

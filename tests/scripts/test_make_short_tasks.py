@@ -1,4 +1,5 @@
-"""Short tasks of a book: what follows is the right answer, and a book always gives the same questions."""
+"""Short tasks of a book: what follows is the right answer, and a book always gives the same
+questions."""
 
 import json
 import re
@@ -9,7 +10,8 @@ import pytest
 from scripts import make_short_tasks
 
 TEXT = " ".join(
-    f"The {word} of chapter {number} was seen beside the {word}, said the keeper, and nobody doubted the {word}."
+    f"The {word} of chapter {number} was seen beside the {word}, said the keeper, and nobody "
+    f"doubted the {word}."
     for number, word in enumerate(
         np.random.default_rng(0).choice(["whale", "ship", "harbour", "captain"], 400)
     )

@@ -1,4 +1,5 @@
-"""Thirty mistyped or half-right commands: each is answered by one line that names the mend, before anything runs."""
+"""Thirty mistyped or half-right commands: each is answered by one line that names the mend, before
+anything runs."""
 
 import importlib
 

@@ -1,4 +1,5 @@
-"""`python -m scripts.plan` without a compiler: machines by name, memory by parts, time, price, what to change, recipes."""
+"""`python -m scripts.plan` without a compiler: machines by name, memory by parts, time, price, what
+to change, recipes."""
 
 import json
 import re
@@ -89,7 +90,8 @@ def conversations(tmp_path_factory, repository):
     ids=" ".join,
 )
 def test_dry_run_takes_the_written_recipe(machine, conversations, tmp_path, capsys):
-    """Planned for each machine, a recipe is what train.py --dry-run accepts, with the machine's devices and on it."""
+    """Planned for each machine, a recipe is what train.py --dry-run accepts, with the machine's
+    devices and on it."""
     tokenizer, talks, prepared = conversations
     recipe, start = tmp_path / "mine.yaml", time.process_time()
     status, said = answer(
@@ -136,7 +138,8 @@ def test_the_parts_add_up_and_the_range_holds_them(capsys):
     listed = re.findall(r"^  ([a-z ]+?) +(\d+\.\d\d)(?: |$)", said.split("time:")[0], re.MULTILINE)
     sizes = {name.strip(): float(size) for name, size in listed}
     total, usable = sizes.pop("estimate"), sizes.pop("a program may use")
-    # Parameters and two moments in float32, split over 8 devices; the layers' inputs and outputs in bfloat16.
+    # Parameters and two moments in float32, split over 8 devices; the layers' inputs and outputs in
+    # bfloat16.
     assert sizes["parameters"] == pytest.approx(8.03e9 * 4 / 8 / 2**30, rel=0.01)
     assert sizes["moments"] == pytest.approx(2 * sizes["parameters"], abs=0.01)
     assert sizes["layer inputs"] == pytest.approx(32 * 16384 * 4096 * 2 / 2**30, abs=0.01)

@@ -1,4 +1,5 @@
-"""scripts.prepare makes the data that training uses; the module data.prepare says that it is not a command."""
+"""scripts.prepare makes the data that training uses; the module data.prepare says that it is not a
+command."""
 
 import subprocess
 import sys
@@ -44,7 +45,8 @@ def test_training_uses_what_it_made(tmp_path, capsys, monkeypatch):
 
 
 def test_every_stage_is_prepared(tmp_path, capsys, monkeypatch):
-    """A stage begins with the checkpoint of the one before it, from which its data could not be read yet."""
+    """A stage begins with the checkpoint of the one before it, from which its data could not be
+    read yet."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         yaml.safe_dump(

@@ -1,4 +1,5 @@
-"""Exports have a model card, and are pushed to a hub on this machine: what is sent, and what is refused in one line."""
+"""Exports have a model card, and are pushed to a hub on this machine: what is sent, and what is
+refused in one line."""
 
 import base64
 import http.server
@@ -19,7 +20,8 @@ CARD = "---\nlibrary_name: transformers\n---\n# mine\n"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The part of the hub's interface that an upload needs; it keeps what was sent in `server.sent` and `server.files`."""
+    """The part of the hub's interface that an upload needs; it keeps what was sent in `server.sent`
+    and `server.files`."""
 
     def do_GET(self):
         self.answer(200, {"id": "me/mine", "sha": "0" * 40, "siblings": []})
@@ -111,7 +113,8 @@ def test_every_file_is_sent_into_a_private_repository_unless_told(hub, exported,
 def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
     hub, exported, capsys, monkeypatch
 ):
-    """The files beside them are a token, an optimizer, a folder of git's, a log, and links to files elsewhere."""
+    """The files beside them are a token, an optimizer, a folder of git's, a log, and links to files
+    elsewhere."""
     ours = {path.name: path.read_bytes() for path in exported.iterdir()} | {"LICENSE": b"mine"}
     (exported / "LICENSE").write_bytes(b"mine")
     (exported / ".env").write_text("HF_TOKEN=hf_ours")
@@ -127,8 +130,8 @@ def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(
     listed = capsys.readouterr().out
     assert hub.sent == [] and "model.safetensors  100 bytes" in listed
     assert (
-        "not sent, since an export has no such files: .env, .git, notes.safetensors, notes.txt, optimizer.pt"
-        in listed
+        "not sent, since an export has no such files: .env, .git, notes.safetensors, notes.txt, "
+        "optimizer.pt" in listed
     )
     monkeypatch.undo()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)

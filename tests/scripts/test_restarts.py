@@ -51,14 +51,15 @@ def test_starts_are_counted_in_a_file(tmp_path, monkeypatch, capsys):
     assert ends == [0, 0, 0, 0, 2] and slept == [15, 15]
     assert json.loads(record.read_text()) == {"checkpoint": 10, "starts": 3}
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "error: 2 starts without one after the checkpoint of step 10: the reason is in the log; fix it and remove "
-        f"{record}"
+        "error: 2 starts without one after the checkpoint of step 10: the reason is in the log; "
+        f"fix it and remove {record}"
     )
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run's folder: step 30 was saved, 40 is being saved, 42 was logged and a line is half written."""
+    """A run's folder: step 30 was saved, 40 is being saved, 42 was logged and a line is half
+    written."""
     for step, files in ((30, ["manifest.json"]), (40, []), (9, ["manifest.json"])):
         (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
         for name in files:

@@ -1,4 +1,5 @@
-"""A path in a store, such as gs://bucket/folder, is read or written there, or refused by name: never a folder named `gs:`."""
+"""A path in a store, such as gs://bucket/folder, is read or written there, or refused by name:
+never a folder named `gs:`."""
 
 import argparse
 import importlib
@@ -46,7 +47,8 @@ def with_subcommands(parser):
 
 
 def words_for(parser, action, value):
-    """The command line's words in which `action` has this value; positionals in front of it get a name."""
+    """The command line's words in which `action` has this value; positionals in front of it get a
+    name."""
     if action.option_strings:
         count = action.nargs if isinstance(action.nargs, int) else 1
         return [action.option_strings[-1], *[value] * count]

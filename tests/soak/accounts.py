@@ -1,4 +1,5 @@
-"""Another user of shared data, models and runs, who may read them at most: a command works, or says in one line what to do."""
+"""Another user of shared data, models and runs, who may read them at most: a command works, or says
+in one line what to do."""
 
 import os
 import pathlib
@@ -17,14 +18,15 @@ ONE_DEVICE = ("--mesh.sequence", "1", "--mesh.simulate", "1")
 
 
 def accounts(base: pathlib.Path) -> Case:
-    """Returns the case: a command of an unprivileged user; one file may be closed to them. Needs root, and a Python and a
-    checkout that other users may read, else raises Impossible."""
+    """Returns the case: a command of an unprivileged user; one file may be closed to them. Needs
+    root, and a Python and a checkout that other users may read, else raises Impossible."""
     for folder in (pathlib.Path(os.__file__).parent, ROOT):
         if closed := next(
             (path for path in (folder, *folder.parents) if not path.stat().st_mode & 0o001), None
         ):
             raise Impossible(
-                f"{closed} is closed to other users: the attacks need a Python and a checkout that they may read"
+                f"{closed} is closed to other users: the attacks need a Python and a checkout "
+                "that they may read"
             )
     os.chmod(base.parent, 0o755)
     shared = base / "shared"
@@ -46,7 +48,8 @@ def accounts(base: pathlib.Path) -> Case:
         "float32",
     ]
     _for_others(shared)
-    # Name -> module, arguments (MINE is a folder of the user's own), and whether it has to work when all may be read.
+    # Name -> module, arguments (MINE is a folder of the user's own), and whether it has to work
+    # when all may be read.
     own_folder = "MINE"
     commands = {
         "train on shared data": ("train", [*train, "--run_dir", f"{own_folder}/run"], True),

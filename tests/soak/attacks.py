@@ -1,9 +1,11 @@
-"""Attacks on what users and machines get wrong, seeded: python -m tests.soak.attacks CLASS [--cases N] [--seed S].
+"""Attacks on what users and machines get wrong, seeded: python -m tests.soak.attacks CLASS [--cases
+N] [--seed S].
 
-Each case is made from its seed alone, so that a range of seeds can be run again or in parts. A case holds when what it
-attacks gives the same result as without the attack, or one line of error that names the file or the field. Counts and the
-seeds that fell go to .cache/soak/attacks/CLASS.json, to which another range of seeds is added; `--record` writes the table of
-all classes to docs/results/robustness.json and docs/robustness.md.
+Each case is made from its seed alone, so that a range of seeds can be run again or in parts. A case
+holds when what it attacks gives the same result as without the attack, or one line of error that
+names the file or the field. Counts and the seeds that fell go to .cache/soak/attacks/CLASS.json, to
+which another range of seeds is added; `--record` writes the table of all classes to
+docs/results/robustness.json and docs/robustness.md.
 """
 
 import argparse
@@ -42,9 +44,11 @@ LONGER = {
     "runs": 300,
 }  # of classes whose cases are several runs
 Case = Callable[[np.random.Generator, pathlib.Path], str]
-"""Attacks once, in an empty folder; returns what became of it in a few words, and raises `Fell` or anything else if it fell."""
+"""Attacks once, in an empty folder; returns what became of it in a few words, and raises `Fell` or
+anything else if it fell."""
 
-# Class -> module of tests.soak whose function of the same name makes its `Case` in an empty folder, and number of cases.
+# Class -> module of tests.soak whose function of the same name makes its `Case` in an empty folder,
+# and number of cases.
 CLASSES = {
     "recipes": ("recipes", 2000),
     "models": ("folders", 2000),
@@ -89,7 +93,8 @@ def refusal(*names: str) -> Iterator[list[str]]:
         messages.append(message)
         if not any(name in message for name in names):
             raise Fell(
-                f"the message names none of {', '.join(names)}: {type(error).__name__}: {message[:300]}"
+                f"the message names none of {', '.join(names)}: {type(error).__name__}: "
+                f"{message[:300]}"
             ) from error
         if "\n" in one_line(message) or not message.strip() or "Traceback" in message:
             raise Fell(f"not one line: {message[:300]!r}") from error
@@ -118,7 +123,8 @@ def attack(
     longest: int = LONGEST,
     save: Callable[[range, dict], object] | None = None,
 ) -> dict:
-    """Runs the cases of a class with these seeds; returns counts, the slowest case's seconds, and what fell with its seed.
+    """Runs the cases of a class with these seeds; returns counts, the slowest case's seconds, and
+    what fell with its seed.
 
     Args:
         longest: seconds that a case may take.
@@ -151,7 +157,10 @@ def attack(
                 raise
             except BaseException as error:
                 where = traceback.extract_tb(error.__traceback__)[-1]
-                message = f"{type(error).__name__}: {str(error)[:400]} ({pathlib.Path(where.filename).name}:{where.lineno})"
+                message = (
+                    f"{type(error).__name__}: {str(error)[:400]} "
+                    f"({pathlib.Path(where.filename).name}:{where.lineno})"
+                )
                 fell.append({"seed": seed, "what": message})
                 if progress:
                     print(f"seed {seed} fell: {message}", flush=True)
@@ -187,7 +196,8 @@ def attack(
 
 
 def merge(name: str, seeds: range, result: dict) -> pathlib.Path:
-    """Adds a range of seeds to the class's file, in place of an earlier run that overlaps; returns the file's path."""
+    """Adds a range of seeds to the class's file, in place of an earlier run that overlaps; returns
+    the file's path."""
     from scripts.benchmarks.results import commit
 
     FOLDER.mkdir(parents=True, exist_ok=True)

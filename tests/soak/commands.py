@@ -1,4 +1,5 @@
-"""Attacks on whole commands: their exit code and what they print, with a damaged model, checkpoint, recipe or data file."""
+"""Attacks on whole commands: their exit code and what they print, with a damaged model, checkpoint,
+recipe or data file."""
 
 import contextlib
 import io
@@ -18,7 +19,8 @@ from tests.soak.damage import WAYS, copied, damage_bytes, damage_file, damage_js
 
 
 def commands(base: pathlib.Path) -> Case:
-    """Returns the case: a command with one damaged file; it ends with 0, or with 2 and one line that begins with `error:`."""
+    """Returns the case: a command with one damaged file; it ends with 0, or with 2 and one line
+    that begins with `error:`."""
     model = small_model.write(base)
     with contextlib.redirect_stdout(io.StringIO()):
         assert import_hf.main([str(model), str(base / "checkpoint")]) == 0

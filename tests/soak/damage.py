@@ -1,4 +1,5 @@
-"""What machines and hands do to files: bytes lost, flipped or put in, values of another type, a folder in a file's place."""
+"""What machines and hands do to files: bytes lost, flipped or put in, values of another type, a
+folder in a file's place."""
 
 import copy
 import json
@@ -62,7 +63,8 @@ def damage_bytes(content: bytes, generator: np.random.Generator) -> bytes:
 
 
 def damage_json(value: object, generator: np.random.Generator) -> object:
-    """Returns a JSON value in which one value, at any depth, is another, missing, or has another name."""
+    """Returns a JSON value in which one value, at any depth, is another, missing, or has another
+    name."""
     value = copy.deepcopy(value)
     containers: list = []
 

@@ -1,4 +1,5 @@
-"""Prints one hash of everything that the last checkpoint of a run holds: python -m tests.soak.digest RUN."""
+"""Prints one hash of everything that the last checkpoint of a run holds: python -m
+tests.soak.digest RUN."""
 
 import hashlib
 import json
@@ -8,12 +9,14 @@ import numpy as np
 
 from trainer.checkpoint.store import CheckpointStore, stored_arrays, verify
 
-# What a checkpoint records of time, which no two runs share, and of the logs, which are compared by themselves.
+# What a checkpoint records of time, which no two runs share, and of the logs, which are compared by
+# themselves.
 NOT_TRAINED = ("wall_seconds", "logged")
 
 
 def digest(run: str) -> str:
-    """Returns the step and the hash of names, shapes and bytes of all arrays and of the data of a run's last checkpoint."""
+    """Returns the step and the hash of names, shapes and bytes of all arrays and of the data of a
+    run's last checkpoint."""
     store = CheckpointStore(run)
     step = store.steps()[-1]
     path = store.path(step)

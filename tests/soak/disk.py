@@ -1,4 +1,5 @@
-"""A disk that fills up at a random place: one line of error, and with more room the same command gives the same result."""
+"""A disk that fills up at a random place: one line of error, and with more room the same command
+gives the same result."""
 
 import contextlib
 import hashlib
@@ -20,7 +21,8 @@ ONE_DEVICE = ("--mesh.sequence", "1", "--mesh.simulate", "1")
 
 
 def disk(base: pathlib.Path) -> Case:
-    """Returns the case: a command whose output, or all that it makes, is on a disk of a random size; needs root."""
+    """Returns the case: a command whose output, or all that it makes, is on a disk of a random
+    size; needs root."""
     recipe, model = small_run.recipe(base, ROOT, conversations=24), small_model.write(base)
     cases = base / "cases.jsonl"
     line_cases.write(line_cases.generate(4, 2, key_style="short"), cases)
@@ -133,7 +135,8 @@ def disk(base: pathlib.Path) -> Case:
 
 @contextlib.contextmanager
 def mounted(folder: pathlib.Path, kib: int) -> Iterator[Callable[[int], None]]:
-    """Mounts a disk of so many KiB at a new folder; yields what changes its size. Raises Impossible without root."""
+    """Mounts a disk of so many KiB at a new folder; yields what changes its size. Raises Impossible
+    without root."""
     folder.mkdir()
 
     def mount(kib: int, *options: str) -> None:
@@ -157,7 +160,8 @@ def mounted(folder: pathlib.Path, kib: int) -> Iterator[Callable[[int], None]]:
 
 
 def _digests(folder: pathlib.Path) -> dict[str, str]:
-    """Returns a hash of every file without the folder's own path, but of those that hold times or are locks."""
+    """Returns a hash of every file without the folder's own path, but of those that hold times or
+    are locks."""
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(
             path.read_bytes().replace(str(folder).encode(), b"")

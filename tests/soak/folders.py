@@ -1,4 +1,5 @@
-"""Attacks on files that others wrote: models and adapters of Hugging Face, line-retrieval cases, episodes."""
+"""Attacks on files that others wrote: models and adapters of Hugging Face, line-retrieval cases,
+episodes."""
 
 import contextlib
 import json
@@ -20,11 +21,14 @@ from tests.soak.damage import WAYS, copied, damage_bytes, damage_file, damage_js
 from trainer.huggingface.peft import adapter_layout, read_adapter, read_config, write_adapter
 from trainer.model_source import open_model
 
-FACTOR = 64  # how much larger than the model a damaged config may make it, before it counts as one that cannot be opened
+# How much larger than the model a damaged config may make it, before it counts as one that cannot
+# be opened.
+FACTOR = 64
 
 
 def models(base: pathlib.Path) -> Case:
-    """Returns the case: a model's folder with one file damaged, opened with its tokenizer and every weight read."""
+    """Returns the case: a model's folder with one file damaged, opened with its tokenizer and every
+    weight read."""
     good = small_model.write(base)
     names = sorted(path.name for path in good.iterdir() if path.name != "README.md")
     texts = [name for name in names if name.endswith(".json")]
@@ -78,7 +82,8 @@ def adapters(base: pathlib.Path) -> Case:
         elif generator.random() < 0.3:
             damage_file(copy / name, str(generator.choice(WAYS)), generator)
         else:
-            # Mostly in the header: a changed weight is another adapter, of which the file does not know.
+            # Mostly in the header: a changed weight is another adapter, of which the file does not
+            # know.
             content = (copy / name).read_bytes()
             size = 8 + int.from_bytes(content[:8], "little")
             (copy / name).write_bytes(damage_bytes(content[:size], generator) + content[size:])
@@ -95,7 +100,8 @@ def adapters(base: pathlib.Path) -> Case:
 
 
 def line_cases(base: pathlib.Path) -> Case:
-    """Returns the case: a file of line-retrieval cases of which one line is damaged, read and scored."""
+    """Returns the case: a file of line-retrieval cases of which one line is damaged, read and
+    scored."""
     good = base / "cases.jsonl"
     cases.write(cases.generate(10, 4, seed=0), good)
     lines = good.read_text(encoding="utf-8").splitlines()
@@ -124,7 +130,8 @@ def line_cases(base: pathlib.Path) -> Case:
 
 
 def trajectories(base: pathlib.Path) -> Case:
-    """Returns the case: a folder of episodes of which one is damaged; in one case of 25 all are prepared."""
+    """Returns the case: a folder of episodes of which one is damaged; in one case of 25 all are
+    prepared."""
     task = get_task("cartpole_swingup")
     made.folder_of(base)
 

@@ -1,4 +1,5 @@
-"""Commands as real processes without the seconds that imports take: each is forked from a server that has imported them.
+"""Commands as real processes without the seconds that imports take: each is forked from a server
+that has imported them.
 
     process = server().start("train", ["--config", ...], log=folder / "log")
     process.kill()
@@ -50,7 +51,8 @@ class Forked:
         self.server, self.pid, self.returncode = server, pid, None
 
     def poll(self) -> int | None:
-        """Returns the exit code, minus the signal's number after a signal; None while the process runs."""
+        """Returns the exit code, minus the signal's number after a signal; None while the process
+        runs."""
         if self.returncode is None:
             self.returncode = self.server.ask({"poll": self.pid})
         return self.returncode
@@ -114,7 +116,8 @@ class Server:
         uid: int | None = None,
         environment: dict[str, str] | None = None,
     ) -> Forked:
-        """Starts `module.main(arguments)` with its output added to `log`, as another user if `uid` is passed."""
+        """Starts `module.main(arguments)` with its output added to `log`, as another user if `uid`
+        is passed."""
         request = {
             "module": module,
             "arguments": list(map(str, arguments)),
@@ -151,7 +154,8 @@ class Server:
 
 @functools.cache
 def server() -> Server:
-    """Returns the server that this process's cases share; it ends, with what it has started, when this process does."""
+    """Returns the server that this process's cases share; it ends, with what it has started, when
+    this process does."""
     return Server()
 
 

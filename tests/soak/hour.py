@@ -1,7 +1,8 @@
-"""Trains for an hour with checkpoints and evaluation and samples memory, threads and open files: python -m tests.soak.hour.
+"""Trains for an hour with checkpoints and evaluation and samples memory, threads and open files:
+python -m tests.soak.hour.
 
-The samples go to OUT/samples.jsonl as they are taken. `python -m tests.soak.hour --summarize OUT` draws docs/hour.png and
-writes docs/results/hour.json from them.
+The samples go to OUT/samples.jsonl as they are taken. `python -m tests.soak.hour --summarize OUT`
+draws docs/hour.png and writes docs/results/hour.json from them.
 """
 
 import argparse
@@ -22,13 +23,15 @@ from tests import small_run
 PICTURE = ROOT / "docs" / "hour.png"
 # What is sampled: name, and growth an hour that counts as flat.
 FLAT = {"memory_mib": ("memory, MiB", 64), "threads": ("threads", 4), "files": ("open files", 4)}
-WARM_UP = 0.25  # share of the samples since the first step that are left out of the slope: caches that fill
+# Share of the samples since the first step that are left out of the slope: caches that fill.
+WARM_UP = 0.25
 
 
 def sample(pid: int) -> dict[str, float]:
     """Returns the memory in MiB, the threads and the open files of a process, from /proc.
 
-    Memory is what the process has allocated: anonymous pages, resident or swapped out. Pages of files come and go.
+    Memory is what the process has allocated: anonymous pages, resident or swapped out. Pages of
+    files come and go.
     """
     status = pathlib.Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
@@ -41,7 +44,8 @@ def sample(pid: int) -> dict[str, float]:
 
 
 def write_recipe(out: pathlib.Path) -> pathlib.Path:
-    """Writes the recipe of a small run that would go on for days, with frequent checkpoints and evaluations."""
+    """Writes the recipe of a small run that would go on for days, with frequent checkpoints and
+    evaluations."""
     path = small_run.recipe(out, ROOT)
     fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     fields["mesh"] = {"fsdp": 1, "sequence": 2, "simulate": 2}
@@ -62,7 +66,8 @@ def train(out: pathlib.Path, minutes: float, every: float) -> None:
             while (seconds := time.monotonic() - start) < 60 * minutes:
                 if process.poll() is not None:
                     raise SystemExit(
-                        f"the run ended after {seconds:.0f} s with {process.returncode}; see {run}.log"
+                        f"the run ended after {seconds:.0f} s with {process.returncode}; see "
+                        f"{run}.log"
                     )
                 if seconds >= next_sample:
                     row = {
@@ -84,7 +89,8 @@ def train(out: pathlib.Path, minutes: float, every: float) -> None:
 
 
 def warmed_up(samples: list[dict]) -> list[dict]:
-    """Returns the samples that show whether something grows: those since the first step, without WARM_UP of them."""
+    """Returns the samples that show whether something grows: those since the first step, without
+    WARM_UP of them."""
     training = [sample for sample in samples if sample["steps"]]
     return training[int(len(training) * WARM_UP) :]
 
@@ -147,7 +153,8 @@ def summarize(out: pathlib.Path) -> None:
             seconds=60 * minutes,
             note="docs/robustness.md",
             facts=[
-                "A checkpoint every 100 steps and an evaluation every 200, on two simulated devices."
+                "A checkpoint every 100 steps and an evaluation every 200, on two simulated "
+                "devices."
             ],
         ),
     )

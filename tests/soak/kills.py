@@ -1,4 +1,5 @@
-"""Kills at random instants: a run and its export, started again each time, end as those that nobody touched."""
+"""Kills at random instants: a run and its export, started again each time, end as those that nobody
+touched."""
 
 import json
 import pathlib
@@ -29,7 +30,8 @@ FLAGS = (
     *small_run.DENSE,
 )
 PHASES = ("start", "preparation", "compile", "training", "save", "evaluation", "export")
-# What each kill of a case aims at: a start over everything before the first step, then what follows it.
+# What each kill of a case aims at: a start over everything before the first step, then what follows
+# it.
 AIMS = (
     ("start", "preparation", "compile"),
     ("compile", "training", "save", "evaluation"),
@@ -43,12 +45,14 @@ LONGEST_DELAY = {
     "save": 0.3,
     "evaluation": 0.03,
 }
-# Within which a process ends whose neighbour was killed: at the start it waits 60 s for the other to come.
+# Within which a process ends whose neighbour was killed: at the start it waits 60 s for the other
+# to come.
 ALONE_SECONDS = 90
 
 
 def kills(base: pathlib.Path) -> Case:
-    """Returns the case: three kills of a run with one or two processes, one of its export; all compared with a whole run."""
+    """Returns the case: three kills of a run with one or two processes, one of its export; all
+    compared with a whole run."""
     recipe = small_run.recipe(base, ROOT, conversations=24)
     truths: dict[int, tuple] = {}
 
@@ -140,7 +144,8 @@ def start(
     folder: pathlib.Path,
     prepared: pathlib.Path,
 ) -> list[Forked]:
-    """Starts the run, with a log of its own in `folder`, and a compilation cache that all cases share."""
+    """Starts the run, with a log of its own in `folder`, and a compilation cache that all cases
+    share."""
     flags = [
         "--config",
         recipe,
@@ -190,7 +195,8 @@ def _log(folder: pathlib.Path) -> str:
 
 
 def run_result(run: pathlib.Path, folder: pathlib.Path) -> dict[str, object]:
-    """Returns what a run has logged, but for times and memory, and a hash of its last checkpoint."""
+    """Returns what a run has logged, but for times and memory, and a hash of its last
+    checkpoint."""
     rows = {
         name: [
             {key: value for key, value in row.items() if key not in MEASURED}
@@ -213,7 +219,8 @@ def _files(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def _wait_for(aim: str, step: int, processes: list[Forked], folder: pathlib.Path) -> bool:
-    """Waits for the first sign of a phase, at a step or after it; returns False where the run has ended before."""
+    """Waits for the first sign of a phase, at a step or after it; returns False where the run has
+    ended before."""
     run, prepared = folder / "run", folder / "prepared"
 
     def seen() -> bool:

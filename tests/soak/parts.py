@@ -1,8 +1,10 @@
-"""Runs the tests marked slow and the attacks, in parts that run singly and resume: python -m tests.soak [PART ...].
+"""Runs the tests marked slow and the attacks, in parts that run singly and resume: python -m
+tests.soak [PART ...].
 
-This is what `make soak` runs. Each part is a process of its own, and goes on in a new one where it has become too large, since
-compilers keep memory that they have used. Tests that passed are recorded in .cache/soak/PART.passed, so that an interrupted
-part runs only the others when it is started again. The record belongs to one version of JAX and one state of the Python files
+This is what `make soak` runs. Each part is a process of its own, and goes on in a new one where it
+has become too large, since compilers keep memory that they have used. Tests that passed are
+recorded in .cache/soak/PART.passed, so that an interrupted part runs only the others when it is
+started again. The record belongs to one version of JAX and one state of the Python files
 that the part depends on: a change of any of them begins it anew.
 """
 
@@ -70,8 +72,8 @@ EVERY = (*PARTS, *ATTACKS)
 
 
 class Resume:
-    """A pytest plugin: keeps one share of the collected tests without those that passed before, records those that pass, and
-    stops once the process has become too large.
+    """A pytest plugin: keeps one share of the collected tests without those that passed before,
+    records those that pass, and stops once the process has become too large.
 
     Attributes:
       goes_on: whether it was stopped for that, so that a new process should run the others.
@@ -90,7 +92,8 @@ class Resume:
         remaining = [item for item in share if item.nodeid not in self.passed]
         config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
         print(
-            f"{len(share) - len(remaining)} of {len(share)} tests passed before; {len(remaining)} to run",
+            f"{len(share) - len(remaining)} of {len(share)} tests passed before; {len(remaining)} "
+            "to run",
             flush=True,
         )
         items[:] = remaining
@@ -120,7 +123,8 @@ def resident_bytes() -> int:
 
 
 def code_hash(pathspecs: Sequence[str]) -> str:
-    """Returns a hash of the version of JAX and of the repository's files that these git pathspecs name."""
+    """Returns a hash of the version of JAX and of the repository's files that these git pathspecs
+    name."""
     command = ["git", "ls-files", *pathspecs]
     names = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True
@@ -130,10 +134,11 @@ def code_hash(pathspecs: Sequence[str]) -> str:
 
 
 def run_part(part: str) -> int:
-    """Runs a part in this process; returns the exit code of pytest, 0 also where nothing was left to run, or of the attacks.
+    """Runs a part in this process; returns the exit code of pytest, 0 also where nothing was left
+    to run, or of the attacks.
 
-    Returns GOES_ON where a new process should run what is left: once a test was added to those that have passed, as otherwise
-    a test that fails could be what is too large.
+    Returns GOES_ON where a new process should run what is left: once a test was added to those that
+    have passed, as otherwise a test that fails could be what is too large.
     """
     if part in ATTACKS:
         return attacks.main([ATTACKS[part]])
@@ -149,7 +154,8 @@ def run_part(part: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the requested parts (all of them unless named) one after the other; returns 1 if a test failed."""
+    """Runs the requested parts (all of them unless named) one after the other; returns 1 if a test
+    failed."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -165,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for part in args.parts or EVERY:
         start = time.monotonic()
-        # With the compiler's default flags, under which two programs agree to the bit where they do for users.
+        # With the compiler's default flags, under which two programs agree to the bit where they do
+        # for users.
         command = [sys.executable, "-m", "tests.soak", "--in-process", part]
         code = GOES_ON
         while code == GOES_ON:
@@ -181,6 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     for result in results:
         print(
-            f"{result['part']:12} {result['minutes']:6.1f} minutes, {'passed' if result['exit_code'] == 0 else 'FAILED'}"
+            f"{result['part']:12} {result['minutes']:6.1f} minutes, "
+            f"{'passed' if result['exit_code'] == 0 else 'FAILED'}"
         )
     return int(any(result["exit_code"] for result in results))

@@ -1,4 +1,5 @@
-"""Two starts of one run that race: at the end it is complete, and equal to the bit to one that was started once."""
+"""Two starts of one run that race: at the end it is complete, and equal to the bit to one that was
+started once."""
 
 import pathlib
 import signal
@@ -16,7 +17,8 @@ LONGEST_WAIT = 300
 
 
 def races(base: pathlib.Path) -> Case:
-    """Returns the case: another start a moment later, or one that stands still for a while from a random instant on."""
+    """Returns the case: another start a moment later, or one that stands still for a while from a
+    random instant on."""
     recipe = small_run.recipe(base, ROOT, conversations=24)
     truth: list[tuple[dict, float]] = []
 
@@ -66,7 +68,8 @@ def races(base: pathlib.Path) -> Case:
         if (received := run_result(run, folder)) != expected:
             difference = next(name for name in expected if expected[name] != received[name])
             raise Fell(
-                f"{way}, ended with {codes}: another {difference}: {str(received[difference])[:300]}"
+                f"{way}, ended with {codes}: another {difference}: "
+                f"{str(received[difference])[:300]}"
             )
         if leftovers := [
             path.name

@@ -1,4 +1,5 @@
-"""Attacks on recipes: every field of the schema in turn gets a value of another type or size, or is misspelt or doubled."""
+"""Attacks on recipes: every field of the schema in turn gets a value of another type or size, or is
+misspelt or doubled."""
 
 import copy
 import functools
@@ -78,7 +79,8 @@ NO_VALUES = (DEEP, "&a [*a]", "*undefined", "{[1]: 2}", r'"\u0000"', r'"\ud800"'
 
 
 def recipes(base: pathlib.Path) -> Case:
-    """Returns the case: a small recipe with one field attacked, which either loads or is refused with the field's name."""
+    """Returns the case: a small recipe with one field attacked, which either loads or is refused
+    with the field's name."""
     # One parser serves all cases, and no test after them: to make it takes most of a load's time.
     parser = functools.cache(parsing.parser)
     good = yaml.safe_load(small_run.recipe(base, ROOT).read_text(encoding="utf-8"))
@@ -99,7 +101,8 @@ def recipes(base: pathlib.Path) -> Case:
             return "refused with the field's name"
         if kind in ("typo", "twice"):
             raise Fell(f"{kind} of {field} was taken")
-        # What was taken is a configuration that can be written and read again, as a run does with its config.yaml.
+        # What was taken is a configuration that can be written and read again, as a run does with
+        # its config.yaml.
         path.write_text(load.dump(config), encoding="utf-8")
         if _same(load.resolved(load.load(["--config", str(path)]))) != _same(load.resolved(config)):
             raise Fell(f"{field}: written and read again it is another configuration")
@@ -149,7 +152,8 @@ def _attacked(
         lines.insert(line, lines[line])
     text = "\n".join(lines).replace(marker, value if kind != "twice" else "1")
     content = text.encode("utf-8", "surrogatepass")
-    # A value that YAML itself refuses, or that breaks the rule of another field with it, is named by the line or by that field.
+    # A value that YAML itself refuses, or that breaks the rule of another field with it, is named
+    # by the line or by that field.
     names += [f"line {line + 1}", name, *(f"{part}." for part in sections)]
     if (
         kind in ("bytes", "section")

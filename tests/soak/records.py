@@ -1,4 +1,5 @@
-"""Attacks on records: JSON of every kind is read, cleaned, rendered and encoded; no control token comes from a text.
+"""Attacks on records: JSON of every kind is read, cleaned, rendered and encoded; no control token
+comes from a text.
 
 Of a record that is kept, every field with a value is read or named in the report: nothing vanishes.
 """
@@ -178,7 +179,8 @@ def records(base: pathlib.Path) -> Case:
         dropped = sum(source.dropped.values())
         if source.records != source.kept + dropped or source.kept != len(kept):
             raise Fell(
-                f"{source.records} records, {source.kept} kept ({len(kept)} read), {dropped} dropped"
+                f"{source.records} records, {source.kept} kept ({len(kept)} read), {dropped} "
+                "dropped"
             )
         if len(kept) == 3 and isinstance(kept[1], Conversation):
             check_nothing_vanished(raw, kept[1], source)
@@ -211,7 +213,8 @@ def records(base: pathlib.Path) -> Case:
 
 
 def check_nothing_vanished(raw: dict, kept: Conversation, report: SourceReport) -> None:
-    """Raises Fell unless every field of a record with a value is in the conversation or counted in the report.
+    """Raises Fell unless every field of a record with a value is in the conversation or counted in
+    the report.
 
     Text is looked for by words that no other field has, flags by their counts.
     """

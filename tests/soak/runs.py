@@ -1,4 +1,5 @@
-"""Attacks on the files of a run's folder beside its checkpoints: logged rows, configuration, assets, lock."""
+"""Attacks on the files of a run's folder beside its checkpoints: logged rows, configuration,
+assets, lock."""
 
 import pathlib
 import signal
@@ -13,8 +14,9 @@ from tests.soak.kills import SAVE_EVERY, finish, run_result, start
 
 
 def runs(base: pathlib.Path) -> Case:
-    """Returns the case: a file of a stopped run is damaged, and the same command is started again. It is refused by name, or
-    ends in the checkpoint of a run that nobody touched, with the same rows logged; lost or changed rows are told of."""
+    """Returns the case: a file of a stopped run is damaged, and the same command is started again.
+    It is refused by name, or ends in the checkpoint of a run that nobody touched, with the same
+    rows logged; lost or changed rows are told of."""
     recipe = small_run.recipe(base, ROOT, conversations=24)
     expected: dict[str, object] = {}
     stopped = base / "stopped"
@@ -44,7 +46,8 @@ def runs(base: pathlib.Path) -> Case:
             raise Fell(f"{name} {way}: ended with {code}: {output[-500:]}")
         if code == 2:
             errors = [line for line in output.splitlines() if line.startswith("error: ")]
-            # Half a configuration may be a whole one of another run: then the folder is named, and the field that differs.
+            # Half a configuration may be a whole one of another run: then the folder is named, and
+            # the field that differs.
             if len(errors) != 1 or str(run) not in errors[0]:
                 raise Fell(f"{name} {way}: {errors}")
             return "refused by name"
@@ -60,7 +63,8 @@ def runs(base: pathlib.Path) -> Case:
                 outcome = "lost or changed rows told of"
                 if name.name not in output:
                     raise Fell(
-                        f"{name} {way}: {file} lost or changed rows without a word: {len(rows)} of {len(truth)} left"
+                        f"{name} {way}: {file} lost or changed rows without a word: {len(rows)} "
+                        f"of {len(truth)} left"
                     )
         return f"the same checkpoint, {outcome}"
 

@@ -21,8 +21,8 @@ OPTIMIZER = optax.adamw(1e-3)
 
 
 def checkpoints(base: pathlib.Path) -> Case:
-    """Returns the case: a file of a run's newest checkpoint is damaged. By its path it is refused or whole; by the run's, it is
-    whole or the one before is taken."""
+    """Returns the case: a file of a run's newest checkpoint is damaged. By its path it is refused
+    or whole; by the run's, it is whole or the one before is taken."""
     generator = np.random.default_rng(0)
     (base / "assets").mkdir()
     (base / "assets" / "config.json").write_text("{}")
@@ -74,7 +74,8 @@ def checkpoints(base: pathlib.Path) -> Case:
 
 
 def prepared(base: pathlib.Path) -> Case:
-    """Returns the case: a file of prepared data is damaged; the same call gives the same documents all the same."""
+    """Returns the case: a file of prepared data is damaged; the same call gives the same documents
+    all the same."""
     small_run.recipe(base, ROOT, conversations=12)
     tokenizer = Tokenizer.load(ROOT / "data" / "fixtures" / "tiny_tokenizer")
 

@@ -1,4 +1,5 @@
-"""A store that answers slowly: whatever changes a file below a folder takes a while, and it is counted which thread waits."""
+"""A store that answers slowly: whatever changes a file below a folder takes a while, and it is
+counted which thread waits."""
 
 import builtins
 import contextlib
@@ -16,7 +17,8 @@ NAMES = ("mkdir", "rename", "replace", "rmdir", "unlink", "open")
 
 
 class Waits:
-    """What the calls to a slow store were: name, path and whether the main thread waited, in their order."""
+    """What the calls to a slow store were: name, path and whether the main thread waited, in their
+    order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, bool]] = []
@@ -32,7 +34,8 @@ class Waits:
 
 @contextlib.contextmanager
 def slow_store(folder: pathlib.Path, seconds: float) -> Iterator[Waits]:
-    """Delays by `seconds` every call of Python's that makes, renames, removes or opens for writing a file below `folder`."""
+    """Delays by `seconds` every call of Python's that makes, renames, removes or opens for writing
+    a file below `folder`."""
     waits = Waits()
 
     def slowed(call: Callable) -> Callable:
@@ -63,7 +66,8 @@ DELAY = 0.3
 
 
 def measure(folder: pathlib.Path) -> dict:
-    """Trains a small run whose checkpoints are on a slow store; returns what its saves held the training for.
+    """Trains a small run whose checkpoints are on a slow store; returns what its saves held the
+    training for.
 
     Returns:
         held: seconds that each save held the training for, beside the wait for the one before.
@@ -163,7 +167,8 @@ def main() -> int:
             ["trainer/loop.py", "trainer/checkpoint/*.py", "tests/soak/slow_store.py"],
             note="docs/robustness.md",
             facts=[
-                f"Every call of Python's that changes the folder of checkpoints takes {DELAY} s; a save every 2 steps."
+                f"Every call of Python's that changes the folder of checkpoints takes {DELAY} s; "
+                "a save every 2 steps."
             ],
         ),
     )

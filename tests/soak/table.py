@@ -1,4 +1,5 @@
-"""The table of what was attacked: docs/results/robustness.json, and the same in docs/robustness.md."""
+"""The table of what was attacked: docs/results/robustness.json, and the same in
+docs/robustness.md."""
 
 import collections
 import json
@@ -31,7 +32,8 @@ DEPENDS_ON = ("tests/soak/*.py", "data/*.py", "trainer/**/*.py", "eval/line_case
 
 
 def record(folder: pathlib.Path) -> None:
-    """Writes the result and the page's table from the counts in `folder`; classes without counts keep the row they have."""
+    """Writes the result and the page's table from the counts in `folder`; classes without counts
+    keep the row they have."""
     rows = load("robustness").rows
     for name in CLASSES:
         path = folder / f"{name}.json"
@@ -80,7 +82,8 @@ def _row(name: str, parts: list[dict[str, Any]]) -> dict[str, str]:
         kills = count(outcomes)
         about += f", {sum(kills.values())} kills"
         more["hits"] = (
-            f"The kills hit {', '.join(f'{phase} {number}' for phase, number in kills.items())} times."
+            f"The kills hit {', '.join(f'{phase} {number}' for phase, number in kills.items())} "
+            "times."
         )
     goal = f"all, each within {LONGER.get(name, LONGEST)} s"
     return row(about, f"{held:,} of {tried:,}", goal, held == tried, **more)

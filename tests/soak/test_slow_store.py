@@ -1,4 +1,5 @@
-"""A run on a slow store: a save that waits for the one before says so, and no step waits for a file."""
+"""A run on a slow store: a save that waits for the one before says so, and no step waits for a
+file."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""A run that trains adapters beside a pretrained base: its checkpoints, how it goes on, what is exported, what is refused."""
+"""A run that trains adapters beside a pretrained base: its checkpoints, how it goes on, what is
+exported, what is refused."""
 
 import dataclasses
 import json
@@ -37,7 +38,8 @@ ADAPTER = {
 
 @pytest.fixture(scope="module")
 def command(small_recipe, hf_model, tmp_path_factory):
-    """Gives a command line of a short run on the model, with a rate at which adapters learn something in a few steps."""
+    """Gives a command line of a short run on the model, with a rate at which adapters learn
+    something in a few steps."""
     folder = tmp_path_factory.mktemp("adapters")
     written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     written["model"] = {"compute_dtype": "float32"}
@@ -111,7 +113,8 @@ def parameters(source, adapter=True):
 
 
 def test_checkpoints_hold_adapters_and_their_moments_alone(run):
-    """By name, for the model and the optimizer; the file of PEFT's configuration lies among the assets."""
+    """By name, for the model and the optimizer; the file of PEFT's configuration lies among the
+    assets."""
     checkpoint = run / "checkpoints" / str(STEPS)
     names = set(stored_arrays(checkpoint, "model"))
     parts = {
@@ -137,7 +140,8 @@ def test_checkpoints_hold_adapters_and_their_moments_alone(run):
 
 
 def test_the_average_is_that_of_the_saved_parameters_and_is_exported(run, tmp_path):
-    """Recomputed in float64 from the parameters of each step's checkpoint; with a start in the middle of the run."""
+    """Recomputed in float64 from the parameters of each step's checkpoint; with a start in the
+    middle of the run."""
     saved = [restore_model(run / "checkpoints" / str(step)) for step in range(1, STEPS + 1)]
     expected = {
         name: np.asarray(x, np.float64) for name, x in average(run / "checkpoints" / "1").items()
@@ -160,7 +164,8 @@ def test_the_average_is_that_of_the_saved_parameters_and_is_exported(run, tmp_pa
 
 
 def test_the_run_its_export_and_the_merged_model_are_one_model(run, hf_model, tmp_path):
-    """The same parameters from the checkpoint and through PEFT's format; merged, the same logits within 1e-5."""
+    """The same parameters from the checkpoint and through PEFT's format; merged, the same logits
+    within 1e-5."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
     for file in (tmp_path / "peft").glob("*.*s*n"):  # a folder of this machine is nobody's business
         assert str(hf_model).encode() not in file.read_bytes(), file.name
@@ -195,7 +200,8 @@ def test_the_run_its_export_and_the_merged_model_are_one_model(run, hf_model, tm
 
 
 def test_another_base_is_refused(run, command, hf_model, tmp_path, capfd):
-    """By the run that would go on, and by whoever reads the adapter; each names both fingerprints."""
+    """By the run that would go on, and by whoever reads the adapter; each names both
+    fingerprints."""
     other = pathlib.Path(shutil.copytree(hf_model, tmp_path / "other"))
     weights = bytearray((other / "model.safetensors").read_bytes())
     weights[len(weights) * 63 // 64] ^= 1  # in a block that the fingerprint covers
@@ -226,7 +232,8 @@ def test_bad_input_is_one_line(command, capfd, flags, facts):
 
 
 def test_a_run_goes_on_from_a_peft_adapter(run, command, tmp_path, capfd):
-    """It begins with the adapter's loss, and takes over its dropout. Another rank, and an adapter as base, are refused."""
+    """It begins with the adapter's loss, and takes over its dropout. Another rank, and an adapter
+    as base, are refused."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
     last, first = (
         [

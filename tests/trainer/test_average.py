@@ -1,4 +1,5 @@
-"""The moving average of the weights: numpy's, and counted by the planner. A run with one is in test_adapter_run.py."""
+"""The moving average of the weights: numpy's, and counted by the planner. A run with one is in
+test_adapter_run.py."""
 
 import functools
 
@@ -53,7 +54,8 @@ def test_it_is_numpys_average_of_the_parameters_after_each_step(fields):
 
 
 def test_it_is_the_same_where_moments_come_from_the_host_layer_by_layer():
-    """The update that `memory.moments_on_host` takes, against that of all parameters at once, to rounding."""
+    """The update that `memory.moments_on_host` takes, against that of all parameters at once, to
+    rounding."""
     optimizer = make_optimizer(
         OptimizerConfig(learning_rate=0.1, average_decay=DECAY, clip_norm=0.0), 20
     )

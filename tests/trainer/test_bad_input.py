@@ -1,4 +1,5 @@
-"""Bad input as a user meets it: exit code 2 and one line on standard error that names the thing; no traceback."""
+"""Bad input as a user meets it: exit code 2 and one line on standard error that names the thing; no
+traceback."""
 
 import json
 import os
@@ -46,8 +47,8 @@ def run_copy(whole_run, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_names_step_and_records(refused, small_recipe, tmp_path, capfd):
-    """A rate of 1e38 spoils the parameters at step 1; step 2 tells, and nothing of it is saved or logged. What the line
-    proposes works in the same folder."""
+    """A rate of 1e38 spoils the parameters at step 1; step 2 tells, and nothing of it is saved or
+    logged. What the line proposes works in the same folder."""
     flags = ("--optimizer.learning_rate", "1e38", "--logging.console", "false")
     said = refused(*flags)
     assert "step 2: loss_nats_per_target is nan" in said and "--train.non_finite skip" in said
@@ -131,7 +132,8 @@ def test_no_usable_data(refused, tmp_path, content, words):
 
 
 def test_cut_json_is_used_as_far_as_it_is_whole(tmp_path, small_recipe, model_copy, capfd):
-    """What is whole is used and the rest reported, where the user sees it, before anything else is done."""
+    """What is whole is used and the rest reported, where the user sees it, before anything else is
+    done."""
     whole = (small_recipe.parent / "conversations.json").read_text(encoding="utf-8")
     path = write(tmp_path / "cut.json", whole[: len(whole) // 2])
     (model_copy / "model.safetensors").unlink()  # so that the call ends before it compiles
@@ -244,7 +246,8 @@ def test_run_directory_that_is_none(refused, tmp_path):
 
 
 def test_prepared_data_in_the_run_directory_are_no_strangers(refused, model_copy, tmp_path):
-    """After a start that failed once the data were prepared, the next one does not refuse the folder."""
+    """After a start that failed once the data were prepared, the next one does not refuse the
+    folder."""
     (model_copy / "model.safetensors").unlink()
     for _ in range(2):
         flags = [
@@ -397,7 +400,8 @@ def test_model_that_is_not_there(refused, monkeypatch):
     assert "no such folder" in refused("--model.path", "./nowhere")
 
 
-# Sends Ctrl-C to itself while this module is imported; in a callback of the garbage collector; while the checkpoint is written.
+# Sends Ctrl-C to itself while this module is imported; in a callback of the garbage collector;
+# while the checkpoint is written.
 INTERRUPTED = """
 import gc, os, signal, sys, time
 import trainer.entry

@@ -1,4 +1,5 @@
-"""The best checkpoint is kept and found, and a run ends where it no longer becomes better; also over several starts."""
+"""The best checkpoint is kept and found, and a run ends where it no longer becomes better; also
+over several starts."""
 
 import contextlib
 import itertools
@@ -24,7 +25,8 @@ LOSSES = {0: 9.0, 2: 3.0, 4: 3.5, 6: 3.0, 8: 2.5, 10: float("nan"), 12: 2.6, 14:
 
 @pytest.fixture
 def start(small_recipe, tmp_path, monkeypatch, capfd):
-    """Starts the run with flags, its held-out losses being LOSSES; returns (exit code, what it printed)."""
+    """Starts the run with flags, its held-out losses being LOSSES; returns (exit code, what it
+    printed)."""
     monkeypatch.setattr(HeldOutLoss, "run", lambda self, params, step: {LOSS: LOSSES[step]})
 
     def begin(*flags, steps=16):
@@ -94,7 +96,10 @@ def test_a_metric_that_nothing_measures_is_refused(start):
     code, said = start("--checkpoint.best", "accuracy")
     assert (
         code == 2
-        and f"checkpoint.best: found 'accuracy', which no evaluation measures; measured here are {LOSS}"
+        and (
+            "checkpoint.best: found 'accuracy', which no evaluation measures; measured here are "
+            f"{LOSS}"
+        )
         in said
     )
 

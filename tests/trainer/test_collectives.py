@@ -1,7 +1,9 @@
-"""The collectives of a whole training step, as the TPU compiler left them, are the declared ones and no others.
+"""The collectives of a whole training step, as the TPU compiler left them, are the declared ones
+and no others.
 
-A small model on a v5e slice of 2 x 4 chips as fsdp 2 x tensor 2 x sequence 2: every size is large enough to be split, and no
-activation has as many elements as any parameter, so that a number of elements tells what is sent.
+A small model on a v5e slice of 2 x 4 chips as fsdp 2 x tensor 2 x sequence 2: every size is large
+enough to be split, and no activation has as many elements as any parameter, so that a number of
+elements tells what is sent.
 """
 
 import math
@@ -43,7 +45,8 @@ def step():
 
 @pytest.fixture(scope="module")
 def parameters():
-    """(layers', others'): name -> elements of what one tensor rank gathers: a layer's weight, an embedding, ..."""
+    """(layers', others'): name -> elements of what one tensor rank gathers: a layer's weight, an
+    embedding, ..."""
     model = LanguageModel(CONFIG, make_mesh(MESH, topology_devices("v5e:2x4")))
     layers, others = {}, {}
     for name, parameter in model.parameters.items():
@@ -64,8 +67,9 @@ def parameters():
     return layers, others
 
 
-# Since one kernel makes attention's backward pass on v5e, where two did, the layer that the compiler takes out of the loop has
-# two hops of gradients with no kernel beside them (docs/notes/limits.md).
+# Since one kernel makes attention's backward pass on v5e, where two did, the layer that the
+# compiler takes out of the loop has two hops of gradients with no kernel beside them
+# (docs/notes/limits.md).
 ONE_KERNEL = pytest.mark.xfail(
     strict=True, reason="two hops of one layer's gradients run beside no kernel"
 )
@@ -112,7 +116,8 @@ def test_a_layers_parameters_are_gathered_once_in_each_direction(step, parameter
 
 
 def test_nothing_else_is_gathered(step, parameters):
-    """No hidden state, no key, no logits, no token; and no parameter again for each chunk of the sequence."""
+    """No hidden state, no key, no logits, no token; and no parameter again for each chunk of the
+    sequence."""
     gathers = of(step, "all-gather")
     assert max(collective.loops for collective in gathers) == 1
     assert {dtype for collective in gathers for dtype, _ in collective.results} == {"bf16"}, (
@@ -125,7 +130,8 @@ def test_nothing_else_is_gathered(step, parameters):
 
 
 def test_gradients_are_summed_in_float32(step, parameters):
-    """Matrices by reduce-scatter, once each; what is summed in bfloat16 is activations, over the tensor axis."""
+    """Matrices by reduce-scatter, once each; what is summed in bfloat16 is activations, over the
+    tensor axis."""
     layers, others = parameters
     shards = MESH.fsdp * MESH.sequence
     scatters = of(step, "reduce-scatter")
@@ -162,7 +168,8 @@ def test_the_ring_sends_keys_values_their_gradients_and_coordinates(step):
     allowed = {("bf16", both), ("f32", both), ("s32", 2 * tokens)}
     permutes = of(step, "collective-permute")
     assert {collective.results for collective in permutes} == {(array,) for array in allowed}
-    # Forward: K and V in one. Backward: the same, and two hops of their gradients, in float32 where sums go on.
+    # Forward: K and V in one. Backward: the same, and two hops of their gradients, in float32 where
+    # sums go on.
     assert Counter(
         collective.backward for collective in permutes if collective.results[0][0] != "s32"
     ) == {False: 1, True: 3}
@@ -172,7 +179,8 @@ def test_the_ring_sends_keys_values_their_gradients_and_coordinates(step):
 
 
 def test_prefetched_weights_and_their_gradients_ride_behind_kernels(prefetching):
-    """No layer gathers or scatters: its weights come with the ring in both directions, and only hops home have no kernel."""
+    """No layer gathers or scatters: its weights come with the ring in both directions, and only
+    hops home have no kernel."""
     assert not [
         collective
         for collective in prefetching

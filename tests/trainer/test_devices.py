@@ -1,4 +1,5 @@
-"""Tests of trainer/devices.py: look-up by the kind that JAX reports, and a source for every figure."""
+"""Tests of trainer/devices.py: look-up by the kind that JAX reports, and a source for every
+figure."""
 
 import pytest
 

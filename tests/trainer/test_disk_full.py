@@ -1,4 +1,5 @@
-"""A disk that is full at any moment of a run: one line that names the file or folder, and the same command goes on later."""
+"""A disk that is full at any moment of a run: one line that names the file or folder, and the same
+command goes on later."""
 
 import shutil
 import subprocess

@@ -1,4 +1,5 @@
-"""What every command does around its work: where compiled programs are kept, and what is said when memory runs out."""
+"""What every command does around its work: where compiled programs are kept, and what is said when
+memory runs out."""
 
 import errno
 import importlib

@@ -1,4 +1,5 @@
-"""train.epochs: the run has the steps that so many passes over its data take; metrics say how far it has come."""
+"""train.epochs: the run has the steps that so many passes over its data take; metrics say how far
+it has come."""
 
 import dataclasses
 import math
@@ -61,7 +62,8 @@ def test_a_run_of_epochs_is_the_run_of_its_steps_and_goes_on(small_recipe, tmp_p
     assert yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["train"][
         "steps"
     ] == len(first)
-    # The same command finds the run finished; the steps that the epochs take are the same run; twice the epochs make it longer.
+    # The same command finds the run finished; the steps that the epochs take are the same run;
+    # twice the epochs make it longer.
     assert train.main([*words, "--train.epochs", "0.1"]) == 0
     assert train.main([*words, "--train.steps", str(len(first))]) == 0
     assert capfd.readouterr().err.count(f"already trained to step {len(first)}") == 2

@@ -23,7 +23,8 @@ def command(small_recipe, run, *flags):
 
 
 def test_an_update_that_overflows_is_not_saved(small_recipe, tmp_path, capfd):
-    """The learning rate has a finite loss in its first step, and parameters without end after it."""
+    """The learning rate has a finite loss in its first step, and parameters without end after
+    it."""
     run = tmp_path / "run"
     code = train.main(
         command(

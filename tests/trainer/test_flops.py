@@ -1,4 +1,5 @@
-"""Tests of trainer/flops.py: visible pairs against the mask itself, FLOPs against the size of a published model."""
+"""Tests of trainer/flops.py: visible pairs against the mask itself, FLOPs against the size of a
+published model."""
 
 import math
 

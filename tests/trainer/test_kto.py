@@ -1,4 +1,5 @@
-"""KTO beside TRL: labelled completions, whose KL term is that of the whole batch however it is computed."""
+"""KTO beside TRL: labelled completions, whose KL term is that of the whole batch however it is
+computed."""
 
 import dataclasses
 import json

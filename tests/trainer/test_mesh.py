@@ -1,4 +1,5 @@
-"""Which devices an axis runs along: near ones by mesh.order, those of other slices and hosts by mesh.dcn."""
+"""Which devices an axis runs along: near ones by mesh.order, those of other slices and hosts by
+mesh.dcn."""
 
 import itertools
 import re
@@ -126,8 +127,9 @@ def test_tensor_stays_in_a_host_of_gpus():
 
 @pytest.mark.slow
 def test_between_slices_nothing_goes_but_the_sums_of_gradients(two_slices):
-    """The TPU compiler's text of the step: collectives number the devices of a slice, what goes between slices is a send to the
-    network's own runtime, which says what for. Each gradient crosses as the shard that a device holds, once."""
+    """The TPU compiler's text of the step: collectives number the devices of a slice, what goes
+    between slices is a send to the network's own runtime, which says what for. Each gradient
+    crosses as the shard that a device holds, once."""
     config = TransformerConfig(
         vocab_size=512,
         hidden_size=256,

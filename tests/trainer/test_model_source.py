@@ -1,4 +1,5 @@
-"""Tests of trainer/model_source.py: what a shape from scratch takes from preset and recipe, and where answers end."""
+"""Tests of trainer/model_source.py: what a shape from scratch takes from preset and recipe, and
+where answers end."""
 
 import dataclasses
 import json
@@ -90,7 +91,8 @@ def test_key_heads_that_do_not_divide_the_heads_are_refused(chosen):
 
 @pytest.fixture
 def base(repository, tmp_path):
-    """Of a base model: the tokenizer has a chat's tokens (1024, 1025) and ends texts with </s> (2), as the config does."""
+    """Of a base model: the tokenizer has a chat's tokens (1024, 1025) and ends texts with </s> (2),
+    as the config does."""
     bare = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
     bare.with_controls(["<|im_start|>", "<|im_end|>"]).save(tmp_path)
     (tmp_path / "config.json").write_text(
@@ -117,7 +119,8 @@ SOURCES = {
 )
 @pytest.mark.parametrize("add", [False, True])
 def test_the_model_stops_where_its_first_conversations_answers_end(base, names, ends, add):
-    """Whether the tokens of the template had to be added or not; texts alone leave a model as it was."""
+    """Whether the tokens of the template had to be added or not; texts alone leave a model as it
+    was."""
     data = DataConfig(
         template="chatml", add_control_tokens=add, sources=tuple(SOURCES[name] for name in names)
     )
@@ -151,7 +154,8 @@ def test_what_ends_an_answer_by_the_generation_config_alone_is_kept(base):
 def test_the_tokenizer_takes_texts_as_long_as_the_model_was_trained_at(
     base, said, trained, written
 ):
-    """Of the length before it, transformers would cut longer texts, or warn of them; a larger one, or none, stays."""
+    """Of the length before it, transformers would cut longer texts, or warn of them; a larger one,
+    or none, stays."""
     settings = json.loads((base / "tokenizer_config.json").read_text())
     (base / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": said}))
     shutil.copytree(base, base / "assets")

@@ -1,4 +1,5 @@
-"""What recipes and commands accept by name, and what there is: lists in several rooms that must not drift apart."""
+"""What recipes and commands accept by name, and what there is: lists in several rooms that must not
+drift apart."""
 
 import re
 import typing

@@ -1,4 +1,5 @@
-"""The contract of objectives and evaluations: a small regression on continuous arrays goes through the whole loop."""
+"""The contract of objectives and evaluations: a small regression on continuous arrays goes through
+the whole loop."""
 
 import json
 import os
@@ -207,7 +208,8 @@ def test_parts_of_a_batch_add_up_to_it(whole, tmp_path):
 
 @pytest.mark.parametrize("stop_at", [2, 3, 5])
 def test_stopped_and_continued_it_is_the_same_run(whole, tmp_path, stop_at):
-    """SIGTERM while the batch of step `stop_at` is fetched; the next start begins with the evaluations that were due."""
+    """SIGTERM while the batch of step `stop_at` is fetched; the next start begins with the
+    evaluations that were due."""
     stopping = type("Stopping", (Regression,), {"stop_at": stop_at})
     with pytest.raises(Preempted, match=f"checkpoints/{stop_at};"):
         run(tmp_path / "run", stopping)

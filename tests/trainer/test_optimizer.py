@@ -1,4 +1,5 @@
-"""Optimizers and courses of the learning rate, against optax's own and formulas written out, sharded and not."""
+"""Optimizers and courses of the learning rate, against optax's own and formulas written out,
+sharded and not."""
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,8 @@ def test_a_share_of_the_steps_warms_up_as_its_steps_do(schedule):
 
 
 def trained(config, mesh):
-    """The parameters after three steps with gradients of a fixed seed, and the state's leaves as the mesh holds them."""
+    """The parameters after three steps with gradients of a fixed seed, and the state's leaves as
+    the mesh holds them."""
     random = np.random.default_rng(0)
     abstract = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, SPECS[name]))
@@ -148,7 +150,8 @@ def test_lions_step_is_the_sign_of_its_interpolated_moment():
 
 
 def test_muons_update_of_a_layers_matrix_is_orthogonal():
-    """All its singular values are about equal, for inputs [E] and outputs [H, D], and for inputs [H, D] and outputs [E]."""
+    """All its singular values are about equal, for inputs [E] and outputs [H, D], and for inputs
+    [H, D] and outputs [E]."""
     config = OptimizerConfig(name="muon", learning_rate=1.0, schedule="constant", clip_norm=0.0)
     optimizer = make_optimizer(config, STEPS)
     params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
@@ -167,7 +170,8 @@ def test_muons_update_of_a_layers_matrix_is_orthogonal():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_doras_lengths_are_no_matrices(name):
-    """Neither decayed nor, by Muon, made orthogonal: a gradient in one layer alone leaves the other's lengths as they are."""
+    """Neither decayed nor, by Muon, made orthogonal: a gradient in one layer alone leaves the
+    other's lengths as they are."""
     config = OptimizerConfig(
         name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0
     )

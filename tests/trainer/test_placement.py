@@ -1,4 +1,5 @@
-"""The ring on a slice of TPUs: a closed walk over neighbours, whose permutes the compiler of v5e makes asynchronous."""
+"""The ring on a slice of TPUs: a closed walk over neighbours, whose permutes the compiler of v5e
+makes asynchronous."""
 
 import itertools
 
@@ -41,7 +42,8 @@ def test_a_closed_walk_meets_every_cell_once_and_steps_to_neighbours(cells):
 
 @pytest.mark.parametrize("cells", [(3,), (4,), (1, 6), (3, 3), (3, 5, 1)])
 def test_where_there_is_none(cells):
-    """Lines, and an odd number of cells (whose colours, as of a chessboard, cannot alternate around a ring)."""
+    """Lines, and an odd number of cells (whose colours, as of a chessboard, cannot alternate around
+    a ring)."""
     assert closed_walk(cells) is None
 
 
@@ -57,7 +59,8 @@ def test_where_there_is_none(cells):
     ids=str,
 )
 def test_every_ring_of_a_mesh_is_such_a_walk(topology, axes):
-    """From cell to cell: with the devices of a cell along `tensor`, all hops of a ring are as long as a cell, and straight."""
+    """From cell to cell: with the devices of a cell along `tensor`, all hops of a ring are as long
+    as a cell, and straight."""
     mesh = make_mesh(MeshConfig(**axes), topology_devices(topology))
     assert len({device.id for device in mesh.devices.flat}) == mesh.size
     for ring in mesh.devices.reshape(-1, axes["sequence"]):

@@ -1,4 +1,5 @@
-"""Preference tuning beside TRL: losses, rewards and gradients of pairs that are packed, striped over a mesh and accumulated."""
+"""Preference tuning beside TRL: losses, rewards and gradients of pairs that are packed, striped
+over a mesh and accumulated."""
 
 import dataclasses
 import json
@@ -89,13 +90,15 @@ def examples(objective) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def models(folder, hf_model):
-    """The folders of the reference, which training begins with, and of a policy that differs from it."""
+    """The folders of the reference, which training begins with, and of a policy that differs from
+    it."""
     return hf_model, changed_model(hf_model, folder)
 
 
 @pytest.fixture(scope="module")
 def trl(folder, models):
-    """Returns a function from a loss and pairs to TRL's loss, metrics and gradients of the policy, in float64."""
+    """Returns a function from a loss and pairs to TRL's loss, metrics and gradients of the policy,
+    in float64."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 

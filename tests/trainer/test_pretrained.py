@@ -1,4 +1,5 @@
-"""A run that begins from a pretrained model: what it takes from the model's files and when, and how it knows them again."""
+"""A run that begins from a pretrained model: what it takes from the model's files and when, and how
+it knows them again."""
 
 import json
 import pathlib
@@ -67,8 +68,8 @@ def order():
 
 @pytest.fixture(scope="module")
 def run(recipe, hf_model, order):
-    """The run's folder. The model was made for half its length, and its files vanish as soon as training begins; a step to
-    evaluate is not asked for, since there is nothing held out."""
+    """The run's folder. The model was made for half its length, and its files vanish as soon as
+    training begins; a step to evaluate is not asked for, since there is nothing held out."""
     model = pathlib.Path(shutil.copytree(hf_model, recipe.parent / "model"))
     written = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(

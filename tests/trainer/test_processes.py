@@ -1,4 +1,5 @@
-"""Several real processes on this machine train as one does; one that is lost ends the others, and the next start goes on."""
+"""Several real processes on this machine train as one does; one that is lost ends the others, and
+the next start goes on."""
 
 import itertools
 import os
@@ -39,15 +40,16 @@ SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4", *small_run.DENSE)
 
 @pytest.fixture(autouse=True)
 def compiled_as_the_tests_programs(monkeypatch):
-    """The launched processes compile with the tests' flags, as the runs do that they are compared with."""
+    """The launched processes compile with the tests' flags, as the runs do that they are compared
+    with."""
     monkeypatch.setenv("XLA_FLAGS", small_run.XLA_FLAGS)
 
 
 def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(
     whole_run, small_recipe, repository
 ):
-    """8 devices in 2 processes, fsdp 2 x tensor 2 x sequence 2; one of them prepares the data; process 1 is killed after the
-    first checkpoint."""
+    """8 devices in 2 processes, fsdp 2 x tensor 2 x sequence 2; one of them prepares the data;
+    process 1 is killed after the first checkpoint."""
     run = small_recipe.parent / "two processes"
     prepared, building = run.with_name("prepared by two"), set()
 
@@ -87,7 +89,10 @@ def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recip
     finally:
         launch_local.end(running)
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
-    said = f"stopped (Ctrl-C): saved {run / 'checkpoints' / str(saved)}; the same command resumes the run"
+    said = (
+        f"stopped (Ctrl-C): saved {run / 'checkpoints' / str(saved)}; the same command resumes "
+        "the run"
+    )
     assert (
         capfd.readouterr().err.count(said) == 1
         and small_run.steps_logged(run) == saved < small_run.STEPS
@@ -145,7 +150,8 @@ def test_two_processes_that_another_start_overtook_both_go_on_from_what_it_saved
 
 @pytest.mark.slow
 def test_saved_by_four_processes_two_go_on_and_then_one(whole_run, small_recipe, tmp_path):
-    """Each but the last ends on SIGTERM. The same batches in the same order, and the same losses, as one process alone has."""
+    """Each but the last ends on SIGTERM. The same batches in the same order, and the same losses,
+    as one process alone has."""
     run = tmp_path / "run"
     for processes in (4, 2):
         before = small_run.steps_logged(run)
@@ -183,7 +189,8 @@ def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(
     finally:
         launch_local.end(running)
     said, patience = "", time.monotonic() + 10  # the launcher's thread passes it on
-    # Either the next sum over the processes fails, or JAX misses the other's heartbeat first and ends the process itself.
+    # Either the next sum over the processes fails, or JAX misses the other's heartbeat first and
+    # ends the process itself.
     while (
         "the connection to another process was lost" not in said and "another task died" not in said
     ):
@@ -246,8 +253,9 @@ def test_a_process_that_stands_still_for_20_seconds_is_waited_for(
 
 @pytest.mark.slow
 def test_one_of_two_killed_ten_times_is_the_run_that_never_was(small_recipe, tmp_path, monkeypatch):
-    """kill -9 of either process, one to three steps (by a fixed seed) after the last, ten times over: each time the other
-    ends by itself within a minute, and the last start ends with what two processes give that nobody stopped, bitwise."""
+    """kill -9 of either process, one to three steps (by a fixed seed) after the last, ten times
+    over: each time the other ends by itself within a minute, and the last start ends with what two
+    processes give that nobody stopped, bitwise."""
 
     def start(run):
         return launch_local.start(
@@ -271,7 +279,8 @@ def test_one_of_two_killed_ten_times_is_the_run_that_never_was(small_recipe, tmp
             seconds.append(time.monotonic() - killed)
             step = small_run.steps_logged(run)
             print(
-                f"process {victim} killed after step {step}; the other ended after {seconds[-1]:.1f} s"
+                f"process {victim} killed after step {step}; the other ended after "
+                f"{seconds[-1]:.1f} s"
             )
         finally:
             launch_local.end(running)
@@ -334,8 +343,8 @@ def test_the_launcher_ends_all_with_the_first_that_fails(capsys):
 
 @pytest.fixture
 def as_two(monkeypatch):
-    """Calls a function with 0 and 1 in threads that take themselves for two processes, joined by JAX's own service; gives
-    their futures."""
+    """Calls a function with 0 and 1 in threads that take themselves for two processes, joined by
+    JAX's own service; gives their futures."""
     thread, address = threading.local(), f"127.0.0.1:{launch_local.free_port()}"
     service = _jax.get_distributed_runtime_service(address, 2)
     clients = [_jax.get_distributed_runtime_client(address, number) for number in range(2)]
@@ -432,7 +441,8 @@ def test_training_begins_with_the_comparison(small_recipe, tmp_path, monkeypatch
     assert capsys.readouterr().err.endswith("error: compared\n") and not (tmp_path / "run").exists()
 
 
-# Stands in for train.py: what it does with its first Ctrl-C, and as what number it says the error that it ends by.
+# Stands in for train.py: what it does with its first Ctrl-C, and as what number it says the error
+# that it ends by.
 STAND_IN = """
 import pathlib, signal, sys, time
 number, told = int(sys.argv[sys.argv.index("--distributed.process_id") + 1]), []
@@ -450,8 +460,8 @@ if sys.argv[2] in ("all", str(number)):
 time.sleep(100)
 """
 LAUNCH = (
-    "import pathlib, sys; from scripts import launch_local; launch_local.TRAIN = pathlib.Path(sys.argv[1]); "
-    "sys.exit(launch_local.main(['--processes', '3', *sys.argv[2:]]))"
+    "import pathlib, sys; from scripts import launch_local; launch_local.TRAIN = "
+    "pathlib.Path(sys.argv[1]); sys.exit(launch_local.main(['--processes', '3', *sys.argv[2:]]))"
 )
 
 
@@ -533,7 +543,8 @@ def test_simulated_devices_are_divided_among_the_processes():
     "sizes", [{"sequence": 8}, {"fsdp": 2, "sequence": 4}, {"data": 2, "tensor": 4}], ids=str
 )
 def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes, layout):
-    """Four processes with two devices each, as seen by each: their parts, put together, are the whole batch."""
+    """Four processes with two devices each, as seen by each: their parts, put together, are the
+    whole batch."""
     rows, length = 4, 64
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
     where, loader = batch_sharding(mesh), Loader(prepared, length, rows, 0)

@@ -1,4 +1,5 @@
-"""A run that trains adapters beside weights in NF4: it goes on, is evaluated and exported, and what cannot be is refused."""
+"""A run that trains adapters beside weights in NF4: it goes on, is evaluated and exported, and what
+cannot be is refused."""
 
 import dataclasses
 import json
@@ -121,7 +122,8 @@ def test_an_imported_base_gives_the_same_losses(run, command, base, tmp_path):
 
 
 def test_the_merged_model_is_that_of_the_numbers_of_the_codes(run, tmp_path, capfd):
-    """Merged with --dequantize, logits within 1e-5 of the run's own; without it the merge is refused, with what to do."""
+    """Merged with --dequantize, logits within 1e-5 of the run's own; without it the merge is
+    refused, with what to do."""
     capfd.readouterr()
     assert export_hf.main([str(run), str(tmp_path / "refused"), "--merge"]) == 2
     error = capfd.readouterr().err
@@ -148,8 +150,9 @@ def test_the_merged_model_is_that_of_the_numbers_of_the_codes(run, tmp_path, cap
 
 @pytest.mark.slow
 def test_evaluations_take_the_run_and_its_exports_beside_one_base(run, base, tmp_path, capfd):
-    """The same answers from the run's folder and, both in one command, from the run and PEFT's folder with --quantize; each has
-    its own output. Without it PEFT's stands beside plain weights, and a journal of the other kind is refused."""
+    """The same answers from the run's folder and, both in one command, from the run and PEFT's
+    folder with --quantize; each has its own output. Without it PEFT's stands beside plain weights,
+    and a journal of the other kind is refused."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
     flags = [
         "--sequence",
@@ -222,7 +225,8 @@ def test_evaluations_take_the_run_and_its_exports_beside_one_base(run, base, tmp
 
 
 def test_stored_codes_are_taken_as_they_are(base, tmp_path):
-    """Of a folder that holds NF4: the same arrays as of the model quantized while it is read. Otherwise it is refused."""
+    """Of a folder that holds NF4: the same arrays as of the model quantized while it is read.
+    Otherwise it is refused."""
     folder = tmp_path / "codes"
     assert quantize_hf.main([str(base), str(folder)]) == 0
     adapter = AdapterConfig(rank=2, quantize="nf4")

@@ -34,7 +34,8 @@ def objective(whole_run):
 
 @pytest.fixture(scope="module")
 def final_state(objective):
-    """Gives parameters, moments and data state of a run's last checkpoint, as host arrays by name."""
+    """Gives parameters, moments and data state of a run's last checkpoint, as host arrays by
+    name."""
     run_config = objective.config
     builder = StepBuilder.of(
         run_config, objective.model, objective.loss, objective.abstract_batch()
@@ -56,7 +57,8 @@ def final_state(objective):
 
 
 def assert_same_run(run, whole, final_state):
-    """Bitwise: parameters, moments, place in the data, every logged figure that is not a measurement."""
+    """Bitwise: parameters, moments, place in the data, every logged figure that is not a
+    measurement."""
     (arrays, data), (expected, expected_data) = final_state(run), final_state(whole)
     assert arrays.keys() == expected.keys()
     assert any(name.startswith("optimizer ") and np.any(x) for name, x in expected.items())
@@ -97,7 +99,8 @@ def test_killed_twice_is_the_uninterrupted_run(
             continue
         logged = small_run.steps_logged(run)
         assert 20 <= logged < small_run.STEPS
-        # The second start cuts the log back to its checkpoint; wait until it has, then for one of its saves.
+        # The second start cuts the log back to its checkpoint; wait until it has, then for one of
+        # its saves.
         saved = max(
             int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit()
         )
@@ -127,7 +130,8 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     final_state,
     capfd,
 ):
-    """SIGTERM at a step whose held-out loss is due, and whose checkpoint is not; Ctrl-C at one of the next start's."""
+    """SIGTERM at a step whose held-out loss is due, and whose checkpoint is not; Ctrl-C at one of
+    the next start's."""
     run = tmp_path / "run"
     arrived: list[float] = []
     stops = {
@@ -171,7 +175,8 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
 
 
 def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path, monkeypatch, small_recipe, capfd):
-    """While the held-out loss of the initial model is measured, which may take an hour; nothing has to be saved."""
+    """While the held-out loss of the initial model is measured, which may take an hour; nothing has
+    to be saved."""
 
     def evaluate(training, *_):
         arrived.append(time.monotonic())
@@ -201,8 +206,8 @@ def test_a_start_that_another_overtook_goes_on_from_what_that_one_saved(
     capfd,
     words,
 ):
-    """While this one compiles, another begins in the same folder, and has come to its end, or was killed after its checkpoint
-    35, before this one has the lock."""
+    """While this one compiles, another begins in the same folder, and has come to its end, or was
+    killed after its checkpoint 35, before this one has the lock."""
     run, compile = tmp_path / "run", _Training.compile
 
     def overtaken(training):
@@ -231,7 +236,8 @@ def test_a_start_that_another_overtook_goes_on_from_what_that_one_saved(
     ids=" ".join,
 )
 def test_a_run_made_longer_is_the_run_that_was_long_at_once(small_recipe, tmp_path, schedule):
-    """8 steps, then 12 of the same run: bitwise the 12 steps, from a checkpoint before any decay."""
+    """8 steps, then 12 of the same run: bitwise the 12 steps, from a checkpoint before any
+    decay."""
 
     def finish(run, steps):
         assert (
@@ -279,7 +285,8 @@ def test_a_run_made_longer_is_the_run_that_was_long_at_once(small_recipe, tmp_pa
 
 
 def test_batches_go_on_where_they_were(objective):
-    """The row order of a resumed start is the one of the first start, over the end of an epoch too."""
+    """The row order of a resumed start is the one of the first start, over the end of an epoch
+    too."""
     whole, steps = objective.batches(0), len(objective.loader) + 3
     batches = [next(whole) for _ in range(steps + 2)]
     for start in (1, 20, steps):

@@ -1,8 +1,11 @@
-"""The same training on every mesh, layout, schedule, accumulation and remat policy: loss and gradient norm over 20 steps.
+"""The same training on every mesh, layout, schedule, accumulation and remat policy: loss and
+gradient norm over 20 steps.
 
-One uneven loss mask (the first rows hold some 40 times the targets of the last), fixed learning rate, float32. A small
-set here: every mesh, layout, accumulation and policy and four schedules at least once; heads that are padded, and all
-combinations with `make soak` (for the schedules that came later with accumulation 2 alone, of which they know nothing).
+One uneven loss mask (the first rows hold some 40 times the targets of the last), fixed learning
+rate, float32. A small
+set here: every mesh, layout, accumulation and policy and four schedules at least once; heads that
+are padded, and all combinations with `make soak` (for the schedules that came later with
+accumulation 2 alone, of which they know nothing).
 """
 
 import functools
@@ -88,7 +91,8 @@ def test_the_same_training(choice):
 
 @pytest.mark.slow
 def test_padded_heads_train_the_same():
-    """Padding stays zero through 20 steps of AdamW, and every other number is that of one device."""
+    """Padding stays zero through 20 steps of AdamW, and every other number is that of one
+    device."""
     choice = ("fsdp 2 x tensor 2 x sequence 2", "zigzag", "ring", 1, "save_attention")
     model, *_ = compiled(choice[0], *choice[2:], PADDED)
     assert (model.parallel.query_heads, model.parallel.key_heads) == (12, 4)
@@ -113,7 +117,8 @@ def test_the_same_training_in_every_combination(choice):
 
 
 def test_no_token_moves_to_be_in_a_part():
-    """Each device divides its own rows: no collective on integers, and none but the parameters' gathers and sums."""
+    """Each device divides its own rows: no collective on integers, and none but the parameters'
+    gathers and sums."""
     text = compiled("fsdp 8", "ring", 4, "save_attention")[2].as_text()
     counts = collectives(text)
     assert counts["all-gather"] and counts["reduce-scatter"]
@@ -122,7 +127,8 @@ def test_no_token_moves_to_be_in_a_part():
 
 
 def test_the_mask_is_one_where_a_mean_of_means_is_wrong():
-    """Over the 4 parts of 'accumulation 4', that mean is off by far more than the tolerance; ours is not (above)."""
+    """Over the 4 parts of 'accumulation 4', that mean is off by far more than the tolerance; ours
+    is not (above)."""
     model, _, _ = compiled(PLAIN[0], *PLAIN[2:])
     batch, params, loss = (
         packed_batch(model.config, ROWS, LENGTH),

@@ -1,4 +1,5 @@
-"""The loss of each source where several are mixed: against sums by hand over the losses of single tokens, on several meshes."""
+"""The loss of each source where several are mixed: against sums by hand over the losses of single
+tokens, on several meshes."""
 
 import dataclasses
 import functools
@@ -22,14 +23,16 @@ ROWS, LENGTH = 8, 32
 
 
 def mixed_batch() -> dict[str, np.ndarray]:
-    """Documents of two of the three sources, side by side in the rows, of which one has far more targets."""
+    """Documents of two of the three sources, side by side in the rows, of which one has far more
+    targets."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
     return {**batch, "source_ids": (batch["segment_ids"] % 3 == 2).astype(np.int32)}
 
 
 @functools.cache
 def by_hand() -> tuple[dict[str, float], float]:
-    """Each source's mean over its targets, in float64 from the losses of tokens on one device; and that of all."""
+    """Each source's mean over its targets, in float64 from the losses of tokens on one device; and
+    that of all."""
     model, batch = llama(tiny()), mixed_batch()
     losses = np.asarray(jax.jit(model.token_losses)(model.init(0), batch), np.float64)
     parts = [(batch["source_ids"] == number) * batch["loss_weights"] for number in range(2)]
@@ -38,7 +41,8 @@ def by_hand() -> tuple[dict[str, float], float]:
 
 
 def test_each_sources_loss_is_the_mean_over_its_own_targets():
-    """Over the whole mesh and all parts of the batch; a source without a target is not a number, and spoils nothing."""
+    """Over the whole mesh and all parts of the batch; a source without a target is not a number,
+    and spoils nothing."""
     model = llama(tiny(), MESHES["fsdp 2 x tensor 2 x sequence 2"], **ALL_AT_ONCE)
     builder = StepBuilder(
         model,

@@ -1,4 +1,5 @@
-"""A curriculum in one run: each stage goes on from the one before, and the same command goes on in any stage, bitwise."""
+"""A curriculum in one run: each stage goes on from the one before, and the same command goes on in
+any stage, bitwise."""
 
 import dataclasses
 import json
@@ -158,7 +159,8 @@ def test_a_single_stage_is_trained_as_the_stage_says(recipe, tmp_path):
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_one_process_says_for_all_which_stage_is_next(recipe, tmp_path, monkeypatch, process):
-    """Process 1 takes its word, though it does not see the first stage's folder yet, and asks for no lock."""
+    """Process 1 takes its word, though it does not see the first stage's folder yet, and asks for
+    no lock."""
     config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
     for stage in stages_of(config)[:2] if process == 0 else []:
         stage.folder.mkdir(parents=True)
@@ -201,7 +203,10 @@ def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
         patched.setattr(TextObjective, "lengths", notified)
         patched.setattr(HeldOutLoss, "run", measure)
         assert train.main(words) == 128 + signal.SIGTERM
-    said = f"preempted (SIGTERM): saved {run / 'stages/1/checkpoints/2'}; the same command resumes the run"
+    said = (
+        f"preempted (SIGTERM): saved {run / 'stages/1/checkpoints/2'}; the same command resumes "
+        "the run"
+    )
     assert said in capfd.readouterr().err and not (run / "config.yaml").exists()
     assert train.main(words) == 0
     assert (run / "checkpoints/2").exists()

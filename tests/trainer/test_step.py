@@ -1,4 +1,5 @@
-"""The training step's options: accumulation in float32, frozen parts, bfloat16 moments, steps that are not finite."""
+"""The training step's options: accumulation in float32, frozen parts, bfloat16 moments, steps that
+are not finite."""
 
 import dataclasses
 import functools
@@ -55,7 +56,8 @@ def built(
 
 
 def one_step(model, builder, step, batch):
-    """(parameters before, trained parameters after, optimizer state after, metrics) of the first step."""
+    """(parameters before, trained parameters after, optimizer state after, metrics) of the first
+    step."""
     before = model.init(0)
     params = {
         name: jax.device_put(jnp.copy(x), builder.abstract_params[name].sharding)
@@ -74,7 +76,8 @@ def one_step(model, builder, step, batch):
 
 
 def first_moments(state) -> dict:
-    """Adam's first moments, name -> array: after one step, without clipping, a tenth of the gradient."""
+    """Adam's first moments, name -> array: after one step, without clipping, a tenth of the
+    gradient."""
     (moments,) = [
         leaf.mu
         for leaf in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu"))
@@ -84,7 +87,8 @@ def first_moments(state) -> dict:
 
 
 def test_parts_are_added_in_float32():
-    """Eight parts in bfloat16, one with a gradient of 512 and seven of 1: a bfloat16 accumulator would stop at 512."""
+    """Eight parts in bfloat16, one with a gradient of 512 and seven of 1: a bfloat16 accumulator
+    would stop at 512."""
     model = SimpleNamespace(
         mesh=mesh_of({}), config=tiny(), parameters={"w": Parameter((1,), ("norm",))}
     )
@@ -118,7 +122,8 @@ def test_parts_are_added_in_float32():
 
 @pytest.mark.parametrize("weight", [1.0, np.inf], ids=["finite", "not finite"])
 def test_moments_on_the_host_are_of_clipped_gradients_and_stay_where_a_step_is_not_finite(weight):
-    """A toy model of one layer stack and one other parameter beside optax's own AdamW on plain arrays."""
+    """A toy model of one layer stack and one other parameter beside optax's own AdamW on plain
+    arrays."""
     model = SimpleNamespace(
         mesh=mesh_of({}),
         config=tiny(),
@@ -178,7 +183,8 @@ def test_moments_on_the_host_are_of_clipped_gradients_and_stay_where_a_step_is_n
 
 
 def test_frozen_parameters_have_no_moments_and_no_gradients():
-    """Only attention is trained: its gradients are those of training all, and no other gradient is computed or sent."""
+    """Only attention is trained: its gradients are those of training all, and no other gradient is
+    computed or sent."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
     everything, some = built("fsdp 8"), built("fsdp 8", r"layers\.self_attn\..*")
     _, after, state, metrics = one_step(*some, batch)
@@ -198,7 +204,8 @@ def test_frozen_parameters_have_no_moments_and_no_gradients():
 
 
 def test_bfloat16_moments():
-    """Both are stored in bfloat16, and training hardly differs: within 1% of what the float32 run has learned."""
+    """Both are stored in bfloat16, and training hardly differs: within 1% of what the float32 run
+    has learned."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
     final = {}
     for dtype in ("float32", "bfloat16"):
@@ -229,10 +236,11 @@ def test_bfloat16_moments():
     ids=["moments", "parameters too"],
 )
 def test_what_lies_on_the_host(tmp_path, memory):
-    """It comes back to pinned host memory, but for rounding what it is on the devices, and a checkpoint restores it there.
+    """It comes back to pinned host memory, but for rounding what it is on the devices, and a
+    checkpoint restores it there.
 
-    Two compiled programs: with jax 0.10 they agree to the bit, with 0.12 some numbers differ in their last one. Clipping, which
-    looks at all parameters at once, is met.
+    Two compiled programs: with jax 0.10 they agree to the bit, with 0.12 some numbers differ in
+    their last one. Clipping, which looks at all parameters at once, is met.
     """
     batch, optimizer = (
         packed_batch(tiny(), ROWS, LENGTH),
@@ -302,7 +310,8 @@ SMOLLM = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0)
     ],
 )
 def test_layers_of_two_kinds_on_the_host(config, memory):
-    """Their gradients are those of a model on the devices, of which the layers' period is 2 as well."""
+    """Their gradients are those of a model on the devices, of which the layers' period is 2 as
+    well."""
     batch, optimizer = (
         packed_batch(config, ROWS, LENGTH),
         dataclasses.replace(OPTIMIZER, clip_norm=0.5),
@@ -329,7 +338,8 @@ def test_layers_of_two_kinds_on_the_host(config, memory):
     ],
 )
 def test_a_step_that_is_not_finite(skip, on_host):
-    """Skipped, it leaves parameters and moments bitwise as they were; not skipped, it spoils them."""
+    """Skipped, it leaves parameters and moments bitwise as they were; not skipped, it spoils
+    them."""
     run = built(
         non_finite="skip" if skip else "stop",
         memory=MemoryConfig(moments_on_host=on_host, parameters_on_host=on_host),

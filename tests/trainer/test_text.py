@@ -1,4 +1,5 @@
-"""What a text objective says about its data: the report once, and a warning where nothing is held out."""
+"""What a text objective says about its data: the report once, and a warning where nothing is held
+out."""
 
 import json
 import pathlib
@@ -49,7 +50,8 @@ def test_a_held_out_set_is_never_silently_empty(opened, small_recipe, tmp_path, 
 
 @pytest.fixture
 def pretrained(hf_model, tmp_path):
-    """Returns a function that makes a pretrained model's folder with a trained length and a chat template of its own."""
+    """Returns a function that makes a pretrained model's folder with a trained length and a chat
+    template of its own."""
 
     def pretrained(length, template):
         folder = pathlib.Path(shutil.copytree(hf_model, tmp_path / "model", dirs_exist_ok=True))
@@ -103,8 +105,8 @@ def test_documents_beyond_the_trained_length_are_said_and_no_other_length_is_cla
     assert 32 < longest < 256
     said = capsys.readouterr().err
     assert (
-        f"warning: documents up to {longest} tokens, trained for 32: set rope_scaling, such as --model.overrides"
-        in said
+        f"warning: documents up to {longest} tokens, trained for 32: set rope_scaling, such as "
+        "--model.overrides" in said
     )
     objective.write_assets(tmp_path / "assets")
     config = json.loads((tmp_path / "assets" / "config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,5 @@
-"""The objective of trajectories, on made-up episodes: its batches, what it refuses, and a run that is gone on with."""
+"""The objective of trajectories, on made-up episodes: its batches, what it refuses, and a run that
+is gone on with."""
 
 import dataclasses
 import json
@@ -143,7 +144,8 @@ def test_a_mesh_changes_no_token(episodes, tmp_path):
         ),
         (
             {"action_repeat": 21},
-            "trajectories.action_repeat: found 21, but the shortest episode of .* has 20 steps; at most 20",
+            "trajectories.action_repeat: found 21, but the shortest episode of .* has 20 steps; "
+            "at most 20",
         ),
         (
             {"action_repeat": 1, "in_context": 2},
@@ -172,8 +174,8 @@ def test_too_few_held_out_episodes_are_a_warning(episodes, tmp_path, capfd):
     )
     assert not objective_of(run_config(episodes, tmp_path, in_context=4)).has_held_out
     assert (
-        "there is no held-out loss: data.held_out_fraction 0.25 of 12 episodes is 3, and a context takes 4"
-        in (capfd.readouterr().err)
+        "there is no held-out loss: data.held_out_fraction 0.25 of 12 episodes is 3, and a "
+        "context takes 4" in (capfd.readouterr().err)
     )
 
 

@@ -1,4 +1,5 @@
-"""A vocabulary and heads that `tensor` does not divide, and a vocabulary that grows: in memory, checkpoints and exports."""
+"""A vocabulary and heads that `tensor` does not divide, and a vocabulary that grows: in memory,
+checkpoints and exports."""
 
 import dataclasses
 import json
@@ -190,7 +191,8 @@ def test_new_rows_are_near_the_mean_and_the_same_on_every_mesh(folder):
 
 
 def test_a_run_that_adds_control_tokens_is_exported_with_them(tmp_path, repository, small_recipe):
-    """chatml on a model without its tokens: trained on four tensor ranks, exported, loaded by transformers."""
+    """chatml on a model without its tokens: trained on four tensor ranks, exported, loaded by
+    transformers."""
     bare = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
     make_model(tmp_path / "in", torch.float32, vocab_size=bare.vocab_size, eos_token_id=bare.eos_id)
     bare.save(tmp_path / "in")

@@ -1,4 +1,5 @@
-"""A recipe with a sliding window and global tokens: train.py runs it, its checkpoint keeps it, evaluation and export see it."""
+"""A recipe with a sliding window and global tokens: train.py runs it, its checkpoint keeps it,
+evaluation and export see it."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""The arrays of a checkpoint's item on disk, opened with TensorStore, which Orbax writes them with."""
+"""The arrays of a checkpoint's item on disk, opened with TensorStore, which Orbax writes them
+with."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from trainer.checkpoint.manifest import DamagedError
 def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
     """Name -> array of an item of the checkpoint in `folder`; nothing of it is read.
 
-    Orbax could say the shapes, but asks TensorStore for each array's JSON, of which TensorStore 0.1.86 frees nothing: 3 KiB an
-    array at every save.
+    Orbax could say the shapes, but asks TensorStore for each array's JSON, of which TensorStore
+    0.1.86 frees nothing: 3 KiB an array at every save.
 
     Raises:
       DamagedError: the names or one of the arrays cannot be read.
@@ -38,8 +39,8 @@ def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
         return {name: array.result() for name, array in opening.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(
-            f"{folder}: finds no index of the arrays of {item} ({str(error).splitlines()[0]}); an older "
-            "checkpoint would work, or a path without *, ?, [ and backslash"
+            f"{folder}: finds no index of the arrays of {item} ({str(error).splitlines()[0]}); an "
+            "older checkpoint would work, or a path without *, ?, [ and backslash"
         ) from error
 
 

@@ -13,11 +13,13 @@ _clocks = itertools.count()
 
 
 class SaveClock:
-    """Says after which steps `checkpoint.minutes` have passed since the last save. Process 0's clock counts for all.
+    """Says after which steps `checkpoint.minutes` have passed since the last save. Process 0's
+    clock counts for all.
 
-    Process 0 announces a step in JAX's key-value store before it begins that step. The loss is a sum over all processes,
-    so none can finish a step that process 0 has not begun, and whoever finishes the announced one finds it announced. This
-    takes a look into the store after every step where minutes are given, and nothing otherwise.
+    Process 0 announces a step in JAX's key-value store before it begins that step. The loss is a
+    sum over all processes, so none can finish a step that process 0 has not begun, and whoever
+    finishes the announced one finds it announced. This takes a look into the store after every step
+    where minutes are given, and nothing otherwise.
     """
 
     def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
@@ -27,11 +29,13 @@ class SaveClock:
         self._announced: int | None = None
 
     def saved(self) -> None:
-        """Counts from now on; to be called whenever a checkpoint begins to be saved, for whatever reason."""
+        """Counts from now on; to be called whenever a checkpoint begins to be saved, for whatever
+        reason."""
         self._since = self._now()
 
     def due(self, finished: int) -> bool:
-        """Returns whether to save now, after `finished` steps. Every process calls this after every step."""
+        """Returns whether to save now, after `finished` steps. Every process calls this after every
+        step."""
         if not self._seconds:
             return False
         is_over = self._now() - self._since >= self._seconds

@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint folder: the size and sha256 of every file, by which later damage is found."""
+"""The manifest of a checkpoint folder: the size and sha256 of every file, by which later damage is
+found."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder}: not a checkpoint of this project (another kind of {MANIFEST})"
         )
     checksum = content.pop("sha256", None)
-    # The bytes, not only the content: otherwise a flipped bit in a key or in white space would go unseen.
+    # The bytes, not only the content: otherwise a flipped bit in a key or in white space would go
+    # unseen.
     if checksum != _checksum(content) or data != _serialise(content):
         raise DamagedError(f"{folder}: {MANIFEST} is damaged (its own checksum differs)")
     if content["format"] != _FORMAT:
@@ -106,7 +108,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def verify(folder: Path, items: Sequence[str] | None = None) -> dict[str, Any]:
-    """Compares every file that the manifest lists with its size and checksum, and returns the manifest.
+    """Compares every file that the manifest lists with its size and checksum, and returns the
+    manifest.
 
     Files that the manifest does not list are ignored: a note put beside a checkpoint does no harm.
 

@@ -1,4 +1,5 @@
-"""One save of a checkpoint: arrays are copied to the host at once; threads write, read back and publish everything."""
+"""One save of a checkpoint: arrays are copied to the host at once; threads write, read back and
+publish everything."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Contents:
       assets: a folder of plain files.
       optimizer: a pytree of arrays; None: not saved.
       data: JSON; None: not saved.
-      shapes: parameter name -> its own shape, without the padding that its array may have; None where that is not known.
+      shapes: parameter name -> its own shape, without the padding that its array may have; None
+        where that is not known.
     """
 
     model: Mapping[str, Any]
@@ -47,7 +49,8 @@ class Contents:
 
 
 class Saving:
-    """A save in progress. All arrays are on the host when the constructor returns; a thread does the rest."""
+    """A save in progress. All arrays are on the host when the constructor returns; a thread does
+    the rest."""
 
     def __init__(
         self,
@@ -61,7 +64,8 @@ class Saving:
         Args:
           target: the checkpoint's folder; it is written as TARGET.tmp and renamed when whole.
           after: called with `target` by process 0 when the checkpoint counts.
-          copy: arrays on the CPU are copied first, because the caller may donate them; see `_host_copy`.
+          copy: arrays on the CPU are copied first, because the caller may donate them; see
+            `_host_copy`.
         """
         self.target, self.after = target, after
         self.begun = time.monotonic()
@@ -80,9 +84,8 @@ class Saving:
             else json.dumps(dict(contents.data), indent=1, allow_nan=False) + "\n"
         )
         if jax.process_index() == 0:
-            shutil.rmtree(
-                self.scratch, ignore_errors=True
-            )  # of a process that was killed; Orbax's thread makes it anew
+            # Of a process that was killed; Orbax's thread makes it anew.
+            shutil.rmtree(self.scratch, ignore_errors=True)
         barrier(f"checkpoint {target.name} begins")
         trees = {"model": _flat_model(contents.model)}
         if contents.optimizer is not None:
@@ -127,19 +130,20 @@ class Saving:
         checkpointer.save(self.scratch / item, args=ocp.args.PyTreeSave(arrays, pieces))
 
     def _finish(self) -> None:
-        """The thread's work: waits for Orbax; then process 0 reads the arrays back, writes the other files and renames the
-        folder."""
+        """The thread's work: waits for Orbax; then process 0 reads the arrays back, writes the
+        other files and renames the folder."""
         try:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
             if jax.process_index() == 0:
                 _remove_leftovers(self.target, self.scratch)
-                self._read_back()  # before the manifest makes it a checkpoint, and before any older one is removed
-                self._write_plain_items()  # here, as a slow store may take as long for them as training for several steps
+                # Before the manifest makes it a checkpoint, and before any older one is removed.
+                self._read_back()
+                # In this thread: a slow store may take as long for them as several training steps.
+                self._write_plain_items()
                 write_manifest(self.scratch, self.items, self.parameter_shapes)
-                if (
-                    self.target.exists()
-                ):  # a damaged checkpoint of this step, which training has reached again
+                # A damaged checkpoint of this step, which training has reached again.
+                if self.target.exists():
                     remove(self.target)
                 self.scratch.rename(self.target)
                 sync(self.target.parent)  # the name, before an older checkpoint is removed for it
@@ -161,7 +165,8 @@ class Saving:
             (self.scratch / "data" / "data.json").write_text(self.data, encoding="utf-8")
 
     def _read_back(self) -> None:
-        """Raises DamagedError unless the arrays on disk have the names and shapes of those that were saved."""
+        """Raises DamagedError unless the arrays on disk have the names and shapes of those that
+        were saved."""
         for item, shapes in self.array_shapes.items():
             if {
                 name: array.shape for name, array in stored_shapes(self.scratch, item).items()
@@ -193,7 +198,8 @@ def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Path -> leaf of any pytree, such as `0.mu.norm.weight`. Paths stay the same when a container's type changes."""
+    """Path -> leaf of any pytree, such as `0.mu.norm.weight`. Paths stay the same when a
+    container's type changes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):
@@ -202,11 +208,12 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def _host_copy(value: Any) -> Any:
-    """A copy of an array whose host view would share memory with the device; other arrays as they are.
+    """A copy of an array whose host view would share memory with the device; other arrays as they
+    are.
 
-    On the CPU the host view of an array is the array itself, and the next step, to which it is donated, may write into it
-    while it is being saved. jax 0.10.2 was seen to spare such arrays, but does not promise to. On accelerators Orbax's
-    transfer to the host is the copy.
+    On the CPU the host view of an array is the array itself, and the next step, to which it is
+    donated, may write into it while it is being saved. jax 0.10.2 was seen to spare such arrays,
+    but does not promise to. On accelerators Orbax's transfer to the host is the copy.
     """
     if not isinstance(value, jax.Array):
         return np.array(value)
@@ -215,7 +222,8 @@ def _host_copy(value: Any) -> Any:
 
 
 def remove(folder: Path) -> None:
-    """Deletes a checkpoint. A kill in the middle leaves no partial one under its name, because it is renamed first."""
+    """Deletes a checkpoint. A kill in the middle leaves no partial one under its name, because it
+    is renamed first."""
     renamed = folder.with_name(folder.name + ".tmp-removed")
     shutil.rmtree(renamed, ignore_errors=True)
     folder.rename(renamed)

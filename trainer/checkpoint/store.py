@@ -3,15 +3,19 @@
 Only this module and trainer.checkpoint.saving import Orbax. A checkpoint is a folder:
 
     model/          Orbax: the flat dictionary of parameters
-    optimizer/      Orbax: the optimizer's arrays by their path in the state             (if a training wrote it)
-    data/data.json  the step, fingerprints of the data and of the first model, whether the evaluations of the step are done,
-                    and the number and hash of each log's lines                          (if a training wrote it)
-    assets/         plain files: config.json, tokenizer, chat template, run configuration, source dtype
-    manifest.json   size and sha256 of every file above, and the parameters' shapes without padding; written last
+    optimizer/      Orbax: the optimizer's arrays by their path in the state             (if a
+    training wrote it) data/data.json  the step, fingerprints of the data and of the first model,
+    whether the evaluations of the step are done,
+                    and the number and hash of each log's lines                          (if a
+                    training wrote it)
+    assets/         plain files: config.json, tokenizer, chat template, run configuration, source
+    dtype manifest.json   size and sha256 of every file above, and the parameters' shapes without
+    padding; written last
 
-A run keeps them as RUN/checkpoints/STEP. A checkpoint is written as STEP.tmp and renamed when whole. A process killed at any
-moment thus leaves only a .tmp folder, which no reader takes for a checkpoint and the next save removes. Orbax alone does not
-notice most bits that flip on disk; the manifest does.
+A run keeps them as RUN/checkpoints/STEP. A checkpoint is written as STEP.tmp and renamed when
+whole. A process killed at any moment thus leaves only a .tmp folder, which no reader takes for a
+checkpoint and the next save removes. Orbax alone does not notice most bits that flip on disk; the
+manifest does.
 """
 
 from __future__ import annotations
@@ -64,7 +68,8 @@ class Restored:
 class CheckpointStore:
     """The checkpoints of one run, RUN/checkpoints/STEP.
 
-    With several processes every process calls every method in the same order; they share a file system.
+    With several processes every process calls every method in the same order; they share a file
+    system.
     """
 
     def __init__(self, run_dir: str | Path, keep: int = 3) -> None:
@@ -111,9 +116,11 @@ class CheckpointStore:
         data: Mapping[str, Any] | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """Begins to save, and returns as soon as the arrays are copied to the host, so they may be donated at once.
+        """Begins to save, and returns as soon as the arrays are copied to the host, so they may be
+        donated at once.
 
-        Waits for the save before, whose error, if it had one, is raised here. The arguments are those of `Contents`.
+        Waits for the save before, whose error, if it had one, is raised here. The arguments are
+        those of `Contents`.
         """
         self.wait()
         self._saving = Saving(
@@ -130,7 +137,8 @@ class CheckpointStore:
             self.save_seconds = saving.seconds or 0.0
 
     def wait_at_most(self, seconds: float) -> None:
-        """Waits for a save that is under way; unlike `wait` without the other processes, and from any thread."""
+        """Waits for a save that is under way; unlike `wait` without the other processes, and from
+        any thread."""
         if (saving := self._saving) is not None:
             saving.thread.join(seconds)
 
@@ -138,14 +146,16 @@ class CheckpointStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for the last save; after an error in this process alone, as the others may never reach this call."""
+        """Waits for the last save; after an error in this process alone, as the others may never
+        reach this call."""
         if kind is None:
             self.wait()
         elif self._saving is not None:
             self._saving.thread.join()
 
     def latest_good(self) -> int | None:
-        """The newest step whose files are all as they were written; None if there is no checkpoint at all.
+        """The newest step whose files are all as they were written; None if there is no checkpoint
+        at all.
 
         A damaged checkpoint is named by a warning on standard error, and the one before is tried.
 
@@ -180,11 +190,13 @@ class CheckpointStore:
     def restore(
         self, step: int, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None
     ) -> Restored:
-        """Restores `step`, which `latest_good` has verified; arguments and errors as in the function `restore`."""
+        """Restores `step`, which `latest_good` has verified; arguments and errors as in the
+        function `restore`."""
         return restore(self.path(step), abstract_model, abstract_optimizer, verified=True)
 
     def _retain(self, saved: Path) -> None:
-        """Deletes the oldest good checkpoints beyond `keep`. Damaged ones are neither counted nor deleted."""
+        """Deletes the oldest good checkpoints beyond `keep`. Damaged ones are neither counted nor
+        deleted."""
         self._damaged.discard(int(saved.name))
         good = [step for step in self.steps() if step not in self._damaged]
         for step in good[: -self.keep]:
@@ -217,16 +229,19 @@ def save_checkpoint(
 def _in_first_process(work: Callable[[], int]) -> int:
     """The integer that `work` returns in process 0, in every process.
 
-    Only one process reads the whole checkpoint: that is slow, and may take longer than a collective waits.
+    Only one process reads the whole checkpoint: that is slow, and may take longer than a collective
+    waits.
     """
     return first_then_others(lambda message: work() if message is None else int(message), str)
 
 
 def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
-    """The checkpoint folder at `path`, or the newest good one of the run folder at `path`; of RUN/best the best one.
+    """The checkpoint folder at `path`, or the newest good one of the run folder at `path`; of
+    RUN/best the best one.
 
     Args:
-      items: the items of a checkpoint at `path` that are verified. That of a run folder is verified as a whole.
+      items: the items of a checkpoint at `path` that are verified. That of a run folder is verified
+        as a whole.
 
     Raises:
       ForeignError: the folder is neither; the message names what it is, if it is known.
@@ -247,20 +262,23 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
             return store.path(step)
     if path.name.endswith(".tmp"):
         raise ForeignError(
-            f"{path}: a checkpoint that was never finished; its run's folder finds the last good one"
+            f"{path}: a checkpoint that was never finished; its run's folder finds the last good "
+            "one"
         )
     if (path / "config.json").exists():
         raise ForeignError(
-            f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes one of it"
+            f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes "
+            "one of it"
         )
     raise ForeignError(
-        f"{path}: no {MANIFEST} (a checkpoint), no {CHECKPOINTS}/ (a run) and no config.json (a Hugging Face "
-        "model) is in this folder"
+        f"{path}: no {MANIFEST} (a checkpoint), no {CHECKPOINTS}/ (a run) and no config.json (a "
+        "Hugging Face model) is in this folder"
     )
 
 
 def best_or_itself(path: Path) -> Path:
-    """RUN/best as the folder of the run's best checkpoint, by the metric that its `checkpoint.best` names; others unchanged.
+    """RUN/best as the folder of the run's best checkpoint, by the metric that its `checkpoint.best`
+    names; others unchanged.
 
     Raises:
       ForeignError: the run measured none.
@@ -271,13 +289,15 @@ def best_or_itself(path: Path) -> Path:
     best = (read_data(run) or {}).get("best") or {}
     if best.get("step") is None:
         raise ForeignError(
-            f"{path}: this run has measured no best checkpoint; checkpoint.best names the metric for one"
+            f"{path}: this run has measured no best checkpoint; checkpoint.best names the metric "
+            "for one"
         )
     return CheckpointStore(run).path(best["step"])
 
 
 def assets_dir(path: str | Path) -> Path:
-    """The verified assets folder of the checkpoint or run at `path`; errors as in `find_checkpoint`."""
+    """The verified assets folder of the checkpoint or run at `path`; errors as in
+    `find_checkpoint`."""
     return find_checkpoint(path, ["assets"]) / "assets"
 
 
@@ -295,11 +315,14 @@ def restore(
     *,
     verified: bool = False,
 ) -> Restored:
-    """Restores a checkpoint, or a run's newest good one, onto the shardings of the abstract trees, on any mesh.
+    """Restores a checkpoint, or a run's newest good one, onto the shardings of the abstract trees,
+    on any mesh.
 
     Args:
-      abstract_model: parameter name -> array or jax.ShapeDtypeStruct with a sharding. One without comes back as numpy.
-      abstract_optimizer: a pytree of the same, of the state's structure; None: the moments are not read.
+      abstract_model: parameter name -> array or jax.ShapeDtypeStruct with a sharding. One without
+        comes back as numpy.
+      abstract_optimizer: a pytree of the same, of the state's structure; None: the moments are not
+        read.
       verified: the checkpoint has been compared with its manifest already.
 
     Raises:
@@ -329,9 +352,11 @@ def restore_model(
     """Restores the parameters alone: for evaluation and export, which never read moments.
 
     Args:
-      shardings: by name (a sharding, or a ShapeDtypeStruct that has one), one for all, or None for numpy arrays on the host.
+      shardings: by name (a sharding, or a ShapeDtypeStruct that has one), one for all, or None for
+        numpy arrays on the host.
       dtype: what the arrays are cast to: by name, or one for all; None keeps the stored dtypes.
-      shapes: by name, where parameters are padded for another mesh than the one that the checkpoint was saved from.
+      shapes: by name, where parameters are padded for another mesh than the one that the checkpoint
+        was saved from.
       verified: the checkpoint has been compared with its manifest already.
 
     Raises:
@@ -371,7 +396,8 @@ def stored_parameters(
 
 
 def stored_average(path: str | Path) -> dict[str, tensorstore.TensorStore]:
-    """`stored_arrays` of the trained parameters' moving average (optimizer.average_decay), by parameter name.
+    """`stored_arrays` of the trained parameters' moving average (optimizer.average_decay), by
+    parameter name.
 
     Raises:
       ForeignError: the checkpoint holds none; others as in `restore`.
@@ -381,7 +407,8 @@ def stored_average(path: str | Path) -> dict[str, tensorstore.TensorStore]:
     average = {name.partition(mark)[2]: array for name, array in arrays.items() if mark in name}
     if not average:
         raise ForeignError(
-            f"{folder}: holds no average of the weights; training keeps one with optimizer.average_decay"
+            f"{folder}: holds no average of the weights; training keeps one with "
+            "optimizer.average_decay"
         )
     return average
 
@@ -389,7 +416,8 @@ def stored_average(path: str | Path) -> dict[str, tensorstore.TensorStore]:
 def stored_arrays(
     path: str | Path, item: str, *, verified: bool = False
 ) -> dict[str, tensorstore.TensorStore]:
-    """The arrays of an item (model, optimizer) by name, on disk: indexing one reads that part (`numpy.asarray(array[layer])`).
+    """The arrays of an item (model, optimizer) by name, on disk: indexing one reads that part
+    (`numpy.asarray(array[layer])`).
 
     Errors as in `restore`.
     """
@@ -420,7 +448,8 @@ def _restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str
 
 
 def _check_arrays(folder: Path, item: str, abstract: dict[str, Any]) -> None:
-    """Raises ValueError for the first array whose name, dtype or shape (but for padding) is another one in the checkpoint.
+    """Raises ValueError for the first array whose name, dtype or shape (but for padding) is another
+    one in the checkpoint.
 
     Orbax itself would silently cast to another dtype, and might cut or pad another shape.
     """
@@ -434,8 +463,8 @@ def _check_arrays(folder: Path, item: str, abstract: dict[str, Any]) -> None:
             folder, name, tuple(array.shape), tuple(np.shape(leaf))
         ):
             raise ValueError(
-                f"{folder}: {kind} {name} is {array.dtype}{list(array.shape)} in the checkpoint, and "
-                f"{np.dtype(leaf.dtype)}{list(np.shape(leaf))} in this run"
+                f"{folder}: {kind} {name} is {array.dtype}{list(array.shape)} in the checkpoint, "
+                f"and {np.dtype(leaf.dtype)}{list(np.shape(leaf))} in this run"
             )
     for name in stored:
         if name not in abstract:
@@ -443,7 +472,8 @@ def _check_arrays(folder: Path, item: str, abstract: dict[str, Any]) -> None:
 
 
 def _fits(folder: Path, name: str, stored: tuple[int, ...], requested: tuple[int, ...]) -> bool:
-    """Whether the shapes are equal but for padding, which Orbax may add or leave out, and none of the model is left out."""
+    """Whether the shapes are equal but for padding, which Orbax may add or leave out, and none of
+    the model is left out."""
     if stored == requested:
         return True
     # An optimizer's array is named by its path in the state, which ends with its parameter's name.
@@ -457,7 +487,8 @@ def _fits(folder: Path, name: str, stored: tuple[int, ...], requested: tuple[int
 def _recorded_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Parameter name -> shape without padding, as the manifest records it.
 
-    Earlier releases did not record it: then it is that of the model in the checkpoint's config.json, if it is a LLaMA.
+    Earlier releases did not record it: then it is that of the model in the checkpoint's
+    config.json, if it is a LLaMA.
     """
     recorded = read_manifest(folder).get("shapes")
     if recorded is not None:

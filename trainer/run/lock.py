@@ -1,4 +1,5 @@
-"""One training at a time in a run's folder: a lock that ends with the process that holds it, however that process ends."""
+"""One training at a time in a run's folder: a lock that ends with the process that holds it,
+however that process ends."""
 
 import contextlib
 import fcntl
@@ -12,14 +13,15 @@ from typing import TextIO
 
 from data.errors import TransientError
 
-# A network file system keeps the lock of a dead host for a while (NFSv4 for 90 seconds). A run that was preempted and goes on
-# on another host waits for so long.
+# A network file system keeps the lock of a dead host for a while (NFSv4 for 90 seconds). A run that
+# was preempted and goes on on another host waits for so long.
 LEASE_SECONDS = 120
 
 
 @contextlib.contextmanager
 def held(path: pathlib.Path) -> Iterator[None]:
-    """Holds the lock file `path`, which names the process that holds it and stays when that process is gone.
+    """Holds the lock file `path`, which names the process that holds it and stays when that process
+    is gone.
 
     Raises:
       TransientError: another process holds it, as in `require_free`.
@@ -36,7 +38,8 @@ def held(path: pathlib.Path) -> Iterator[None]:
 
 
 def require_free(path: pathlib.Path) -> None:
-    """Raises TransientError, naming the holder, if a process holds the lock file `path`. One elsewhere gets time to end."""
+    """Raises TransientError, naming the holder, if a process holds the lock file `path`. One
+    elsewhere gets time to end."""
     if path.exists():
         with open(path, "a+", encoding="utf-8") as file:
             _lock(file)

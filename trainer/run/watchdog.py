@@ -67,7 +67,8 @@ class Watchdog:
             self.limit = None
 
     def step_seconds_left(self) -> float | None:
-        """Returns the seconds until the running step ends, by the steps before; None if none is running or was timed."""
+        """Returns the seconds until the running step ends, by the steps before; None if none is
+        running or was timed."""
         if self.doing != "in a step" or not self._recent:
             return None
         return max(0.0, statistics.median(self._recent) - (time.monotonic() - self.since))

@@ -69,13 +69,13 @@ def intervals(
     """
     if mask.global_tokens:
         raise ValueError(
-            f"intervals: found Mask.global_tokens = {mask.global_tokens}; a query then sees two intervals of keys"
+            f"intervals: found Mask.global_tokens = {mask.global_tokens}; a query then sees two "
+            "intervals of keys"
         )
     limits = jnp.iinfo(jnp.int32)
     index, documents = tokens.index, tokens.segment_ids
-    below = above = (
-        None if mask.window is None else mask.window - 1
-    )  # how far away the other side's index may be
+    # How far away the other side's index may be.
+    below = above = None if mask.window is None else mask.window - 1
     if mask.causal:
         below, above = (0, above) if transpose else (below, 0)
     lowest = jnp.full_like(index, limits.min) if below is None else index - below

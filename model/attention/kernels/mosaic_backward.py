@@ -39,13 +39,12 @@ from .mosaic_tiles import (
 )
 
 QUERY_TILE = WARPGROUPS * ROWS  # of dq
-KEY_TILES = {
-    64: 128,
-    128: 64,
-    256: 32,
-}  # of dq, by head size: what registers and shared memory hold
+# Of dq, by head size: what registers and shared memory hold.
+KEY_TILES = {64: 128, 128: 64, 256: 32}
 QUERY_STEP = ROWS  # queries in a tile of dk and dv
-WIDTH = 128  # columns of dk and dv that one warpgroup holds: with wider heads both have the same keys, and half of the columns
+# Columns of dk and dv per warpgroup: with wider heads two warpgroups share the keys, and each has
+# half of the columns.
+WIDTH = 128
 SLOTS = 2  # of dq
 # Of dk and dv, by head size, as shared memory has room. A power of two: with 3, whose remainders
 # cost more, dk and dv of heads of 128 took 9% longer on an H200 than with 2, and with 4 less.
@@ -92,9 +91,8 @@ def dq_pass(
         scale=scale,
         arithmetic=Arithmetic(interpret is not None),
     )
-    tiles = functools.partial(
-        shared_tiles, dtype=q.dtype, swizzle=min(2 * key_tile, 128)
-    )  # of a product's depth at most
+    # Of a product's depth at most.
+    tiles = functools.partial(shared_tiles, dtype=q.dtype, swizzle=min(2 * key_tile, 128))
     own = [tiles(WARPGROUPS, ROWS, head_dim), plgpu.Barrier(num_barriers=WARPGROUPS)]
     dq = plgpu.kernel(
         body,
@@ -192,9 +190,8 @@ def _dq_kernel(
             k_slots.release(i)
             return dq
 
-        if (
-            carried
-        ):  # scaled at the end with the rest: added there, it would need as many registers again
+        # Scaled at the end with the rest: added there, it would need as many registers again.
+        if carried:
             dq = arithmetic.load(carry_refs[0], row, number, slice(None), head) * (1 / scale)
         else:
             dq = arithmetic.zeros((ROWS, q.shape[1]))

@@ -78,9 +78,9 @@ class ReferenceKernel(Kernel):
         key."""
         seen = visible(queries.coords, keys.coords, mask)[:, None, None]
         k = keys.k.astype(jnp.float32)
-        if (
-            q.shape[3] == 1
-        ):  # a token that is decoded: keys are read as they lie, where the other product transposes them
+        # A token that is decoded: keys are read as they lie, where the other product transposes
+        # them.
+        if q.shape[3] == 1:
             scores = (
                 jnp.einsum("bkhd,bhgqd->bhkgq", k, q, precision="highest").transpose(0, 1, 3, 4, 2)
                 * scale

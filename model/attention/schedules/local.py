@@ -30,8 +30,8 @@ class Local(Schedule):
     def check(self, size: int) -> None:
         if size > 1:
             raise ValueError(
-                f"schedule: 'local' serves 1 rank, found {size}, and would leave out the others' keys; 'ring' and "
-                "'all_gather' serve any"
+                f"schedule: 'local' serves 1 rank, found {size}, and would leave out the others' "
+                "keys; 'ring' and 'all_gather' serve any"
             )
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:

@@ -147,7 +147,8 @@ class Schedule(abc.ABC):
         if value and size % value:
             divisors = [n for n in range(1, size + 1) if size % n == 0]
             raise ValueError(
-                f"{self._option(option)}: {value} does not divide {size} sequence shards; those do: {divisors}"
+                f"{self._option(option)}: {value} does not divide {size} sequence shards; those "
+                f"do: {divisors}"
             )
 
     def _option(self, name: str) -> str:

@@ -34,7 +34,8 @@ def window_lines(
     plan = _plan(schedule, layout, size, block, mask)
     if any(task.dense for each in plan.forward for task in each.tasks):
         return [
-            f"attention.schedule {schedule} also computes the scores that {name} hides; other schedules skip them"
+            f"attention.schedule {schedule} also computes the scores that {name} hides; other "
+            "schedules skip them"
         ]
     if _volume(plan, size) < _volume(_plan(schedule, layout, size, block, Mask()), size):
         return []
@@ -43,9 +44,11 @@ def window_lines(
     if reach < size - 1 and _volume(_plan("ring", "contiguous", size, block, mask), size) < _volume(
         plan, size
     ):
+        devices = "device" if reach == 1 else "devices"
+        global_tokens = " and the global tokens" if mask.global_tokens else ""
         line += (
-            f"; --attention.schedule ring --attention.layout contiguous receives those of {reach} other "
-            f"{'device' if reach == 1 else 'devices'}{' and the global tokens' if mask.global_tokens else ''} alone"
+            f"; --attention.schedule ring --attention.layout contiguous receives those of {reach} "
+            f"other {devices}{global_tokens} alone"
         )
         if len(windows) < len(masks):
             line += " there, but leaves the layers without a window unbalanced"

@@ -1,4 +1,5 @@
-"""Generated exercises: deterministic, right, of all sizes, and without a pair of key and value that evaluation has."""
+"""Generated exercises: deterministic, right, of all sizes, and without a pair of key and value that
+evaluation has."""
 
 import collections
 import itertools

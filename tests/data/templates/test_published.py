@@ -160,7 +160,8 @@ def one_date(monkeypatch):
 
 @pytest.fixture(scope="module", params=["tags are tokens", "tags are text"])
 def pair(request, tmp_path_factory):
-    """Returns our tokenizer and transformers', with what the templates write between <| and |> as tokens."""
+    """Returns our tokenizer and transformers', with what the templates write between <| and |> as
+    tokens."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Library
     from transformers import AutoTokenizer
@@ -211,7 +212,8 @@ def test_ids_and_masks_are_transformers(pair, name):
                 list(map(message, turns)), "tokenizer", ours, tools=tools or ()
             )
         except UserError as error:
-            # What would train on a text without the turns, or without their calls, is refused though transformers is content.
+            # What would train on a text without the turns, or without their calls, is refused
+            # though transformers is content.
             left_out = ["weather("] if tools else ["Four", "Six"]
             assert "does not write a turn's `tool_calls`" in str(
                 error

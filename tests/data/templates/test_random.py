@@ -1,4 +1,5 @@
-"""Random templates of loops, macros, filters and methods: each ends in time and memory, with transformers' text or refused."""
+"""Random templates of loops, macros, filters and methods: each ends in time and memory, with
+transformers' text or refused."""
 
 import gc
 import random
@@ -163,9 +164,11 @@ class Grammar:
 
 
 def run(seeds):
-    """Renders the templates of the seeds, and returns how many were rendered and refused, and the longest time.
+    """Renders the templates of the seeds, and returns how many were rendered and refused, and the
+    longest time.
 
-    What is rendered here is transformers' text; with its sandbox, many of the others would take all memory.
+    What is rendered here is transformers' text; with its sandbox, many of the others would take all
+    memory.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -29,10 +29,13 @@ def tokenizer_with(template, tmp_path):
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% for a in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",
         "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) "
+        "}}",
         "{% for a in [1, 1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
-        "{% set s = namespace(x='aa') %}{% for a in range(60) %}{% set s.x = s.x + s.x %}{% endfor %}",
-        "{% set s = namespace(x='aa') %}{% for a in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+        "{% set s = namespace(x='aa') %}{% for a in range(60) %}{% set s.x = s.x + s.x %}{% "
+        "endfor %}",
+        "{% set s = namespace(x='aa') %}{% for a in range(60) %}{% set s.x = s.x ~ s.x %}{% "
+        "endfor %}",
         "{% set s = namespace(x=7) %}{% for a in range(60) %}{% set s.x = s.x * s.x %}{% endfor %}",
         "{{ 'a' * 9999999999999 }}",
         "{{ 9 ** 9 ** 9 }}",
@@ -90,7 +93,8 @@ def test_a_template_without_end_is_refused(template, tmp_path):
         (NESTED + "{{ x.v == [1] }}", "more than [0-9,]+ steps of work"),
         (NESTED + "{{ {x.v | string: 1} }}", "more than [0-9,]+ steps of work"),
         (
-            "{% set x = namespace(v=(1, 2)) %}{% for a in range(40) %}{% set x.v = (x.v, x.v) %}{% endfor %}{{ {x.v: 1} }}",
+            "{% set x = namespace(v=(1, 2)) %}{% for a in range(40) %}{% set x.v = (x.v, x.v) "
+            "%}{% endfor %}{{ {x.v: 1} }}",
             "more than [0-9,]+ steps of work",
         ),
         ("{% macro f(n) %}{{ f(n - 1) if n }}{% endmacro %}{{ f(40000) }}", "nested too deeply"),
@@ -126,8 +130,9 @@ def test_a_template_nested_beyond_the_compiler_is_refused(template, tmp_path):
 
 def test_loops_see_the_length_and_neighbours_of_what_they_go_through(tmp_path):
     tokenizer = tokenizer_with(
-        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ m.content }}{% else %}none{% endfor %}"
-        "{% for a, b in {'x': 'y'}.items() %}{{ a ~ b + 'z' * 2 }}{{ 2 ** 3 }}{% endfor %}",
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ m.content }}{% "
+        "else %}none{% endfor %}{% for a, b in {'x': 'y'}.items() %}{{ a ~ b + 'z' * 2 }}{{ 2 ** 3 "
+        "}}{% endfor %}",
         tmp_path,
     )
     ids = [token for segment in render(TURNS, "tokenizer", tokenizer) for token in segment.ids]

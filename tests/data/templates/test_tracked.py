@@ -1,4 +1,5 @@
-"""Tracked texts: every operation has Python's result, and each of its characters is the one that its run names."""
+"""Tracked texts: every operation has Python's result, and each of its characters is the one that
+its run names."""
 
 import json
 
@@ -14,7 +15,8 @@ PLACES = st.integers(-14, 14) | st.none()
 
 
 def tracked(*texts):
-    """Returns the texts as one, of which each comes from a source of its own, with the template's words between."""
+    """Returns the texts as one, of which each comes from a source of its own, with the template's
+    words between."""
     meter.left = 10_000_000
     pieces = []
     for number, text in enumerate(texts):
@@ -26,7 +28,8 @@ def tracked(*texts):
 
 
 def check(result, plain):
-    """Asserts that a result is Python's, and that each of its characters comes from where it says."""
+    """Asserts that a result is Python's, and that each of its characters comes from where it
+    says."""
     assert str.__str__(result) == plain
     at = 0
     for length, source, offset in getattr(result, "runs", [(len(plain), None, 0)] * bool(plain)):

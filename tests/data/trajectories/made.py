@@ -11,7 +11,8 @@ TASK = get_task("cartpole_swingup")
 
 
 def episode(number, steps=20, task=TASK):
-    """Returns an episode whose rewards are all number / 10, and whose actions and states are drawn from its number."""
+    """Returns an episode whose rewards are all number / 10, and whose actions and states are drawn
+    from its number."""
     generator = np.random.default_rng(number)
     rows = steps + 1
     return Episode(

@@ -1,4 +1,5 @@
-"""ExoRL's archives from a server on this machine: unpacked whole or not at all, and what is wrong with one is named."""
+"""ExoRL's archives from a server on this machine: unpacked whole or not at all, and what is wrong
+with one is named."""
 
 import io
 import json
@@ -182,7 +183,8 @@ def command(tmp_path, server, *algorithms):
 
 
 def test_the_command_killed_half_way_goes_on(tmp_path, repository):
-    """The server holds the first connection open after half of the file, until the process is killed."""
+    """The server holds the first connection open after half of the file, until the process is
+    killed."""
     content = archive_of(episodes_of(40))
     with serving(content) as server:
         server.stalls = [len(content) // 2]

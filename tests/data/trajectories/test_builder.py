@@ -25,7 +25,8 @@ def test_episodes_are_those_of_the_files(tmp_path):
 
 
 def test_steps_have_rlds_flags(tmp_path):
-    """Read as any RLDS data set is; the second episode ends in a terminal state, the first one where time ran out."""
+    """Read as any RLDS data set is; the second episode ends in a terminal state, the first one
+    where time ran out."""
     buffer = folder_of(tmp_path / "data", count=1)
     write_episode(
         buffer,
@@ -111,7 +112,8 @@ def test_they_are_prepared_once_until_a_file_changes(tmp_path):
 
 
 def test_a_store_keeps_them_for_other_machines(tmp_path, monkeypatch):
-    """Each machine reads the copy in its own cache; nothing is made in a folder named like the store."""
+    """Each machine reads the copy in its own cache; nothing is made in a folder named like the
+    store."""
     monkeypatch.chdir(tmp_path)
     buffer = folder_of(tmp_path / "data", count=2)
     for machine in ("one", "other"):

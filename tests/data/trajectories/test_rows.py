@@ -67,7 +67,8 @@ def test_a_rows_tokens(loss_on):
             assert to_go[0] == pytest.approx((target - step * whole.reward[1]) / 10, rel=1e-5)
             np.testing.assert_allclose(state[:5], whole.observation[step] / 2, rtol=1e-6)
             assert action[0] == whole.action[step + 1, 0] and reward[0] == whole.reward[step + 1]
-            # The flag is on the last reward of the one that reaches the target, which is the best itself.
+            # The flag is on the last reward of the one that reaches the target, which is the best
+            # itself.
             assert reward[1] == (number == 1 and step == steps - 1)
             index = 4 * (number * steps + step) + 1
             assert batch["targets"][index] == whole.action[step + 1]

@@ -1,4 +1,5 @@
-"""The augmented random search: it climbs, goes on where it was, and knows the statistics of the states it saw."""
+"""The augmented random search: it climbs, goes on where it was, and knows the statistics of the
+states it saw."""
 
 import numpy as np
 

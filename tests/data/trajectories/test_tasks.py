@@ -1,4 +1,5 @@
-"""The tasks: what their simulators give, and that rewards computed from stored states are the simulator's to the bit."""
+"""The tasks: what their simulators give, and that rewards computed from stored states are the
+simulator's to the bit."""
 
 import numpy as np
 import pytest

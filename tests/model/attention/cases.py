@@ -1,4 +1,5 @@
-"""What the tests of exactness share: schedules, heads, masks, documents, and one way to compare with the dense truth."""
+"""What the tests of exactness share: schedules, heads, masks, documents, and one way to compare
+with the dense truth."""
 
 import functools
 
@@ -58,7 +59,8 @@ def admitted(schedule, size):
 
 
 def documents(kind, length):
-    """index and segment_ids [2, length] in the row's order: `one` document, or `packed` ones with padding at the end."""
+    """index and segment_ids [2, length] in the row's order: `one` document, or `packed` ones with
+    padding at the end."""
     index = np.tile(np.arange(length, dtype=np.int32), (2, 1))
     segments = np.ones((2, length), np.int32)
     if kind == "packed":
@@ -142,7 +144,8 @@ def check(got, expected, order):
             assert (np.isneginf(x) == hidden).all()
             error = np.abs(x[~hidden] - y[~hidden]).max()
         else:
-            # Documents of one token have no gradient at all: there the inputs' own magnitude, 1, is the measure.
+            # Documents of one token have no gradient at all: there the inputs' own magnitude, 1, is
+            # the measure.
             error = np.abs(x - y).max() / max(np.abs(y).max(), 1.0)
         within(error, TOLERANCE, "attention", name)
 

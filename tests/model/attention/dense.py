@@ -4,7 +4,8 @@ import numpy as np
 
 
 def visible(index, segment_ids, causal=True, window=None, global_tokens=0):
-    """Which key (second) each query (first) of a row sees, one pair after another: bool [B, L, L]."""
+    """Which key (second) each query (first) of a row sees, one pair after another: bool [B, L,
+    L]."""
     seen = np.zeros((*index.shape, index.shape[1]), bool)
     for row, (places, documents) in enumerate(zip(index, segment_ids, strict=True)):
         for document in set(documents.tolist()) - {0}:
@@ -32,9 +33,10 @@ def visible(index, segment_ids, causal=True, window=None, global_tokens=0):
 def dense_attention(q, k, v, index, segment_ids, dout, softcap=None, sinks=None, **mask):
     """out, lse and the gradients of sum(out * dout); arrays like the product's, all float64.
 
-    Args: q [B, L, Hq, D]; k, v [B, L, Hkv, D]; index, segment_ids [B, L] (in the order of q, k, v); dout like q; mask: as
-      `visible`'s; softcap: scores become softcap * tanh(scores / softcap); sinks [Hq]: one more score of each query that sees
-      a key, whose value is 0; their gradient comes last.
+    Args: q [B, L, Hq, D]; k, v [B, L, Hkv, D]; index, segment_ids [B, L] (in the order of q, k, v);
+    dout like q; mask: as
+      `visible`'s; softcap: scores become softcap * tanh(scores / softcap); sinks [Hq]: one more
+      score of each query that sees a key, whose value is 0; their gradient comes last.
     """
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
     group = q.shape[2] // k.shape[2]

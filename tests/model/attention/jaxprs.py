@@ -10,7 +10,8 @@ def _is_jaxpr(x):
 
 
 def operations(jaxpr, times=1):
-    """(equation, how often it runs) of everything inside; of a branch all sides, of a while loop one turn."""
+    """(equation, how often it runs) of everything inside; of a branch all sides, of a while loop
+    one turn."""
     for equation in jaxpr.eqns:
         yield equation, times
         turns = equation.params["length"] if equation.primitive.name == "scan" else 1
@@ -28,7 +29,8 @@ def counts(jaxpr):
 
 
 def sent(jaxpr):
-    """What a rank sends by permutes, in bytes, by how many places onwards in its line: {places: bytes}."""
+    """What a rank sends by permutes, in bytes, by how many places onwards in its line: {places:
+    bytes}."""
     nbytes = collections.Counter()
     for equation, times in operations(jaxpr):
         if equation.primitive.name == "ppermute":

@@ -1,7 +1,9 @@
-"""Schedules x shards x heads x masks x layouts x kernels, each with one document and with packed ones, against the dense truth.
+"""Schedules x shards x heads x masks x layouts x kernels, each with one document and with packed
+ones, against the dense truth.
 
-A covering set has every pair of values that can meet in one case at least. `make test` runs its cases on 1, 2, 3, 4 and 8
-shards, `make soak` those on 5 and 6, and every case with the reference kernel.
+A covering set has every pair of values that can meet in one case at least. `make test` runs its
+cases on 1, 2, 3, 4 and 8 shards, `make soak` those on 5 and 6, and every case with the reference
+kernel.
 """
 
 import functools
@@ -48,7 +50,8 @@ def pairs(case):
 
 @functools.cache
 def covering():
-    """Cases that hold every possible pair of values: greedily, first one for each schedule with each number of shards."""
+    """Cases that hold every possible pair of values: greedily, first one for each schedule with
+    each number of shards."""
     others = list(itertools.product(*reversed(FACTORS[2:])))
     firsts = [first for first in itertools.product(*FACTORS[:2]) if possible(first)]
     missing = {
@@ -124,7 +127,8 @@ def test_one_shard_needs_no_schedule():
 
 
 def test_the_covering_set_holds_every_pair():
-    """Counted without the generator's own bookkeeping: for any two factors, every pair of values that a possible case has."""
+    """Counted without the generator's own bookkeeping: for any two factors, every pair of values
+    that a possible case has."""
     cases = covering()
     for a, b in itertools.combinations(range(len(FACTORS)), 2):
         met = {(case[a], case[b]) for case in cases}

@@ -50,7 +50,8 @@ def test_the_rule_skips_and_fills_what_it_can():
     bounds = tile_bounds(coords, 8)
     kinds = kinds_of(bounds, Mask())
     np.testing.assert_array_equal(kinds, np.tril(np.ones((4, 4)), -1) + 2 * np.eye(4))
-    # Query 16, the first of tile 2, is 9 tokens behind key 7, the last of tile 0; query 23 is 15 behind key 8.
+    # Query 16, the first of tile 2, is 9 tokens behind key 7, the last of tile 0; query 23 is 15
+    # behind key 8.
     assert kinds_of(bounds, Mask(window=9))[2, 0] == SKIP != kinds_of(bounds, Mask(window=10))[2, 0]
     assert kinds_of(bounds, Mask(window=16))[2, 1] == FULL
     assert kinds_of(bounds, Mask(window=15))[2, 1] not in (SKIP, FULL)
@@ -73,7 +74,8 @@ def kinds_of(bounds, mask):
 
 
 def test_global_tokens_keep_only_the_tiles_that_hold_them():
-    """Window 4 and 2 global tokens over tiles of 8: beyond the neighbours, a query tile needs the first key tile alone."""
+    """Window 4 and 2 global tokens over tiles of 8: beyond the neighbours, a query tile needs the
+    first key tile alone."""
     index, segments = np.arange(40, dtype=np.int32)[None], np.ones((1, 40), np.int32)
     bounds = tile_bounds(TokenCoords(index, segments, document_starts(index, segments)), 8)
     near = np.eye(5) + np.eye(5, k=-1)
@@ -128,7 +130,8 @@ def test_striped_deals_tokens_out():
 
 
 def test_zigzag_pairs_an_early_run_with_a_late_one():
-    """Llama 3, section 3.3.2: 2 x 4 runs, rank i holds runs i and 7 - i; so all have the same causal pairs, to a run."""
+    """Llama 3, section 3.3.2: 2 x 4 runs, rank i holds runs i and 7 - i; so all have the same
+    causal pairs, to a run."""
     shards = permutation(16, 4, "zigzag").reshape(4, 4)
     np.testing.assert_array_equal(
         shards, [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]

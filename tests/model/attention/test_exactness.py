@@ -1,4 +1,5 @@
-"""Any layout with any schedule equals dense float64 attention within 1e-5: special inputs, precisions and errors.
+"""Any layout with any schedule equals dense float64 attention within 1e-5: special inputs,
+precisions and errors.
 
 All pairs of schedules, shards, heads, masks and layouts are in test_all_pairs.py.
 """
@@ -45,7 +46,8 @@ LENGTH = 240  # every number of shards up to 6, and 8, divides it, and its half:
 
 @functools.cache
 def compiled(size, schedule="ring", mask=Mask(), kernel="xla"):
-    """One compiled function for a number of shards: layout, packing and coordinates are runtime inputs."""
+    """One compiled function for a number of shards: layout, packing and coordinates are runtime
+    inputs."""
     return out_and_gradients(SCHEDULES[schedule], size, mask, kernel=kernel, tiles=(20, 10))
 
 
@@ -219,7 +221,8 @@ def test_any_packing_with_global_tokens_is_exact(data, layout):
 @settings(max_examples=10, deadline=None)
 @given(data=st.data(), size=st.sampled_from([4, 8]), causal=st.booleans(), restart=st.booleans())
 def test_any_packing_with_replicated_global_tokens_is_exact(data, size, causal, restart):
-    """Of shards in order a windowed ring visits few: documents begin on others, or end and begin in one shard."""
+    """Of shards in order a windowed ring visits few: documents begin on others, or end and begin in
+    one shard."""
     mask = Mask(causal, window=17, global_tokens=5)
     index, segments = random_documents(data, 6, gaps=True)
     if restart:
@@ -238,7 +241,8 @@ def test_any_packing_with_replicated_global_tokens_is_exact(data, size, causal, 
 
 @pytest.mark.parametrize("global_tokens", [1, 29, 30, 45])
 def test_global_tokens_that_cross_a_shard_are_exact(global_tokens):
-    """A document whose first tokens are the last of one shard of 30 and the first of the next; also more than a shard has."""
+    """A document whose first tokens are the last of one shard of 30 and the first of the next; also
+    more than a shard has."""
     index = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
     segments = np.where(index < 43, 1, 2)
     segments[1] = np.where(index[1] < 59, 1, np.where(index[1] < 235, 2, 0))
@@ -281,7 +285,8 @@ def test_lse_has_a_gradient():
 
 
 def test_bfloat16_error_does_not_grow_with_the_ring():
-    """Partials and accumulators are float32: P = 8 is as exact as P = 1 (P = 16: test_sixteen.py)."""
+    """Partials and accumulators are float32: P = 8 is as exact as P = 1 (P = 16:
+    test_sixteen.py)."""
     arrays = [jnp.asarray(x, jnp.bfloat16) for x in inputs("8/2", LENGTH)]
     expected = dense_attention(*arrays[:3], *documents("one", LENGTH), arrays[3])
     errors = {}

@@ -21,7 +21,8 @@ def part(lse, seed):
 
 
 def assert_close(a, b):
-    """Equal to rounding. A merged lse is a float32: the weights made from it are off by its last digit, which grows with it."""
+    """Equal to rounding. A merged lse is a float32: the weights made from it are off by its last
+    digit, which grows with it."""
     lse = np.abs(np.where(np.isneginf(a.lse), 0, a.lse)).max()
     np.testing.assert_allclose(
         a.out, b.out, rtol=0, atol=2e-6 + np.spacing(np.float32(lse)) * np.abs(a.out).max()

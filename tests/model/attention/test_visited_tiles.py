@@ -1,7 +1,9 @@
-"""Which tiles the kernels visit, seen from outside: a NaN in a tile of the inputs is in the results of all that visited it.
+"""Which tiles the kernels visit, seen from outside: a NaN in a tile of the inputs is in the results
+of all that visited it.
 
-A kernel that visits a hidden tile and masks it computes 0 x NaN, which is NaN: its results are right, but it has done the work.
-Each row of the batch has its NaN in another tile, so that one call shows every pair of tiles.
+A kernel that visits a hidden tile and masks it computes 0 x NaN, which is NaN: its results are
+right, but it has done the work. Each row of the batch has its NaN in another tile, so that one call
+shows every pair of tiles.
 """
 
 import functools
@@ -44,7 +46,8 @@ KERNELS = {
 
 
 def needed_tiles(order, tile):
-    """Whether any key of tile j is visible to any query of tile i, [i, j], by the tokens' indices in their order."""
+    """Whether any key of tile j is visible to any query of tile i, [i, j], by the tokens' indices
+    in their order."""
     tiles = order.reshape(-1, tile)
     return tiles.max(1)[:, None] >= tiles.min(1)[None]
 
@@ -73,7 +76,8 @@ def inputs(tokens):
 
 
 def visited_tiles(kernel, order, tile):
-    """Whether the forward, dq and dk, dv kernels visit tile j of the keys for tile i of the queries, each [i, j]."""
+    """Whether the forward, dq and dk, dv kernels visit tile j of the keys for tile i of the
+    queries, each [i, j]."""
     return {
         part: visited[0]
         for part, visited in visited_in_rounds(kernel, order[None], order[None], tile).items()
@@ -81,7 +85,8 @@ def visited_tiles(kernel, order, tile):
 
 
 def visited_in_rounds(kernel, q_orders, kv_orders, tile):
-    """The same for several rounds, [round, i, j], in one call each: of queries and keys [round, tokens] with these indices."""
+    """The same for several rounds, [round, i, j], in one call each: of queries and keys [round,
+    tokens] with these indices."""
     rounds, tokens = q_orders.shape
     count = tokens // tile
     segments = np.ones((rounds * count, tokens), np.int32)
@@ -136,7 +141,8 @@ ALL_CASES = [
     ],
 )
 def test_kernels_visit_the_needed_tiles_and_no_others(name, shards, layout):
-    """Of a block that is the tokens of all shards, as after a gather; also as many as the cost model counts."""
+    """Of a block that is the tokens of all shards, as after a gather; also as many as the cost
+    model counts."""
     tile, tiles = 128 if name.startswith("tpu") else TILE, 2
     order = permutation(shards * tiles * tile, shards, layout)
     needed = needed_tiles(order, tile)
@@ -179,7 +185,8 @@ MOSAIC_CASES = [(shards, layout) for shards in (2, 3) for layout in LAYOUTS]
 def test_the_mosaic_kernel_visits_the_needed_tiles_of_every_round_and_no_others(
     shards, layout, monkeypatch
 ):
-    """Of a ring's rounds, each rank's queries with each rank's keys; gathered shards it brings into another order first."""
+    """Of a ring's rounds, each rank's queries with each rank's keys; gathered shards it brings into
+    another order first."""
     tile, tiles = 128, 2
     ranks = permutation(shards * tiles * tile, shards, layout).reshape(shards, -1)
     needed = needed_tiles(ranks.reshape(-1), tile)
@@ -206,7 +213,8 @@ def test_a_kernel_that_visits_and_masks_all_tiles_is_found():
 
 
 def test_without_its_shards_a_gathered_block_costs_more():
-    """What the GPU's kernel needs them for: from its first to its last needed tile it walks 1.77 times as many at P = 8."""
+    """What the GPU's kernel needs them for: from its first to its last needed tile it walks 1.77
+    times as many at P = 8."""
     order = permutation(8 * 16 * TILE, 8, "striped")
     coords = TokenCoords(order[None].astype(np.int32), np.ones((1, len(order)), np.int32))
     bounds = tile_bounds(coords, TILE)

@@ -1,4 +1,5 @@
-"""Each family against transformers: logits, packed documents, gradients, decoding, and its files there and back."""
+"""Each family against transformers: logits, packed documents, gradients, decoding, and its files
+there and back."""
 
 import dataclasses
 import functools
@@ -38,7 +39,8 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 2.0],
     "long_factor": [1.0, 1.5, 3.0, 8.0],
 }
-# What a family's config.json can say: every field that it takes, and sequences beyond the window and the original length.
+# What a family's config.json can say: every field that it takes, and sequences beyond the window
+# and the original length.
 KINDS = {
     "qwen2": {"tie_word_embeddings": True, "rope_parameters": YARN},
     "qwen3": {},
@@ -127,8 +129,8 @@ KINDS = {
 
 @functools.cache
 def saved(kind: str, folder):
-    """A random model of transformers whose biases and norms are neither 0 nor 1, saved in a folder. Without a padding token,
-    whose embedding torch gives no gradient."""
+    """A random model of transformers whose biases and norms are neither 0 nor 1, saved in a folder.
+    Without a padding token, whose embedding torch gives no gradient."""
     torch.manual_seed(0)
     family = kind.split()[0]
     sizes = {
@@ -214,7 +216,8 @@ def documents(batch):
 
 
 def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **options):
-    """The loss and the gradients of packed documents, against transformers' of each document alone, at the start of a row."""
+    """The loss and the gradients of packed documents, against transformers' of each document alone,
+    at the start of a row."""
     truth, folder, config = model
     batch = packed_batch(config, rows=rows, length=length)
     own, params = ours(config, folder, shape, **options)
@@ -223,7 +226,8 @@ def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **
     truth.zero_grad()
     total, gates = torch.zeros(()), []
     for row, tokens in documents(batch):
-        # What follows a document changes nothing in it, but longrope's factors depend on the length of the whole row.
+        # What follows a document changes nothing in it, but longrope's factors depend on the length
+        # of the whole row.
         alone = np.zeros((1, length), np.int32)
         alone[0, : tokens.stop - tokens.start] = batch["tokens"][row, tokens]
         output = truth(torch.tensor(alone))
@@ -286,8 +290,8 @@ COVERING = [
 
 
 def covering():
-    """Of each family six combinations, so that every schedule and layout occurs, and every policy of `POLICIES` over two
-    families."""
+    """Of each family six combinations, so that every schedule and layout occurs, and every policy
+    of `POLICIES` over two families."""
     chosen = []
     for number, family in enumerate(OF_EACH_FAMILY):
         for index, (schedule, layout) in enumerate(
@@ -349,7 +353,8 @@ def test_greedy_decoding_beyond_the_original_length_of_longrope(model):
 
 
 def check_greedy_decoding(model, lengths):
-    """The answers to two prompts of these lengths, against transformers' logits of prompt and answer."""
+    """The answers to two prompts of these lengths, against transformers' logits of prompt and
+    answer."""
     truth, folder, config = model
     prompts = [
         np.random.default_rng(length).integers(3, 128, length).tolist() for length in lengths
@@ -515,7 +520,8 @@ def test_presets_are_configs_of_transformers(family):
         )
 
 
-# Fields of transformers' configs that name no computation of a model's, and those that a family reads by other names.
+# Fields of transformers' configs that name no computation of a model's, and those that a family
+# reads by other names.
 NO_COMPUTATION = {
     "use_cache",
     "_name_or_path",
@@ -564,8 +570,8 @@ def test_every_field_of_transformers_configs_is_read_or_refused(family):
 
 
 def test_no_family_is_named_outside_its_file(repository):
-    """No file elsewhere compares a family or has its model type in quotes; Llama's is the default. A socket's
-    family is another thing."""
+    """No file elsewhere compares a family or has its model type in quotes; Llama's is the default.
+    A socket's family is another thing."""
     named = re.compile(
         rf"""\bfamily (?:==|!=) (?!socket\.)|["'](?:{"|".join(set(FAMILIES) - {"llama"})})["']"""
     )

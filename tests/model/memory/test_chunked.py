@@ -1,4 +1,5 @@
-"""Position-wise work in chunks that do not divide the length: the same numbers, in no more chunks than there must be."""
+"""Position-wise work in chunks that do not divide the length: the same numbers, in no more chunks
+than there must be."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""Attention in groups of heads against the formula of attention, differentiated by jax itself, on one device."""
+"""Attention in groups of heads against the formula of attention, differentiated by jax itself, on
+one device."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ GROUPS = HeadGroups(2, {"norm": None, "q_proj": 1, "k_proj": 1, "v_proj": 1})
 
 
 def inward(weights, x, positions):
-    """Something before the projections, of which all groups share the weight, and something that positions change."""
+    """Something before the projections, of which all groups share the weight, and something that
+    positions change."""
     x = x * weights["norm"] * jnp.cos(positions)[..., None]
     return tuple(product("bte,ehd->bthd", x, weights[f"{name}_proj"]) for name in "qkv")
 

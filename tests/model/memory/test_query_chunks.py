@@ -1,4 +1,5 @@
-"""A layer in chunks of queries against its formula, differentiated by jax itself, on one device; and what cannot go with it."""
+"""A layer in chunks of queries against its formula, differentiated by jax itself, on one device;
+and what cannot go with it."""
 
 import functools
 
@@ -144,8 +145,8 @@ def test_what_cannot_go_with_chunks_of_queries_is_one_line(options, words):
 
 
 def test_nothing_of_the_keys_is_kept_for_all_chunks():
-    """What all chunks do alike with the keys (a group's, stacked to be sent) is done in each: differentiation, which hoists
-    it out of the loop over chunks, would keep it for all groups."""
+    """What all chunks do alike with the keys (a group's, stacked to be sent) is done in each:
+    differentiation, which hoists it out of the loop over chunks, would keep it for all groups."""
     model = llama(
         tiny(),
         {"sequence": 4},

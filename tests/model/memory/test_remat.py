@@ -1,5 +1,5 @@
-"""What each remat policy keeps and runs again; no schedule runs attention forward again, or keeps length x length, under
-`save_attention`."""
+"""What each remat policy keeps and runs again; no schedule runs attention forward again, or keeps
+length x length, under `save_attention`."""
 
 import collections
 import dataclasses
@@ -34,7 +34,8 @@ def attention_forward(kernel, *blocks, mask, scale):
 
 @dataclasses.dataclass(frozen=True)
 class MarkedKernel(Kernel):
-    """The XLA kernel, with a forward that a traced program shows as a call named `attention_forward`."""
+    """The XLA kernel, with a forward that a traced program shows as a call named
+    `attention_forward`."""
 
     kernel: Kernel = dataclasses.field(
         default_factory=lambda: get_kernel("xla", query_tile=64, key_tile=64)
@@ -93,7 +94,8 @@ def traced(schedule, remat, gradient):
 
 
 def kernel_calls(all_equations):
-    """Calls of the kernel's forward that multiply matrices: splitting for the gradient leaves calls that hold constants."""
+    """Calls of the kernel's forward that multiply matrices: splitting for the gradient leaves calls
+    that hold constants."""
     return sum(
         call.params.get("name") == "attention_forward"
         and any(
@@ -105,7 +107,8 @@ def kernel_calls(all_equations):
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_save_attention_never_runs_attention_forward_again(schedule):
-    """As often as without a gradient; where layers keep nothing but their inputs, twice as often."""
+    """As often as without a gradient; where layers keep nothing but their inputs, twice as
+    often."""
     once = kernel_calls(traced(schedule, "save_attention", gradient=False))
     assert once > 0
     saved = traced(schedule, "save_attention", gradient=True)
@@ -124,9 +127,10 @@ def test_save_attention_never_runs_attention_forward_again(schedule):
     ]
 
 
-# Policy -> the products with weights in a layer's gradient, and what the scan over layers stacks beside the coordinates.
-# Each of a layer's seven weights is in three products: the forward one, its input's gradient and its own, 21 together. Chunks
-# run all seven again inside their own backward pass, and attention's needs q, k and v once more: 31. Where layers are
+# Policy -> the products with weights in a layer's gradient, and what the scan over layers stacks
+# beside the coordinates. Each of a layer's seven weights is in three products: the forward one, its
+# input's gradient and its own, 21 together. Chunks run all seven again inside their own backward
+# pass, and attention's needs q, k and v once more: 31. Where layers are
 # grouped, a group runs again first: 38.
 INPUT, OUT, LSE = "layer input", "attention output", "lse"
 PRODUCTS_AND_STACKED = {
@@ -156,7 +160,8 @@ def stacked_outputs(scan):
 
 
 def stacked_by_the_forward_pass(equations, layers):
-    """What the outermost scan over this many layers keeps of each, by its shape; integers are coordinates."""
+    """What the outermost scan over this many layers keeps of each, by its shape; integers are
+    coordinates."""
     config, tokens = tiny(), LENGTH // 4
     names = {
         (tokens, config.hidden_size): INPUT,
@@ -180,7 +185,8 @@ def stacked_by_the_forward_pass(equations, layers):
 
 @pytest.mark.parametrize("remat", POLICIES)
 def test_a_policy_keeps_what_it_says_and_runs_the_rest_again(remat):
-    """Read from the program of the gradient: equal losses would not show a product that runs again."""
+    """Read from the program of the gradient: equal losses would not show a product that runs
+    again."""
     weights = {
         parameter.shape for parameter in declare_layer(tiny()).values() if len(parameter.shape) > 1
     }
@@ -206,7 +212,8 @@ def test_a_policy_keeps_what_it_says_and_runs_the_rest_again(remat):
     ids=["whole periods", "a layer left over"],
 )
 def test_no_second_copy_of_weights_is_kept_where_layers_are_of_two_kinds(layers):
-    """The forward scan returns nothing of a layer's parameters; its gradient's scan returns them in their periods of two."""
+    """The forward scan returns nothing of a layer's parameters; its gradient's scan returns them in
+    their periods of two."""
     config = tiny(
         family="smollm3", num_hidden_layers=layers, no_rope_layers=(1, 0, 1, 0, 1)[:layers]
     )

@@ -1,4 +1,5 @@
-"""Reading compiled texts: bytes and hops against the schedules' plans, transfers behind kernels, and texts made by hand."""
+"""Reading compiled texts: bytes and hops against the schedules' plans, transfers behind kernels,
+and texts made by hand."""
 
 import functools
 import itertools
@@ -39,7 +40,8 @@ def counted(name, size):
 
 
 def agrees(name, size):
-    """Maximum and mean within 2% of the plan's own formula, and no collective but the planned ones."""
+    """Maximum and mean within 2% of the plan's own formula, and no collective but the planned
+    ones."""
     row = counted(name, size)
     for which in ("forward", "backward"):
         figures = row[which]
@@ -88,7 +90,8 @@ def test_every_schedules_compiled_bytes_are_the_planned_ones(name, size):
 
 @functools.cache
 def step(name):
-    """Permutes and text of a small model's training step: 4 layers, 4/2 heads of 128, sequence 8, 512 tokens a chip."""
+    """Permutes and text of a small model's training step: 4 layers, 4/2 heads of 128, sequence 8,
+    512 tokens a chip."""
     text = small_step("v5e:2x4", 512, case(name, 8, 512)[0])
     return [crossing for crossing in crossings(text) if crossing.kind == "collective-permute"], text
 
@@ -98,7 +101,8 @@ HOME = {  # elements of what no kernel hides in a layer, forward and backward
     "ring": ([], [DKV]),
     "ring bidirectional": ([], [DKV // 2, DKV // 2]),
     "attention2d overlap": ([OUT, 4 * 512], [OUT]),
-    # The backward is one kernel, and none comes after it: three results of the last round leave beside the layer's products.
+    # The backward is one kernel, and none comes after it: three results of the last round leave
+    # beside the layer's products.
     "balanced": ([], [OUT] * 3),
 }
 
@@ -108,7 +112,8 @@ HOME = {  # elements of what no kernel hides in a layer, forward and backward
     [name if name == "ring" else pytest.param(name, marks=pytest.mark.slow) for name in HOME],
 )
 def test_every_transfer_hides_behind_a_kernel_but_the_hop_home(name):
-    """Coordinates, 8 bytes a token, are left out: their first hop ends before the kernel that starts next."""
+    """Coordinates, 8 bytes a token, are left out: their first hop ends before the kernel that
+    starts next."""
     permutes, _ = step(name)
     for backward, expected in zip((False, True), HOME[name], strict=True):
         layers = [
@@ -140,7 +145,8 @@ def test_every_transfer_hides_behind_a_kernel_but_the_hop_home(name):
 
 @pytest.mark.parametrize("topology", ["v4:2x2x2", "v5p:2x2x2"])
 def test_every_transfer_of_a_round_hides_behind_a_kernel_where_rounds_are_short(topology):
-    """512 tokens a rank: the sum of the dK/dV that arrive and a round's own takes as long as K and V are under way."""
+    """512 tokens a rank: the sum of the dK/dV that arrive and a round's own takes as long as K and
+    V are under way."""
     block = Block(batch=1, tokens=512, query_heads=4, kv_heads=2, head_dim=128)
     text = compile_pass(
         get_schedule("ring", 8),
@@ -222,7 +228,8 @@ def test_a_transfer_that_hides_behind_nothing_is_found(before, after, hidden):
 
 
 def test_a_gather_within_fusions_is_found_where_it_starts():
-    """The TPU's way to gather beside a product: a fusion starts it, another carries it on, a third ends it."""
+    """The TPU's way to gather beside a product: a fusion starts it, another carries it on, a third
+    ends it."""
     gather = """%{name} (y: f32[2,8]) -> f32[8,8] {{
   %y = f32[2,8] parameter(0)
   ROOT %g = f32[8,8] all-gather(%y), dimensions={{0}}, metadata={{op_name="jit(f)/transpose(jvp())/all_gather"}}
@@ -247,7 +254,8 @@ def test_a_gather_within_fusions_is_found_where_it_starts():
 
 
 def test_a_gather_of_a_sparse_core_is_found_once_where_it_starts():
-    """Its start has the types of the core's queues, and what it calls calls the gather; a product stands before its end."""
+    """Its start has the types of the core's queues, and what it calls calls the gather; a product
+    stands before its end."""
     inside = """%program (y: f32[2,8]) -> f32[8,8] {
   %y = f32[2,8] parameter(0)
   ROOT %g = f32[8,8] all-gather(%y), dimensions={0}
@@ -277,7 +285,8 @@ def test_a_gather_of_a_sparse_core_is_found_once_where_it_starts():
 
 
 def test_an_end_in_another_computation_hides_nothing():
-    """Started in the loop's body, ended after the loop: whatever stands behind it there is no overlap."""
+    """Started in the loop's body, ended after the loop: whatever stands behind it there is no
+    overlap."""
     text = HAND.replace("  %got = f32[2,8]{1,0} collective-permute-done(%send)\n", "").replace(
         "%next, %got", "%next, %x"
     )

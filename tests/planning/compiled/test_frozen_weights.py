@@ -1,4 +1,5 @@
-"""What the compilers make of frozen weights: nothing of their size in float32, and gathers of codes."""
+"""What the compilers make of frozen weights: nothing of their size in float32, and gathers of
+codes."""
 
 import collections
 from importlib import metadata
@@ -22,7 +23,8 @@ MODEL = TransformerConfig(
     head_dim=128,
 )
 DEVICES = 4
-RANK = 7  # a factor that no size of a matrix has, so that no partial sum of a gradient has the size of one
+# A factor that no size of a matrix has, so that no partial sum of a gradient has the size of one.
+RANK = 7
 MATRICES = {640 * 768, 640 * 256, 640 * 1152}
 
 
@@ -40,7 +42,8 @@ def compiled(topology, quantize):
 
 
 def in_memory(module):
-    """dtype -> the sizes of all arrays that instructions outside of fusions make: those that lie in memory."""
+    """dtype -> the sizes of all arrays that instructions outside of fusions make: those that lie in
+    memory."""
     fused = {
         name
         for instructions in module.computations.values()
@@ -80,8 +83,9 @@ NEEDS_CUDA = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", pytest.param("h100:4", marks=NEEDS_CUDA)])
 def test_no_frozen_weight_is_float32_and_codes_alone_are_gathered(topology):
-    """No array of a layer's matrix, of a quarter of one or of all layers', so neither copy nor gradient nor moment; gathers of
-    NF4 carry at most 0.30 of the bytes of those in bfloat16. Opened matrices are bfloat16."""
+    """No array of a layer's matrix, of a quarter of one or of all layers', so neither copy nor
+    gradient nor moment; gathers of NF4 carry at most 0.30 of the bytes of those in bfloat16. Opened
+    matrices are bfloat16."""
     layers = MODEL.num_hidden_layers
     shapes = {
         size * count // parts

@@ -1,4 +1,5 @@
-"""Tests of planning/compiled/refusal.py on messages as the TPU compiler wrote them (libtpu of jax 0.10.2)."""
+"""Tests of planning/compiled/refusal.py on messages as the TPU compiler wrote them (libtpu of jax
+0.10.2)."""
 
 import pytest
 
@@ -12,9 +13,15 @@ DEVICE = (
     "See https://openxla.org/xla/errors/error_1000 for more details."
 )
 # The inputs of 80 layers at 8M tokens under `offload`, on 256 chips of v5e.
-HOST = "RESOURCE_EXHAUSTED: Allocation (size=171798691840) would exceed memory (size=137438953472) :: ..."
+HOST = (
+    "RESOURCE_EXHAUSTED: Allocation (size=171798691840) would exceed memory (size=137438953472) "
+    ":: ..."
+)
 # A kernel's tables of very many tiles on a v3.
-SCALARS = "RESOURCE_EXHAUSTED: XLA:TPU ... Ran out of memory in memory space smem. Used 25.2K of 16.0K smem. ..."
+SCALARS = (
+    "RESOURCE_EXHAUSTED: XLA:TPU ... Ran out of memory in memory space smem. Used 25.2K of 16.0K "
+    "smem. ..."
+)
 
 
 def test_sizes_of_the_devices_and_the_hosts_memory():

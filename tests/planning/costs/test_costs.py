@@ -1,4 +1,5 @@
-"""The cost model: its tile counts against the attention's own rule, its bytes against formulas, its times against limits."""
+"""The cost model: its tile counts against the attention's own rule, its bytes against formulas, its
+times against limits."""
 
 import dataclasses
 import itertools
@@ -96,7 +97,8 @@ def test_padded_heads_cost_as_much_as_others():
 
 
 def test_balanced_fetches_a_round_ahead_and_brings_home_a_round_later():
-    """Algorithm 2, on 4 ranks: rounds of distance 1 (one helper) and 2 (none); the last results wait for no kernel."""
+    """Algorithm 2, on 4 ranks: rounds of distance 1 (one helper) and 2 (none); the last results
+    wait for no kernel."""
     forward, backward = rounds("balanced", 4, "contiguous", BLOCK, (1, 1))
     assert [[send.arrays for send in round_.hidden] for round_ in forward] == [
         ["K, V", "Q"],
@@ -190,7 +192,8 @@ def _chip(**changes):
 
 @pytest.mark.parametrize(("share", "hidden"), [(1.02, True), (0.98, False)])
 def test_a_ring_hides_its_transfers_from_c_equal_to_f_over_b(share, hidden):
-    """Ring Attention, section 3: 4 d c^2 / F >= 4 c d / B. Forward, not causal; the coordinates' 8 bytes a token are 0.1%."""
+    """Ring Attention, section 3: 4 d c^2 / F >= 4 c d / B. Forward, not causal; the coordinates' 8
+    bytes a token are 0.1%."""
     bandwidth, ranks = 268e9, 8
     c = round(share * 275e12 / bandwidth)
     hardware = _chip(network=Network(bandwidth, 0.0, torus=True), tile=(c, c))
@@ -310,8 +313,9 @@ SLOW_BOX = Network(1e6, 0.0)  # so slow that a step takes as long as its bytes
 
 
 def test_a_layers_sums_over_tensor_are_five_of_hidden_states_in_two_bytes():
-    """Megatron-LM: each is a reduce-scatter and an all-gather, of which a rank receives (t - 1) / t of the states. Two of the
-    forward pass, two of the backward pass; ours sums what the feed-forward reads once more. Then the embedding's and head's."""
+    """Megatron-LM: each is a reduce-scatter and an all-gather, of which a rank receives (t - 1) / t
+    of the states. Two of the forward pass, two of the backward pass; ours sums what the
+    feed-forward reads once more. Then the embedding's and head's."""
     ranks, tokens = 4, 1 << 16
     job = TrainingStep(
         SMALL, dataclasses.replace(CHIP, network=SLOW_BOX), tokens, tensor=ranks, zero=False
@@ -332,7 +336,8 @@ def test_weights_are_gathered_twice_in_two_bytes_and_gradients_scattered_in_four
 @pytest.mark.parametrize("remat", REMAT)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_head_runs_forward_once_under_every_remat_policy(remat, frozen):
-    """Logits, dx, and dW unless it is frozen: the products that tests/model/test_head.py counts in a training step."""
+    """Logits, dx, and dW unless it is frozen: the products that tests/model/test_head.py counts in
+    a training step."""
     device = dataclasses.replace(
         CHIP.device, memory_bandwidth=math.inf
     )  # the optimizer's update takes no time
@@ -364,7 +369,8 @@ def test_what_cannot_be_is_one_line(changes, told):
 
 
 def _products(jaxpr):
-    """The matrix products of a program, those of inner programs too; a kernel has a tile's for each kind of it."""
+    """The matrix products of a program, those of inner programs too; a kernel has a tile's for each
+    kind of it."""
     inner = [
         getattr(value, "jaxpr", value)
         for equation in jaxpr.eqns
@@ -446,7 +452,8 @@ def test_small_heads_fill_a_part_of_the_matrix_unit():
     ],
 )
 def test_far_hops_run_beside_no_kernel_where_the_compilers_say_so(schedule, near):
-    """On v5e and v6e; a schedule all of whose hops go to neighbours waits no longer than elsewhere."""
+    """On v5e and v6e; a schedule all of whose hops go to neighbours waits no longer than
+    elsewhere."""
     assert {name for name, hardware in HARDWARE.items() if hardware.network.far_exposed} == {
         "v5e",
         "v6e",
@@ -473,8 +480,9 @@ def test_the_parameters_are_the_layers_the_embedding_and_the_head():
 
 
 def test_ranks_of_experts_exchange_tokens_and_keep_their_matrices():
-    """Seconds of a network without latency are bytes over bandwidth: tokens and sums once forward, tokens twice and sums once
-    backward; matrices of experts are gathered within a rank of `expert` alone."""
+    """Seconds of a network without latency are bytes over bandwidth: tokens and sums once forward,
+    tokens twice and sums once backward; matrices of experts are gathered within a rank of `expert`
+    alone."""
     config = TransformerConfig.preset("mixtral-8x7b")
     sizes = Sizes.of(config)
     link = 1e9

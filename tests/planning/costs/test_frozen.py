@@ -1,4 +1,5 @@
-"""The cost model beside adapters: no gradients of frozen weights, gathers of codes, and what dequantizes them."""
+"""The cost model beside adapters: no gradients of frozen weights, gathers of codes, and what
+dequantizes them."""
 
 import dataclasses
 
@@ -15,8 +16,8 @@ ONE = TrainingStep(SIZES, HARDWARE["h100-infiniband"], 131072, schedule="local",
 
 
 def test_a_frozen_weight_has_one_product_less_and_no_moments():
-    """By hand, on one device: 2 FLOPs a token of every matrix, and AdamW's 28 bytes of every weight, are saved; the MFU counts
-    4 FLOPs for a weight instead of 6."""
+    """By hand, on one device: 2 FLOPs a token of every matrix, and AdamW's 28 bytes of every
+    weight, are saved; the MFU counts 4 FLOPs for a weight instead of 6."""
     trained, frozen = estimate(ONE), estimate(dataclasses.replace(ONE, frozen=True))
     matrices = SIZES.layers * SIZES.weights + SIZES.head_weights
     hardware = ONE.hardware
@@ -33,8 +34,9 @@ def test_a_frozen_weight_has_one_product_less_and_no_moments():
 
 
 def test_codes_are_gathered_as_they_are_and_dequantized_in_every_pass():
-    """Eight GPUs that overlap nothing: a layer's gather takes 0.258 of bfloat16's time but for latencies, and three passes of a
-    layer with remat dequantize it, each reading codes and writing bfloat16."""
+    """Eight GPUs that overlap nothing: a layer's gather takes 0.258 of bfloat16's time but for
+    latencies, and three passes of a layer with remat dequantize it, each reading codes and writing
+    bfloat16."""
     plain = dataclasses.replace(ONE, sequence=8, schedule="ring", frozen=True, overlap=False)
     codes = dataclasses.replace(
         plain, weight_bytes=AdapterConfig(rank=1, quantize="nf4").number_bytes

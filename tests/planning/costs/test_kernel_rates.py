@@ -1,4 +1,5 @@
-"""The rates of the TPU kernels in the cost model: of the recorded bundles, and of matrix units whose peak is the machine's."""
+"""The rates of the TPU kernels in the cost model: of the recorded bundles, and of matrix units
+whose peak is the machine's."""
 
 import json
 
@@ -9,7 +10,8 @@ from planning.costs.kernel_rates import TABLE, MatrixUnits, kernel_rates
 from scripts.benchmarks import kernel_cycles
 from scripts.benchmarks.results import load
 
-# Cycles in which a tile of 1024 x 1024 and heads of 128 keeps the matrix units busy: forward, backward.
+# Cycles in which a tile of 1024 x 1024 and heads of 128 keeps the matrix units busy: forward,
+# backward.
 BUSY = {"v4": (4096, 10240), "v5e": (4096, 10240), "v5p": (4096, 10240), "v6e": (2048, 5120)}
 CORES = {"v3": 1, "v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}  # of a device
 
@@ -46,7 +48,8 @@ def test_a_generation_without_bundles_has_the_rate_of_matrix_products():
     ("name", "gigahertz"), [("v3", 0.94), ("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75)]
 )
 def test_the_matrix_units_of_a_device_have_its_peak(name, gigahertz):
-    """v3's and v4's clocks are published (Jouppi et al. 2023, table 4); a wrong number of units would give an odd one."""
+    """v3's and v4's clocks are published (Jouppi et al. 2023, table 4); a wrong number of units
+    would give an odd one."""
     hardware = HARDWARE[name]
     cycles = hardware.matrix_units.cycles(hardware.peak, 256) / CORES[name]
     assert cycles == pytest.approx(1e9 * gigahertz, rel=0.01)

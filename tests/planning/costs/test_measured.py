@@ -84,7 +84,8 @@ def test_a_range_begins_below_the_estimate_and_below_what_was_measured():
 
 
 def test_at_full_rate_nothing_but_the_matrix_products_is_left():
-    """Of attention forward 2 and backward 7 products a visible pair of queries and keys, one tile a token apart."""
+    """Of attention forward 2 and backward 7 products a visible pair of queries and keys, one tile a
+    token apart."""
     sizes = Sizes(1, 1000, 0, 8, 8, 128, 1024)
     job = TrainingStep(sizes, HARDWARE["v5p"], 1 << 16, remat="everything", causal=False)
     flops = 3 * 2 * 1000 * job.length + (2 + 5) * 2 * job.length**2 * 8 * 128

@@ -1,4 +1,5 @@
-"""The kernels' benchmark: every peer computes the same attention, work is counted as the mask has it, files are written."""
+"""The kernels' benchmark: every peer computes the same attention, work is counted as the mask has
+it, files are written."""
 
 import functools
 import json
@@ -140,7 +141,8 @@ def test_a_peer_that_needs_a_gpu_is_left_out_where_there_is_none(peer, reason):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Has the peers take the CPU for a GPU, and stand-ins that compute by the definition for cuDNN and FlashAttention-3."""
+    """Has the peers take the CPU for a GPU, and stand-ins that compute by the definition for cuDNN
+    and FlashAttention-3."""
     monkeypatch.setattr(choice, "HOPPER", ("cpu",))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(
@@ -188,7 +190,8 @@ def cudnn_packed(
 
 
 def flash_attn_func(q, k, v, *, causal):
-    """As FlashAttention-3's, [B, T, H, D]; the causal mask is aligned at the last key, and a row without keys is zero."""
+    """As FlashAttention-3's, [B, T, H, D]; the causal mask is aligned at the last key, and a row
+    without keys is zero."""
     assert q.dtype == torch.float16 and q.is_contiguous()
     queries, keys = q.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -200,7 +203,8 @@ def flash_attn_func(q, k, v, *, causal):
 
 
 def flash_attn_varlen_func(q, k, v, starts, kv_starts, longest, kv_longest, *, causal):
-    """As FlashAttention-3's, [T, H, D], of documents that begin at `starts`; with lse, as its earlier releases."""
+    """As FlashAttention-3's, [T, H, D], of documents that begin at `starts`; with lse, as its
+    earlier releases."""
     assert starts.dtype == torch.int32 and longest == kv_longest == int(starts.diff().max())
     documents = zip(*(x.split(starts.diff().tolist()) for x in (q, k, v)), strict=True)
     assert torch.equal(starts, kv_starts)

@@ -1,4 +1,5 @@
-"""The table of bytes: what the compiler sends is what the plan says, in the file as on the screen."""
+"""The table of bytes: what the compiler sends is what the plan says, in the file as on the
+screen."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""The step's benchmark runs the real step in a process of its own, and its figures fit each other."""
+"""The step's benchmark runs the real step in a process of its own, and its figures fit each
+other."""
 
 import json
 

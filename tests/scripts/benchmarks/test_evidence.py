@@ -1,4 +1,5 @@
-"""Stored plans can be asked for again: the commands that `make evidence` runs, and what it prints."""
+"""Stored plans can be asked for again: the commands that `make evidence` runs, and what it
+prints."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""SmolLM2 at twice its length: what the benchmark reads of scripts.loss_by_position, and when perplexity counts as falling."""
+"""SmolLM2 at twice its length: what the benchmark reads of scripts.loss_by_position, and when
+perplexity counts as falling."""
 
 import argparse
 import json

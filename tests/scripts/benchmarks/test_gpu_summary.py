@@ -55,7 +55,8 @@ def test_rows(tmp_path):
     }
     write(tmp_path / "exactness" / "kernel_exactness.json", {"rows": [case, failed]})
     write(tmp_path / "long" / "kernel_exactness.json", {"rows": [case | {"dq": 2e-3}]})
-    # Two products a unit of work forward, three and four backward: 4 ms forward and 2 x 5 ms for five products.
+    # Two products a unit of work forward, three and four backward: 4 ms forward and 2 x 5 ms for
+    # five products.
     write(
         tmp_path / "parts" / "kernel_parts.json",
         {

@@ -6,8 +6,8 @@ from scripts.benchmarks import kernel_cycles
 from scripts.benchmarks.kernel_cycles import Program, read_program, summarize
 from scripts.benchmarks.results import load, measured, save
 
-# As the compiler prints it: a loop (region 1) around a region without products (2) and two tiles (3 and 5), one of which
-# contains a region without products, which is not the tile's own.
+# As the compiler prints it: a loop (region 1) around a region without products (2) and two tiles (3
+# and 5), one of which contains a region without products, which is not the tile's own.
 TEXT = """= control target key start
 LH: loop header
 = control target key end

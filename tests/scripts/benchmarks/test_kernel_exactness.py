@@ -1,4 +1,5 @@
-"""The comparison of kernels on a device: right kernels pass it, and a wrong one, or one that fails, does not."""
+"""The comparison of kernels on a device: right kernels pass it, and a wrong one, or one that fails,
+does not."""
 
 import json
 

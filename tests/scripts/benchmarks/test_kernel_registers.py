@@ -37,7 +37,10 @@ def test_a_text_that_says_nothing_is_an_error(missing):
 
 def test_figures_of_a_triton_kernel_are_read_from_xlas_text():
     ptx = ".reqntid 128, 1, 1\n{ tcgen05.mma.cta_group::1.kind::f16 a; cp.async.cg.shared.global b; cp.async.commit_group; }"
-    launch = "006: kCustomKernel attention_dkv grid: [32, 1, 4] threads: [128, 1, 1]  shared_memory: 49664 bytes"
+    launch = (
+        "006: kCustomKernel attention_dkv grid: [32, 1, 4] threads: [128, 1, 1]  shared_memory: "
+        "49664 bytes"
+    )
     assert read_figures(PTXAS, ptx, launch) == Figures(168, 4, False, 49664, 1, 1, 3)
 
 

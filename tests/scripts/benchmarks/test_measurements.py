@@ -1,4 +1,5 @@
-"""`python -m scripts.benchmarks`: results that commands' files give, what is stale, and that a stopped start goes on."""
+"""`python -m scripts.benchmarks`: results that commands' files give, what is stale, and that a
+stopped start goes on."""
 
 import json
 import subprocess
@@ -14,7 +15,8 @@ from scripts.benchmarks.results import load, load_all, row
 
 @pytest.fixture
 def workspace(monkeypatch, tmp_path):
-    """A repository of two files with one measurement, `size`, of one of them; the folder of its results."""
+    """A repository of two files with one measurement, `size`, of one of them; the folder of its
+    results."""
     (tmp_path / "code.py").write_text("x = 1\n")
     (tmp_path / "other.py").write_text("y = 1\n")
     folder = tmp_path / "docs" / "results"
@@ -29,7 +31,8 @@ def workspace(monkeypatch, tmp_path):
             ("-c", "open('{out}/a.json', 'w').write('1')"),
             (
                 "-c",
-                "import os, sys; open('{out}/a.json', 'a').write('2'); sys.exit(os.path.exists('fail'))",
+                "import os, sys; open('{out}/a.json', 'a').write('2'); "
+                "sys.exit(os.path.exists('fail'))",
             ),
         ),
         ("code.py",),
@@ -252,7 +255,8 @@ def test_rows_follow_from_what_the_commands_wrote(name, tmp_path):
 
 
 def test_what_tests_compared_is_a_rows_figure(monkeypatch, tmp_path):
-    """Each command runs once; the largest error of a row's kind, or the tests; one that fails falls short."""
+    """Each command runs once; the largest error of a row's kind, or the tests; one that fails falls
+    short."""
     error = {"largest": 2.51e-7, "limit": 1e-5, "cases": 1200}
     wrote = {
         "a": {"passed": 3, "errors": {"loss": error, "gradients": {**error, "largest": 4e-6}}},

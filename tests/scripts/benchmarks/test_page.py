@@ -1,4 +1,5 @@
-"""BENCHMARKS.md is what the committed results give, and figures on other pages are those of the results."""
+"""BENCHMARKS.md is what the committed results give, and figures on other pages are those of the
+results."""
 
 import dataclasses
 import re

@@ -1,4 +1,5 @@
-"""The papers' rows by the cost model: what must come out exactly, and what is printed about what does not."""
+"""The papers' rows by the cost model: what must come out exactly, and what is printed about what
+does not."""
 
 import json
 import math
@@ -35,7 +36,8 @@ def test_all_133_theoretical_speedups_of_striped_attention_to_two_decimals():
 
 @pytest.mark.parametrize(("tiles", "speedup"), [(16, 1.44), (32, 1.47), (4096, 1.50)])
 def test_attention_alone_on_two_ranks(tiles, speedup):
-    """Worked by hand: the busiest ranks do n(n+1)/2 + n^2 tiles contiguous, twice n(n+1)/2 striped."""
+    """Worked by hand: the busiest ranks do n(n+1)/2 + n^2 tiles contiguous, twice n(n+1)/2
+    striped."""
     contiguous, striped = (
         busiest_share(2, tiles, layout, (1, 1)) for layout in ("contiguous", "striped")
     )
@@ -50,8 +52,8 @@ def test_attention_alone_on_two_ranks(tiles, speedup):
 
 
 def test_no_gain_measured_where_a_block_is_one_tile_wide():
-    """Striped Attention, section 4.2: 'in our GPU experiments Striped Attention does not save computation at the smallest
-    block size', on TPUs 25% of attention."""
+    """Striped Attention, section 4.2: 'in our GPU experiments Striped Attention does not save
+    computation at the smallest block size', on TPUs 25% of attention."""
     assert busiest_share(4, 4096, "striped", (2048, 4096)) == 1.0
     assert busiest_share(4, 4096, "striped", (2048, 2048)) == 0.75
 
@@ -86,7 +88,8 @@ def test_distflashattn_expects_4_5_and_7_2():
 
 @pytest.mark.parametrize("ranks", range(2, 12))
 def test_idle_share_of_the_balanced_schedule(ranks):
-    """Even: in the last of P/2 + 1 rounds half of the ranks idle. Odd: nobody ever does. With the split nobody does either."""
+    """Even: in the last of P/2 + 1 rounds half of the ranks idle. Odd: nobody ever does. With the
+    split nobody does either."""
 
     def idle(split):
         forward, _ = rounds(Balanced(split), ranks, "contiguous", Block(1, 2, 1, 1, 2), (1, 1))
@@ -108,7 +111,8 @@ def test_distflashattn_communicates_3nd_and_megatron_14nd():
 
 
 def test_megatron_pads_33_heads_to_48():
-    """DistFlashAttn, section 4.3: 45.5% of computation is wasted on 16 GPUs; so much of attention, and of its projections."""
+    """DistFlashAttn, section 4.3: 45.5% of computation is wasted on 16 GPUs; so much of attention,
+    and of its projections."""
     length = 1 << 19
     plain, padded = (megatron_seconds(model, 2, length) for model in ("llama-7b", "llama-33h"))
     assert 1.40 < padded / plain < 48 / 32

@@ -1,4 +1,5 @@
-"""Ring Attention's table: the search finds what trying every context finds, and keeps the answers."""
+"""Ring Attention's table: the search finds what trying every context finds, and keeps the
+answers."""
 
 import json
 
@@ -38,7 +39,8 @@ def small(monkeypatch):
 
 @pytest.mark.slow
 def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, tmp_path):
-    """The ring of a tiny model on four chips, by the TPU compiler: from 32K to the first that does not fit."""
+    """The ring of a tiny model on four chips, by the TPU compiler: from 32K to the first that does
+    not fit."""
     cell = Cell("v5e:2x2", "tiny", "ring", "device")
     [options] = cell.memory_options()
     fitting = []
@@ -74,7 +76,8 @@ def test_columns_are_configurations_of_one_step(small):
 def test_host_memory_is_bounded_and_a_second_start_asks_nothing(
     small, monkeypatch, tmp_path, capsys
 ):
-    """A compiler of which we know what it would say of 4K tokens: (GiB of the device's 0.1, GiB on a host that has 48)."""
+    """A compiler of which we know what it would say of 4K tokens: (GiB of the device's 0.1, GiB on
+    a host that has 48)."""
     says = {"every_k": (0.05, 0), "offload": (0.001, 12), "offload_every_k": (0.01, 6)}
     asked = []
 
@@ -102,7 +105,10 @@ def test_host_memory_is_bounded_and_a_second_start_asks_nothing(
         str(tmp_path / "compilations.json"),
     ]
     assert table3.main(command) == 0
-    line = "| v5e:2x2 | tiny | none / none (1K) | none / none (2K) | none / none (4K) | 8K / 32K (16K) |"
+    line = (
+        "| v5e:2x2 | tiny | none / none (1K) | none / none (2K) | none / none (4K) | 8K / 32K "
+        "(16K) |"
+    )
     assert line in capsys.readouterr().out
     stored = {cell["memory"]: cell for cell in json.loads(path.read_text())}
     assert stored["device"]["next_refused"] == ["compiled: needs 0.20 GiB of 0.10"]
@@ -111,8 +117,8 @@ def test_host_memory_is_bounded_and_a_second_start_asks_nothing(
         "compiled: needs 192.00 GiB of the host's 48",
         "compiled: needs 0.16 GiB of 0.10",
     ]
-    # Two layers, hidden size 64, width 128, 4 heads and 2 key heads of 32, 512 tokens: 6 a weight and token, 12 a head's number
-    # and visible pair.
+    # Two layers, hidden size 64, width 128, 4 heads and 2 key heads of 32, 512 tokens: 6 a weight
+    # and token, 12 a head's number and visible pair.
     weights = 2 * 64 * (2 * 4 * 32 + 2 * 2 * 32 + 3 * 128) + 64 * 512
     flops = 6 * weights * 32768 + 12 * 2 * 4 * 32 * 32768 * 32769 / 2
     assert stored["ours"]["flops"] == pytest.approx(flops)

@@ -1,4 +1,5 @@
-"""Arrays of a checkpoint on disk: their names and shapes, what is damaged, and that looking at them keeps no memory."""
+"""Arrays of a checkpoint on disk: their names and shapes, what is damaged, and that looking at them
+keeps no memory."""
 
 import gc
 import shutil

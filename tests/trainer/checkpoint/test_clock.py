@@ -1,4 +1,5 @@
-"""Tests of trainer/checkpoint/clock.py: all processes save after the same steps, by the clock of process 0."""
+"""Tests of trainer/checkpoint/clock.py: all processes save after the same steps, by the clock of
+process 0."""
 
 import pytest
 
@@ -52,7 +53,8 @@ def test_alone_the_step_that_ends_after_the_minutes_is_saved(as_process):
 
 
 def test_all_processes_save_the_same_steps_whatever_their_clocks_say(as_process):
-    """The others' clocks stand still, or run ahead; process 0 may be a step ahead of one that has not looked yet."""
+    """The others' clocks stand still, or run ahead; process 0 may be a step ahead of one that has
+    not looked yet."""
     seconds = 0.0
     clocks = [
         SaveClock(2, lambda: seconds),

@@ -69,7 +69,8 @@ def same_bits(a, b) -> bool:
 
 @pytest.fixture
 def warned(capsys):
-    """Gives a context that ends with a warning, of the words that it is given, that an earlier checkpoint is used."""
+    """Gives a context that ends with a warning, of the words that it is given, that an earlier
+    checkpoint is used."""
 
     @contextlib.contextmanager
     def context(words):
@@ -161,7 +162,8 @@ def test_one_flipped_bit_in_any_file_is_found(run, warned):
 
 
 def test_a_damaged_moment_is_found_by_who_restores_it(run):
-    """`restore` compares the optimizer's files where it reads them; who needs the parameters alone does not."""
+    """`restore` compares the optimizer's files where it reads them; who needs the parameters alone
+    does not."""
     newest = run / "checkpoints/20"
     largest = max(
         (path for path in (newest / "optimizer").rglob("*") if path.is_file()),
@@ -178,7 +180,8 @@ def test_a_damaged_moment_is_found_by_who_restores_it(run):
 def test_every_file_and_folder_of_a_checkpoint_is_durable_before_it_counts(
     tmp_path, assets, monkeypatch
 ):
-    """fsync on each file, each folder of the checkpoint, and on the folder that its name stands in after it was renamed."""
+    """fsync on each file, each folder of the checkpoint, and on the folder that its name stands in
+    after it was renamed."""
     synced: dict[tuple[int, int], None] = {}
     fsync = os.fsync
 
@@ -332,7 +335,8 @@ def test_an_imported_model_has_no_optimizer(tmp_path, assets):
 
 
 def test_recorded_shapes_tell_padding_from_the_model(tmp_path, assets):
-    """The assets here describe no model: 6 rows of vocabulary, 8 in memory, are known from the manifest alone."""
+    """The assets here describe no model: 6 rows of vocabulary, 8 in memory, are known from the
+    manifest alone."""
     rows = np.zeros((8, 4), np.float32)
     rows[:6] = 1 + np.arange(24, dtype=np.float32).reshape(6, 4)
     model = {
@@ -401,7 +405,8 @@ def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
 def test_a_save_that_cannot_be_read_back_neither_counts_nor_removes_older_ones(
     run, assets, monkeypatch
 ):
-    """Orbax leaves out the index of its arrays, without an error, where it does not find what its processes wrote."""
+    """Orbax leaves out the index of its arrays, without an error, where it does not find what its
+    processes wrote."""
     finish = checkpoint.ocp.AsyncCheckpointer.wait_until_finished
 
     def without_index(checkpointer):
@@ -463,7 +468,8 @@ for step in range(start, 10**6):
 
 
 def test_killed_at_any_moment(tmp_path, assets, repository):
-    """kill -9 again and again while it does nothing but save: there is always a good one, and it holds its own step."""
+    """kill -9 again and again while it does nothing but save: there is always a good one, and it
+    holds its own step."""
     run, best = tmp_path / "run", 0
     for delay in (0.0, 0.013, 0.029, 0.047):
         process = subprocess.Popen(

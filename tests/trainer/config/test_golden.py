@@ -1,4 +1,5 @@
-"""Three recipes' resolved configurations against golden files, so that a changed default shows in review; all recipes resolve.
+"""Three recipes' resolved configurations against golden files, so that a changed default shows in
+review; all recipes resolve.
 
 Where a change is meant: python -m tests.trainer.config.test_golden writes the files anew.
 """
@@ -18,13 +19,15 @@ RECIPES = {
     path.relative_to(REPOSITORY / "configs").with_suffix("").as_posix(): path
     for path in sorted((REPOSITORY / "configs").rglob("*.yaml"))
 }
-# From scratch, on a big machine, with adapters: what a changed default changes shows in these three.
+# From scratch, on a big machine, with adapters: what a changed default changes shows in these
+# three.
 SHOWN = ("quickstart", "llama31_8b_1m_h100", "adapters/llama31_70b_qlora_128k_h100")
 PLANS = {name: plan for name, plan in read_plans().items() if name in RECIPES}
 
 
 def resolved_recipe(recipe: pathlib.Path) -> str:
-    """The recipe's resolved configuration as YAML; what it leaves to the command line gets a placeholder."""
+    """The recipe's resolved configuration as YAML; what it leaves to the command line gets a
+    placeholder."""
     given = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     own = {"path", "preset"} & given["model"].keys() or given["model"].get(
         "overrides", {}

@@ -1,4 +1,5 @@
-"""Tests of trainer/config/load.py: recipes, overrides, and for each mistake an error that names field and remedy."""
+"""Tests of trainer/config/load.py: recipes, overrides, and for each mistake an error that names
+field and remedy."""
 
 import dataclasses
 import re
@@ -254,7 +255,8 @@ def test_model_path_replaces_the_scratch_model(tmp_path):
 
 
 def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
-    """Overrides of positions alone are no model from scratch: a recipe's stay when the model is named."""
+    """Overrides of positions alone are no model from scratch: a recipe's stay when the model is
+    named."""
     positions = {
         "rope_theta": 5e5,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
@@ -700,7 +702,8 @@ def test_a_run_that_began_with_another_default_template_goes_on_with_it(tmp_path
         "keeps data.template vicuna_v1.1, with which it began; the default is now tokenizer"
         in capsys.readouterr().err
     )
-    # What is given is not replaced, here nor in the recipe: another run is then refused by its folder.
+    # What is given is not replaced, here nor in the recipe: another run is then refused by its
+    # folder.
     assert (
         load(
             ["--config", recipe, "--run_dir", str(run), "--data.template", "tokenizer"]

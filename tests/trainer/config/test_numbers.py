@@ -1,4 +1,5 @@
-"""Every number of a recipe is checked in the precision in which it is used, in one line that names the field."""
+"""Every number of a recipe is checked in the precision in which it is used, in one line that names
+the field."""
 
 import dataclasses
 import math
@@ -80,7 +81,8 @@ def test_the_fields_of_all_sections_are_covered():
     ),
 )
 def test_any_number_in_any_field_is_taken_or_refused_in_one_line(field, number):
-    """What is taken is the same in the devices' precision, to its rounding, and not 0 unless it was."""
+    """What is taken is the same in the devices' precision, to its rounding, and not 0 unless it
+    was."""
     number = int(number) if NUMERIC[field] is int and math.isfinite(number) else number
     try:
         config = load([*BEGIN, f"--{field}", repr(number)])

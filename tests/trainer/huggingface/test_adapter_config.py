@@ -45,7 +45,8 @@ def test_a_field_of_another_type_is_named(tmp_path, change, words):
         read_config(tmp_path)
 
 
-# Fields of peft's own, of releases from 0.5 to 0.21, under which an adapter computes something else, or its base does.
+# Fields of peft's own, of releases from 0.5 to 0.21, under which an adapter computes something
+# else, or its base does.
 @pytest.mark.parametrize(
     ("field", "value"),
     [

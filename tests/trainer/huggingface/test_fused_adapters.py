@@ -23,7 +23,8 @@ KINDS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder with a random Phi-3, whose queries, keys and values are one tensor, and whose gate and up are another."""
+    """A folder with a random Phi-3, whose queries, keys and values are one tensor, and whose gate
+    and up are another."""
     torch.manual_seed(0)
     sizes = {
         name: getattr(tiny(), name)
@@ -68,8 +69,8 @@ def logits_of_peft(model, tokens):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_with_one_a_is_read_and_one_with_several_is_written(kind, base, tmp_path):
-    """peft's is read, then given an A of each projection's own, written, and loaded by peft: its logits within 1e-4, and the
-    merged weights'."""
+    """peft's is read, then given an A of each projection's own, written, and loaded by peft: its
+    logits within 1e-4, and the merged weights'."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = peft.get_peft_model(
         model,

@@ -1,4 +1,5 @@
-"""What a Hugging Face folder holds besides its weights' shapes: heads, tables, NaN, links, fields that nothing here reads."""
+"""What a Hugging Face folder holds besides its weights' shapes: heads, tables, NaN, links, fields
+that nothing here reads."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""Models by their name on the hub, from a hub on this machine: what is downloaded, when it is not, and what is refused."""
+"""Models by their name on the hub, from a hub on this machine: what is downloaded, when it is not,
+and what is refused."""
 
 import http.server
 import json
@@ -22,7 +23,8 @@ SHA = "c" * 40
 
 
 class Hub(HubHandler):
-    """The part of the hub's interface that a download needs, of one model; its server keeps the names of sent files."""
+    """The part of the hub's interface that a download needs, of one model; its server keeps the
+    names of sent files."""
 
     def do_HEAD(self):
         self.do_GET(body=False)
@@ -59,7 +61,8 @@ class Hub(HubHandler):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path, hf_model):
-    """A hub on this machine with a very small model, pickled weights and code beside it; and an empty cache."""
+    """A hub on this machine with a very small model, pickled weights and code beside it; and an
+    empty cache."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.sent, server.requests, server.refused = [], [], set()
         server.content = {

@@ -204,8 +204,8 @@ def test_an_index_that_is_no_text_is_named(tmp_path):
 
 
 def shape_of(preset: str, most: float) -> TransformerConfig:
-    """A preset at one layer. Its own widths where that makes less than `most` parameters, else widths and vocabulary by
-    about 16, with its heads, key heads and ties."""
+    """A preset at one layer. Its own widths where that makes less than `most` parameters, else
+    widths and vocabulary by about 16, with its heads, key heads and ties."""
     config = dataclasses.replace(TransformerConfig.preset(preset), num_hidden_layers=1)
     if sum(math.prod(entry.shape) for entry in hf_layout(config)) < most:
         return config
@@ -220,7 +220,8 @@ def shape_of(preset: str, most: float) -> TransformerConfig:
 
 
 def in_shards(folder: Path, config: TransformerConfig, shards: int) -> None:
-    """A folder as transformers saves it, with its names and shapes, random bfloat16 weights, and an index."""
+    """A folder as transformers saves it, with its names and shapes, random bfloat16 weights, and an
+    index."""
     folder.mkdir()
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_hf()))
@@ -248,7 +249,8 @@ def in_shards(folder: Path, config: TransformerConfig, shards: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-# In `make soak` every one at its own widths; the widest, llama-3.1-70b, takes 6 GB on disk, twice, and some more in memory.
+# In `make soak` every one at its own widths; the widest, llama-3.1-70b, takes 6 GB on disk, twice,
+# and some more in memory.
 WIDE = [
     pytest.param(name, math.inf, marks=pytest.mark.slow)
     for name in PRESETS
@@ -261,7 +263,8 @@ def test_every_presets_shape_from_shards_to_shards_gives_the_same_bytes(tmp_path
     config = shape_of(preset, most)
     in_shards(tmp_path / "in", config, shards=3)
     assert TransformerConfig.from_hf(tmp_path / "in") == config
-    # The widest as one copy in two bytes a weight: several devices' parts would be put together once more on the host.
+    # The widest as one copy in two bytes a weight: several devices' parts would be put together
+    # once more on the host.
     wide = sum(math.prod(entry.shape) for entry in hf_layout(config)) > 5e8
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if wide else shardings(config)
     params = read_hf(

@@ -1,4 +1,5 @@
-"""Experts as files hold them: gpt-oss in MXFP4, whose numbers are transformers', and all in one tensor."""
+"""Experts as files hold them: gpt-oss in MXFP4, whose numbers are transformers', and all in one
+tensor."""
 
 import json
 

@@ -89,7 +89,8 @@ def tokens_of(rows, seed):
 
 
 def test_logits_are_those_of_peft(adapter, hf_model):
-    """Within 1e-4, through our reader; and the configuration that is read is the one that was written."""
+    """Within 1e-4, through our reader; and the configuration that is read is the one that was
+    written."""
     config, folder, model = adapter
     source = open_adapter(str(folder), str(hf_model))
     assert (
@@ -146,7 +147,8 @@ def test_merged_weights_compute_the_same(adapter, hf_model, tmp_path):
 
 
 def losses_of_torch(hf_model, folder, optimizer, steps, noise=0.0, seed=0):
-    """The losses of peft's own training, whose adapter begins with this much relative noise, drawn from a seed."""
+    """The losses of peft's own training, whose adapter begins with this much relative noise, drawn
+    from a seed."""
     base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -176,9 +178,10 @@ def losses_of_torch(hf_model, folder, optimizer, steps, noise=0.0, seed=0):
 def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps):
     """From the same adapter, on the same rows, with AdamW: every loss within 1e-3.
 
-    On these random weights a difference in the last bit grows from step to step: torch itself, begun with it, is 3e-4 away
-    from its own losses after 50 steps of LoRA, and 0.02 to 0.1 with the other kinds, as the bit and the processor have it.
-    These may be twice as far away as the farthest of four such runs.
+    On these random weights a difference in the last bit grows from step to step: torch itself,
+    begun with it, is 3e-4 away from its own losses after 50 steps of LoRA, and 0.02 to 0.1 with the
+    other kinds, as the bit and the processor have it. These may be twice as far away as the
+    farthest of four such runs.
     """
     config, folder, _ = adapter
     source = open_adapter(str(folder), str(hf_model))
@@ -227,7 +230,8 @@ class FixedDropout(torch.nn.Module):
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_dropout_enters_as_in_peft(hf_model, tmp_path, use_dora):
-    """The loss in training, within 1e-5, where peft's dropout has our masks; the rate is read from peft's file."""
+    """The loss in training, within 1e-5, where peft's dropout has our masks; the rate is read from
+    peft's file."""
     base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     torch.manual_seed(0)
     theirs = peft.get_peft_model(

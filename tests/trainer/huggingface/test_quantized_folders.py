@@ -1,4 +1,5 @@
-"""Folders in bitsandbytes' NF4: written by scripts.quantize_hf, opened by transformers and bitsandbytes, read back."""
+"""Folders in bitsandbytes' NF4: written by scripts.quantize_hf, opened by transformers and
+bitsandbytes, read back."""
 
 import contextlib
 import dataclasses
@@ -62,8 +63,8 @@ def folders(request, tmp_path_factory, repository):
 
 
 def test_bitsandbytes_opens_the_folder(folders):
-    """Through transformers: every projection is codes there, and each opens to the numbers that ours opens to, bit for bit;
-    every other tensor is the source's."""
+    """Through transformers: every projection is codes there, and each opens to the numbers that
+    ours opens to, bit for bit; every other tensor is the source's."""
     plain, quantized = folders
     model = transformers.AutoModelForCausalLM.from_pretrained(quantized)
     theirs = {
@@ -91,7 +92,8 @@ def test_bitsandbytes_opens_the_folder(folders):
 
 
 def test_bitsandbytes_opens_a_matrix():
-    """To the bit, by its own reader of stored tensors, of a matrix whose sizes are no powers of 2."""
+    """To the bit, by its own reader of stored tensors, of a matrix whose sizes are no powers of
+    2."""
     codes = quantize_nf4(np.random.RandomState(0).standard_normal((96, 320)))
     tensors = {
         name: torch.tensor(np.array(x)) for name, x in write_nf4("w", codes, "float32").items()
@@ -104,7 +106,8 @@ def test_bitsandbytes_opens_a_matrix():
 
 
 def test_codes_are_read_as_they_are_stored(folders):
-    """Logits are those of transformers with the numbers that the stored codes stand for, of rows of fused matrices too."""
+    """Logits are those of transformers with the numbers that the stored codes stand for, of rows of
+    fused matrices too."""
     plain, quantized = folders
     source = open_model(str(quantized))
     with contextlib.ExitStack() as stack:

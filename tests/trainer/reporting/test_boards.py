@@ -1,4 +1,5 @@
-"""One small run of two sources sent to W&B (a stand-in that keeps what it is told), stopped and continued; and one profiled."""
+"""One small run of two sources sent to W&B (a stand-in that keeps what it is told), stopped and
+continued; and one profiled."""
 
 import json
 import subprocess
@@ -17,7 +18,8 @@ PROMPTS = ["Who are you?", "What is a ring?"]
 
 
 class Wandb(SimpleNamespace):
-    """As much of the module wandb as is called; `runs` maps ids to what each start was told and what it logged."""
+    """As much of the module wandb as is called; `runs` maps ids to what each start was told and
+    what it logged."""
 
     class Error(Exception):
         """As wandb's own."""
@@ -72,7 +74,8 @@ def watched_run(tmp_path_factory, small_recipe):
 
 @pytest.mark.slow
 def test_the_profile_holds_the_chosen_steps(tmp_path, small_recipe):
-    """In a process of its own: where the TPU's compiler has been loaded without a TPU, its profiler does not start."""
+    """In a process of its own: where the TPU's compiler has been loaded without a TPU, its profiler
+    does not start."""
     command = [
         sys.executable,
         "train.py",
@@ -122,7 +125,8 @@ def test_every_source_is_logged_and_they_make_up_the_loss(watched_run):
 
 
 def test_the_prompts_are_answered_every_so_many_steps(watched_run):
-    """Before the first step, every two, and after the last; one answer to each prompt, which training changes."""
+    """Before the first step, every two, and after the last; one answer to each prompt, which
+    training changes."""
     rows = small_run.rows(watched_run[0] / "samples.jsonl")
     assert [row["step"] for row in rows] == [0, 2, 3]
     assert all(

@@ -1,4 +1,5 @@
-"""Tests of trainer/reporting/metrics.py: counts against brute force, timing with a clock of our own, files line by line."""
+"""Tests of trainer/reporting/metrics.py: counts against brute force, timing with a clock of our
+own, files line by line."""
 
 import hashlib
 import json
@@ -44,7 +45,8 @@ class Chip:
 
 
 def run_meter(devices, clock):
-    """Two steps of 2 s, one waiting 0.5 s for data, with a compile of 10 s before and a save of 5 s between."""
+    """Two steps of 2 s, one waiting 0.5 s for data, with a compile of 10 s before and a save of 5 s
+    between."""
     config = TransformerConfig.preset("llama-7b")
     meter = Meter(config, devices, clock)
     with meter.compiling():
@@ -93,7 +95,8 @@ def test_meter_counts_only_steps():
 
 @pytest.mark.parametrize(("computed", "waited"), [(99.0, 2.0), (100.5, 1.5), (103.0, 0.0)])
 def test_data_that_came_while_the_devices_computed_were_not_waited_for(computed, waited):
-    """They are fetched from 100 to 102 seconds, by a step that began before and ended at `computed`."""
+    """They are fetched from 100 to 102 seconds, by a step that began before and ended at
+    `computed`."""
     clock, ended = Clock(), Future()
     meter = Meter(TransformerConfig.preset("llama-7b"), [Chip()], clock)
     with meter.waiting_for_data(ended):
@@ -206,7 +209,8 @@ def test_progress_tells_loss_rate_and_time_left(tmp_path, capsys):
     ],
 )
 def test_a_log_file_is_told_the_first_step_and_then_by_time_or_steps(seconds, shown, capsys):
-    """A run of 200 steps that goes on after step 7, and whose last step is called 200 when it comes to 40."""
+    """A run of 200 steps that goes on after step 7, and whose last step is called 200 when it comes
+    to 40."""
     clock = Clock()
     bar = ProgressBar(200, 7, clock)
     for step in range(8, 41):

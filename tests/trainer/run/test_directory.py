@@ -1,4 +1,5 @@
-"""Tests of trainer/run/directory.py: the same run goes on, another is refused, logs are cut back."""
+"""Tests of trainer/run/directory.py: the same run goes on, another is refused, logs are cut
+back."""
 
 import contextlib
 import dataclasses
@@ -40,7 +41,8 @@ def config(tmp_path):
 
 
 def test_same_run_goes_on_after_its_files_have_moved_and_however_often_it_saves(config):
-    """What is in the files is told by fingerprints in the checkpoints: see tests/trainer/test_pretrained.py."""
+    """What is in the files is told by fingerprints in the checkpoints: see
+    tests/trainer/test_pretrained.py."""
     config = dataclasses.replace(config, model=ModelConfig(path="hf"))
     run = open_run(config)
     moved = DataConfig(
@@ -227,7 +229,8 @@ def test_a_folder_that_is_no_run_is_refused(config, tmp_path):
 def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(
     config, tmp_path, name, character, monkeypatch
 ):
-    """Orbax looks for what it wrote by a pattern that begins with the folder's path, from the root on."""
+    """Orbax looks for what it wrote by a pattern that begins with the folder's path, from the root
+    on."""
     told = f"run_dir: {re.escape(str(tmp_path / name))}.* has {re.escape(character)} in it"
     with pytest.raises(UserError, match=f"{told}.* would work"):
         open_run(dataclasses.replace(config, run_dir=str(tmp_path / name / "run")))
@@ -327,7 +330,8 @@ def test_cut_back(config):
 
 @pytest.mark.parametrize("name", ["metrics", "held_out"])
 def test_lines_that_cannot_be_read_are_kept_aside(config, name, capfd):
-    """Whatever a line holds, the run goes on; only what a kill cut off at the end goes without a word."""
+    """Whatever a line holds, the run goes on; only what a kill cut off at the end goes without a
+    word."""
     run = open_run(config)
     path = getattr(run, name)
     aside = path.with_name(path.name + ".unreadable")

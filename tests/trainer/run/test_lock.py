@@ -1,4 +1,5 @@
-"""Tests of trainer/run/lock.py: one holder, named; kill -9 frees; another host is waited for; no locks, no complaint."""
+"""Tests of trainer/run/lock.py: one holder, named; kill -9 frees; another host is waited for; no
+locks, no complaint."""
 
 import errno
 import fcntl

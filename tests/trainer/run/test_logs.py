@@ -1,4 +1,5 @@
-"""What a run's logs hold when it is continued, and what is said of lines that are lost or changed."""
+"""What a run's logs hold when it is continued, and what is said of lines that are lost or
+changed."""
 
 import hashlib
 import json

@@ -1,4 +1,5 @@
-"""Every cause that ends a command has the exit code of the table in docs/troubleshooting.md, and one line."""
+"""Every cause that ends a command has the exit code of the table in docs/troubleshooting.md, and
+one line."""
 
 import errno
 import io
@@ -23,7 +24,8 @@ def of_system(code, *names):
 
 
 def raised_for(error, cause, hidden=False):
-    """The error as it is after `raise error from cause`, or where it hides the cause: `raise error from None`."""
+    """The error as it is after `raise error from cause`, or where it hides the cause: `raise error
+    from None`."""
     try:
         try:
             raise cause

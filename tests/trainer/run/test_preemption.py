@@ -21,7 +21,8 @@ with notices() as last:
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in which no handler of Python's runs, as in a step
 """
 
-# A process of a cluster is told to end while it restores or compiles; the run that it resumes has finished 500 steps.
+# A process of a cluster is told to end while it restores or compiles; the run that it resumes has
+# finished 500 steps.
 BEFORE_THE_FIRST_STEP = """
 import os, signal, socket, time
 import jax

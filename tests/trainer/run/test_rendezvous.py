@@ -1,4 +1,5 @@
-"""Processes meet before JAX starts: who is missing, an address in use and a wrong number are one line, within the limit."""
+"""Processes meet before JAX starts: who is missing, an address in use and a wrong number are one
+line, within the limit."""
 
 import contextlib
 import socket
@@ -132,7 +133,8 @@ def test_a_process_that_is_lost_after_the_meeting_is_told_in_one_line(address, r
     meet(address, 1, 2, 60)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75 and said.startswith(
-        f"error: process 0: not all 2 processes joined within 2 s, though all had reached {address}; one was lost"
+        "error: process 0: not all 2 processes joined within 2 s, though all had reached "
+        f"{address}; one was lost"
     ), said
 
 

@@ -1,4 +1,5 @@
-"""A run records which code it is trained with; processes with different code stop before the first step."""
+"""A run records which code it is trained with; processes with different code stop before the first
+step."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""A run that stands still ends with 75 in every process, each with its stacks, and the reason last."""
+"""A run that stands still ends with 75 in every process, each with its stacks, and the reason
+last."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""The GPU kernel, interpreted, against dense float64 attention: out, lse and all gradients, within 1e-5."""
+"""The GPU kernel, interpreted, against dense float64 attention: out, lse and all gradients, within
+1e-5."""
 
 import itertools
 
@@ -66,7 +67,8 @@ def test_rows_that_see_nothing(tiles):
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("transpose", [False, True])
 def test_tile_ranges_have_the_needed_tiles_and_mask_those_that_are_not_full(mask, transpose):
-    """No needed tile lies outside the range, and none that needs a mask lies in its part without one; checked tile by tile."""
+    """No needed tile lies outside the range, and none that needs a mask lies in its part without
+    one; checked tile by tile."""
     coords = TokenCoords(*documents("packed", 2, 500))
     bounds = tile_bounds(coords, 20)
     ranges = np.asarray(_tile_ranges(bounds, bounds, mask, transpose))[:, :, 0]

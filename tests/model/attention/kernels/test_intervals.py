@@ -1,4 +1,5 @@
-"""Intervals against the dense mask and the tile rule: random rows, all layouts and pairs of ranks, as rows of one batch."""
+"""Intervals against the dense mask and the tile rule: random rows, all layouts and pairs of ranks,
+as rows of one batch."""
 
 import itertools
 
@@ -20,7 +21,8 @@ LIMITS = [*MASKS, Mask(window=1), Mask(window=2**31 - 1), Mask(causal=False, win
 
 
 def random_row(rng):
-    """Coordinates [L] of a packed row: documents, padding after some of them, an index of the row or of the document."""
+    """Coordinates [L] of a packed row: documents, padding after some of them, an index of the row
+    or of the document."""
     length, restarts = SHARDS * TOKENS, rng.random() < 0.5
     ends = np.sort(rng.choice(np.arange(1, length), rng.integers(0, 6), replace=False))
     segments = np.searchsorted(ends, np.arange(length), side="right") + 1
@@ -47,8 +49,9 @@ def blocks(layout):
 @pytest.mark.parametrize("mask", LIMITS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_intervals_are_the_dense_mask_and_their_tiles_the_tile_rules(layout, mask, transpose):
-    """In either direction, what a query sees and what sees a key is one interval. Its tiles hold every needed tile, go without
-    a mask only where all is seen, and are no more than a kernel walks by the tile rule."""
+    """In either direction, what a query sees and what sees a key is one interval. Its tiles hold
+    every needed tile, go without a mask only where all is seen, and are no more than a kernel walks
+    by the tile rule."""
     queries, keys = blocks(layout)
     assert in_row_order(queries) and in_row_order(keys)
     tokens, others = (keys, queries) if transpose else (queries, keys)

@@ -1,7 +1,9 @@
-"""The Mosaic kernel in JAX's interpreter against dense float64 attention: out, lse and all gradients, within 1e-5.
+"""The Mosaic kernel in JAX's interpreter against dense float64 attention: out, lse and all
+gradients, within 1e-5.
 
-What runs is the kernel itself: its intervals and tiles, copies, barriers and stores, three warpgroups at a time. Two things are
-the interpreter's own: products are plain ones in float32 (`Arithmetic`), and a copy is done when it is asked for.
+What runs is the kernel itself: its intervals and tiles, copies, barriers and stores, three
+warpgroups at a time. Two things are the interpreter's own: products are plain ones in float32
+(`Arithmetic`), and a copy is done when it is asked for.
 """
 
 import dataclasses
@@ -65,7 +67,8 @@ def test_a_block_with_padding_inside_a_document_is_brought_into_order():
 
 @dataclasses.dataclass(frozen=True)
 class Watched(XlaKernel):
-    """Reports of each block that was not gathered whether its tokens are in the order of the row, in both directions."""
+    """Reports of each block that was not gathered whether its tokens are in the order of the row,
+    in both directions."""
 
     report: Any = None
     shards: tuple[int, int] = (1, 1)

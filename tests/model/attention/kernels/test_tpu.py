@@ -1,7 +1,9 @@
-"""The TPU kernel in the TPU interpret mode against dense float64 attention: out, lse and all gradients, within 1e-5.
+"""The TPU kernel in the TPU interpret mode against dense float64 attention: out, lse and all
+gradients, within 1e-5.
 
-Two shards attend as in a ring, without the ring: every block of queries meets every block of keys, each on top of what was seen
-before (`so_far`). Contiguous shards give diagonal, full and empty blocks, striped ones causal and strictly causal blocks.
+Two shards attend as in a ring, without the ring: every block of queries meets every block of keys,
+each on top of what was seen before (`so_far`). Contiguous shards give diagonal, full and empty
+blocks, striped ones causal and strictly causal blocks.
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ from tests.model.attention.cases import empty
 from tests.model.attention.dense import dense_attention
 from tests.model.attention.test_exactness import check
 
-# head size -> rows, query heads, key heads, length: irregular lengths are padded inside, to tiles of 128.
+# head size -> rows, query heads, key heads, length: irregular lengths are padded inside, to tiles
+# of 128.
 SHAPES = {
     64: (2, 2, 1, 330),
     80: (1, 2, 2, 512),
@@ -39,7 +42,8 @@ PAIR = dataclasses.replace(KERNEL, fused=False)
 
 
 def documents(kind, rows, length):
-    """index and segment_ids [rows, length]: `one` document, or `packed` ones with padding inside and behind them, or behind."""
+    """index and segment_ids [rows, length]: `one` document, or `packed` ones with padding inside
+    and behind them, or behind."""
     index = np.tile(np.arange(length, dtype=np.int32), (2, 1))
     segments = np.ones((2, length), np.int32)
     if kind != "one":
@@ -184,7 +188,8 @@ def test_two_kernels_are_exact_in_every_case(head_dim, mask, layout, kind):
 
 
 def check_nothing_to_see(kernel):
-    """K and V as a pair. Rows that see nothing: out 0, lse -inf, gradients 0, and no NaN anywhere."""
+    """K and V as a pair. Rows that see nothing: out 0, lse -inf, gradients 0, and no NaN
+    anywhere."""
     q, k, v, dout = (x[:1, :130] for x in inputs(96))
     q_coords = TokenCoords(*(x[:, :130] for x in documents("one", 1, 130)))
     kv_coords = TokenCoords(q_coords.index, 2 * q_coords.segment_ids)

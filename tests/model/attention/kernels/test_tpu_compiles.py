@@ -1,4 +1,5 @@
-"""The TPU kernel by the TPU's own compiler, which needs no TPU: it fits every generation, and a ring adds no pass around it."""
+"""The TPU kernel by the TPU's own compiler, which needs no TPU: it fits every generation, and a
+ring adds no pass around it."""
 
 import itertools
 import re
@@ -38,7 +39,8 @@ HEAD_SIZES = (64, 80, 96, 100, 128, 256)
 
 
 def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2, softcap=None):
-    """Forward and backward of 131,072 queries against as many keys, in place as in a ring, for one device: lowered."""
+    """Forward and backward of 131,072 queries against as many keys, in place as in a ring, for one
+    device: lowered."""
     mesh = Mesh(np.array(topology_devices(topology)[:1]), "sequence")
 
     def shape(*dims, dtype):
@@ -65,7 +67,8 @@ def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2, softcap=None)
 
 
 def check(topology, dtype, head_dim, mask=Mask(), kv_heads=2, pair=False, softcap=None):
-    """The calls are counted before the compiler: jaxlib cannot read all that libtpu writes for v5p and v6e."""
+    """The calls are counted before the compiler: jaxlib cannot read all that libtpu writes for v5p
+    and v6e."""
     start = time.process_time()  # the processor's, so that other work on the machine does not count
     lowered = lower_both(topology, dtype, head_dim, mask, kv_heads, softcap)
     for part in lowered:
@@ -108,7 +111,8 @@ def test_float32_compiles_where_bfloat16_would_do():
 
 
 def computations(text):
-    """The computations of a compiled text that hold an attention kernel: lists of (operation, result's type, line)."""
+    """The computations of a compiled text that hold an attention kernel: lists of (operation,
+    result's type, line)."""
     bodies, lines = [], []
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" "):
@@ -133,7 +137,8 @@ SMALL = TransformerConfig(
 
 @pytest.mark.slow
 def test_a_bfloat16_step_compiles_for_v3():
-    """Its kernels take no bfloat16 operands: tiles, which come as bfloat16, are made float32 inside."""
+    """Its kernels take no bfloat16 operands: tiles, which come as bfloat16, are made float32
+    inside."""
     text = compile_step(SMALL, topology_devices("v3:2x2"), 8 * 1536).as_text()
     calls = [line for lines in computations(text) for _, _, line in lines if CALL in line]
     assert len(calls) == 9 and all("bf16[2,1,2,1536,64]" in line for line in calls)
@@ -145,7 +150,8 @@ def test_a_ring_is_one_kernel_a_round_and_nothing_moves_around_it():
     text = compile_step(SMALL, topology_devices("v5e:2x4"), 8 * 1536, kernel=kernel).as_text()
     bodies = computations(text)
     calls = [line for lines in bodies for operation, _, line in lines if CALL in line]
-    # First round, the scan's round and last round, in both directions. The forward is never run again.
+    # First round, the scan's round and last round, in both directions. The forward is never run
+    # again.
     assert [
         sum(name in line for line in calls) for name in ("attention_forward", "attention_backward")
     ] == [3, 3]

@@ -1,4 +1,5 @@
-"""The XLA kernel's memory on CPUs is linear in the length: read from the compiler's plan, with nothing run."""
+"""The XLA kernel's memory on CPUs is linear in the length: read from the compiler's plan, with
+nothing run."""
 
 import functools
 
@@ -35,7 +36,8 @@ def planned_bytes(which, length):
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_memory_is_linear_in_length(which):
-    """From 2K to 32K tokens at most 16 times as much; scores of T x T would be 256 times, 16 GiB at 32K."""
+    """From 2K to 32K tokens at most 16 times as much; scores of T x T would be 256 times, 16 GiB at
+    32K."""
     short, long = planned_bytes(which, 2048), planned_bytes(which, 32768)
     assert long <= 16 * short
     arrays = 4 * HEADS * HEAD_DIM * 32768  # one float32 array shaped like q

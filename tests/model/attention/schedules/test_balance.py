@@ -1,4 +1,5 @@
-"""How even the work is, from counts that the running kernels emit, against the papers' arithmetic."""
+"""How even the work is, from counts that the running kernels emit, against the papers'
+arithmetic."""
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ TILES = 16  # on a side of a block, as the papers' arithmetic is stated
 
 
 def contiguous_ring(size):
-    """Round 0 is a diagonal block for all; in each of the others somebody has a whole block, and P - t of P do."""
+    """Round 0 is a diagonal block for all; in each of the others somebody has a whole block, and P
+    - t of P do."""
     n, diagonal = TILES, TILES * (TILES + 1) / 2
     return (diagonal + (size - 1) * n * n) / (diagonal + n * n * (size - 1) / 2)
 
@@ -49,7 +51,8 @@ def test_balance_is_the_papers_arithmetic(schedule, layout, size, expected, most
 
 
 def test_an_idle_fraction_of_one_in_p_plus_two():
-    """DistFlashAttn with even P, a diagonal counted as a block: from counts in whole blocks (one tile a side)."""
+    """DistFlashAttn with even P, a diagonal counted as a block: from counts in whole blocks (one
+    tile a side)."""
     row = measure("balanced", "contiguous", 4, 1)
     assert 1 - 1 / row["forward"]["imbalance"] == pytest.approx(1 / (4 + 2))
 
@@ -58,7 +61,8 @@ def test_an_idle_fraction_of_one_in_p_plus_two():
     "schedule", ["ring", "balanced", "attention2d", {"name": "ulysses", "degree": 2}], ids=str
 )
 def test_running_kernels_compute_each_needed_tile_once(schedule):
-    """The truth is the visible pairs themselves; USP's two ranks of a line compute each tile for half of the heads."""
+    """The truth is the visible pairs themselves; USP's two ranks of a line compute each tile for
+    half of the heads."""
     size, tiles, layout = 4, 4, "striped"
     order = permutation(size * tiles * TILE, size, layout).reshape(-1, TILE)
     needed = {

@@ -1,4 +1,5 @@
-"""Plans: every query block meets every key block exactly once, and bytes are what the schedules' own formulas say."""
+"""Plans: every query block meets every key block exactly once, and bytes are what the schedules'
+own formulas say."""
 
 import dataclasses
 import itertools
@@ -40,7 +41,8 @@ CASES = [
 
 
 def each_once(rounds, size):
-    """How often blocks meet: for [query block, key block], in shares of their queries, keys, heads and products."""
+    """How often blocks meet: for [query block, key block], in shares of their queries, keys, heads
+    and products."""
     met = np.full((size, size), Fraction(0))
     for task in (task for round_ in rounds for task in round_.tasks):
         shares = (task.part, task.key_part, task.heads)
@@ -53,7 +55,8 @@ def each_once(rounds, size):
 
 @pytest.mark.parametrize(("schedule", "layout", "size", "mask"), CASES)
 def test_every_visible_pair_of_blocks_meets_once(schedule, layout, size, mask):
-    """What is visible is the dense mask's word; other pairs may meet or not. RSA's tours each do some of the products."""
+    """What is visible is the dense mask's word; other pairs may meet or not. RSA's tours each do
+    some of the products."""
     order = permutation(size * BLOCK.tokens, size, layout)[None]
     coords = TokenCoords(order, np.ones_like(order))
     seen = (
@@ -76,7 +79,8 @@ def test_what_a_rank_computes_it_holds_or_has_been_sent(schedule, layout, size, 
 
 
 def formula(name: str, size: int) -> tuple[float, float]:
-    """Mean bytes received forward and backward, by the closed forms of the files' first lines; bfloat16, P ranks."""
+    """Mean bytes received forward and backward, by the closed forms of the files' first lines;
+    bfloat16, P ranks."""
     block = BLOCK
     rows = block.batch * block.tokens
     q, kv = rows * block.query_heads * 16 * 2, 2 * rows * block.kv_heads * 16 * 2
@@ -114,7 +118,8 @@ def formula(name: str, size: int) -> tuple[float, float]:
             root * (q + coords + kv + coords + out + lse),
             root * (2 * q + 2 * lse + coords + kv + coords + out + dkv),
         )
-    # DistFlashAttn: of P (P - 1) / 2 pairs below the diagonal, those nearer than P / 2 fetch keys, the others send queries.
+    # DistFlashAttn: of P (P - 1) / 2 pairs below the diagonal, those nearer than P / 2 fetch keys,
+    # the others send queries.
     near = sum(size - t for t in range(1, size // 2 + 1)) / size
     far = sum(t for t in range(1, (size + 1) // 2)) / size
     return near * (kv + coords) + far * (q + coords + out + lse), (

@@ -1,4 +1,5 @@
-"""What schedules send and run again, counted in the traced program: both ways round, windows, Attention2D's overlap, remat."""
+"""What schedules send and run again, counted in the traced program: both ways round, windows,
+Attention2D's overlap, remat."""
 
 import functools
 
@@ -33,7 +34,8 @@ COORDS = 2 * TOKENS * 4
 
 
 def traced(schedule, mask=Mask(), layout="contiguous", size=SIZE, heads=HEADS, kernel="reference"):
-    """What the forward and the backward of one attention send, and their primitives: (sent, counts) of each."""
+    """What the forward and the backward of one attention send, and their primitives: (sent, counts)
+    of each."""
     x = jnp.zeros((1, LENGTH, heads, DIM))
     coords = (jnp.zeros((1, LENGTH), jnp.int32),) * 2
 
@@ -81,7 +83,8 @@ def test_a_bidirectional_ring_sends_half_each_way():
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_window_visits_the_ranks_in_reach_alone(window, reach, causal):
-    """As many rounds as the first query of a rank and the last key of an earlier one are in the window; hops home apart."""
+    """As many rounds as the first query of a rank and the last key of an earlier one are in the
+    window; hops home apart."""
     assert reach == max(d for d in range(SIZE) if d == 0 or (d - 1) * TOKENS + 1 < window)
     (forward, met), (backward, met_back) = traced("ring", Mask(causal, window))
     ways, hops = (1, reach) if causal else (2, reach) if 2 * reach < SIZE - 1 else (1, SIZE - 1)
@@ -113,7 +116,8 @@ def test_a_window_does_not_shorten_a_dealt_ring():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_global_tokens_are_replicated_beside_a_windowed_ring(causal):
-    """The blocks visit the ranks in reach, and all ranks gather the few tokens: what the plan says, in bytes."""
+    """The blocks visit the ranks in reach, and all ranks gather the few tokens: what the plan says,
+    in bytes."""
     mask, slots, ways = Mask(causal, TOKENS, 3), 3, 1 if causal else 2
     x, coords = (
         jnp.zeros((1, LENGTH, HEADS, DIM)),
@@ -156,7 +160,8 @@ def test_global_tokens_are_replicated_beside_a_windowed_ring(causal):
 
 
 def test_a_window_leaves_out_rounds_of_balanced():
-    """8 ranks, keys within 2: own block and the rounds of distance 1 and 2, without helpers (distances 7 and 6)."""
+    """8 ranks, keys within 2: own block and the rounds of distance 1 and 2, without helpers
+    (distances 7 and 6)."""
     (_, windowed), _ = traced("balanced", Mask(window=TOKENS + 2))
     (_, whole), _ = traced("balanced")
     assert (windowed["dot_general"], whole["dot_general"]) == (2 * 3, 2 * 5)
@@ -164,7 +169,8 @@ def test_a_window_leaves_out_rounds_of_balanced():
 
 @pytest.mark.parametrize("columns", [2, 4, 8])
 def test_attention2d_with_overlap_gathers_nothing_and_sends_as_much(columns):
-    """Section 3.3 counts for R rows and C columns: forward Q and partials C - 1 times, K and V R - 1 times."""
+    """Section 3.3 counts for R rows and C columns: forward Q and partials C - 1 times, K and V R -
+    1 times."""
     rows = SIZE // columns
     (forward, primitives), (backward, more) = traced(
         Attention2D(columns, overlap=True), layout="striped"
@@ -181,7 +187,8 @@ def test_attention2d_with_overlap_gathers_nothing_and_sends_as_much(columns):
 
 
 def test_attention2d_takes_the_grid_of_fewest_bytes():
-    """Equal heads: as many columns as rows or nearly; with few key heads fewer columns, as K and V are cheap to send."""
+    """Equal heads: as many columns as rows or nearly; with few key heads fewer columns, as K and V
+    are cheap to send."""
     best = {heads: fewest_bytes(64, *heads, 2) for heads in ((32, 32), (32, 8), (32, 1))}
     assert 1 <= best[32, 1] < best[32, 8] < best[32, 32] <= 8
     for (query, kv), columns in best.items():
@@ -206,7 +213,8 @@ def test_a_kernel_asked_for_again_is_not_compiled_again(name):
 
 
 class StackedOnly(ReferenceKernel):
-    """A kernel that accepts only stacked K and V, as they travelled: cutting the stack would copy both."""
+    """A kernel that accepts only stacked K and V, as they travelled: cutting the stack would copy
+    both."""
 
     def extend(self, so_far, queries, keys, **options):
         assert isinstance(keys, StackedKeys) and keys.kv.ndim == 5
@@ -226,14 +234,16 @@ def test_keys_and_values_that_travel_stacked_are_never_cut(schedule):
 
 @pytest.mark.parametrize("heads", [2, 8])
 def test_ulysses_adds_up_gradients_without_a_scatter(heads):
-    """Of key heads as many as ranks, or replicated: a scatter by constant places, even by 0, 1, 2, ..., stays one on TPUs."""
+    """Of key heads as many as ranks, or replicated: a scatter by constant places, even by 0, 1, 2,
+    ..., stays one on TPUs."""
     _, (_, backward) = traced("ulysses", heads=heads)
     assert backward["all_to_all"] and not [name for name in backward if name.startswith("scatter")]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_save_attention_never_runs_attention_forward_again(schedule):
-    """With attention's output and lse kept, two layers run as many exponentials and transfers as without any remat."""
+    """With attention's output and lse kept, two layers run as many exponentials and transfers as
+    without any remat."""
     mesh, heads = mesh_of(4), 4
     coords = TokenCoords(jnp.zeros((1, 32), jnp.int32), jnp.ones((1, 32), jnp.int32))
     op = AttentionOp.create(

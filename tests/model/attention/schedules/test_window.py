@@ -85,7 +85,8 @@ def test_nothing_is_told_where_nothing_is_lost(schedule, layout, size, mask):
 
 
 def test_what_would_save_more_depends_on_the_heads():
-    """Ulysses sends queries and outputs; keys and values of two other devices are less where 4 query heads share a key head."""
+    """Ulysses sends queries and outputs; keys and values of two other devices are less where 4
+    query heads share a key head."""
     grouped, each = (
         Block(batch=1, tokens=4096, query_heads=32, kv_heads=heads, head_dim=128)
         for heads in (8, 32)
