@@ -4,7 +4,6 @@ A new command on README.md, ARCHITECTURE.md or a page of docs/ needs an entry in
 NOT_RUN; an entry whose command is on no page any more is an error too.
 """
 
-# ruff: noqa: E501 -- commands stand in one piece
 import contextlib
 import functools
 import importlib

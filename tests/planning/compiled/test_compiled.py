@@ -204,7 +204,7 @@ ENTRY %main (a: f32[2,8]) -> f32[2,8] {
   %loop = (s32[], f32[2,8]) while(%start), condition=%condition, body=%body
   ROOT %b = f32[2,8]{1,0} get-tuple-element(%loop), index=1
 }
-"""  # noqa: E501
+"""
 KERNEL = '%kernel = f32[2,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"'
 
 
