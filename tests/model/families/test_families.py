@@ -285,7 +285,6 @@ COVERING = [
     ("gemma3_text", "all_gather", "striped", "everything"),
     ("mistral with a window", "ring", "zigzag", "nothing"),
     ("granitemoe", "all_gather", "zigzag", "offload_attention"),
-    ("gpt_oss", "ring", "zigzag", "offload"),
 ]
 
 
