@@ -252,11 +252,9 @@ def attention(
         as the tokens are; `kv_coords` the same for k and v, if they are not the queries' own.
       mesh: axes out of data, fsdp, expert (batch), tensor (heads), sequence (length); a missing one
         has size 1, another is refused, since its devices would all compute the same.
-      layout: the layout that the arrays are really in. Every layout gives the same result, but
-        naming the wrong one gives wrong
-        results: for `contiguous`, `ring` and `balanced` leave out the ranks of which nothing can be
-          visible (with global
-        tokens, `ring` takes each document for a run of tokens).
+      layout: the layout that the arrays are really in. Naming another one gives wrong results: for
+        `contiguous`, `ring` and `balanced` skip the ranks of which nothing can be visible (with
+        global tokens, `ring` assumes that each document is a run of tokens).
       schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
       mask: see `Mask`; scale: multiplies the scores, D ** -0.5 unless given.
       sinks: a score of each head that joins the softmax's denominators; lse counts it.
