@@ -67,7 +67,10 @@ def next_commands(config: "RunConfig", processes: int) -> str:
       config: of the run; of one with stages that of the last one.
       processes: that trained it.
     """
-    run, mesh = shlex.quote(str(config.folder)), config.mesh
+    run, mesh = shlex.quote(config.location), config.mesh
+    output = (
+        f"runs/{config.name}" if config.in_bucket else run
+    )  # the commands write to this machine
     rows = mesh.rows
 
     def flags(**sizes: int) -> str:
@@ -82,15 +85,15 @@ def next_commands(config: "RunConfig", processes: int) -> str:
         )
         return (
             f"next: python -m eval.in_context --checkpoint {run}{devices} --output "
-            f"{run}/in_context; python -m eval.report {run}"
+            f"{output}/in_context; python -m eval.report {run}"
         )
     tokens = max(config.data.context_length, SHORTEST_NEEDLE)
     devices = flags(
         simulate=mesh.simulate, rows=rows, fsdp=rows, tensor=mesh.tensor, sequence=mesh.sequence
     )
     return (
-        f"next: python -m scripts.export_hf {run} {run}/exported; python -m eval.needle "
-        f"--checkpoint {run} --tokens {tokens}{devices} --output {run}/needle; python -m "
+        f"next: python -m scripts.export_hf {run} {output}/exported; python -m eval.needle "
+        f"--checkpoint {run} --tokens {tokens}{devices} --output {output}/needle; python -m "
         f"eval.report {run}"
     )
 

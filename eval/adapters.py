@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from model.adapter import Quantization
-from trainer.entry import NoDownload
+from trainer.entry import NoDownload, store_path
 
 
 def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
@@ -21,6 +21,7 @@ def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
     )
     parser.add_argument(
         "--adapter",
+        type=store_path,
         metavar="FOLDER",
         nargs="+" if several else None,
         help="an adapter of the model: a folder that peft wrote, or a run with adapters" + also,

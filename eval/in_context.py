@@ -37,7 +37,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m eval.in_context", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument(
-        "--checkpoint", required=True, help="checkpoint or run folder of a model of trajectories"
+        "--checkpoint",
+        required=True,
+        type=entry.store_path,
+        help="checkpoint or run folder of a model of trajectories",
     )
     parser.add_argument(
         "--episodes",

@@ -25,6 +25,8 @@ from eval.compare import scores_of as case_scores
 from eval.page import STYLE, chart, table, text
 from eval.report_input import Evaluation, Run, Score, read_run, scores_by_run
 from trainer import entry
+from trainer.checkpoint.fetch import run_copy
+from trainer.run.bucket import in_bucket
 
 SAMPLES = 3  # right answers, and as many wrong ones
 # By which a report recognizes its own.
@@ -348,7 +350,7 @@ def about_of(run: Run) -> str:
             f"<pre>{text(command)}\n\n{text(json.dumps(facts, indent=1))}</pre></details>"
         )
     configuration = yaml.safe_dump(run.config, sort_keys=False)
-    command = f"python train.py --config {run.folder}/config.yaml --run_dir {run.folder}"
+    command = f"python train.py --config {run.folder}/config.yaml --run_dir {run.location}"
     parts.append(
         "<details><summary>Configuration and command</summary>"
         f"<pre>{text(command)}\n\n{text(configuration)}</pre></details>"
@@ -361,7 +363,7 @@ def page(runs: Sequence[Run]) -> str:
     title = " and ".join(run.name for run in runs)
     costs = "".join(
         f"<section>{table(['', run.name], cost(run).items())}"
-        f'<p class="note">{text(run.folder)}</p></section>'
+        f'<p class="note">{text(run.location)}</p></section>'
         for run in runs
     )
     about = "".join(f"<section><h3>{text(run.name)}</h3>{about_of(run)}</section>" for run in runs)
@@ -388,9 +390,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "runs",
         nargs="+",
-        type=Path,
+        type=entry.store_path,
         metavar="RUN",
-        help="folder of a run; two are shown side by side",
+        help="folder of a run, here or in a bucket; two are shown side by side",
     )
     parser.add_argument(
         "--evaluations",
@@ -405,10 +407,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ),
     )
     parser.add_argument(
-        "--output", type=Path, help="the file (default: report.html in the folder of the last run)"
+        "--output",
+        type=Path,
+        help="the file (default: report.html in the last run's folder; here for a bucket)",
     )
     args = parser.parse_args(argv)
-    args.output = args.output or args.runs[-1] / "report.html"
+    args.output = args.output or (
+        Path("report.html") if in_bucket(args.runs[-1]) else Path(args.runs[-1]) / "report.html"
+    )
     if len(args.runs) > 2:
         parser.error(f"found {len(args.runs)} runs; one, or two side by side, would work")
     if len(args.evaluations) > len(args.runs):
@@ -422,7 +428,8 @@ def write(args: argparse.Namespace) -> None:
     """Writes the report to `args.output` and prints its path; `args` come from `parse`."""
     evaluations = [*args.evaluations, *([] for _ in args.runs)]
     runs = [
-        read_run(folder, folders) for folder, folders in zip(args.runs, evaluations, strict=False)
+        read_run(run_copy(run), folders)
+        for run, folders in zip(args.runs, evaluations, strict=False)
     ]
     if len({run.name for run in runs}) < len(runs):
         raise UserError(

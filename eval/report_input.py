@@ -13,6 +13,7 @@ from data.errors import UserError, first_line
 from data.within import read_json, read_text
 from trainer.config.yaml_text import InvalidYAML, parse
 from trainer.reporting.rows import read_rows
+from trainer.run.bucket import in_bucket
 from trainer.run.directory import EARLIER_STAGES
 from trainer.run.results import evaluated, is_of_run
 
@@ -90,6 +91,12 @@ class Run:
     def name(self) -> str:
         """Its folder's name, which the report shows."""
         return self.folder.absolute().name
+
+    @property
+    def location(self) -> str:
+        """Where the run is kept: in a bucket, if its configuration says so, else in its folder."""
+        run_dir = str(self.config.get("run_dir") or "")
+        return run_dir if in_bucket(run_dir) else str(self.folder)
 
     def folder_of(self, evaluation: Evaluation) -> str:
         """Returns an evaluation's folder, relative to the run's folder if it is inside."""

@@ -49,6 +49,7 @@ def add_flags(
         parser.add_argument(
             "--checkpoint",
             required=True,
+            type=entry.store_path,
             help="checkpoint, run folder, Hugging Face folder or org/name",
         )
         parser.add_argument(

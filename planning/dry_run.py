@@ -150,8 +150,10 @@ def _disk_lines(config: RunConfig, model: TransformerConfig) -> Iterator[str]:
     yield (
         f"disk: {'1 checkpoint' if saved == 1 else f'{saved:,} checkpoints'} of "
         f"{_size(parameters + moments)} (parameters {_size(parameters)}, moments "
-        f"{_size(moments)}), at most {most} at a time: {_size(total)} in {config.folder}"
+        f"{_size(moments)}), at most {most} at a time: {_size(total)} in {config.location}"
     )
+    if config.in_bucket:
+        return
     parent = next(
         folder
         for folder in (Path(config.folder), *Path(config.folder).absolute().parents)

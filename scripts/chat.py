@@ -35,7 +35,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m scripts.chat", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument(
-        "checkpoint", help="checkpoint, run folder, Hugging Face folder or org/name"
+        "checkpoint",
+        type=entry.store_path,
+        help="checkpoint, run folder, Hugging Face folder or org/name",
     )
     parser.add_argument("--document", metavar="FILE", help="the text to talk about")
     parser.add_argument(

@@ -25,6 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "checkpoint",
+        type=entry.store_path,
         metavar="CHECKPOINT",
         help=(
             "a checkpoint folder (RUN/checkpoints/STEP), or a run folder, for its newest "

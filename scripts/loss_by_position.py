@@ -116,6 +116,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
     parser.add_argument(
         "--checkpoint",
         required=True,
+        type=entry.store_path,
         nargs="+",
         metavar="DIR_OR_HF",
         help="checkpoints, runs or Hugging Face models with the same tokenizer; each is a curve",

@@ -53,6 +53,8 @@ def read_status(run: str) -> Status:
         else _modified(system, f"{folder}/checkpoints/{newest}/manifest.json")
     )
     metrics, logged, path = None, None, f"{folder}/metrics.jsonl"
+    if system.isdir(path):  # a run in a bucket has its logs in parts
+        path = max(system.ls(path, detail=False))
     if system.exists(path):
         if "file" in system.protocol:
             check_within(folder, path)

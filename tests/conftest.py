@@ -27,7 +27,7 @@ CACHE = pathlib.Path(
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import small_model, small_run  # noqa: E402
+from tests import gcs_server, small_model, small_run  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Compiled programs for several CPU devices must not be read from a cache: see
@@ -108,6 +108,19 @@ def small_recipe(tmp_path_factory, repository, worker_id):
             folder.mkdir()
             small_run.recipe(folder, repository)
     return folder / "recipe.yaml"
+
+
+@pytest.fixture
+def gcs(monkeypatch, tmp_path):
+    """Returns an empty Google Cloud Storage on the loopback, which gs:// means in the test and in
+    processes that it starts."""
+    with gcs_server.Server() as running:
+        for name, value in running.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
+        # Now, as it reads the environment when it is imported.
+        pytest.importorskip("gcsfs", reason="gs:// needs gcsfs, which requirements-tpu.txt brings")
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,7 @@ def train(
     # The lock is released last: closing the store waits for a save to finish.
     with (
         contextlib.ExitStack() as lock,
-        CheckpointStore(folder, keep=config.checkpoint.keep) as store,
+        CheckpointStore(config.location, keep=config.checkpoint.keep) as store,
         contextlib.closing(Watchdog(config.distributed)) as watchdog,
     ):
         training = _Training(config, objective, evaluations, store, watchdog)
@@ -101,6 +101,7 @@ def train(
         # the step is refused.
         with named_errors(folder):
             run = first_then_others(open_and_lock, lambda run: "")
+            store.before = run.before_checkpoint
             training.catch_up()
             return training.run(run, stage_follows)
 

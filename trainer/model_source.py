@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.paths import on_this_machine
 from data.sources import TURN_FORMATS
 from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
@@ -17,7 +16,8 @@ from model.checks import is_int
 from model.config import POSITIONS, TransformerConfig
 
 from .adapted_source import AdaptedSource, AdapterSource, CheckpointAdapter, PeftAdapter
-from .checkpoint.manifest import MANIFEST
+from .checkpoint.commit import MANIFEST
+from .checkpoint.fetch import local_copy
 from .checkpoint.store import assets_dir, best_or_itself
 from .config.schema import DataConfig, ModelConfig
 from .huggingface import peft
@@ -44,7 +44,7 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
     Raises:
       ValueError: no such model, or an unsupported architecture; one line that says what would work.
     """
-    folder = best_or_itself(on_this_machine(path).expanduser())
+    folder = best_or_itself(local_copy(path))
     if (folder / peft.CONFIG).is_file() and not (folder / "config.json").exists():
         return open_adapter(path)
     if folder.is_dir() and not (folder / "config.json").exists():
@@ -76,7 +76,7 @@ def adapter_source(path: str) -> tuple[AdapterSource, str]:
     Raises:
       ValueError: no such adapter, or an unsupported kind.
     """
-    folder = best_or_itself(on_this_machine(path).expanduser())
+    folder = best_or_itself(local_copy(path))
     if not folder.is_dir() and hub_name(path):
         folder = resolve_model_path(path)
     is_checkpoint = folder.is_dir() and not (folder / peft.CONFIG).is_file()

@@ -172,9 +172,9 @@ TESTED = {
         "scripts/launch_tpu.sh run first --zone us-east5-b --machine-type ct6e-standard-8t --spot --env HF_TOKEN "
         "--create-options '--service-account=longstripe@PROJECT.iam.gserviceaccount.com --boot-disk-size=500GB' "
         "--setup 'gcloud storage cp gs://BUCKET/chats.jsonl .' -- --config my_recipe.yaml --model.path org/name "
-        "--data.path ../chats.jsonl --run_dir runs/first",
+        "--data.path ../chats.jsonl --run_dir gs://BUCKET/runs/first",
         "scripts/launch_tpu.sh status first --zone us-east5-b --api compute --price-per-hour 22 -- --config my_recipe.yaml "
-        "--run_dir runs/first",
+        "--run_dir gs://BUCKET/runs/first",
         "scripts/launch_tpu.sh follow first --zone us-east5-b --api compute",
         "scripts/launch_tpu.sh delete first --zone us-east5-b --api compute",
     ],
@@ -256,7 +256,7 @@ NOT_RUN = {
     "gcloud compute ssh INSTANCE --zone us-east5-b --command 'gcloud storage cp -r longstripe/my_model gs://BUCKET/'": PARSED,
     "gcloud storage cp --recursive gs://BUCKET/my_model .": PARSED,
     "gcloud storage rm --recursive gs://BUCKET": PARSED,
-    "scripts/launch_tpu.sh start first --zone us-east5-b --api compute -- python -m scripts.export_hf runs/first my_model": "makes nothing without a machine; tests/docs/test_google_cloud.py parses it",
+    "scripts/launch_tpu.sh start first --zone us-east5-b --api compute -- python -m scripts.export_hf gs://BUCKET/runs/first my_model": "makes nothing without a machine; tests/docs/test_google_cloud.py parses it",
     "python -m scripts.make_gemma3 DIR": "downloads 240 MB; what makes the folder is scripts.make_smollm2's, which tests run",
 }
 

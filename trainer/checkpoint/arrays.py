@@ -8,7 +8,8 @@ from pathlib import Path
 import jax
 import tensorstore
 
-from data.within import read_json
+from data.within import parse_json
+from trainer.checkpoint.commit import Files
 from trainer.checkpoint.manifest import DamagedError
 
 
@@ -23,7 +24,8 @@ def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
     """
     base = (folder / item).as_uri() + "/"
     try:
-        entries = read_json(folder / item / "_METADATA", folder)["tree_metadata"].values()
+        index = parse_json(Files(folder).read(f"{item}/_METADATA"))
+        entries = index["tree_metadata"].values()
         names = [".".join(part["key"] for part in entry["key_metadata"]) for entry in entries]
         opening = {
             name: tensorstore.open(

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import is_transient
-from data.folders import sync
-from data.within import MAX_JSON_BYTES, check_tree, check_within, parse_json, read_bytes
+from data.within import parse_json
+from trainer.checkpoint.commit import MANIFEST, Files
 
-MANIFEST = "manifest.json"
 _FORMAT = "longstripe checkpoint"
 _VERSION = 1
 
@@ -28,38 +27,35 @@ class ForeignError(ValueError):
     """A folder is no checkpoint of this project."""
 
 
-def write_manifest(
-    folder: Path, items: list[str], shapes: Mapping[str, Sequence[int]] | None = None
-) -> None:
-    """Lists every file below `folder` in `folder`/manifest.json, and makes all of them durable.
+def seal(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Makes files durable, and returns their sizes and digests by name, from reading them back."""
+    files = Files(folder)
+    with ThreadPoolExecutor(_threads()) as pool:
+        return dict(zip(names, pool.map(files.seal, names), strict=True))
 
-    The manifest is the last file written: a folder without one is not a checkpoint.
+
+def manifest(
+    items: Sequence[str],
+    records: Mapping[str, Mapping[str, Any]],
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> bytes:
+    """Returns the text of a manifest, the last file written: a folder without one is not a
+    checkpoint.
 
     Args:
       items: the names of the checkpoint's items.
+      records: the result of `seal` for every file of the checkpoint.
       shapes: the parameters' own shapes, without padding; None where they are not known.
     """
-    files = sorted(
-        path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST
-    )
-    with ThreadPoolExecutor(_threads()) as pool:
-        sealed = list(pool.map(_seal, files))
-    names = [path.relative_to(folder).as_posix() for path in files]
     content: dict[str, Any] = {
         "format": _FORMAT,
         "version": _VERSION,
         "items": sorted(items),
-        "files": {
-            name: {"size": size, "sha256": digest}
-            for name, (size, digest) in zip(names, sealed, strict=True)
-        },
+        "files": {name: dict(records[name]) for name in sorted(records)},
     }
     if shapes is not None:
         content["shapes"] = {name: list(shape) for name, shape in shapes.items()}
-    (folder / MANIFEST).write_bytes(_serialise(content))
-    sync(folder / MANIFEST)
-    for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
-        sync(path)
+    return _serialise(content)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -71,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
       OSError: a mount or disk fails, which says nothing about the files.
     """
     try:
-        data = read_bytes(folder / MANIFEST, folder, MAX_JSON_BYTES)
+        data = Files(folder).read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise ForeignError(f"{folder}: not a checkpoint of this project (no {MANIFEST})") from None
     except OSError as error:  # such as a folder in its place
@@ -107,7 +103,9 @@ def fingerprint(folder: Path) -> str:
     return _checksum(read_manifest(folder))[:32]
 
 
-def verify(folder: Path, items: Sequence[str] | None = None) -> dict[str, Any]:
+def verify(
+    folder: Path, items: Sequence[str] | None = None, share: tuple[int, int] = (0, 1)
+) -> dict[str, Any]:
     """Compares every file that the manifest lists with its size and checksum, and returns the
     manifest.
 
@@ -115,6 +113,8 @@ def verify(folder: Path, items: Sequence[str] | None = None) -> dict[str, Any]:
 
     Args:
       items: the items whose files are compared; None compares all.
+      share: the number of this process, and how many share the work: each reads a part of the
+        files.
 
     Raises:
       ForeignError: the folder is no checkpoint.
@@ -122,21 +122,23 @@ def verify(folder: Path, items: Sequence[str] | None = None) -> dict[str, Any]:
       UserError: a link leads out of the folder.
     """
     content = read_manifest(folder)
-    check_tree(folder)
+    Files(folder).check()
     records = [
         (name, record)
         for name, record in content["files"].items()
         if items is None or name.split("/", 1)[0] in items
     ]
+    number, count = share
+    records = records[number::count]
+    files = Files(folder)
 
     def problem(name_and_record: tuple[str, dict[str, Any]]) -> str | None:
         name, record = name_and_record
-        check_within(folder, folder / name)
         try:
-            size = (folder / name).stat().st_size
-            if size != record["size"]:
-                return f"{name} is damaged ({size} bytes, written with {record['size']})"
-            if _digest(folder / name) != record["sha256"]:
+            found = files.record(name, record["size"])
+            if found["size"] != record["size"]:
+                return f"{name} is damaged ({found['size']} bytes, written with {record['size']})"
+            if found["sha256"] != record["sha256"]:
                 return f"{name} is damaged (its checksum differs)"
         except (FileNotFoundError, NotADirectoryError):
             return f"{name} is missing"
@@ -163,14 +165,3 @@ def _serialise(content: dict[str, Any]) -> bytes:
 
 def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _seal(path: Path) -> tuple[int, str]:
-    """Makes a file durable and returns its size and sha256."""
-    sync(path)
-    return path.stat().st_size, _digest(path)

@@ -3,9 +3,10 @@ publish everything."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,14 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from data.folders import sync
 from trainer.checkpoint.arrays import stored_shapes
-from trainer.checkpoint.manifest import DamagedError, write_manifest
-from trainer.run.cluster import barrier
+from trainer.checkpoint.commit import (
+    DATA_FILE_BYTES,
+    Files,
+    clear,
+    publish,
+    remove_leftovers,
+    scratch_of,
+)
+from trainer.checkpoint.manifest import DamagedError, manifest, seal
+from trainer.run.bucket import in_bucket
+from trainer.run.cluster import WAIT_MILLISECONDS, barrier, client
 
-CHECKPOINTS = "checkpoints"
-# Folders of saves and removals that were killed.
-_LEFTOVER = re.compile(r"\d+\.tmp(-removed)?")
+_WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the part of Orbax's names for a process
+# Numbers the saves, alike in every process.
+_saves = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -57,12 +66,15 @@ class Saving:
         target: Path,
         contents: Contents,
         after: Callable[[Path], None] | None = None,
+        before: Callable[[], None] | None = None,
         copy: bool = True,
     ) -> None:
         """Begins to save.
 
         Args:
-          target: the checkpoint's folder; it is written as TARGET.tmp and renamed when whole.
+          target: the checkpoint's folder; see `trainer.checkpoint.commit` for where it is written
+            and when it counts.
+          before: called by process 0 when all is written, just before the checkpoint counts.
           after: called with `target` by process 0 when the checkpoint counts.
           copy: arrays on the CPU are copied first, because the caller may donate them; see
             `_host_copy`.
@@ -71,9 +83,11 @@ class Saving:
         self.begun = time.monotonic()
         self.seconds: float | None = None  # that the whole save took, once it counts
         self.error: BaseException | None = None
-        self.scratch = target.with_name(target.name + ".tmp")
+        self.scratch = scratch_of(target)
         self.parameter_shapes = contents.shapes
-        if not contents.assets.is_dir():
+        self.number = next(_saves)
+        self.before = before
+        if jax.process_index() == 0 and not contents.assets.is_dir():
             raise ValueError(
                 f"{contents.assets}: no such folder; a checkpoint holds the assets of its model"
             )
@@ -84,8 +98,7 @@ class Saving:
             else json.dumps(dict(contents.data), indent=1, allow_nan=False) + "\n"
         )
         if jax.process_index() == 0:
-            # Of a process that was killed; Orbax's thread makes it anew.
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            clear(self.scratch)  # Orbax's thread makes it anew
         barrier(f"checkpoint {target.name} begins")
         trees = {"model": _flat_model(contents.model)}
         if contents.optimizer is not None:
@@ -127,42 +140,52 @@ class Saving:
             name: ocp.SaveArgs(shard_axes=(0,) if name.startswith("layers.") else ())
             for name in arrays
         }
-        checkpointer.save(self.scratch / item, args=ocp.args.PyTreeSave(arrays, pieces))
+        size = DATA_FILE_BYTES if in_bucket(self.target) else None
+        checkpointer.save(
+            self.scratch / item,
+            args=ocp.args.PyTreeSave(arrays, pieces, ocdbt_target_data_file_size=size),
+        )
 
     def _finish(self) -> None:
-        """The thread's work: waits for Orbax; then process 0 reads the arrays back, writes the
-        other files and renames the folder."""
+        """The thread's work: waits for Orbax; all processes read back what they wrote; process 0
+        then publishes it."""
         try:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
+            records = seal_together(self.scratch, self.number)
             if jax.process_index() == 0:
-                _remove_leftovers(self.target, self.scratch)
+                remove_leftovers(self.target)
                 # Before the manifest makes it a checkpoint, and before any older one is removed.
                 self._read_back()
                 # In this thread: a slow store may take as long for them as several training steps.
-                self._write_plain_items()
-                write_manifest(self.scratch, self.items, self.parameter_shapes)
-                # A damaged checkpoint of this step, which training has reached again.
-                if self.target.exists():
-                    remove(self.target)
-                self.scratch.rename(self.target)
-                sync(self.target.parent)  # the name, before an older checkpoint is removed for it
+                records |= self._write_plain_items()
+                if self.before is not None:
+                    self.before()
+                publish(self.target, manifest(self.items, records, self.parameter_shapes))
                 if self.after is not None:
                     self.after(self.target)
             self.seconds = time.monotonic() - self.begun
         except BaseException as error:
             self.error = error
             if jax.process_index() == 0:
-                shutil.rmtree(self.scratch, ignore_errors=True)  # the disk may be full
+                with contextlib.suppress(Exception):  # the disk may be full, the store away
+                    clear(self.scratch)
         finally:
             self._close()
 
-    def _write_plain_items(self) -> None:
-        """Writes the items that are plain files: assets and data."""
-        shutil.copytree(self.assets, self.scratch / "assets")
+    def _write_plain_items(self) -> dict[str, dict[str, Any]]:
+        """Writes the items that are plain files, assets and data; returns their records."""
+        files = Files(self.scratch)
+        plain = {
+            f"assets/{path.relative_to(self.assets).as_posix()}": path.read_bytes()
+            for path in sorted(self.assets.rglob("*"))
+            if path.is_file()
+        }
         if self.data is not None:
-            (self.scratch / "data").mkdir()
-            (self.scratch / "data" / "data.json").write_text(self.data, encoding="utf-8")
+            plain["data/data.json"] = self.data.encode()
+        for name, content in plain.items():
+            files.write(name, content)
+        return seal(self.scratch, list(plain))
 
     def _read_back(self) -> None:
         """Raises DamagedError unless the arrays on disk have the names and shapes of those that
@@ -178,14 +201,6 @@ class Saving:
     def _close(self) -> None:
         for checkpointer in self.checkpointers:
             checkpointer.close()
-
-
-def _remove_leftovers(target: Path, scratch: Path) -> None:
-    """Removes the folders that killed processes left of the run's other checkpoints."""
-    if target.parent.name == CHECKPOINTS and target.parent.is_dir():
-        for path in target.parent.iterdir():
-            if _LEFTOVER.fullmatch(path.name) and path != scratch:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,10 +236,43 @@ def _host_copy(value: Any) -> Any:
     return jnp.copy(value) if all(device.platform == "cpu" for device in devices) else value
 
 
-def remove(folder: Path) -> None:
-    """Deletes a checkpoint. A kill in the middle leaves no partial one under its name, because it
-    is renamed first."""
-    renamed = folder.with_name(folder.name + ".tmp-removed")
-    shutil.rmtree(renamed, ignore_errors=True)
-    folder.rename(renamed)
-    shutil.rmtree(renamed, ignore_errors=True)
+def seal_together(scratch: Path, number: int) -> dict[str, dict[str, Any]]:
+    """Has every process seal the files that it wrote; returns all records in process 0.
+
+    Args:
+      scratch: the folder that Orbax has written to, which all processes see.
+      number: of the save, alike in all processes.
+
+    Raises:
+      OSError: a process could not, or a file is missing.
+    """
+    own = [name for name in Files(scratch).names() if _writer(name) == jax.process_index()]
+    if jax.process_count() == 1:
+        return seal(scratch, own)
+    key = f"longstripe/sealed/{number}"
+    if jax.process_index() != 0:
+        try:
+            message = json.dumps({"records": seal(scratch, own)})
+        except Exception as error:
+            client().key_value_set(
+                f"{key}/{jax.process_index()}", json.dumps({"error": str(error)})
+            )
+            raise
+        client().key_value_set(f"{key}/{jax.process_index()}", message)
+        return {}
+    records = seal(scratch, own)
+    for process in range(1, jax.process_count()):
+        told = json.loads(client().blocking_key_value_get(f"{key}/{process}", WAIT_MILLISECONDS))
+        client().key_value_delete(f"{key}/{process}")
+        if "error" in told:
+            raise OSError(f"process {process}: {told['error']}")
+        records |= told["records"]
+    if missing := sorted(set(Files(scratch).names()) - set(records)):
+        raise OSError(f"{scratch / missing[0]}: seen by process 0 alone; all need the same folder")
+    return records
+
+
+def _writer(name: str) -> int:
+    """Returns the number of the process that wrote a file of Orbax's."""
+    match = _WRITER.search(name)
+    return int(match[1]) if match and int(match[1]) < jax.process_count() else 0

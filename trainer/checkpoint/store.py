@@ -33,15 +33,24 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from data.paths import new_folder, on_this_machine
-from data.within import read_json
+from data.paths import new_folder
+from data.within import parse_json
 from model.config import TransformerConfig
 from model.declarations import own_shapes
 from model.padding import fits
 from trainer.checkpoint.arrays import open_arrays, stored_shapes
-from trainer.checkpoint.manifest import MANIFEST, DamagedError, ForeignError, read_manifest, verify
-from trainer.checkpoint.saving import CHECKPOINTS, Contents, Saving, flatten, remove
-from trainer.run.cluster import first_then_others
+from trainer.checkpoint.commit import (
+    CHECKPOINTS,
+    MANIFEST,
+    Files,
+    located,
+    remove,
+    steps_in,
+)
+from trainer.checkpoint.fetch import MODEL, local_copy
+from trainer.checkpoint.manifest import DamagedError, ForeignError, read_manifest, verify
+from trainer.checkpoint.saving import Contents, Saving, flatten
+from trainer.run.cluster import exchange, first_then_others
 
 _STEP = re.compile(r"\d+")
 
@@ -80,21 +89,18 @@ class CheckpointStore:
         """
         if keep < 1:
             raise ValueError(f"keep: {keep} checkpoints; needs at least 1")
-        self.folder = Path(run_dir).absolute() / CHECKPOINTS
+        self.folder = located(run_dir) / CHECKPOINTS
         self.keep = keep
         self.protected: int | None = None  # a step whose checkpoint is kept whatever `keep` says
+        # Called by process 0 just before a checkpoint counts.
+        self.before: Callable[[], None] | None = None
         self._damaged: set[int] = set()
         self._saving: Saving | None = None
         self.save_seconds = 0.0  # that the last save took; 0 before the first
 
     def steps(self) -> list[int]:
         """The steps that have a folder, ascending, those of damaged checkpoints included."""
-        if not self.folder.is_dir():
-            return []
-        folders = (
-            path for path in self.folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()
-        )
-        return sorted(int(path.name) for path in folders)
+        return steps_in(self.folder)
 
     def steps_for_all(self) -> list[int]:
         """`steps` as process 0 sees them, in every process."""
@@ -127,6 +133,7 @@ class CheckpointStore:
             self.path(step),
             Contents(model, Path(assets), optimizer, data, shapes),
             after=self._retain,
+            before=self.before,
         )
 
     def wait(self) -> None:
@@ -163,21 +170,15 @@ class CheckpointStore:
           ValueError: there are checkpoints, and none is good.
         """
         self.wait()
-        step = _in_first_process(lambda: -1 if (newest := self._latest_good()) is None else newest)
-        return None if step == -1 else step
-
-    def _latest_good(self) -> int | None:
         problems: list[ValueError] = []
-        for step in reversed(self.steps()):
-            try:
-                verify(self.path(step))
-            except (DamagedError, ForeignError) as error:
-                self._damaged.add(step)
-                problems.append(error)
-            else:
-                for problem in problems:
-                    print(f"warning: {problem}; using the checkpoint before", file=sys.stderr)
+        for step in reversed(self.steps_for_all()):
+            problem = _problem_in_any(self.path(step))
+            if problem is None:
+                for found in problems if jax.process_index() == 0 else ():
+                    print(f"warning: {found}; using the checkpoint before", file=sys.stderr)
                 return step
+            self._damaged.add(step)
+            problems.append(problem)
         if problems and all(isinstance(problem, ForeignError) for problem in problems):
             raise problems[0]
         if problems:
@@ -192,7 +193,7 @@ class CheckpointStore:
     ) -> Restored:
         """Restores `step`, which `latest_good` has verified; arguments and errors as in the
         function `restore`."""
-        return restore(self.path(step), abstract_model, abstract_optimizer, verified=True)
+        return _restore(self.path(step), abstract_model, abstract_optimizer)
 
     def _retain(self, saved: Path) -> None:
         """Deletes the oldest good checkpoints beyond `keep`. Damaged ones are neither counted nor
@@ -226,13 +227,18 @@ def save_checkpoint(
     ).wait()
 
 
-def _in_first_process(work: Callable[[], int]) -> int:
-    """The integer that `work` returns in process 0, in every process.
-
-    Only one process reads the whole checkpoint: that is slow, and may take longer than a collective
-    waits.
-    """
-    return first_then_others(lambda message: work() if message is None else int(message), str)
+def _problem_in_any(folder: Path, items: Sequence[str] | None = None) -> ValueError | None:
+    """Returns what is wrong with a checkpoint, None if nothing; alike in all processes, each of
+    which reads its share of it."""
+    problem: ValueError | None = None
+    try:
+        verify(folder, items, share=(jax.process_index(), jax.process_count()))
+    except (DamagedError, ForeignError) as error:
+        problem = error
+    for kind, text in exchange([type(problem).__name__, str(problem)] if problem else ["", ""]):
+        if kind:
+            return DamagedError(text) if kind == "DamagedError" else ForeignError(text)
+    return None
 
 
 def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
@@ -247,12 +253,12 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
       ForeignError: the folder is neither; the message names what it is, if it is known.
       DamagedError: a verified file has changed.
     """
-    path = best_or_itself(on_this_machine(path).expanduser().absolute())
+    path = best_or_itself(local_copy(path).absolute())
     if not path.is_dir():
         raise ForeignError(f"{path}: no such folder")
     if (path / MANIFEST).exists():
-        if items:
-            _in_first_process(lambda: len(verify(path, items)))
+        if items and (problem := _problem_in_any(path, items)):
+            raise problem
         return path
     run = path.parent if path.name == CHECKPOINTS else path
     store = CheckpointStore(run)
@@ -303,9 +309,13 @@ def assets_dir(path: str | Path) -> Path:
 
 def read_data(path: str | Path) -> dict[str, Any] | None:
     """The item `data` of the checkpoint at `path`; None if it has none."""
-    folder = find_checkpoint(path)
-    file = folder / "data" / "data.json"
-    return read_json(file, folder) if file.exists() else None
+    return _data_of(find_checkpoint(path))
+
+
+def _data_of(folder: Path) -> dict[str, Any] | None:
+    if "data" not in read_manifest(folder)["items"]:
+        return None
+    return parse_json(Files(folder).read("data/data.json"))
 
 
 def restore(
@@ -330,7 +340,15 @@ def restore(
       ValueError: names the parameter whose name, shape or dtype differs.
     """
     items = ["model", "data", "assets", *(["optimizer"] if abstract_optimizer is not None else [])]
-    folder = find_checkpoint(path, [] if verified else items)
+    return _restore(
+        find_checkpoint(path, [] if verified else items), abstract_model, abstract_optimizer
+    )
+
+
+def _restore(
+    folder: Path, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None
+) -> Restored:
+    """`restore` of the verified checkpoint in a folder, here or in a bucket."""
     model = _restore_item(folder, "model", dict(abstract_model))
     optimizer = None
     if abstract_optimizer is not None:
@@ -338,7 +356,7 @@ def restore(
         structure = jax.tree_util.tree_structure(abstract_optimizer)
         optimizer = jax.tree_util.tree_unflatten(structure, list(flat.values()))
     step = int(folder.name) if _STEP.fullmatch(folder.name) else None
-    return Restored(step, model, optimizer, read_data(folder), folder / "assets")
+    return Restored(step, model, optimizer, _data_of(folder), folder / "assets")
 
 
 def restore_model(
@@ -402,7 +420,7 @@ def stored_average(path: str | Path) -> dict[str, tensorstore.TensorStore]:
     Raises:
       ForeignError: the checkpoint holds none; others as in `restore`.
     """
-    folder, mark = find_checkpoint(path), ".average."
+    folder, mark = find_checkpoint(local_copy(path, [*MODEL, "optimizer"])), ".average."
     arrays = stored_arrays(folder, "optimizer") if (folder / "optimizer").is_dir() else {}
     average = {name.partition(mark)[2]: array for name, array in arrays.items() if mark in name}
     if not average:

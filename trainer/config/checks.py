@@ -46,6 +46,9 @@ IN_STORES = (
     "data.held_out_path",
     "data.prepared",
     "compile_cache",
+    "run_dir",
+    "model.path",
+    "adapter.path",
 )
 TEXTS = ("samples.prompts",)
 

@@ -164,7 +164,7 @@ def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> 
     They apply to fields of CHANGED_DEFAULTS that neither the recipe nor a flag gives. Standard
     error says so.
     """
-    stored = _begun(config.folder)
+    stored = _begun(config)
     for field in CHANGED_DEFAULTS:
         default = operator.attrgetter(field)(config)
         value = _entry(stored, field)
@@ -172,7 +172,7 @@ def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> 
         if given or value in (None, default) or not isinstance(value, type(default)):
             continue
         print(
-            f"{config.folder}: keeps {field} {printable(str(value))}, with which it began; the "
+            f"{config.location}: keeps {field} {printable(str(value))}, with which it began; the "
             f"default is now {default}",
             file=sys.stderr,
             flush=True,
@@ -195,11 +195,18 @@ def _with_value(section: Any, names: list[str], value: Any) -> Any:
     return dataclasses.replace(section, **{names[0]: inner})
 
 
-def _begun(folder: pathlib.Path) -> dict[str, Any]:
+def _begun(config: RunConfig) -> dict[str, Any]:
     """The configuration in a run's folder, or in its first stage's; empty if unreadable.
 
     Opening the run reports why it cannot be read.
     """
+    if config.in_bucket:
+        from trainer.run.bucket import Bucket  # TensorStore, which most commands do without
+
+        content = Bucket(config.location).version("config.yaml").content or b""
+        written = parse(content.decode(errors="replace"), f"{config.location}/config.yaml")
+        return written if isinstance(written, dict) else {}
+    folder = config.folder
     for path in (folder / "stages" / "1" / "config.yaml", folder / "config.yaml"):
         try:
             written = parse(read_text(path, folder, MAX_BYTES), str(path))

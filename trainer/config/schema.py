@@ -6,7 +6,9 @@ A section whose values break one of its rules raises ValueError: `section.field:
 
 import dataclasses
 import datetime
+import hashlib
 import math
+import os
 import pathlib
 import re
 from typing import Any, Literal
@@ -14,6 +16,7 @@ from typing import Any, Literal
 from data.clean import CleanConfig
 from data.conversation import DEFAULT_TEMPLATE
 from data.lengths import with_lengths
+from data.paths import cache_folder
 from data.tokenizer import TEMPLATE_DATE
 from data.trajectories.options import TrajectoryConfig
 from model.adapter import AdapterConfig
@@ -671,7 +674,7 @@ class RunConfig:
     stages are trained in order, each from the previous one's parameters, and the same command
     continues in any of them."""
     run_dir: str | None = None
-    """Folder of the run; runs/NAME by default."""
+    """Folder of the run, here or in a bucket (gs://); runs/NAME by default."""
     compile_cache: str | None = None
     """Folder of compiled programs for the next start; $LONGSTRIPE_CACHE/xla or
     ~/.cache/longstripe/xla by default. All processes read it and the first one writes: on shared
@@ -690,13 +693,35 @@ class RunConfig:
             f"or {taken[-1]}",
         )
         require(
-            "://" not in (self.run_dir or ""),
+            "://" not in (self.run_dir or "")
+            or (self.in_bucket and not set("*?[\\") & set(self.location)),
             "run_dir",
             self.run_dir,
-            "a folder; one of a store can be mounted (gcsfuse, s3fs)",
+            "a folder, or gs://BUCKET/FOLDER without *, ?, [ and backslash; Orbax saves to no "
+            "other store, but to a mounted file system that renames folders (FSx, Filestore)",
+        )
+        require(
+            not (self.in_bucket and self.stages),
+            "stages",
+            f"{len(self.stages)} stages",
+            "a run_dir on a file system",
         )
 
     @property
+    def in_bucket(self) -> bool:
+        """Whether the run is kept in a bucket."""
+        return (self.run_dir or "").startswith("gs://")
+
+    @property
+    def location(self) -> str:
+        """Where the run is kept, as other commands and messages name it."""
+        return (self.run_dir or "").rstrip("/") if self.in_bucket else str(self.folder)
+
+    @property
     def folder(self) -> pathlib.Path:
-        """The run's folder."""
+        """The run's folder; of one in a bucket the folder that has its small files while this
+        process runs."""
+        if self.in_bucket:
+            name = hashlib.sha256(self.location.encode()).hexdigest()[:20]
+            return cache_folder("runs") / f"{name}-{os.getpid()}"
         return pathlib.Path(self.run_dir or f"runs/{self.name}").expanduser()

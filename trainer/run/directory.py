@@ -36,12 +36,16 @@ from typing import Any, NamedTuple
 from data.errors import UserError
 from data.paths import checkpoint_path
 from data.within import check_within, read_text
+from trainer.checkpoint.commit import located, steps_in
 from trainer.config import load as configuration
 from trainer.config.fields import SECTIONS
 from trainer.config.schema import RunConfig, SourceConfig
 from trainer.config.yaml_text import MAX_BYTES, InvalidYAML, parse
+from trainer.run.bucket import Bucket
+from trainer.run.lease import LOCK, Lease, leased, require_unused
 from trainer.run.lock import held, require_free
 from trainer.run.logs import Written, cut_back, replace_file
+from trainer.run.mirror import Mirror, mirrored
 
 # Sections and fields that may change when a run continues.
 PLACEMENT = (
@@ -74,15 +78,45 @@ PLACEMENT = (
 
 EARLIER_STAGES = "stages"  # folder of earlier stages' runs
 _NOTHING = "(nothing)"
+_TRIAL = "lock-trial"  # a file that is written to a bucket and deleted, to see whether one may
 # A network file system remembers a missing file for a while (NFS for up to 60 seconds).
 VISIBLE_SECONDS = 90
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
-    """The paths of one run's folder."""
+    """The paths of one run's folder; of a run in a bucket those of its small files while this
+    process runs.
+
+    Attributes:
+      location: where the run is kept, as messages name it; the folder unless given.
+      mirror: copies the small files to and from a bucket; None for a run on a disk.
+      lease: of a run in a bucket that this process trains.
+    """
 
     folder: pathlib.Path
+    location: str = ""
+    mirror: Mirror | None = None
+    lease: Lease | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "RunDirectory":
+        """Returns the paths of a configuration's run."""
+        if not config.in_bucket:
+            return cls(config.folder)
+        mirror = Mirror(Bucket(config.location), config.folder)
+        return cls(config.folder, config.location, mirror)
+
+    def __str__(self) -> str:
+        return self.location or str(self.folder)
+
+    def before_checkpoint(self) -> None:
+        """Makes sure that a checkpoint may be added to the run, and that the bucket has its logs up
+        to here."""
+        if self.lease is not None:
+            self.lease.require()
+        if self.mirror is not None:
+            self.mirror.push()
 
     @property
     def config(self) -> pathlib.Path:
@@ -189,19 +223,24 @@ def check_run(
       UserError: the folder holds another run or foreign files, cannot be written to, or another
         process is training there.
     """
-    run = RunDirectory(config.folder)
-    checkpoint_path(run.folder, "run_dir")
+    run = RunDirectory.of(config)
+    if run.mirror is not None:
+        run.mirror.pull("" if process_zero else run.config.name)
+    else:
+        checkpoint_path(run.folder, "run_dir")
     if run.folder.exists() and not run.folder.is_dir():
         raise UserError(f"{run.folder}: is a file; give another --run_dir")
     if process_zero:
         _require_writable(run)
     if run.config.exists():
         _require_same(run, config, steps_known)
-        if process_zero:
+        if process_zero and run.mirror is not None:
+            require_unused(run.mirror.bucket)
+        elif process_zero:
             require_free(run.lock)
     elif process_zero and _foreign_files(config):
         raise UserError(
-            f"{run.folder}: holds files but no config.yaml, so it is not a run; give another "
+            f"{run}: holds files but no config.yaml, so it is not a run; give another "
             "--run_dir, or delete it"
         )
     return run
@@ -224,6 +263,9 @@ def open_run(
       UserError: as `check_run`; the folder cannot be written; or the processes do not share its
         storage.
     """
+    if config.in_bucket:
+        run = RunDirectory.of(config)
+        return _open_in_bucket(run, config, lock) if process_zero else run
     run = check_run(config, process_zero)
     if process_zero:
         try:
@@ -250,8 +292,29 @@ def open_run(
     return run
 
 
+def _open_in_bucket(
+    run: RunDirectory, config: RunConfig, lock: contextlib.ExitStack | None
+) -> RunDirectory:
+    """`open_run` in process 0 for a run in a bucket; others need no file of it but checkpoints."""
+    assert run.mirror is not None
+    with contextlib.ExitStack() as own:
+        held_until = own if lock is None else lock
+        lease = held_until.enter_context(leased(run.mirror.bucket))
+        run.mirror.pull()  # another process may have trained since `check_run`
+        if run.config.exists():
+            _require_same(run, config, steps_known=True)
+        replace_file(run.config, configuration.dump(config).encode())
+        run.mirror.push()
+        held_until.enter_context(mirrored(run.mirror))
+        return dataclasses.replace(run, lease=lease)
+
+
 def _require_writable(run: RunDirectory) -> None:
     """Raises UserError unless the run's folder, or its nearest existing parent, is writable."""
+    if run.mirror is not None:
+        run.mirror.bucket.write(_TRIAL, b"")
+        run.mirror.bucket.write(_TRIAL, None)
+        return
     folder = next(path for path in (run.folder, *run.folder.absolute().parents) if path.exists())
     try:
         for path in (folder, *(path for path in (run.checkpoints, run.assets) if path.is_dir())):
@@ -260,14 +323,36 @@ def _require_writable(run: RunDirectory) -> None:
             if os.path.lexists(path):
                 check_within(run.folder, path)
                 path.open("ab").close()
+        path = folder
+        _try_to_rename(folder)
     except OSError as error:
         raise UserError(
             f"{path}: cannot write there ({error.strerror}); give another --run_dir"
         ) from error
 
 
+def _try_to_rename(folder: pathlib.Path) -> None:
+    """Raises UserError if a folder with another one in it cannot be renamed, by which a checkpoint
+    comes to count."""
+    with tempfile.TemporaryDirectory(prefix=".trial-", suffix=".tmp", dir=folder) as trial:
+        written = pathlib.Path(trial) / "checkpoint.tmp"
+        (written / "model").mkdir(parents=True)
+        (written / "model" / "file").write_bytes(b"")
+        try:
+            written.rename(written.with_suffix(""))
+        except OSError as error:
+            raise UserError(
+                f"{folder}: a folder cannot be renamed there ({error.strerror}), by which a "
+                "checkpoint comes to count; instead of a mounted bucket --run_dir "
+                "gs://BUCKET/FOLDER would work, or one with a hierarchical namespace"
+            ) from error
+
+
 def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
     """The files in a run's folder that no unfinished start of this run can have made."""
+    if config.in_bucket:
+        names = Bucket(config.location).names()
+        return [pathlib.Path(name) for name in names if name != LOCK]
     # Both may be in the run's folder.
     kept = [
         pathlib.Path(path).expanduser().resolve()
@@ -297,7 +382,7 @@ def _require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> No
     except (OSError, InvalidYAML, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(
             f"{run.config}: cannot be read as a run's configuration ({error}); give another "
-            f"--run_dir, or delete {run.folder}"
+            f"--run_dir, or delete {run}"
         ) from error
     new_fields = identity(config)
     if not steps_known:
@@ -309,7 +394,7 @@ def _require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> No
         if old != new:
             difference = _first_difference(_Difference(name, old, new))
             raise UserError(
-                f"{run.folder}: another run is in this folder: {difference.name} is "
+                f"{run}: another run is in this folder: {difference.name} is "
                 f"{difference.old!r} there and {difference.new!r} now; "
                 f"{_ways_out(run, difference.name)}"
             )
@@ -321,11 +406,14 @@ def _is_longer(
     """Returns whether `config` only changes the run's length, without affecting finished steps."""
     if {**old, "train.steps": 0} != {**new, "train.steps": 0}:
         return False
-    finished = max(
-        (int(path.name) for path in run.checkpoints.glob("*") if path.name.isdigit()), default=0
-    )
+    finished = max(_steps(run), default=0)
     stable = min(config.optimizer.stable_steps(fields["train.steps"]) for fields in (old, new))
     return stable > 0 and finished <= stable
+
+
+def _steps(run: RunDirectory) -> list[int]:
+    """The steps that the run has checkpoints of."""
+    return steps_in(located(str(run)) / run.checkpoints.name)
 
 
 class _Difference(NamedTuple):
@@ -354,11 +442,11 @@ def _first_difference(whole: _Difference) -> _Difference:
 
 def _ways_out(run: RunDirectory, field: str) -> str:
     """Advice for a folder whose run differs in `field`; never deletes a trained model."""
-    if not run.checkpoints.is_dir():
-        return f"give another --run_dir, or delete {run.folder}"
+    if not (_steps(run) or run.checkpoints.is_dir()):
+        return f"give another --run_dir, or delete {run}"
     if field == "train.steps":
         return (
-            f"--model.path {run.folder} --run_dir NEW starts from its trained weights, with new "
+            f"--model.path {run} --run_dir NEW starts from its trained weights, with new "
             "moments; a run can be extended with optimizer.schedule constant, or wsd before it "
             "decays"
         )

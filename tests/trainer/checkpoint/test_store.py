@@ -22,6 +22,7 @@ from data.errors import UserError
 from tests.soak.slow_store import slow_store
 from trainer.checkpoint import manifest
 from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.commit import MANIFEST, Files
 from trainer.checkpoint.manifest import DamagedError, ForeignError
 from trainer.checkpoint.store import (
     CheckpointStore,
@@ -203,8 +204,13 @@ def test_every_file_and_folder_of_a_checkpoint_is_durable_before_it_counts(
 @pytest.fixture
 def read(monkeypatch):
     """The files that are compared with the manifest, one for each time."""
-    paths, digest = [], manifest._digest
-    monkeypatch.setattr(manifest, "_digest", lambda path: paths.append(path) or digest(path))
+    paths, record = [], Files.record
+
+    def recording(files, name, *size):
+        paths.append(files.folder / name)
+        return record(files, name, *size)
+
+    monkeypatch.setattr(Files, "record", recording)
     return paths
 
 
@@ -222,15 +228,25 @@ def test_every_file_is_compared_once(run, read, use):
         )
 
 
-def test_one_process_compares_for_all(run, read, monkeypatch):
-    """Process 1 reads no file: it believes what process 0 says."""
-    told = "20"
-    monkeypatch.setattr(checkpoint, "first_then_others", lambda work, tell: work(told))
-    assert find_checkpoint(run) == run / "checkpoints/20"
-    assert find_checkpoint(run / "checkpoints/10", ["model"]) == run / "checkpoints/10"
-    told = "-1"
-    assert CheckpointStore(run).latest_good() is None
-    assert not read
+def test_each_process_compares_a_share_and_all_believe_each_other(run, read, monkeypatch):
+    newest, shares = run / "checkpoints/20", []
+    told = ["", ""]
+    monkeypatch.setattr(checkpoint, "exchange", lambda found: [["", ""], told, found])
+    monkeypatch.setattr(checkpoint, "first_then_others", lambda work, tell: work("[10, 20]"))
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    for number in range(3):
+        monkeypatch.setattr(jax, "process_index", lambda number=number: number)
+        read.clear()
+        assert find_checkpoint(run) == newest
+        shares.append(set(read))
+    listed = {newest / name for name in manifest.read_manifest(newest)["files"]}
+    assert shares[0] | shares[1] | shares[2] == listed
+    assert sum(map(len, shares)) == len(listed), "no file twice"
+    told[:] = ["DamagedError", "model/d/1 is damaged"]
+    with pytest.raises(ValueError, match=r"every checkpoint is damaged \(newest: model/d/1 is"):
+        CheckpointStore(run).latest_good()
+    with pytest.raises(DamagedError, match="model/d/1 is damaged"):
+        find_checkpoint(newest, ["model"])
 
 
 def test_all_processes_go_by_the_steps_that_the_first_sees(tmp_path, run, monkeypatch):
@@ -395,7 +411,7 @@ def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
     def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("trainer.checkpoint.saving.write_manifest", full)
+    monkeypatch.setattr("trainer.checkpoint.saving.publish", full)
     store.save(1, model=placed((2, 4), values()), assets=assets)
     with pytest.raises(OSError, match=r"saving checkpoint .* No space left"):
         store.wait()
@@ -428,7 +444,9 @@ def test_a_save_that_cannot_be_read_back_neither_counts_nor_removes_older_ones(
 def test_a_checkpoint_that_was_sealed_without_its_index_is_told_in_one_line(run, use):
     newest = run / "checkpoints/20"
     (newest / "model/manifest.ocdbt").unlink()
-    manifest.write_manifest(newest, ["assets", "data", "model", "optimizer"])
+    files = Files(newest)
+    items = ["assets", "data", "model", "optimizer"]
+    files.write(MANIFEST, manifest.manifest(items, manifest.seal(newest, files.names())))
     with pytest.raises(
         DamagedError, match=r"checkpoints/20: .* no index of the arrays of model.* would work"
     ):

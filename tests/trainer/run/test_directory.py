@@ -3,8 +3,10 @@ back."""
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import pathlib
 import re
 
 import pytest
@@ -384,3 +386,18 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(config):
     run.metrics.mkdir()
     with pytest.raises(UserError, match=rf"^{run.metrics}: cannot write there \(Is a directory\)"):
         check_run(config)
+
+
+def test_a_file_system_that_renames_no_folders_is_refused_before_the_work(tmp_path, monkeypatch):
+    """A flat bucket mounted by gcsfuse: files and empty folders can be renamed there."""
+    rename = pathlib.Path.rename
+
+    def flat(path, target):
+        if path.is_dir() and any(path.iterdir()):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return rename(path, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", flat)
+    with pytest.raises(UserError, match=f"{tmp_path}: a folder cannot be renamed there .*gs://"):
+        check_run(RunConfig(run_dir=str(tmp_path / "run")))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,103 @@
+"""Tests of trainer/checkpoint/commit.py in a bucket: a checkpoint counts when its manifest is
+there, and not before."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from data.errors import UserError
+from trainer.checkpoint.fetch import local_copy
+from trainer.checkpoint.manifest import ForeignError
+from trainer.checkpoint.store import CheckpointStore, restore_model, stored_parameters
+
+RUN = "gs://bucket/runs/mine"
+
+
+def save(store, step):
+    model = {"w": jnp.full((8, 4), step, jnp.float32)}
+    store.save(step, model=model, optimizer={"mu": model}, data={"step": step}, assets=store.assets)
+    store.wait()
+
+
+@pytest.fixture
+def store(gcs, tmp_path):
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets/config.json").write_text("{}")
+    made = CheckpointStore(RUN, keep=2)
+    made.assets = tmp_path / "assets"
+    return made
+
+
+def test_saved_restored_and_the_oldest_removed(gcs, store):
+    for step in (1, 2, 3):
+        save(store, step)
+    assert CheckpointStore(RUN).steps() == [2, 3] and store.latest_good() == 3
+    assert not [name for name in gcs.store.names() if "/1/" in name], "nothing is left of it"
+    abstract = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    restored = store.restore(3, abstract, {"mu": abstract})
+    assert restored.step == 3 and restored.data == {"step": 3}
+    for array in (restored.model["w"], restored.optimizer["mu"]["w"]):
+        assert (np.asarray(array) == 3).all()
+
+
+def test_before_its_manifest_nothing_counts_and_the_next_save_removes_it(gcs, store):
+    save(store, 1)
+
+    def refused(method, path):
+        return 403 if method == "POST" and saving else None
+
+    saving, gcs.store.refused = True, refused
+    store.before = lambda: None
+    with pytest.raises((OSError, UserError)):
+        save(store, 2)
+    saving = False
+    save(store, 3)
+    gcs.store.objects["bucket", "runs/mine/checkpoints/4/model/d/left"] = b"by a kill", 1
+    assert CheckpointStore(RUN).steps() == [1, 3]
+    save(store, 5)
+    assert not [name for name in gcs.store.names() if "/4/" in name or "/2/" in name]
+
+
+def test_who_has_lost_the_lock_saves_nothing(store):
+    def lost():
+        raise UserError("another process has taken the lock")
+
+    store.before = lost
+    with pytest.raises(OSError, match="another process has taken the lock"):
+        save(store, 1)
+    assert store.steps() == []
+
+
+def test_a_changed_object_is_found_and_the_checkpoint_before_used(gcs, store, capsys):
+    save(store, 1)
+    save(store, 2)
+    key = next(key for key in gcs.store.objects if "/2/model/ocdbt.process_0/d/" in key[1])
+    content, generation = gcs.store.objects[key]
+    gcs.store.objects[key] = content[:-1] + bytes([content[-1] ^ 1]), generation
+    assert store.latest_good() == 1
+    assert "/2: model/ocdbt.process_0/d/" in capsys.readouterr().err
+
+
+def test_commands_read_a_copy_that_has_no_moments(gcs, store, capsys):
+    save(store, 1)
+    save(store, 2)
+    for path in (RUN, f"{RUN}/checkpoints", f"{RUN}/checkpoints/2"):
+        assert (restore_model(path)["w"] == 2).all()
+        assert (np.asarray(stored_parameters(path)["w"]) == 2).all()
+    copy = local_copy(RUN)
+    assert copy.is_dir() and not (copy / "optimizer").exists()
+    assert capsys.readouterr().err.count("downloading gs://bucket/runs/mine/checkpoints/2") == 1
+    assert json.loads((copy / "assets/config.json").read_text()) == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("gs://bucket/other", "no manifest.json"), (f"{RUN}/best", "measured no best checkpoint")],
+)
+def test_a_folder_without_a_checkpoint_is_told(store, path, words):
+    save(store, 1)
+    with pytest.raises(ForeignError, match=f"{path}: .*{words}"):
+        local_copy(path)

@@ -1,0 +1,115 @@
+"""Tests of trainer/run/mirror.py: what a run's folder holds is what the bucket gives back, after a
+kill at any moment."""
+
+import json
+import shutil
+
+import pytest
+
+from trainer.run import mirror as mirrors
+from trainer.run.bucket import Bucket
+from trainer.run.mirror import Mirror, mirrored
+
+
+@pytest.fixture
+def mirror(gcs, tmp_path):
+    made = Mirror(Bucket("gs://bucket/run"), tmp_path / "here")
+    made.pull()
+    return made
+
+
+def line(step):
+    return json.dumps({"step": step}) + "\n"
+
+
+def log(folder, steps, mode="a"):
+    with open(folder / "metrics.jsonl", mode, encoding="utf-8") as file:
+        file.writelines(line(step) for step in steps)
+
+
+def elsewhere(tmp_path):
+    """What another machine finds."""
+    other = Mirror(Bucket("gs://bucket/run"), tmp_path / "elsewhere")
+    other.pull()
+    return other
+
+
+def test_logs_are_appended_and_other_files_replaced(gcs, mirror, tmp_path):
+    (mirror.folder / "config.yaml").write_text("one")
+    (mirror.folder / "tensorboard").mkdir()
+    (mirror.folder / "tensorboard/events").write_bytes(b"\0\1")
+    log(mirror.folder, [1, 2])
+    mirror.push()
+    (mirror.folder / "config.yaml").write_text("another")
+    log(mirror.folder, [3])
+    mirror.push()
+    mirror.push()
+    parts = [name for name in gcs.store.names() if "metrics" in name]
+    assert parts == [
+        "run/metrics.jsonl/000000-000000000000000",
+        f"run/metrics.jsonl/000000-{2 * len(line(1)):015}",
+    ]
+    assert gcs.store.objects["bucket", parts[1]][0] == line(3).encode(), "the new line alone"
+    found = elsewhere(tmp_path).folder
+    assert (found / "metrics.jsonl").read_text() == line(1) + line(2) + line(3)
+    assert (found / "config.yaml").read_text() == "another"
+    assert (found / "tensorboard/events").read_bytes() == b"\0\1"
+
+
+@pytest.mark.parametrize("pushed", [True, False])
+def test_a_log_that_is_cut_back_is_cut_back_there(gcs, mirror, tmp_path, pushed):
+    """Also if it has grown again beyond what the bucket has."""
+    for step in (1, 2, 4):
+        log(mirror.folder, [step])
+        mirror.push()
+    other = elsewhere(tmp_path)
+    other.push()
+    log(other.folder, [1, 2], mode="w")  # as a restart from step 2 leaves it
+    if pushed:
+        other.push()
+    log(other.folder, [3, 44, 5])
+    other.push()
+    log(other.folder, [6])
+    other.push()
+    shutil.rmtree(other.folder)
+    found = (elsewhere(tmp_path).folder / "metrics.jsonl").read_text()
+    assert found == "".join(map(line, (1, 2, 3, 44, 5, 6)))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_a_kill_while_parts_are_joined_loses_nothing(gcs, mirror, tmp_path, monkeypatch, kept):
+    for step in (1, 2, 3):
+        log(mirror.folder, [step])
+        mirror.push()
+    monkeypatch.setattr(mirrors, "MOST_PARTS", 2)
+    other, deletes = elsewhere(tmp_path), []
+
+    def refused(method, path):
+        if method == "DELETE":
+            deletes.append(path)
+            return 403 if len(deletes) > kept else None
+        return None
+
+    gcs.store.refused = refused
+    log(other.folder, [4])
+    if kept < 3:
+        with pytest.raises(Exception, match="PERMISSION"):
+            other.push()
+    else:
+        other.push()
+    assert (elsewhere(tmp_path).folder / "metrics.jsonl").read_text() == "".join(
+        map(line, (1, 2, 3, 4))
+    )
+
+
+def test_checkpoints_and_the_lock_stay_in_the_bucket(gcs, mirror, tmp_path):
+    for name in ("checkpoints/7/manifest.json", "lock", "config.yaml"):
+        mirror.bucket.write(name, b"x")
+    assert [path.name for path in elsewhere(tmp_path).folder.iterdir()] == ["config.yaml"]
+
+
+def test_the_end_copies_what_is_left_and_removes_the_folder(gcs, mirror):
+    with mirrored(mirror):
+        log(mirror.folder, [1])
+    assert mirror.bucket.read("metrics.jsonl/000000-000000000000000") == line(1).encode()
+    assert not mirror.folder.exists()

@@ -1,0 +1,96 @@
+"""A run in a bucket is the run on a disk: trained, killed, resumed elsewhere, refused to a second
+start, exported."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from safetensors.numpy import load_file
+
+from scripts import export_hf, run_status
+from tests import small_run
+from trainer.run.bucket import Bucket
+from trainer.run.mirror import logs_and_others
+
+RUN = "gs://bucket/runs/mine"
+FLAGS = ("--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.simulate", "2", *small_run.DENSE)
+
+
+def logs(name):
+    bucket = Bucket(RUN)
+    names = [name for name in bucket.names() if not name.startswith("checkpoints/")]
+    found, _ = logs_and_others(bucket.read_all(names))
+    return [json.loads(line) for line in found[name][1].splitlines()]
+
+
+def repeats(row):
+    """What a row says that does not depend on the clock."""
+    return {
+        name: row[name] for name in ("step", "loss_nats_per_target", "grad_norm", "tokens_seen")
+    }
+
+
+@pytest.mark.slow
+def test_trained_killed_resumed_and_exported_as_on_a_disk(gcs, small_recipe, repository, tmp_path):
+    def start(run, log):
+        return small_run.start(repository, small_recipe, run, *FLAGS, log=tmp_path / log)
+
+    def finished(process, log):
+        assert process.wait(300) == 0, (tmp_path / log).read_text()
+        return (tmp_path / log).read_text()
+
+    finished(start(tmp_path / "disk", "disk.log"), "disk.log")
+    first = start(RUN, "first.log")
+    patience = time.monotonic() + 200
+    while "runs/mine/checkpoints/14/manifest.json" not in gcs.store.names():
+        assert first.poll() is None and time.monotonic() < patience, (
+            tmp_path / "first.log"
+        ).read_text()
+        time.sleep(0.02)
+    first.send_signal(signal.SIGSTOP)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    # Two at once: the one that is slower finds the lock renewed.
+    both = {log: start(RUN, log) for log in ("second.log", "third.log")}
+    codes = {log: process.wait(400) for log, process in both.items()}
+    said = {log: (tmp_path / log).read_text() for log in both}
+    assert sorted(codes.values()) in ([0, os.EX_TEMPFAIL], [0, 0]), said
+    winner = next(log for log in both if codes[log] == 0 and "going on from step" in said[log])
+    assert f"({RUN}/checkpoints/" in said[winner]
+    for log in both:
+        assert codes[log] == 0 or "is training there since" in said[log]
+    disk = small_run.rows(tmp_path / "disk/metrics.jsonl")
+    assert [repeats(row) for row in logs("metrics.jsonl")] == [repeats(row) for row in disk]
+    assert logs("held_out.jsonl") == small_run.rows(tmp_path / "disk/held_out.jsonl")
+    assert "lock" not in Bucket(RUN).names()
+    for run, output in ((RUN, "of_bucket"), (tmp_path / "disk", "of_disk")):
+        assert export_hf.main([str(run), str(tmp_path / output)]) == 0
+    of_bucket, of_disk = (
+        load_file(tmp_path / output / "model.safetensors") for output in ("of_bucket", "of_disk")
+    )
+    assert of_bucket.keys() == of_disk.keys()
+    assert all((of_bucket[name] == of_disk[name]).all() for name in of_disk)
+    status = run_status.read_status(RUN)
+    assert status.checkpoint == small_run.STEPS and status.metrics["step"] == small_run.STEPS
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--run_dir", "s3://bucket/run"], "run_dir: found 's3://bucket/run'"),
+        (["--run_dir", "gs://bucket/a*b"], "without *, ?"),
+        (["--run_dir", "gs://bucket/foreign"], "holds files but no config.yaml"),
+    ],
+)
+def test_a_folder_that_cannot_hold_the_run_is_told_in_one_line(
+    gcs, small_recipe, capfd, tmp_path, monkeypatch, flags, words
+):
+    import train
+
+    monkeypatch.chdir(tmp_path)
+    gcs.store.objects["bucket", "foreign/notes.txt"] = b"another's", 1
+    assert train.main(["--config", str(small_recipe), *flags]) == 2
+    said = capfd.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("error: ")] == said[-1:] and words in said[-1]

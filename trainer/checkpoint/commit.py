@@ -1,0 +1,178 @@
+"""How a checkpoint comes to count: by a rename on a disk; in a bucket, where nothing can be
+renamed, by its manifest.
+
+A run in a bucket differs from one on a disk here, in its lock (`trainer.run.lease` instead of
+`trainer.run.lock`) and in its small files, which are written to a folder of this machine either way
+and then copied (`trainer.run.mirror`).
+
+Either way a process that is killed at any moment leaves nothing that a reader takes for a
+checkpoint, and the manifest, which lists all other files, is written last. Folders are
+`pathlib.Path`s, or in a bucket `epath.Path`s, which Orbax takes too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from data.folders import sync
+from data.within import MAX_JSON_BYTES, check_tree, check_within, read_bytes
+from trainer.run.bucket import Bucket, in_bucket
+
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"
+DATA_FILE_BYTES = 1 << 28  # of a file of arrays in a bucket, which is read whole to be verified
+_STEP = re.compile(r"\d+")
+# Folders of saves and removals that were killed.
+_LEFTOVER = re.compile(r"\d+\.tmp(-removed)?")
+
+
+def located(path: str | Path) -> Path:
+    """Returns the absolute path of a folder here or in a bucket."""
+    return epath.Path(path) if in_bucket(path) else Path(path).absolute()
+
+
+class Files:
+    """The files of a checkpoint's folder, by their names within it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bucket = Bucket(str(folder)) if in_bucket(folder) else None
+
+    def names(self) -> list[str]:
+        """Returns the names of all files but the manifest, sorted."""
+        if self.bucket is not None:
+            names = self.bucket.names()
+        else:
+            files = (path for path in self.folder.rglob("*") if path.is_file())
+            names = sorted(path.relative_to(self.folder).as_posix() for path in files)
+        return [name for name in names if name != MANIFEST]
+
+    def read(self, name: str) -> bytes:
+        """Returns the content of a small file.
+
+        Raises:
+          FileNotFoundError, NotADirectoryError: it is not there.
+          UserError: a link leads out of the folder.
+        """
+        if self.bucket is not None:
+            return self.bucket.read(name)
+        return read_bytes(self.folder / name, self.folder, MAX_JSON_BYTES)
+
+    def check(self) -> None:
+        """Raises UserError if a link of the folder leads out of it."""
+        if self.bucket is None:
+            check_tree(self.folder)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file, durably."""
+        if self.bucket is not None:
+            self.bucket.write(name, content)
+            return
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        sync(path)
+
+    def seal(self, name: str) -> dict[str, Any]:
+        """Makes a file durable and returns its `record`."""
+        if self.bucket is None:
+            sync(self.folder / name)
+        return self.record(name)
+
+    def record(self, name: str, expected: int | None = None) -> dict[str, Any]:
+        """Returns a file's `size` and `sha256`, from reading it; the digest is "" where the size is
+        not the expected one.
+
+        Raises:
+          OSError: it is not there, or cannot be read.
+        """
+        if self.bucket is not None:
+            content = self.bucket.read(name)  # at most DATA_FILE_BYTES
+            return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        check_within(self.folder, self.folder / name)
+        size = (self.folder / name).stat().st_size
+        if expected not in (None, size):
+            return {"size": size, "sha256": ""}
+        with (self.folder / name).open("rb") as file:
+            return {"size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+    def make_folders_durable(self) -> None:
+        """Makes the names of all files durable."""
+        if self.bucket is None:
+            for path in [*(p for p in self.folder.rglob("*") if p.is_dir()), self.folder]:
+                sync(path)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Returns the steps that have a checkpoint in RUN/checkpoints, ascending; on a disk also those
+    that lost their manifest."""
+    if in_bucket(folder):
+        names = (name.split("/") for name in Bucket(str(folder)).names())
+        found = (parts[0] for parts in names if parts[1:] == [MANIFEST])
+    else:
+        paths = folder.iterdir() if folder.is_dir() else ()
+        found = (path.name for path in paths if path.is_dir())
+    return sorted(int(name) for name in found if _STEP.fullmatch(name))
+
+
+def scratch_of(target: Path) -> Path:
+    """Returns the folder that a checkpoint is written to: TARGET.tmp, or in a bucket the target
+    itself."""
+    return target if in_bucket(target) else target.with_name(target.name + ".tmp")
+
+
+def clear(scratch: Path) -> None:
+    """Removes what an attempt that was killed, or a damaged checkpoint in a bucket, left where one
+    is to be written."""
+    if in_bucket(scratch):
+        remove(scratch)
+    else:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Removes what killed processes left of the run's other checkpoints."""
+    if target.parent.name != CHECKPOINTS:
+        return
+    if in_bucket(target):
+        bucket = Bucket(str(target.parent))
+        folders = {name.partition("/")[0] for name in bucket.names()} - {target.name}
+        for name in folders - {str(step) for step in steps_in(target.parent)}:
+            if _STEP.fullmatch(name):
+                bucket.remove(f"{name}/")
+    elif target.parent.is_dir():
+        for path in target.parent.iterdir():
+            if _LEFTOVER.fullmatch(path.name) and path != scratch_of(target):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(target: Path, manifest: bytes) -> None:
+    """Makes what was written to the target's scratch folder a checkpoint."""
+    scratch = scratch_of(target)
+    files = Files(scratch)
+    files.write(MANIFEST, manifest)
+    if in_bucket(target):
+        return
+    files.make_folders_durable()
+    if target.exists():  # a damaged checkpoint of this step, which training has reached again
+        remove(target)
+    scratch.rename(target)
+    sync(target.parent)  # the name, before an older checkpoint is removed for it
+
+
+def remove(folder: Path) -> None:
+    """Deletes a checkpoint. A kill in the middle leaves no partial one that counts."""
+    if in_bucket(folder):
+        Bucket(str(folder)).write(MANIFEST, None)
+        Bucket(str(folder.parent)).remove(f"{folder.name}/")
+        return
+    renamed = folder.with_name(folder.name + ".tmp-removed")
+    shutil.rmtree(renamed, ignore_errors=True)
+    folder.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)

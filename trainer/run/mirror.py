@@ -1,0 +1,149 @@
+"""The small files of a run in a bucket: kept on this machine while it trains, and copied to the
+bucket as they change.
+
+Logs, NAME.jsonl, are kept there as parts, NAME.jsonl/SERIES-OFFSET, each with the lines from that
+byte on, since an object cannot be appended to. The first part of a series is the whole log of its
+time, so that earlier series do not count: a start that cuts a log back, or finds many parts, begins
+another series. All other files are copied whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from data.errors import UserError
+from trainer.run.bucket import Bucket
+
+PUSH_SECONDS = 30.0  # between copies; another is made before each checkpoint, and at the end
+MOST_PARTS = 100  # of a log, from which on the next start makes one of them
+_LOG = ".jsonl"
+# What is not mirrored: checkpoints, which are written to the bucket itself, and the lock.
+_APART = ("checkpoints/", "lock")
+
+
+@dataclass
+class _Log:
+    """What the bucket holds of a log: its newest series, how many bytes that has, their digest, and
+    the parts."""
+
+    series: int = 0
+    size: int = 0
+    digest: bytes = hashlib.sha256().digest()
+    parts: tuple[str, ...] = ()
+
+
+class Mirror:
+    """A run's small files, in a folder of this machine and in a bucket."""
+
+    def __init__(self, bucket: Bucket, folder: Path) -> None:
+        self.bucket, self.folder = bucket, folder
+        self._logs: dict[str, _Log] = {}
+        self._copied: dict[str, tuple[int, int]] = {}  # size and time of each other file
+        self._writing = threading.Lock()
+
+    def pull(self, only: str = "") -> None:
+        """Replaces the local folder by what the bucket holds, or by one file of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self._logs, self._copied = {}, {}
+        names = [name for name in self.bucket.names(only) if not name.startswith(_APART)]
+        logs, others = logs_and_others(self.bucket.read_all(names))
+        for name, content in others.items():
+            _write(self.folder / name, content)
+            self._copied[name] = _state(self.folder / name)
+        for name, (series, content) in logs.items():
+            _write(self.folder / name, content)
+            parts = tuple(part for part in names if part.startswith(f"{name}/"))
+            self._logs[name] = _Log(series, len(content), _digest(content), parts)
+
+    def push(self) -> None:
+        """Copies to the bucket what has changed since the last call."""
+        with self._writing:
+            files = {
+                path.relative_to(self.folder).as_posix(): path
+                for path in sorted(self.folder.rglob("*"))
+                if path.is_file() and path.suffix != ".tmp"
+            }
+            for name, path in files.items():
+                if name.endswith(_LOG):
+                    self._push_log(name, path)
+                elif self._copied.get(name) != (state := _state(path)):
+                    self.bucket.write(name, path.read_bytes())
+                    self._copied[name] = state
+            for name in set(self._copied) - set(files):
+                self.bucket.write(name, None)
+                del self._copied[name]
+
+    def _push_log(self, name: str, path: Path) -> None:
+        """Writes the lines since the last push as a part, or the whole log as a new series."""
+        log, content = self._logs.get(name, _Log()), path.read_bytes()
+        series, start, parts = log.series, log.size, log.parts
+        if _digest(content[:start]) != log.digest or len(parts) > MOST_PARTS:
+            series, start, parts = series + 1, 0, ()
+        if start < len(content) or series > log.series:
+            part = f"{name}/{series:06}-{start:015}"
+            self.bucket.write(part, content[start:])
+            parts += (part,)
+        for old in set(log.parts) - set(parts):
+            self.bucket.write(old, None)
+        self._logs[name] = _Log(series, len(content), _digest(content), parts)
+
+
+def logs_and_others(
+    files: Mapping[str, bytes],
+) -> tuple[dict[str, tuple[int, bytes]], dict[str, bytes]]:
+    """Returns the logs that a bucket's files are parts of, each with its series and content, and
+    the other files, by name."""
+    logs: dict[str, tuple[int, bytes]] = {}
+    others: dict[str, bytes] = {}
+    for name in sorted(files):
+        path = PurePosixPath(name)
+        if not path.parent.name.endswith(_LOG):
+            others[name] = files[name]
+            continue
+        log, series = str(path.parent), int(path.name.partition("-")[0])
+        newest, content = logs.get(log, (series, b""))
+        logs[log] = (series, files[name] if series > newest else content + files[name])
+    return logs, others
+
+
+@contextlib.contextmanager
+def mirrored(mirror: Mirror) -> Iterator[None]:
+    """Pushes every PUSH_SECONDS while the context lasts, and at its end. A push that fails is made
+    up for by the next."""
+    ended = threading.Event()
+
+    def push() -> None:
+        while not ended.wait(PUSH_SECONDS):
+            with contextlib.suppress(UserError):
+                mirror.push()
+
+    thread = threading.Thread(target=push, name="mirror", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        mirror.push()
+        shutil.rmtree(mirror.folder, ignore_errors=True)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
