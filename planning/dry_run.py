@@ -13,16 +13,20 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 from data.errors import UserError
-from data.loader import Loader
 from model.config import TransformerConfig
-from trainer.build import window_notes
+from trainer.build import run_notes
 from trainer.config.schema import RunConfig
 from trainer.devices import GPU_MEMORY_SHARE
-from trainer.model_source import choose_model, for_templates
+from trainer.mesh import abstract_mesh
+from trainer.reporting.boards import import_wandb
+from trainer.run.directory import check_run
 from trainer.stages import stages_of
-from trainer.text import length_warning, longest_document, prepare_text
-from trainer.trajectories import trajectory_model
+from trainer.step import StepBuilder
+from trainer.text import TextObjective
+from trainer.trajectories import TrajectoryObjective
 
 from . import answer
 from .compiled import GIB
@@ -43,6 +47,8 @@ def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None)
       UserError, ValueError: the model or the data cannot be used, or the machine lacks devices for
         the mesh.
     """
+    # Tracing asks for a backend, and another run may have the accelerators.
+    jax.config.update("jax_platforms", "cpu")
     topology = topology_of(machine) if machine else f"{ANY_GPU}:{config.mesh.devices}"
     if device_count(topology) != config.mesh.devices:
         raise UserError(
@@ -54,9 +60,13 @@ def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None)
     for number, stage in enumerate(stages, 1):
         if len(stages) > 1:
             print(f"stage {number} of {len(stages)}")
+        if stage.logging.wandb:
+            import_wandb()
+        check_run(stage, steps_known=stage.train.epochs is None)
         # A later stage begins with the previous one's model, which has the first one's shape.
         continued = dataclasses.replace(
             stage,
+            adapter=config.adapter,
             model=dataclasses.replace(
                 config.model, overrides={**config.model.overrides, **stage.model.overrides}
             ),
@@ -68,15 +78,19 @@ def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None)
 
 def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | None) -> bool:
     """Prints what one run would do; returns whether it fits or perhaps fits."""
-    if config.trajectories.path:
-        model = trajectory_model(config)
-        config.train.for_epochs(None)  # refuses epochs
+    objective = _opened(config)
+    config = objective.config
+    config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
+    if isinstance(objective, TextObjective):
+        _describe_text(objective)
+    else:
         print(
             f"data: rows of {config.data.context_length:,} tokens, each drawn from the episodes of "
             f"{config.trajectories.path}"
         )
-    else:
-        model, config = _describe_text(config)
+    for warning in objective.warnings:
+        print(f"warning: {warning}")
+    model = dataclasses.replace(objective.model.config, adapter=None)
     mesh = dataclasses.replace(config.mesh, simulate=0)
     job = Job(
         dataclasses.replace(config, mesh=mesh),
@@ -89,7 +103,7 @@ def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | N
     memory = estimate_memory(job)
     print(
         f"settings: {answer.settings(job)}",
-        *window_notes(config, model),
+        *run_notes(config, model),
         "",
         *answer.memory_lines(memory),
         "",
@@ -106,32 +120,35 @@ def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | N
     return memory.fits != "no"
 
 
-def _describe_text(config: RunConfig) -> tuple[TransformerConfig, RunConfig]:
-    """Prepares the data, prints rows, epochs and padding; returns the model's shape and the run."""
-    source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
-    prepared = prepare_text(config, tokenizer)
-    data = config.data
-    loader = Loader(prepared, data.context_length, config.train.batch_size, data.seed)
-    rows, train = len(loader), config.train.for_epochs(len(loader))
-    seen = train.steps * train.batch_size
-    documents = prepared.train
+def _opened(config: RunConfig) -> TextObjective | TrajectoryObjective:
+    """Returns the run's objective without devices, as training opens it, and with its loss traced once.
+
+    Raises:
+      UserError, ValueError: what training refuses of the model, the data and the options.
+    """
+    objective = (TrajectoryObjective if config.trajectories.path else TextObjective)(
+        config, abstract_mesh(config.mesh)
+    )
+    batch = objective.abstract_batch()
+    StepBuilder.of(config, objective.model, objective.loss, batch).trace_evaluate()
+    return objective
+
+
+def _describe_text(objective: TextObjective) -> None:
+    """Prints the rows, epochs and padding of the prepared data."""
+    config, loader, prepared = objective.config, objective.loader, objective.prepared
+    rows, train, length = len(loader), config.train, config.data.context_length
+    seen, documents = train.steps * train.batch_size, prepared.train
     print(prepared.report.summary())
     print(
         f"data: {len(documents):,} documents of {int(documents.lengths.sum()):,} tokens, "
         f"{_share(documents)} of them in the loss; {len(prepared.held_out):,} documents held out"
     )
+    print(f"rows: {rows:,} of {length:,} tokens in an epoch, {loader.padding_share:.1%} padding")
     print(
-        f"rows: {rows:,} of {data.context_length:,} tokens in an epoch, "
-        f"{loader.padding_share:.1%} padding"
+        f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} epochs, "
+        f"{seen * length:,} tokens"
     )
-    longest = longest_document(prepared)
-    if warning := length_warning(source, config.model, longest):
-        print(f"warning: {warning}")
-    print(
-        f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} "
-        f"epochs, {seen * data.context_length:,} tokens"
-    )
-    return source.config.with_length(data.context_length), dataclasses.replace(config, train=train)
 
 
 def _share(documents) -> str:

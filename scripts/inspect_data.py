@@ -135,7 +135,8 @@ def show(argv: list[str]) -> None:
     from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates
     from trainer.stages import choose_stage
-    from trainer.text import length_warning, longest_document, prepare_text
+    from trainer.text import prepare_text
+    from trainer.text_checks import data_warnings
 
     config = choose_stage(load(["--config", args.config, *flags], own=vars(args)), args.stage)
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
@@ -153,7 +154,7 @@ def show(argv: list[str]) -> None:
         console.print(row_text(loader.row(number), tokenizer, args.tokens, brackets))
     console.print(prepared.report.summary(), markup=False)
     console.print(describe(prepared.train, loader), markup=False)
-    if warning := length_warning(source, config.model, longest_document(prepared)):
+    for warning in data_warnings(source, config, prepared, loader):
         console.print(f"warning: {warning}", markup=False)
     if len(prepared.held_out):
         console.print(

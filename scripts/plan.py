@@ -152,7 +152,7 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
     from planning import answer
     from planning.machines import device_count
     from planning.memory_estimate import estimate_memory
-    from trainer.build import window_notes
+    from trainer.build import run_notes
 
     mesh, devices = job.run.mesh, device_count(job.topology)
     if mesh.devices != devices and not args.best:
@@ -166,9 +166,7 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
         job = answer.choose(job) or job
     memory = estimate_memory(job)
     times = {"tokens": args.tokens, "price": args.price_per_device_hour}
-    print(
-        answer.heading(job), answer.settings(job), *window_notes(job.run, job.model), "", sep="\n"
-    )
+    print(answer.heading(job), answer.settings(job), *run_notes(job.run, job.model), "", sep="\n")
     print(
         *answer.memory_lines(memory),
         "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from model.attention.schedules.plan import Block
 from model.attention.schedules.window import window_lines
 from model.config import TransformerConfig
 from model.language_model import LanguageModel
-from model.sharding import STORAGE_AXES
+from model.sharding import STORAGE_AXES, TensorParallel
 
 from .config.schema import RunConfig
 
@@ -92,7 +93,39 @@ def _mask(config: RunConfig, model_config: TransformerConfig) -> Mask:
     return mask
 
 
-def window_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
+def run_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
+    """Returns what the run's mesh, schedule and layout cost this model beyond its sizes, in lines.
+
+    These are heads that are padded, weights that every device computes with, and what a sliding
+    window does not save.
+    """
+    adapted = model_config.with_adapter(config.adapter)
+    return [
+        *_tensor_notes(TensorParallel.of(adapted, config.mesh.tensor), model_config),
+        *_window_notes(config, model_config),
+    ]
+
+
+def _tensor_notes(parallel: TensorParallel, model_config: TransformerConfig) -> Iterator[str]:
+    """Yields what `tensor` does not divide."""
+    tensor, query = parallel.tensor, model_config.num_attention_heads
+    if parallel.query_heads > query:
+        key = model_config.num_key_value_heads
+        yield (
+            f"mesh.tensor: {tensor} does not divide {key} key/value heads: padded {key} -> "
+            f"{parallel.key_heads}, and the query heads {query} -> {parallel.query_heads}, exported "
+            f"as {key} and {query}; attention takes {parallel.query_heads / query:.3g} times the work"
+        )
+    elif not parallel.heads:
+        yield f"mesh.tensor: {tensor} does not divide {query} heads: every device computes them all"
+    if not parallel.mlp:
+        yield (
+            f"mesh.tensor: {tensor} does not divide the feed-forward width "
+            f"{model_config.expert_width:,}: every device computes all of it"
+        )
+
+
+def _window_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
     """Returns what a sliding window does not save under the run's schedule; see `window_lines`."""
     masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
     attention, size, tensor = config.attention, config.mesh.sequence, config.mesh.tensor

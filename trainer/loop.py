@@ -24,7 +24,7 @@ from data.errors import UserError
 from data.folders import named_errors
 
 from .best import BestCheckpoint
-from .build import window_notes
+from .build import run_notes
 from .checkpoint.clock import SaveClock
 from .checkpoint.store import CheckpointStore
 from .config.load import resolved
@@ -169,7 +169,7 @@ class _Training:
         self.best = BestCheckpoint(self.config.checkpoint)
         self._print(
             "\n".join(
-                (self.builder.saved_size, *window_notes(self.config, self.objective.model.config))
+                (self.builder.saved_size, *run_notes(self.config, self.objective.model.config))
             )
         )
 

@@ -11,11 +11,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
+from typing import cast
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from data.errors import UserError
 from model.attention.names import BATCH_AXES, MESH_AXES
@@ -103,6 +104,18 @@ def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
         MESH_AXES,
         axis_types=(AxisType.Auto,) * len(MESH_AXES),
     )
+
+
+def abstract_mesh(config: MeshConfig) -> Mesh:
+    """Returns a mesh without devices, for a dry run: models are made and traced on it, nothing is placed or compiled."""
+    sizes = tuple(getattr(config, axis) for axis in MESH_AXES)
+    mesh = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return cast(Mesh, mesh)
+
+
+def is_abstract(mesh: Mesh) -> bool:
+    """Returns whether a mesh is one of `abstract_mesh`."""
+    return isinstance(mesh, AbstractMesh)
 
 
 def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = True) -> np.ndarray:

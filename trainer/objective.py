@@ -83,11 +83,10 @@ class Objective(abc.ABC):
       sources: names of the data sources whose losses are also reported separately; () if there are
         none.
       has_held_out: whether `held_out` yields a batch.
+      warnings: what a user should know of the data before training on them, a line each.
       tokens_per_batch: tokens of a global batch, padding included.
       rows_per_epoch: rows of the first epoch; None if every row is drawn anew.
       fingerprint: a text that changes whenever any batch would.
-      origin: a text that changes whenever initial parameters read from files would; "" if they are
-        drawn.
     """
 
     model: TrainableModel
@@ -98,7 +97,13 @@ class Objective(abc.ABC):
     tokens_per_batch: int
     rows_per_epoch: int | None = None
     fingerprint: str
-    origin: str
+    warnings: list[str]
+
+    @property
+    @abc.abstractmethod
+    def origin(self) -> str:
+        """A text that changes whenever the initial parameters would, where these are read from files; "" where they are
+        drawn."""
 
     @abc.abstractmethod
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:

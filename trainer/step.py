@@ -198,12 +198,16 @@ class StepBuilder:
 
     def lower_evaluate(self) -> jax.stages.Lowered:
         """Returns the lowered evaluation step: parameters and batch to `LossSums`."""
+        return self.trace_evaluate().lower()
+
+    def trace_evaluate(self) -> jax.stages.Traced:
+        """Returns the traced evaluation step; needs no devices, and raises most errors of options."""
 
         def evaluate(params, batch):
             whole = self._whole_batch(params, batch)
             return self._over_parts(lambda part: self.loss(params, {**part, **whole}), batch)
 
-        return jax.jit(evaluate).lower(self.abstract_params, self.abstract_batch)
+        return jax.jit(evaluate).trace(self.abstract_params, self.abstract_batch)
 
     def train(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,22 +24,21 @@ from data.sources import Source
 from data.synthetic import source as synthetic
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
-from model.adapter import AdapterConfig
 from model.attention.layout import permutation
 from model.language_model import LanguageModel
 from model.loss import LossSums
 
-from .adapted_source import AdaptedSource, CheckpointAdapter
+from .adapted_source import AdaptedSource
 from .build import build_language_model
 from .config import load as configuration
-from .config.schema import ModelConfig, RunConfig, SourceConfig
+from .config.schema import RunConfig, SourceConfig
 from .huggingface import peft
-from .mesh import batch_sharding, local_order, local_part, place_batch
+from .mesh import LocalPart, batch_sharding, is_abstract, local_order, local_part, place_batch
 from .model_source import chat_templates, choose_model, for_templates
 from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
 from .run.cluster import first_then_others
 from .run.directory import RunDirectory
-from .source_kinds import ModelSource
+from .text_checks import check_same, check_vocabulary, data_warnings, longest_document
 
 
 def text_batch(
@@ -110,35 +108,6 @@ def prepare_text(
     )
 
 
-def longest_document(prepared: Prepared) -> int:
-    """Returns the tokens of the longest training document; each completion of a pair is one."""
-    documents = prepared.train
-    lengths = np.maximum(documents.chosen, documents.lengths - documents.chosen)
-    return int(lengths.max(initial=0))
-
-
-def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str | None:
-    """Returns a warning if documents exceed a pretrained model's length; else None.
-
-    Also None if the recipe sets rope_theta, which takes care of the length.
-
-    Args:
-      source: the model with the recipe's positions; model: the recipe's section.
-      longest: tokens of the longest document.
-    """
-    trained = source.config.trained_length
-    if (
-        not source.is_pretrained
-        or "rope_theta" in model.overrides
-        or trained is None
-        or longest <= trained
-    ):
-        return None
-    example = source.config.extended(longest)
-    such_as = f", such as --model.overrides '{json.dumps(example)}'" if example else ""
-    return f"documents up to {longest:,} tokens, trained for {trained:,}: set rope_scaling{such_as}"
-
-
 def source_names(config: RunConfig) -> tuple[str, ...]:
     """Returns the sources' names in metrics, in order of their numbers.
 
@@ -180,7 +149,7 @@ class TextObjective(Objective):
       source: of the model and the tokenizer.
       prepared: the tokenized data.
       loader: the batches of the training split.
-      order: the permutation from this process's tokens to the mesh's layout.
+      warnings: what a user should know of these data before training; see `data_warnings`.
     """
 
     model: LanguageModel
@@ -189,6 +158,9 @@ class TextObjective(Objective):
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         """Opens the model and prepares the data (process 0 prepares them for all).
+
+        Args:
+          mesh: `abstract_mesh` in a dry run, which reads no weights and prints for itself.
 
         Raises:
           UserError, ValueError: the model, the tokenizer or the data cannot be used; one line that
@@ -201,11 +173,12 @@ class TextObjective(Objective):
 
     def _open_model(self) -> None:
         data = self.config.data
-        chosen = choose_model(self.config.model, self.config.adapter.path)
+        weights = not is_abstract(self.mesh)
+        chosen = choose_model(self.config.model, self.config.adapter.path, weights)
         source, self.tokenizer = for_templates(chosen, data)
         if isinstance(source, AdaptedSource):
-            _check_vocabulary(source, chosen.config.vocab_size)
-            _check_same(self.config.adapter, source)
+            check_vocabulary(source, chosen.config.vocab_size)
+            check_same(self.config.adapter, source)
             if self.config.adapter.dropout is None:
                 adapter = dataclasses.replace(
                     self.config.adapter, dropout=source.adapter.config.dropout
@@ -226,7 +199,11 @@ class TextObjective(Objective):
         self.model = build_language_model(
             self.config, self.source.config.with_length(data.context_length), self.mesh
         )
-        self.origin = self.source.fingerprint
+
+    @functools.cached_property
+    def origin(self) -> str:
+        """See `Objective`."""
+        return self.source.fingerprint
 
     def _open_data(self) -> None:
         data, rows = self.config.data, self.config.train.batch_size
@@ -236,14 +213,18 @@ class TextObjective(Objective):
         self.prepared = first_then_others(
             lambda key: prepare(key=key), lambda prepared: prepared.folder.name
         )
-        if jax.process_index() == 0:
-            self._report_data()
+        prints = not is_abstract(self.mesh) and jax.process_index() == 0
+        if prints and not RunDirectory(self.config.folder).config.exists():
+            print(self.prepared.report.summary(), flush=True)
+        self.loader = self._load("train")
+        self.warnings = data_warnings(self.source, self.config, self.prepared, self.loader)
+        for warning in self.warnings if prints else ():
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         # Exports state the longest document as the model's length: longer rows hold several.
         longest = longest_document(self.prepared)
         self.source = dataclasses.replace(
             self.source, config=self.source.config.with_length(longest)
         )
-        self.loader = self._load("train")
         self.fingerprint = self.loader.fingerprint
         self._held_out_loader = self._load("held_out") if len(self.prepared.held_out) else None
         self.has_held_out = self._held_out_loader is not None
@@ -251,12 +232,32 @@ class TextObjective(Objective):
         self.config = dataclasses.replace(
             self.config, train=self.config.train.for_epochs(self.rows_per_epoch)
         )
-        self.part = local_part(self.mesh, rows, data.context_length)
+
+    @functools.cached_property
+    def part(self) -> LocalPart:
+        """The part of each batch that this process makes."""
+        rows, length = self.config.train.batch_size, self.config.data.context_length
+        return local_part(self.mesh, rows, length)
+
+    @functools.cached_property
+    def _reading(self) -> tuple[_ReadPart, Int[np.ndarray, " T"]]:
+        """What this process reads of a batch, and the order that brings its tokens into the layout."""
         layout = permutation(
-            data.context_length, self.mesh.shape["sequence"], self.config.attention.layout
+            self.config.data.context_length,
+            self.mesh.shape["sequence"],
+            self.config.attention.layout,
         )
-        indices, self.order = local_order(self.part, layout)
-        self._local: _ReadPart = {"rows": self.part.rows.tolist(), "indices": indices}
+        indices, order = local_order(self.part, layout)
+        return {"rows": self.part.rows.tolist(), "indices": indices}, order
+
+    @property
+    def order(self) -> Int[np.ndarray, " T"]:
+        """The permutation from the tokens as this process reads them to the mesh's layout."""
+        return self._reading[1]
+
+    @property
+    def _local(self) -> _ReadPart:
+        return self._reading[0]
 
     def _load(self, split: str) -> Loader:
         """Returns the loader of one split of the prepared data."""
@@ -269,34 +270,6 @@ class TextObjective(Objective):
             split,
             bool(self.sources),
         )
-
-    def _report_data(self) -> None:
-        """Prints the data report at the run's first start, and warnings.
-
-        They concern documents beyond the model's trained length, and missing held-out data.
-        """
-        data = self.config.data
-        if not RunDirectory(self.config.folder).config.exists():
-            print(self.prepared.report.summary(), flush=True)
-        if warning := length_warning(
-            self.source, self.config.model, longest_document(self.prepared)
-        ):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-        if not len(self.prepared.held_out) and (data.held_out_path or data.held_out_fraction):
-            wanted = (
-                f"data.held_out_path {data.held_out_path} has no document to measure"
-                if data.held_out_path
-                else (
-                    f"data.held_out_fraction {data.held_out_fraction:g} of "
-                    f"{len(self.prepared.train):,} documents is none"
-                )
-            )
-            print(
-                f"warning: there is no held-out loss: {wanted}; a larger data.held_out_fraction or "
-                "another data.held_out_path would give one",
-                file=sys.stderr,
-                flush=True,
-            )
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
         """Returns the sums of cross-entropy (nats) and of weights; see `LanguageModel.loss`."""
@@ -353,28 +326,4 @@ class TextObjective(Objective):
             base = self.source.config
             peft.write_config(
                 self.config.adapter, base.family, self.source.name, folder, base.tie_word_embeddings
-            )
-
-
-def _check_vocabulary(source: AdaptedSource, rows: int) -> None:
-    """Refuses templates that add rows to the `rows` of an adapter's checkpoint.
-
-    Its trained or drawn rows would not be those of a larger vocabulary.
-    """
-    if isinstance(source.adapter, CheckpointAdapter) and source.config.vocab_size > rows:
-        raise UserError(
-            f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens "
-            f"that the run of {source.adapter.folder} did not have; python -m scripts.export_hf "
-            "--merge makes a whole model of it, which gets them as model.path"
-        )
-
-
-def _check_same(section: AdapterConfig, source: AdaptedSource) -> None:
-    """Raises UserError unless the recipe's section describes the continued adapter."""
-    for name in ("rank", "alpha", "projections", "use_rslora", "use_dora", "train"):
-        needed, found = getattr(source.adapter.config, name), getattr(section, name)
-        if needed != found:
-            raise UserError(
-                f"adapter.{name.replace('projections', 'targets')}: found {found!r}; the adapter "
-                f"in {section.path} has {needed!r}"
             )

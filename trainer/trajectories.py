@@ -31,7 +31,7 @@ from .checkpoint.manifest import fingerprint
 from .checkpoint.store import assets_dir, restore_model
 from .config import load as configuration
 from .config.schema import RunConfig
-from .mesh import batch_sharding, local_part, place_batch
+from .mesh import LocalPart, batch_sharding, is_abstract, local_part, place_batch
 from .model_source import scratch_config
 from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
 from .run.cluster import first_then_others
@@ -152,6 +152,7 @@ class TrajectoryObjective(Objective):
       config: the run's configuration.
       prepared: the episodes; scales: the divisors of their numbers.
       contexts: the training rows.
+      warnings: what a user should know of these data before training, a line each.
     """
 
     model: AgenticTransformer
@@ -160,6 +161,9 @@ class TrajectoryObjective(Objective):
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         """Prepares the episodes (process 0 does so for all) and the model of their sizes.
+
+        Args:
+          mesh: `abstract_mesh` in a dry run, which places nothing and prints for itself.
 
         Raises:
           UserError, ValueError: the model or the data cannot be used; one line that says what would
@@ -182,12 +186,14 @@ class TrajectoryObjective(Objective):
             ),
             lambda prepared: prepared.key,
         )
-        if jax.process_index() == 0:
+        self.warnings: list[str] = []
+        prints = not is_abstract(mesh) and jax.process_index() == 0
+        if prints:
             print(self.prepared.report, flush=True)
         self._split()
-        self.origin = fingerprint(assets_dir(config.model.path).parent) if config.model.path else ""
+        for warning in self.warnings if prints else ():
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         self.tokens_per_batch = config.train.batch_size * config.data.context_length
-        self.part = local_part(mesh, config.train.batch_size, config.data.context_length)
         self.order = permutation(
             config.data.context_length, mesh.shape["sequence"], config.attention.layout
         )
@@ -200,6 +206,18 @@ class TrajectoryObjective(Objective):
             config.data.held_out_fraction,
         ]
         self.fingerprint = hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def origin(self) -> str:
+        """See `Objective`."""
+        path = self.config.model.path
+        return fingerprint(assets_dir(path).parent) if path else ""
+
+    @functools.cached_property
+    def part(self) -> LocalPart:
+        """The part of each batch that this process makes."""
+        rows, length = self.config.train.batch_size, self.config.data.context_length
+        return local_part(self.mesh, rows, length)
 
     def _split(self) -> None:
         """Chooses the training and the held-out episodes."""
@@ -258,14 +276,12 @@ class TrajectoryObjective(Objective):
                 f"{options.in_context} episodes of {most} decisions; a larger action_repeat, fewer "
                 "decisions or fewer episodes would work too"
             )
-        if not self.has_held_out and data.held_out_fraction and jax.process_index() == 0:
-            print(
-                "warning: there is no held-out loss: data.held_out_fraction "
+        if not self.has_held_out and data.held_out_fraction:
+            self.warnings.append(
+                "there is no held-out loss: data.held_out_fraction "
                 f"{data.held_out_fraction:g} of {len(chosen)} episodes is {held_out}, and a "
                 f"context takes {options.in_context}; a larger data.held_out_fraction would give "
-                "one",
-                file=sys.stderr,
-                flush=True,
+                "one"
             )
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:

@@ -1,14 +1,23 @@
 """`train.py --dry-run`: what it counts is what the data and a run's checkpoints are, and nothing is
 trained."""
 
+import dataclasses
+import json
 import re
 
+import jax
 import pytest
 import yaml
 
 import train
+from data.errors import UserError
 from planning.dry_run import dry_run
+from scripts import inspect_data
+from tests.data.trajectories.made import folder_of
+from tests.trainer.test_trajectories import run_config
 from trainer.config.load import load
+from trainer.mesh import make_mesh
+from trainer.text import TextObjective
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +145,147 @@ def test_every_stage_is_counted(small_recipe, tmp_path, capsys):
         and "steps: 3 of 4 rows: 12 rows" in said
         and "steps: 2 of 4 rows: 8 rows" in said
     )
+
+
+def lines_of(said: str, beginning: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith(beginning)]
+
+
+@pytest.fixture(scope="module")
+def pretrained(small_recipe, hf_model, tmp_path_factory):
+    """Returns the words of a command that trains the very small LLaMA, and a PEFT adapter's folder of rank 2 for it."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
+    written["model"] = {"path": str(hf_model), "compute_dtype": "float32"}
+    recipe, adapter = folder / "recipe.yaml", folder / "adapter"
+    recipe.write_text(yaml.safe_dump(written), encoding="utf-8")
+    adapter.mkdir()
+    fields = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": str(hf_model),
+        "task_type": "CAUSAL_LM",
+    }
+    (adapter / "adapter_config.json").write_text(json.dumps(fields), encoding="utf-8")
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    return ["--config", str(recipe), "--run_dir", str(folder / "run")], str(adapter)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--adapter.path", "ADAPTER", "--adapter.rank", "4"],
+            "adapter.rank: found 4; the adapter",
+        ),
+        (["--adapter.rank", "64"], "adapter.rank: found 64, needs at most 32"),
+        (["--adapter.rank", "2", "--adapter.train", "[nothing]"], "adapter.train: found 'nothing'"),
+        (["--memory.attention_groups", "3"], "memory.attention_groups: 3 does not divide the 1"),
+        (["--attention.global_tokens", "4"], "attention.global_tokens is 4; without"),
+        (["--attention.schedule", "{name: attention2d, columns: 3}"], "attention2d.columns: 3"),
+        (["--model.trainable", "nothing"], "model.trainable"),
+        (["--logging.wandb", "project"], "logging.wandb"),
+        (["--data.sources", '[{"path": "/nowhere.json"}]'], "/nowhere.json"),
+    ],
+    ids=lambda flags: " ".join(flags) if isinstance(flags, list) else "",
+)
+def test_what_training_refuses_is_refused_with_its_words(pretrained, flags, said, capsys):
+    command, adapter = pretrained
+    flags = [adapter if flag == "ADAPTER" else flag for flag in flags]
+    status, dry = said_by(capsys, *command, *flags, "--dry-run")
+    (error,) = lines_of(dry, "error: ")
+    assert status == 2 and said in error
+    status, trained = said_by(capsys, *command, *flags)
+    assert status == 2 and lines_of(trained, "error: ") == [error]
+
+
+def test_a_folder_of_another_run_is_refused_with_trainings_words(whole_run, recipe, capsys):
+    words = ["--config", recipe, "--run_dir", str(whole_run), "--optimizer.learning_rate", "0.5"]
+    status, dry = said_by(capsys, *words, "--dry-run")
+    assert status == 2 and "optimizer.learning_rate" in dry
+    assert said_by(capsys, *words) == (2, dry.partition("\n")[0] + "\n")
+    assert said_by(capsys, *words[:4], "--dry-run")[0] == 0
+
+
+def test_few_data_are_warned_of_with_trainings_words(recipe, tmp_path, capsys):
+    """Rows that are mostly padding, a batch larger than an epoch, hundreds of epochs: each by its own numbers."""
+    command = [
+        "--config",
+        recipe,
+        "--run_dir",
+        str(tmp_path / "run"),
+        "--data.context_length",
+        "64K",
+    ]
+
+    def warned(*flags):
+        status, said = said_by(capsys, *command, *flags, "--dry-run")
+        assert status == 0
+        config = load([*command, *flags])
+        TextObjective(config, make_mesh(config.mesh, jax.devices()[: config.mesh.devices]))
+        warnings = lines_of(said, "warning: ")
+        assert lines_of(capsys.readouterr().err, "warning: ") == warnings
+        tokens, rows = (
+            int(re.search(pattern, said)[1].replace(",", ""))
+            for pattern in (r"documents of ([\d,]+) tokens", r"rows: ([\d,]+) of")
+        )
+        assert rows == -(-tokens // 65536), "what the numbers below are made of"
+        return warnings, tokens, rows
+
+    (padding, larger), tokens, rows = warned("--train.batch_size", "4", "--train.steps", "2")
+    assert rows < 4 and f"warning: {1 - tokens / rows / 65536:.1%} of the tokens" in padding
+    assert f"4 rows in a step, and an epoch has {rows}" in larger and "same rows" in larger
+    flags = "--train.batch_size", "1", "--mesh.fsdp", "1", "--mesh.simulate", "4"
+    (_, epochs), _, rows = warned(*flags, "--train.steps", str(256 * rows))
+    assert (
+        f"are 256 epochs of {rows} row" in epochs
+        and f"3 epochs would be {3 * rows} steps" in epochs
+    )
+    assert len(warned(*flags, "--train.epochs", "2")[0]) == 1
+
+
+def test_heads_that_tensor_pads_are_said(recipe, tmp_path, capsys):
+    shape = '{"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 4}'
+    _, said = said_by(
+        capsys,
+        "--config",
+        recipe,
+        "--run_dir",
+        str(tmp_path),
+        "--model.overrides",
+        shape,
+        "--dry-run",
+    )
+    (line,) = lines_of(said, "mesh.tensor")
+    assert (
+        "padded 3 -> 4" in line and "9 -> 12, exported as 3 and 9" in line and "1.33 times" in line
+    )
+
+
+def test_documents_beyond_the_trained_length_are_said_in_dry_run_and_inspector(
+    pretrained, hf_model, tmp_path, capsys
+):
+    """The model is trained for 128 tokens; the warning is training's, and rope_theta ends it."""
+    command, _ = pretrained
+    words = [*command, "--data.context_length", "256"]
+    status, dry = said_by(capsys, *words, "--dry-run")
+    (warning,) = lines_of(dry, "warning: ")
+    assert status == 0 and re.search(
+        r"documents up to 1?\d\d tokens, trained for 128: set rope_s", warning
+    )
+    assert inspect_data.main([words[1], *words[2:]]) == 0
+    assert lines_of(capsys.readouterr().out, "warning: ") == [warning]
+    _, dry = said_by(capsys, *words, "--model.overrides", '{"rope_theta": 5.0e4}', "--dry-run")
+    assert not lines_of(dry, "warning: ")
+
+
+def test_episodes_that_training_refuses_are_refused(tmp_path):
+    config = run_config(folder_of(tmp_path / "episodes", count=12), tmp_path)
+    assert dry_run(config)
+    few = dataclasses.replace(config.trajectories, in_context=11)
+    with pytest.raises(
+        UserError, match=r"trajectories.in_context: found 11, but .* has 9 episodes"
+    ):
+        dry_run(dataclasses.replace(config, trajectories=few))

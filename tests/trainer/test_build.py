@@ -7,7 +7,7 @@ from model.attention.options import AttentionConfig
 from model.families import FAMILIES
 from model.rope_config import RopeConfig
 from tests.model.build import mesh_of, tiny
-from trainer.build import build_language_model, window_notes
+from trainer.build import build_language_model, run_notes
 from trainer.config.schema import DataConfig, MeshConfig, RunConfig
 
 GLOBAL = RunConfig(attention=AttentionConfig(global_tokens=4))
@@ -48,5 +48,5 @@ def test_what_would_save_more_than_a_window_is_told_by_the_models_heads(key_head
         mesh=MeshConfig(sequence=8),
         data=DataConfig(context_length=512),
     )
-    (line,) = window_notes(config, tiny(num_key_value_heads=key_heads, head_dim=64))
+    (line,) = run_notes(config, tiny(num_key_value_heads=key_heads, head_dim=64))
     assert ("2 other devices" in line) == told

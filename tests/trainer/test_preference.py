@@ -35,7 +35,7 @@ from trainer.config.schema import (
 )
 from trainer.preference import PreferenceObjective
 from trainer.preference_loss import Pairs, pair_losses
-from trainer.text import longest_document
+from trainer.text_checks import longest_document
 
 PAIRS = 12
 TRL_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "robust", "ipo")

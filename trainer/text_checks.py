@@ -1,0 +1,144 @@
+"""What training on text refuses or warns of once model and data are open; so does a dry run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+
+from data.errors import UserError
+from data.loader import Loader
+from data.prepared import Prepared
+from model.adapter import AdapterConfig
+
+from .adapted_source import AdaptedSource, CheckpointAdapter
+from .config.schema import ModelConfig, RunConfig
+from .source_kinds import ModelSource
+
+# The share of padding in an epoch from which rows are said to be too long for the data, and the
+# epochs beyond which a run is said to repeat them. Fine-tuning takes a few.
+MOST_PADDING, MOST_EPOCHS, USUAL_EPOCHS = 0.5, 10, 3
+
+
+def data_warnings(
+    source: ModelSource, config: RunConfig, prepared: Prepared, loader: Loader
+) -> list[str]:
+    """Returns what a user should know of these data before training on them, a line each.
+
+    Args:
+      source: the model with the recipe's positions.
+      loader: of the training split.
+    """
+    longest = longest_document(prepared)
+    warnings = (
+        length_warning(source, config.model, longest),
+        _padding_warning(loader, longest),
+        _repetition_warning(config, loader),
+        _held_out_warning(config, prepared),
+    )
+    return [warning for warning in warnings if warning]
+
+
+def _padding_warning(loader: Loader, longest: int) -> str | None:
+    """Returns a warning where most of the rows is padding, which is computed all the same."""
+    share, length = loader.padding_share, loader.context_length
+    if share < MOST_PADDING:
+        return None
+    return (
+        f"{share:.1%} of the tokens in the rows are padding: data.context_length is {length:,}, "
+        f"and the longest document has {longest:,} tokens; rows of about that length would waste "
+        "less"
+    )
+
+
+def _repetition_warning(config: RunConfig, loader: Loader) -> str | None:
+    """Returns a warning where a step takes the same rows several times, or a run many times."""
+    rows, batch = len(loader), loader.batch_size
+    if not rows:
+        return None
+    if batch > rows:
+        return (
+            f"train.batch_size: {batch:,} rows in a step, and an epoch has {rows:,}, so that a step "
+            f"trains on the same rows {batch / rows:.3g} times; at most {rows:,}, shorter rows or "
+            "more data would not"
+        )
+    train = config.train.for_epochs(rows)
+    epochs = train.steps * batch / rows
+    if epochs <= MOST_EPOCHS:
+        return None
+    usual = dataclasses.replace(train, epochs=USUAL_EPOCHS).for_epochs(rows).steps
+    return (
+        f"{train.steps:,} steps of {batch:,} rows are {epochs:,.0f} epochs of {rows:,} rows: every "
+        f"document is trained on {epochs:,.0f} times; {USUAL_EPOCHS} epochs would be {usual:,} steps"
+    )
+
+
+def _held_out_warning(config: RunConfig, prepared: Prepared) -> str | None:
+    """Returns a warning where a held-out loss is wanted, and no document is held out."""
+    data = config.data
+    if len(prepared.held_out) or not (data.held_out_path or data.held_out_fraction):
+        return None
+    wanted = (
+        f"data.held_out_path {data.held_out_path} has no document to measure"
+        if data.held_out_path
+        else f"data.held_out_fraction {data.held_out_fraction:g} of "
+        f"{len(prepared.train):,} documents is none"
+    )
+    return (
+        f"there is no held-out loss: {wanted}; a larger data.held_out_fraction or another "
+        "data.held_out_path would give one"
+    )
+
+
+def longest_document(prepared: Prepared) -> int:
+    """Returns the tokens of the longest training document; each completion of a pair is one."""
+    documents = prepared.train
+    lengths = np.maximum(documents.chosen, documents.lengths - documents.chosen)
+    return int(lengths.max(initial=0))
+
+
+def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str | None:
+    """Returns a warning if documents exceed a pretrained model's length; else None.
+
+    Also None if the recipe sets rope_theta, which takes care of the length.
+
+    Args:
+      source: the model with the recipe's positions; model: the recipe's section.
+      longest: tokens of the longest document.
+    """
+    trained = source.config.trained_length
+    if (
+        not source.is_pretrained
+        or "rope_theta" in model.overrides
+        or trained is None
+        or longest <= trained
+    ):
+        return None
+    example = source.config.extended(longest)
+    such_as = f", such as --model.overrides '{json.dumps(example)}'" if example else ""
+    return f"documents up to {longest:,} tokens, trained for {trained:,}: set rope_scaling{such_as}"
+
+
+def check_vocabulary(source: AdaptedSource, rows: int) -> None:
+    """Refuses templates that add rows to the `rows` of an adapter's checkpoint.
+
+    Its trained or drawn rows would not be those of a larger vocabulary.
+    """
+    if isinstance(source.adapter, CheckpointAdapter) and source.config.vocab_size > rows:
+        raise UserError(
+            f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens "
+            f"that the run of {source.adapter.folder} did not have; python -m scripts.export_hf "
+            "--merge makes a whole model of it, which gets them as model.path"
+        )
+
+
+def check_same(section: AdapterConfig, source: AdaptedSource) -> None:
+    """Raises UserError unless the recipe's section describes the continued adapter."""
+    for name in ("rank", "alpha", "projections", "use_rslora", "use_dora", "train"):
+        needed, found = getattr(source.adapter.config, name), getattr(section, name)
+        if needed != found:
+            raise UserError(
+                f"adapter.{name.replace('projections', 'targets')}: found {found!r}; the adapter "
+                f"in {section.path} has {needed!r}"
+            )
