@@ -93,6 +93,12 @@ class AdapterConfig:
         if self.rank == 0 and field:
             raise ValueError(f"adapter.rank: found 0 beside adapter.{field}; needs at least 1")
 
+    def with_rank(self, rank: int, quantize: Quantization = "none") -> AdapterConfig:
+        """Returns these adapters with another rank, base and, if the rank differs, alpha: twice it,
+        as the shipped recipes have it."""
+        alpha = self.alpha if rank == self.rank else 2.0 * rank
+        return dataclasses.replace(self, rank=rank, alpha=alpha, quantize=quantize)
+
     @property
     def projections(self) -> tuple[str, ...]:
         """The projections that have an adapter, in the order of a layer."""

@@ -577,15 +577,21 @@ class TransformerConfig:
         """Returns the POSITIONS that stretch this model to `length` tokens, as a recipe's
         model.overrides take them.
 
-        Positions that are not scaled are stretched by YaRN, by a whole factor; where they are
-        scaled, the factor of their rule grows. Empty where the length is reached, and for
-        `longrope`, whose factors are fitted to one length.
+        Positions that are not scaled are stretched by YaRN, by a whole factor; in a family whose
+        files cannot name YaRN by RoPE's base (NTK-aware: base * factor^(d / (d - 2)), so that the
+        slowest pair of d numbers turns as much more slowly). Where they are scaled, the factor of
+        their rule grows. Empty where the length is reached, and for `longrope`, whose factors fit
+        one length.
         """
         trained = self.trained_length
         if trained is None or length <= trained or self.rope.rule == "longrope":
             return {}
         scaling = {name: value for name, value in self.rope.to_hf().items() if name != "rope_theta"}
         times = float(-(-length // trained))
+        if self.rope.rule == "default" and not FAMILIES[self.family].names_yarn:
+            turned = self.head_dim * self.partial_rotary_factor
+            base = round(self.rope.theta * times ** (turned / (turned - 2)))
+            return {"max_position_embeddings": length, "rope_theta": float(base)}
         if self.rope.rule == "default":
             scaling = {
                 "rope_type": "yarn",

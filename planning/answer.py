@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from model.adapter import Quantization
 from model.attention.names import MESH_AXES
 
 from .costs.measured import kind, slowest
@@ -19,6 +20,7 @@ from .plan import Job, changed
 from .search import meshes, policies
 
 MOST_CONTEXT = 1 << 30
+RANK = 16  # of the adapters that are proposed, as in the shipped recipes
 
 
 def choose(job: Job) -> Job | None:
@@ -95,7 +97,13 @@ def heading(job: Job) -> str:
 def settings(job: Job) -> str:
     """Returns the job's mesh, schedule and memory policy in one line."""
     schedule = "" if job.run.mesh.sequence == 1 else f", schedule {job.run.attention.schedule}"
-    return f"mesh {job.axes}{schedule}, remat {job.policy}"
+    adapter = f", {_adapters(job)} of rank {job.run.adapter.rank}" if job.run.adapter.rank else ""
+    return f"mesh {job.axes}{schedule}, remat {job.policy}{adapter}"
+
+
+def _adapters(job: Job) -> str:
+    """Returns what the job's adapters are called."""
+    return {"none": "LoRA", "nf4": "QLoRA", "int8": "LoRA over int8"}[job.run.adapter.quantize]
 
 
 def flags(job: Job) -> str:
@@ -139,6 +147,7 @@ def memory_lines(memory: MemoryEstimate) -> list[str]:
         limit = "" if memory.host_gib is None else f" of {memory.host_gib:.2f}"
         named = ", ".join(f"{name} {size:.2f}" for name, size in memory.host_parts.items())
         lines.append(f"  {'of the host':20} {memory.on_host:9.2f}{limit}   {named}")
+        lines += [f"  {'':20} {memory.host_note}"] if memory.host_note else []
     return lines
 
 
@@ -147,7 +156,7 @@ def verdict(memory: MemoryEstimate) -> str:
     if memory.host_gib is not None and memory.on_host > memory.host_gib:
         return (
             f"does not fit: {memory.on_host:.2f} GiB of the host's memory for each device, which "
-            f"has {memory.host_gib:.2f}"
+            f"has {memory.host_gib:.2f}{f' ({memory.host_note})' if memory.host_note else ''}"
         )
     if memory.device_gib is None:
         return (
@@ -244,6 +253,7 @@ def advice(job: Job) -> Iterator[str]:
         fits = "fits" if estimate_memory(candidate).fits == "yes" else "perhaps fits"
         yield f"{fits} here with {settings(candidate)}: {flags(candidate)}"
         return
+    yield from _adapter_advice(job)
     shorter = _first(
         job.changed(data={"context_length": job.context >> power})
         for power in range(1, 12)
@@ -259,6 +269,28 @@ def advice(job: Job) -> Iterator[str]:
         if _enough(job, count):
             yield f"{count:,} such devices hold a row of this length"
             break
+
+
+def _adapter_advice(job: Job) -> Iterator[str]:
+    """Yields the adapters, LoRA before QLoRA, with which a job fits that does not without them."""
+    adapter = job.run.adapter
+    if adapter.quantize != "none" or job.run.trajectories.path:
+        return
+    rank = adapter.rank or RANK
+    tries: dict[str, Quantization] = (
+        {"qlora": "nf4"} if adapter.rank else {"lora": "none", "qlora": "nf4"}
+    )
+    for flag, quantize in tries.items():
+        changed_job = job.changed(adapter=adapter.with_rank(rank, quantize))
+        try:
+            candidate = choose(changed_job)
+        except ValueError:  # a rank, or blocks of codes, that this model cannot have
+            continue
+        if candidate is not None:
+            fits = "fits" if estimate_memory(candidate).fits == "yes" else "perhaps fits"
+            yield f"{_adapters(candidate)} {fits}: --{flag} {rank} {flags(candidate)}"
+        if candidate is not None and fits == "fits":
+            return
 
 
 def _first(jobs: Iterable[Job]) -> Job | None:

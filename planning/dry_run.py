@@ -49,7 +49,11 @@ def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None)
     """
     # Tracing asks for a backend, and another run may have the accelerators.
     jax.config.update("jax_platforms", "cpu")
-    topology = topology_of(machine) if machine else f"{ANY_GPU}:{config.mesh.devices}"
+    topology = (
+        topology_of(machine, gpu_memory is not None)
+        if machine
+        else f"{ANY_GPU}:{config.mesh.devices}"
+    )
     if device_count(topology) != config.mesh.devices:
         raise UserError(
             f"--dry-run: {machine} has {device_count(topology)} devices, the mesh takes "
@@ -121,7 +125,7 @@ def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | N
 
 
 def _opened(config: RunConfig) -> TextObjective | TrajectoryObjective:
-    """Returns the run's objective without devices, as training opens it, and with its loss traced once.
+    """Returns the run's objective as training opens it, without devices; its loss is traced once.
 
     Raises:
       UserError, ValueError: what training refuses of the model, the data and the options.
@@ -146,8 +150,8 @@ def _describe_text(objective: TextObjective) -> None:
     )
     print(f"rows: {rows:,} of {length:,} tokens in an epoch, {loader.padding_share:.1%} padding")
     print(
-        f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} epochs, "
-        f"{seen * length:,} tokens"
+        f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} "
+        f"epochs, {seen * length:,} tokens"
     )
 
 

@@ -14,6 +14,7 @@ from trainer.devices import GPUS, TPUS, Device
 
 # An unlisted GPU, whose memory the user has to give: --gpu-memory 24.
 ANY_GPU = "gpu"
+BOX_GPUS = 8  # of a whole host
 EXAMPLES = (
     "8xH100, 2x8xH100 (2 hosts of 8), 4xA100-40GB, RTX4090, v5p-32, v6e-8 or a topology such as "
     "v4:4x4x4"
@@ -65,20 +66,21 @@ _SLICES = {"v3": _V3, "v4": _TORUS, "v5p": _TORUS, "v5e": _FLAT, "v6e": _FLAT}
 _CHIPS_OF_A_HOST = {"v3": 4, "v4": 4, "v5p": 4, "v5e": 8, "v6e": 8}
 
 
-def topology_of(name: str) -> str:
+def topology_of(name: str, any_gpu: bool = False) -> str:
     """Returns the topology of a machine's name; a topology is returned unchanged.
 
     Args:
       name: [hosts x] number x GPU (8xH100, 2x8xH100, RTX4090), [slices x] accelerator type of Cloud
         TPU (v5p-32, 2xv5e-256), or a topology (v4:4x4x4, 2xv5e:16x16, h100:8, a100:4x8; 2xh100:8 is
         h100:2x8). Case and spaces do not matter.
+      any_gpu: whether an unlisted name means ANY_GPU, since its memory is given: 8xMI300X is gpu:8.
 
     Raises:
       ValueError: no such machine; one line with the nearest name and the choices.
     """
     text = re.sub(r"\s+", "", name.lower()).replace("*", "x")
     if ":" in text:
-        return _checked_topology(text, name)
+        return _checked_topology(text, name, any_gpu)
     if match := re.fullmatch(r"(?:(\d+)x)?(v\d+[a-z]*)-(\d+)", text):
         slices, generation, count = match.groups()
         return _slice(name, slices, _ALIASES.get(generation, generation), int(count))
@@ -93,7 +95,7 @@ def topology_of(name: str) -> str:
         and _ALIASES.get(swapped[1], swapped[1]) in known
     ):
         chip, second = swapped.groups()  # H100x8 is 8xH100
-    chip = _known(_ALIASES.get(chip, chip), name, known)
+    chip = _known(_ALIASES.get(chip, chip), name, known, any_gpu)
     if chip in _SLICES:
         raise ValueError(
             f"--machine: found {name!r}; a slice of TPUs is written {chip}-8, as Cloud TPU names "
@@ -137,7 +139,7 @@ def _in_slices(topology: str, slices: int) -> str:
     return f"{slices}x{topology}" if slices > 1 else topology
 
 
-def _checked_topology(text: str, name: str) -> str:
+def _checked_topology(text: str, name: str, any_gpu: bool) -> str:
     """Normalizes a topology for `split_topology`: a number before GPUs becomes their hosts."""
     slices, chip, shape = split_topology(text)
     if not re.fullmatch(r"\d+(x\d+){0,2}", shape):
@@ -146,7 +148,7 @@ def _checked_topology(text: str, name: str) -> str:
             "or a100:4x8"
         )
     counts = _counts(name, str(slices), *shape.split("x"))
-    chip = _known(_ALIASES.get(chip, chip), name, (*TPUS, *GPUS, ANY_GPU))
+    chip = _known(_ALIASES.get(chip, chip), name, (*TPUS, *GPUS, ANY_GPU), any_gpu)
     own_shape = counts if chip not in TPUS and slices > 1 else counts[1:]
     topology = f"{chip}:{'x'.join(map(str, own_shape))}"
     if chip in TPUS:
@@ -159,10 +161,15 @@ def _checked_topology(text: str, name: str) -> str:
     return topology
 
 
-def _known(chip: str, name: str, known: tuple[str, ...]) -> str:
-    """Returns the chip. Raises ValueError, which names the nearest chip and all others."""
+def _known(chip: str, name: str, known: tuple[str, ...], any_gpu: bool = False) -> str:
+    """Returns the chip, with `any_gpu` ANY_GPU for one that is neither listed nor named like a TPU.
+
+    Raises ValueError, which names the nearest chip and all others.
+    """
     if chip in known:
         return chip
+    if any_gpu and not re.fullmatch(r"v\d[a-z]*", chip):
+        return ANY_GPU
     near = difflib.get_close_matches(chip, known, n=1, cutoff=0.5)
     meant = f" (did you mean {near[0] if near[0] in TPUS else near[0].upper()}?)" if near else ""
     raise ValueError(
@@ -197,11 +204,28 @@ def device_of(topology: str) -> Device | None:
 
 
 def host_gib(topology: str) -> float | None:
-    """Each device's share of host memory in GiB; None for devices that the table does not list."""
+    """Each device's share of host memory in GiB; None for devices that the table does not list.
+
+    Fewer than BOX_GPUS GPUs are taken for rented ones, which get no more than their share of a box.
+    """
     device = device_of(topology)
     if device is not None and device.box_host_gib is not None:
-        return device.box_host_gib / gpus_per_host(topology)
+        return device.box_host_gib / max(BOX_GPUS, gpus_per_host(topology))
     return None if device is None else device.host_gib
+
+
+def host_note(topology: str) -> str:
+    """Returns what `host_gib` assumes of a GPU's host; "" where its figure is the machine's own."""
+    if not is_gpu(topology):
+        return ""
+    if host_gib(topology) is None:
+        return "not checked: this host's memory is not known; --host-gib of scripts.plan gives it"
+    if gpus_per_host(topology) >= BOX_GPUS:
+        return ""
+    return (
+        f"assumed: each GPU has its share of a host with {BOX_GPUS}; --host-gib of scripts.plan "
+        "gives yours"
+    )
 
 
 def memory_gib(topology: str) -> float | None:

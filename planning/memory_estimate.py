@@ -16,7 +16,7 @@ from typing import Literal
 from trainer.flops import head_weights, stored_layer_weights
 
 from .compiled import GIB
-from .machines import is_gpu
+from .machines import host_gib, host_note, is_gpu
 from .parts import declared_once, device_tokens, host_parts_gib, parts_gib, trained_names
 from .plan import Job
 
@@ -47,6 +47,7 @@ class MemoryEstimate:
       device_gib, host_gib: what a program may use; None if unknown.
       high_share, low_share: the largest and the smallest ratio of a compiled plan to such an
         estimate.
+      host_note: what is assumed of the host's memory; "" where nothing is.
     """
 
     parts: dict[str, float]
@@ -55,6 +56,7 @@ class MemoryEstimate:
     host_gib: float | None
     high_share: float = HIGH
     low_share: float = LOW
+    host_note: str = ""
 
     @property
     def total(self) -> float:
@@ -106,6 +108,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
         job.host_gib,
         HIGH_KEPT_ON_TPU if kept else HIGH,
         LOW_OF_ADAPTERS if run.adapter.rank else LOW,
+        host_note(job.topology) if job.host_gib == host_gib(job.topology) else "",
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from data.conversation import DEFAULT_TEMPLATE
+from model.adapter import AdapterConfig
 from model.attention.names import MESH_AXES
 from model.config import ADJUSTABLE, POSITIONS
 from trainer.config.schema import VERSION, MemoryConfig, RunConfig
@@ -96,6 +97,8 @@ def recipe_of(
         "layout": run.attention.layout,
     }
     recipe["memory"] = memory
+    if job.run.adapter.rank:
+        recipe["adapter"] = _adapter(job.run.adapter)
     # Episodes are drawn without end, and their models train from scratch.
     if "trajectories" in base:
         recipe["data"] = {**base.get("data", {}), "context_length": job.context}
@@ -120,6 +123,16 @@ def recipe_of(
     if not from_scratch and (positions := _positions(job, model.get("overrides", {}))):
         model["overrides"] = {**model.get("overrides", {}), **positions}
     return {**recipe, "model": model} if model else recipe
+
+
+def _adapter(adapter: AdapterConfig) -> dict[str, Any]:
+    """Returns the section `adapter`: rank, alpha, targets, and what is not as by default."""
+    fields = {field.name: field.default for field in dataclasses.fields(AdapterConfig)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name in fields
+        if (value := getattr(adapter, name)) != fields[name] or name in ("alpha", "targets")
+    }
 
 
 def names_model(recipe: Mapping[str, Any]) -> bool:
@@ -157,7 +170,19 @@ def _template_lines(recipe: Mapping[str, Any]) -> list[str]:
         return []
     return [
         "Template  the model's own; a base model has none: data.template vicuna_v1.1, chatml, "
-        "..., by docs/data.md"
+        "..., by docs/templates.md"
+    ]
+
+
+def _length_lines(job: Job, recipe: Mapping[str, Any]) -> list[str]:
+    """Returns the header's line about rows beyond the length that longrope is fitted to."""
+    trained = job.model.trained_length
+    chosen = set(recipe.get("model", {}).get("overrides", {})) & set(POSITIONS)
+    if job.model.rope.rule != "longrope" or chosen or trained is None or job.context <= trained:
+        return []
+    return [
+        f"Length    the factors of this model's longrope are fitted to {trained:,} tokens: "
+        "longer documents need factors of your own, as model.overrides.rope_scaling"
     ]
 
 
@@ -198,6 +223,7 @@ def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | Non
         f"Memory    {memory.low:.1f} to {memory.high:.1f}{usable} GiB of each device, estimated",
         f"Time      {seconds}",
         *_template_lines(recipe),
+        *_length_lines(job, recipe),
         f"Plan      {plan} --machine {job.topology}{own} --compile",
     ]
     return (

@@ -51,9 +51,11 @@ def policies(job: Job) -> list[Job]:
             {"remat": "offload", "moments_on_host": True},
             every_k,
             {**every_k, "moments_on_host": True},
-            {**every_k, "moments_on_host": True, "parameters_on_host": True},
         )
     ]
+    # The TPU's compiler cannot take the layers of a frozen base in bfloat16 from the host's memory.
+    if not job.run.adapter.rank:
+        jobs.append(jobs[-1].changed(memory={"parameters_on_host": True}))
     local_tokens = job.context // job.run.mesh.sequence
     if local_tokens % QUERY_CHUNKS == 0 and job.run.attention.schedule == "ring":
         jobs.append(jobs[-1].changed(memory={"query_chunks": QUERY_CHUNKS}))

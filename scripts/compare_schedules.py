@@ -88,7 +88,7 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
     from planning.costs import HARDWARE, Sizes, TrainingStep
     from planning.machines import device_count
     from planning.plan import Job
-    from scripts.plan_options import named_model
+    from scripts.plan_options import named_model, resolve_machine
 
     for option, value in vars(args).items():
         if option not in READ and value not in (None, False):
@@ -99,6 +99,7 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
     for option in ("model", "context"):
         if getattr(args, option) is None:
             raise UserError(f"--{option}: missing; a comparison of schedules needs it")
+    resolve_machine(args)
     model = named_model(args.model)
     axes: dict[str, Any] = {axis: getattr(args, axis) or 1 for axis in AXES}
     if args.hardware:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,8 +212,9 @@ def write(job: Job, args: argparse.Namespace) -> None:
     from trainer.config.load import load
 
     base = parse(read_text(args.config, most=MAX_BYTES), args.config) if args.config else {}
-    named = args.model if args.model and "/" in args.model else None
-    recipe = recipe_of(job, base, named, args.template)
+    is_path = args.model and ("/" in args.model or Path(args.model).is_dir())
+    recipe = recipe_of(job, base, args.model if is_path else None, args.template)
+    _require_template(recipe)
     check_own(args.write, b"python -m scripts.plan")
     Path(args.write).write_text(recipe_text(job, recipe, args.write, args.model), encoding="utf-8")
     data, words = recipe.get("data", {}), [] if names_model(recipe) else ["--model.path", "any"]
@@ -223,6 +225,36 @@ def write(job: Job, args: argparse.Namespace) -> None:
     )
     load(["--config", args.write, *words])
     print(f"wrote {args.write}, whose head has the commands", "", sep="\n")
+
+
+def _require_template(recipe: Mapping[str, Any]) -> None:
+    """Raises UserError where the model's own chat template is to be used, and it has none.
+
+    Of a preset, and of a folder without a tokenizer, that is not known: the recipe's head says then
+    what a base model needs.
+    """
+    from data.conversation import DEFAULT_TEMPLATE
+    from data.errors import UserError
+    from data.sources import TURN_FORMATS
+    from data.templates import jinja_template
+    from trainer.model_source import open_model
+
+    data, path = recipe.get("data", {}), recipe.get("model", {}).get("path")
+    templates = [
+        source.get("template") or data.get("template")
+        for source in data.get("sources") or [{}]
+        if source.get("format", "sharegpt") in TURN_FORMATS
+    ]
+    if not path or "trajectories" in recipe or DEFAULT_TEMPLATE not in templates:
+        return
+    try:
+        tokenizer = open_model(path, weights=False).tokenizer()
+    except (OSError, UserError, ValueError):  # no tokenizer here
+        return
+    try:
+        jinja_template(DEFAULT_TEMPLATE, tokenizer)
+    except UserError as error:
+        raise UserError(str(error).replace("--data.template", "--template")) from None
 
 
 def compile_job(job: Job, args: argparse.Namespace, suffix: str) -> Job | None:

@@ -21,6 +21,7 @@ from trainer.config.schema import AttentionConfig
 from trainer.config.yaml_text import MAX_BYTES, parse
 
 if TYPE_CHECKING:
+    from model.adapter import AdapterConfig
     from model.config import TransformerConfig
     from planning.plan import Job
     from trainer.config.schema import MeshConfig, RunConfig
@@ -49,7 +50,6 @@ def parser() -> entry.CommandParser:
         "--machine",
         "--topology",
         dest="topology",
-        type=_checked(topology_of),
         metavar="MACHINE",
         help=f"such as {EXAMPLES}",
     )
@@ -57,7 +57,7 @@ def parser() -> entry.CommandParser:
         "--gpu-memory",
         type=_checked(gpu_gib),
         metavar="GIB",
-        help="memory of a GPU, instead of the table's; with --machine gpu or 4xgpu for any GPU",
+        help="memory of a GPU, instead of the table's; then any GPU is a machine: gpu, 8xMI300X",
     )
     options.add_argument(
         "--context",
@@ -81,6 +81,18 @@ def parser() -> entry.CommandParser:
         "--layout",
         choices=typing.get_args(typing.get_type_hints(AttentionConfig)["layout"]),
         help="(default striped)",
+    )
+    options.add_argument(
+        "--lora",
+        type=entry.at_least_one,
+        metavar="RANK",
+        help="plan low-rank adapters of this rank, such as 16, in place of a full fine-tune",
+    )
+    options.add_argument(
+        "--qlora",
+        type=entry.at_least_one,
+        metavar="RANK",
+        help="the same beside a base in NF4",
     )
     _add_memory_options(options)
     options.add_argument(
@@ -179,6 +191,15 @@ def _add_memory_options(options: argparse.ArgumentParser) -> None:
             )
 
 
+def resolve_machine(args: argparse.Namespace) -> None:
+    """Replaces the machine's name by its topology; with its memory given any GPU has one.
+
+    Raises ValueError for what is no machine.
+    """
+    if args.topology:
+        args.topology = topology_of(args.topology, any_gpu=args.gpu_memory is not None)
+
+
 def jobs_of(args: argparse.Namespace) -> list[Job]:
     """Returns the job of the options, or one per stage of a recipe with stages.
 
@@ -190,6 +211,7 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
 
     if not args.topology:
         raise UserError(f"--machine: missing; write {EXAMPLES}")
+    resolve_machine(args)
     if args.gpu_memory is not None and not is_gpu(args.topology):
         raise UserError(
             f"--gpu-memory: {args.topology} has TPUs, whose memory is known; leave it out"
@@ -247,6 +269,7 @@ def _job(
         recipe,
         mesh=mesh,
         memory=memory,
+        adapter=_adapter(args, recipe.adapter),
         data={} if args.context is None else {"context_length": args.context},
         train={} if args.batch is None else {"batch_size": args.batch},
         attention={
@@ -265,6 +288,17 @@ def _job(
         host_gib(args.topology) if args.host_gib is None else args.host_gib,
         None if args.gpu_memory is None else GPU_MEMORY_SHARE * args.gpu_memory,
     )
+
+
+def _adapter(args: argparse.Namespace, given: AdapterConfig) -> AdapterConfig:
+    """The adapters of --lora or --qlora, otherwise the recipe's. Raises UserError for both."""
+    from data.errors import UserError
+
+    if args.lora and args.qlora:
+        raise UserError("--lora: found beside --qlora; keep one of them")
+    if not (args.lora or args.qlora):
+        return given
+    return given.with_rank(args.lora or args.qlora, "nf4" if args.qlora else "none")
 
 
 def _mesh(args: argparse.Namespace) -> MeshConfig | None:

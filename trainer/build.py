@@ -113,8 +113,9 @@ def _tensor_notes(parallel: TensorParallel, model_config: TransformerConfig) -> 
         key = model_config.num_key_value_heads
         yield (
             f"mesh.tensor: {tensor} does not divide {key} key/value heads: padded {key} -> "
-            f"{parallel.key_heads}, and the query heads {query} -> {parallel.query_heads}, exported "
-            f"as {key} and {query}; attention takes {parallel.query_heads / query:.3g} times the work"
+            f"{parallel.key_heads}, and the query heads {query} -> {parallel.query_heads}, "
+            f"exported as {key} and {query}; attention takes {parallel.query_heads / query:.3g} "
+            "times the work"
         )
     elif not parallel.heads:
         yield f"mesh.tensor: {tensor} does not divide {query} heads: every device computes them all"

@@ -19,7 +19,7 @@ class Device:
       memory_bandwidth: bytes/s between the device and its memory.
       link: bytes/s one way: of one inter-chip link of a TPU, or of all of a GPU's links in its box.
       host_gib: each device's share of host memory; None if `box_host_gib` is shared instead.
-      box_host_gib: host memory, shared by the GPUs of the box that a job uses.
+      box_host_gib: memory of a whole host, which its eight GPUs share.
       sources: field -> the source of its figure.
     """
 

@@ -107,7 +107,10 @@ def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
 
 
 def abstract_mesh(config: MeshConfig) -> Mesh:
-    """Returns a mesh without devices, for a dry run: models are made and traced on it, nothing is placed or compiled."""
+    """Returns a mesh without devices, for a dry run.
+
+    Models are made and traced on it; nothing can be placed or compiled.
+    """
     sizes = tuple(getattr(config, axis) for axis in MESH_AXES)
     mesh = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     return cast(Mesh, mesh)

@@ -102,8 +102,7 @@ class Objective(abc.ABC):
     @property
     @abc.abstractmethod
     def origin(self) -> str:
-        """A text that changes whenever the initial parameters would, where these are read from files; "" where they are
-        drawn."""
+        """A text that changes whenever initial parameters read from files would; "" if drawn."""
 
     @abc.abstractmethod
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:

@@ -201,7 +201,7 @@ class StepBuilder:
         return self.trace_evaluate().lower()
 
     def trace_evaluate(self) -> jax.stages.Traced:
-        """Returns the traced evaluation step; needs no devices, and raises most errors of options."""
+        """Returns the traced evaluation step; needs no devices, raises most errors of options."""
 
         def evaluate(params, batch):
             whole = self._whole_batch(params, batch)

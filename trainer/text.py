@@ -241,7 +241,7 @@ class TextObjective(Objective):
 
     @functools.cached_property
     def _reading(self) -> tuple[_ReadPart, Int[np.ndarray, " T"]]:
-        """What this process reads of a batch, and the order that brings its tokens into the layout."""
+        """What this process reads of a batch, and the order of its tokens in the layout."""
         layout = permutation(
             self.config.data.context_length,
             self.mesh.shape["sequence"],

@@ -59,9 +59,9 @@ def _repetition_warning(config: RunConfig, loader: Loader) -> str | None:
         return None
     if batch > rows:
         return (
-            f"train.batch_size: {batch:,} rows in a step, and an epoch has {rows:,}, so that a step "
-            f"trains on the same rows {batch / rows:.3g} times; at most {rows:,}, shorter rows or "
-            "more data would not"
+            f"train.batch_size: {batch:,} rows in a step, and an epoch has {rows:,}, so that a "
+            f"step trains on the same rows {batch / rows:.3g} times; at most {rows:,}, "
+            "shorter rows or more data would not"
         )
     train = config.train.for_epochs(rows)
     epochs = train.steps * batch / rows
@@ -70,7 +70,8 @@ def _repetition_warning(config: RunConfig, loader: Loader) -> str | None:
     usual = dataclasses.replace(train, epochs=USUAL_EPOCHS).for_epochs(rows).steps
     return (
         f"{train.steps:,} steps of {batch:,} rows are {epochs:,.0f} epochs of {rows:,} rows: every "
-        f"document is trained on {epochs:,.0f} times; {USUAL_EPOCHS} epochs would be {usual:,} steps"
+        f"document is trained on {epochs:,.0f} times; {USUAL_EPOCHS} epochs would be {usual:,} "
+        "steps"
     )
 
 

@@ -137,6 +137,7 @@ class Family:
         and are read from.
       trained_lengths: max_position_embeddings of published models -> the length that they were
         trained at, where it is less.
+      names_yarn: whether config.json can name the RoPE rule YaRN.
       presets: published sizes: fields of TransformerConfig, and `rope`, a mapping of RopeConfig's.
     """
 
@@ -154,6 +155,7 @@ class Family:
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     stored_as: tuple[str, ...] = ()
     trained_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    names_yarn: bool = True
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property

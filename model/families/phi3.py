@@ -52,6 +52,7 @@ PHI3 = Phi3Family(
         "pad_token_id": 32000,
     },
     takes=("sliding_window", _PARTIAL),
+    names_yarn=False,  # transformers reads it as longrope
     fused={
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),

@@ -50,6 +50,7 @@ EXECUTED = {
     "python -m scripts.plan --model qwen3-14b --machine v5p-64 --context 1M --write my_recipe.yaml": "",
     "python -m scripts.plan --model qwen3-8b --machine 8xH100 --context 128K": "",
     "python -m scripts.plan --config configs/adapters/llama31_8b_lora_a100.yaml --model llama-3.1-8b --machine 4xA100-40GB": "",
+    "python -m scripts.plan --model llama-3.1-8b --machine RTX4090 --context 32K --qlora 16": "",
     "python -m trainer.xla_flags tpu --why": "",
     "python -m scripts.draw_layout": "",
 }

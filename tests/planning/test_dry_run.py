@@ -273,7 +273,7 @@ def test_documents_beyond_the_trained_length_are_said_in_dry_run_and_inspector(
     status, dry = said_by(capsys, *words, "--dry-run")
     (warning,) = lines_of(dry, "warning: ")
     assert status == 0 and re.search(
-        r"documents up to 1?\d\d tokens, trained for 128: set rope_s", warning
+        r"documents up to 2\d\d tokens, trained for 128: set rope_s", warning
     )
     assert inspect_data.main([words[1], *words[2:]]) == 0
     assert lines_of(capsys.readouterr().out, "warning: ") == [warning]
@@ -284,8 +284,8 @@ def test_documents_beyond_the_trained_length_are_said_in_dry_run_and_inspector(
 def test_episodes_that_training_refuses_are_refused(tmp_path):
     config = run_config(folder_of(tmp_path / "episodes", count=12), tmp_path)
     assert dry_run(config)
-    few = dataclasses.replace(config.trajectories, in_context=11)
+    few = dataclasses.replace(config.trajectories, in_context=13)
     with pytest.raises(
-        UserError, match=r"trajectories.in_context: found 11, but .* has 9 episodes"
+        UserError, match=r"trajectories.in_context: found 13, but .* has 12 episodes"
     ):
         dry_run(dataclasses.replace(config, trajectories=few))

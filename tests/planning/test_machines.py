@@ -54,6 +54,23 @@ def test_a_number_before_gpus_is_of_their_hosts(name, topology, machines):
     assert hosts(topology) == machines and device_count(topology_of(name)) == device_count(topology)
 
 
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("8xMI300X", "gpu:8"),
+        ("2x8xMI300X", "gpu:2x8"),
+        ("v100", "gpu:1"),
+        ("mi300x:8", "gpu:8"),
+        ("8xH100", "h100:8"),
+        ("v5p-32", "v5p:2x2x4"),
+    ],
+)
+def test_an_unlisted_name_is_any_gpu_where_its_memory_is_given(name, topology):
+    assert topology_of(name, any_gpu=True) == topology
+    with pytest.raises(ValueError, match="no device is called v7x"):
+        topology_of("v7x-8", any_gpu=True)
+
+
 def test_gpus_are_told_from_tpus():
     assert all(map(is_gpu, ("h100:2x8", "gpu:1"))) and not any(
         map(is_gpu, ("v4:4x4x4", "2xv5e:4x4"))

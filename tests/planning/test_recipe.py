@@ -5,6 +5,8 @@ import pathlib
 import pytest
 import yaml
 
+from model.config import TransformerConfig
+from model.families import FAMILIES
 from planning.plan import Job
 from planning.recipe import recipe_of, recipe_text
 from trainer.config.load import load
@@ -94,3 +96,38 @@ def test_a_recipe_that_chooses_rope_itself_keeps_its_choice():
         Job.of("qwen3-8b", "h100:8", 131072), {"model": {"overrides": overrides}}, None
     )
     assert written["model"]["overrides"] == overrides
+
+
+def test_every_preset_takes_the_positions_that_its_plan_proposes():
+    """At four times its trained length; Phi-3's files cannot name YaRN, so that the base grows instead."""
+    for family in FAMILIES.values():
+        for name in family.presets:
+            model = TransformerConfig.preset(name)
+            if not model.trained_length:
+                continue
+            job = Job.of(name, "h100:8", 4 * model.trained_length)
+            overrides = recipe_of(job, {}, "org/name")["model"]["overrides"]
+            assert model.with_positions(**overrides).max_position_embeddings == job.context, name
+    overrides = recipe_of(Job.of("phi-3-mini-4k", "h100:8", 16384), {}, "org/name")["model"][
+        "overrides"
+    ]
+    # NTK-aware: 10,000 * 4^(96 / 94)
+    assert overrides == {"max_position_embeddings": 16384, "rope_theta": 41197.0}
+
+
+def test_longrope_beyond_its_length_is_said():
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 48,
+        "long_factor": [2.0] * 48,
+        "original_max_position_embeddings": 4096,
+    }
+    phi = TransformerConfig.preset("phi-3-mini-4k").with_positions(
+        rope_scaling=scaling, max_position_embeddings=131072
+    )
+    for context, said in ((131072, False), (262144, True)):
+        job = Job.of(phi, "h100:8", context)
+        recipe = recipe_of(job, {}, "org/name")
+        text = recipe_text(job, recipe, "recipe.yaml", None)
+        assert ("longrope are fitted to 131,072 tokens" in text) == said
+        assert "overrides" not in recipe["model"]

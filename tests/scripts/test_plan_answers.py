@@ -3,6 +3,7 @@ to change, recipes."""
 
 import json
 import re
+import shutil
 import time
 
 import pytest
@@ -281,3 +282,27 @@ def test_a_typo_is_one_line_before_anything_compiles(argv, mend, capsys, monkeyp
         status = exit.code
     said = capsys.readouterr().err
     assert status == 2 and mend in said and said.count("\n") == 1 and said.startswith("error: ")
+
+
+def test_a_base_model_asks_for_a_template_in_one_line(hf_model, tmp_path, capsys):
+    """A model with a template of its own, a chosen one and a folder without a tokenizer need no choice."""
+    base, recipe = tmp_path / "base", tmp_path / "recipe.yaml"
+    shutil.copytree(hf_model, base)
+    job = ["--machine", "h100", "--context", 128, "--write", recipe, "--model"]
+    assert answer(capsys, *job, base)[0] == 0, "its template is in its files"
+    recipe.unlink()
+    for path in base.glob("chat_template*"):
+        path.unlink()
+    settings = base / "tokenizer_config.json"
+    fields = json.loads(settings.read_text(encoding="utf-8")) | {"chat_template": None}
+    settings.write_text(json.dumps(fields), encoding="utf-8")
+    status, said = answer(capsys, *job, base)
+    (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert status == 2 and "choose one, such as --template vicuna_v1.1" in error
+    assert not recipe.exists()
+    assert answer(capsys, *job, base, "--template", "chatml")[0] == 0
+    assert yaml.safe_load(recipe.read_text(encoding="utf-8"))["data"]["template"] == "chatml"
+    (shape := tmp_path / "shape").mkdir()
+    shutil.copy(base / "config.json", shape)
+    assert answer(capsys, *job, shape)[0] == 0
+    assert "docs/templates.md" in recipe.read_text(encoding="utf-8")
