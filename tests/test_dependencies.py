@@ -1,5 +1,4 @@
-"""Every imported package is declared in a requirements file, and docs/dependencies.md gives its
-licence and the reason."""
+"""Every imported package is declared in a requirements file."""
 
 import ast
 import re
@@ -68,14 +67,3 @@ def test_every_import_is_declared():
         if not {normal(name) for name in packages.get(module, [module])} & allowed
     }
     assert not undeclared
-
-
-def test_every_package_has_a_licence_and_a_reason():
-    page = (REPOSITORY / "docs/dependencies.md").read_text(encoding="utf-8")
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in page.splitlines()
-        if line.startswith("| ")
-    ][1:]
-    assert all(len(row) == 3 and all(row) for row in rows)
-    assert sorted(normal(row[0]) for row in rows) == sorted(declared() | OPTIONAL)

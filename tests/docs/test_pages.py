@@ -20,7 +20,6 @@ PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md"
 OWN_PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *GUIDES]
 MOST_LINES = {"README.md": 120} | {f"docs/{path.name}": 150 for path in GUIDES}
 ARCHITECTURE_WORDS = 1500
-CELL_CHARACTERS = 100  # of a table's cell, as it is read
 TENSORS = ("model.layers", "model.embed_tokens", "model.norm")  # Hugging Face's names, not ours
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)", re.MULTILINE)
@@ -142,14 +141,3 @@ def test_the_contracts_are_where_the_architecture_says():
     assert len(rows) >= 10
     contracts = [f"{module}.{name}" for names, module in rows for name in re.findall(r"\w+", names)]
     assert [contract for contract in contracts if not is_code(contract)] == []
-
-
-@pytest.mark.parametrize("path", OWN_PAGES, ids=page_id)
-def test_no_cell_of_a_table_holds_a_paragraph(path):
-    rows = [line.strip() for line in text_of(path).splitlines() if line.strip().startswith("|")]
-    cells = [
-        re.sub(r"\]\([^)]*\)", "]", cell).strip()
-        for row in rows
-        for cell in row.strip("|").split("|")
-    ]
-    assert [cell for cell in cells if len(cell) > CELL_CHARACTERS] == []

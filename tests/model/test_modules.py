@@ -9,7 +9,7 @@ import pytest
 
 from model.declarations import LAYERS, declare, declare_layer, read_by
 from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
-from model.padding import PADDED, fits, logical_axes, vocabulary_axes
+from model.padding import fits, logical_axes, vocabulary_axes
 
 from .build import tiny
 
@@ -56,7 +56,6 @@ def test_logical_axes_are_those_that_are_declared_also_of_moments():
 )
 def test_shapes_may_differ_by_padding_alone(name, shape, other, own, expected):
     assert fits(name, shape, other, own) == expected
-    assert set(PADDED) == {"embed", "norm", "vocab", "heads", "kv_heads"}
 
 
 def test_the_page_lists_what_is_declared():

@@ -63,9 +63,6 @@ def test_a_result_names_what_is_needed_to_repeat_it(name):
     assert result.title and result.rows
     for row_id, cells in result.rows.items():
         assert re.fullmatch(r"[\w-]+", row_id) and cells["verdict"] in results.VERDICTS
-        assert sum(len(cells[column]) for column in ("what", "goal", "found")) <= 105, (
-            f"{row_id}: too wide for the page"
-        )
     if result.note:
         assert (ROOT / result.note).is_file()
     if name != "accelerators":
