@@ -1,5 +1,4 @@
-"""The pages: links resolve, commands, flags, files and names exist, and no page or table cell grows
-too long."""
+"""The pages: links resolve, commands, flags, files and names exist, and no page grows too long."""
 
 import dataclasses
 import importlib
