@@ -24,6 +24,10 @@ from .plan import Job
 # in bfloat16; of a layer's and of the head's weights in bfloat16; of the gradients in float32; and
 # of a loss chunk's logits in float32.
 HIDDEN, QUERIES, KEYS, LAYER_WEIGHTS, HEAD_WEIGHTS, GRADIENTS, LOGITS = 5, 6, 14, 2, 1, 1, 4
+# Further arrays of a layer's trained experts, in bfloat16: loops over blocks of rows hold float32
+# weights and gradients of them several times. By one plan, Qwen3-30B-A3B, 128K, 8 x H100, and set
+# after it was seen.
+EXPERT_WEIGHTS = 12
 # Bits per NF4 number while its layer runs, with its scales dequantized.
 NF4_BITS = 4.63
 # The smallest and the largest ratio of a compiled plan to its estimate.
@@ -134,6 +138,7 @@ def _working_bytes(job: Job) -> float:
         HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys
     )
     experts = model.num_experts / mesh.expert
+    of_experts = 3 * model.hidden_size * model.expert_width * experts / tensor
     elsewhere = 3 * model.hidden_size * model.expert_width * (model.num_experts - experts)
     layer = (stored_layer_weights(model) - elsewhere) / tensor
     head = head_weights(model) / tensor
@@ -147,6 +152,7 @@ def _working_bytes(job: Job) -> float:
     weights = (
         bits / 8 * LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1)
         + dequantized
+        + (0 if job.run.adapter.rank else 2 * EXPERT_WEIGHTS * of_experts)
         + 2 * HEAD_WEIGHTS * head
     )
     gradients = 4 * GRADIENTS * _trained_numbers(job) * mesh.data / mesh.devices
