@@ -35,6 +35,15 @@ from .memory_estimate import estimate_memory
 from .parts import checkpoint_bytes
 from .plan import Job
 
+LONG_SECONDS = (
+    3600.0  # of steps that a preemption may cost before checkpoints by the clock are advised
+)
+ADVISED_MINUTES = 30
+
+# Steps that a preemption may cost before checkpoints by the clock are advised, and how often then.
+LONG_SECONDS = 3600.0
+ADVISED_MINUTES = 30
+
 
 def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None) -> bool:
     """Prints what each stage of a run would do; returns whether all of them fit or perhaps fit.
@@ -120,7 +129,7 @@ def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | N
             print(*(f"  {line}" for line in answer.advice(job)), sep="\n")
     else:
         print("to see the time and whether it fits, name the machine, such as --dry-run 8xH100")
-    print(*_disk_lines(config, model), "", sep="\n")
+    print(*_preemption_lines(job) if named else (), *_disk_lines(config, model), "", sep="\n")
     return memory.fits != "no"
 
 
@@ -158,6 +167,33 @@ def _describe_text(objective: TextObjective) -> None:
 def _share(documents) -> str:
     total = int(documents.lengths.sum())
     return f"{int(documents.trained.sum()) / total:.1%}" if total else "none"
+
+
+def _preemption_lines(job: Job) -> Iterator[str]:
+    """Yields what a preemption costs at most, where the cost model lists the machine."""
+    seconds, checkpoint = job.time_range(), job.run.checkpoint
+    if seconds is None:
+        return
+    every = checkpoint.every or job.run.train.steps
+
+    def lost(step: float, minutes: float) -> float:
+        """Returns the seconds after the last checkpoint; a save by the clock is a step late."""
+        return min(every * step, 60 * minutes + step) if minutes else every * step
+
+    low, high = (lost(step, checkpoint.minutes) for step in (seconds.low, seconds.high))
+    fields = f"checkpoint.every {checkpoint.every}"
+    if checkpoint.minutes:
+        fields += f", checkpoint.minutes {checkpoint.minutes:g}"
+    yield (
+        f"preemption: costs at most {low / 60:,.0f} to {high / 60:,.0f} minutes of steps "
+        f"({fields}), and the start"
+    )
+    if not checkpoint.minutes and high > LONG_SECONDS:
+        less = [lost(step, ADVISED_MINUTES) / 60 for step in (seconds.low, seconds.high)]
+        yield (
+            f"preemption: with --checkpoint.minutes {ADVISED_MINUTES} {less[0]:,.0f} to "
+            f"{less[1]:,.0f} minutes"
+        )
 
 
 def _disk_lines(config: RunConfig, model: TransformerConfig) -> Iterator[str]:

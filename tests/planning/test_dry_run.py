@@ -4,6 +4,7 @@ trained."""
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,11 +12,13 @@ import yaml
 
 import train
 from data.errors import UserError
-from planning.dry_run import dry_run
+from planning.costs.measured import TimeRange
+from planning.dry_run import _preemption_lines, dry_run
 from scripts import inspect_data
 from tests.data.trajectories.made import folder_of
 from tests.trainer.test_trajectories import run_config
 from trainer.config.load import load
+from trainer.config.schema import CheckpointConfig
 from trainer.mesh import make_mesh
 from trainer.text import TextObjective
 
@@ -289,3 +292,39 @@ def test_episodes_that_training_refuses_are_refused(tmp_path):
         UserError, match=r"trajectories.in_context: found 13, but .* has 12 episodes"
     ):
         dry_run(dataclasses.replace(config, trajectories=few))
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        # Steps of 200 to 400 s, by hand: 100 of them; 30 minutes and one step; 10 minutes and one.
+        (
+            {"every": 100},
+            [
+                "preemption: costs at most 333 to 667 minutes of steps (checkpoint.every 100), "
+                "and the start",
+                "preemption: with --checkpoint.minutes 30 33 to 37 minutes",
+            ],
+        ),
+        (
+            {"every": 100, "minutes": 10},
+            [
+                "preemption: costs at most 13 to 17 minutes of steps (checkpoint.every 100, "
+                "checkpoint.minutes 10), and the start"
+            ],
+        ),
+        (
+            {"every": 3, "minutes": 60},
+            [
+                "preemption: costs at most 10 to 20 minutes of steps (checkpoint.every 3, "
+                "checkpoint.minutes 60), and the start"
+            ],
+        ),
+    ],
+)
+def test_what_a_preemption_costs(flags, lines):
+    job = SimpleNamespace(
+        time_range=lambda: TimeRange(200.0, 400.0),
+        run=SimpleNamespace(checkpoint=CheckpointConfig(**flags)),
+    )
+    assert list(_preemption_lines(job)) == lines
