@@ -129,7 +129,12 @@ def main(argv: list[str] | None = None) -> int:
             from planning.dry_run import dry_run
 
             nonlocal status
-            status = 0 if dry_run(config, machine, memory) else 1
+            prepare = {}
+            if config.evaluations or config.samples.prompts:
+                from eval.live import measured_names
+
+                prepare = {"prepare": measured_names}
+            status = 0 if dry_run(config, machine, memory, **prepare) else 1
             return
         entry.keep_compiled(config.compile_cache)
         import jax

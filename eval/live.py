@@ -113,11 +113,16 @@ class LiveEvaluation:
         """Answers all questions with these parameters."""
         answers = _answers(self.respondent, params, [case.prompt for case in self.cases])
         results = suite.results_of(self.cases, answers, self.respondent.trained_length)
-        depth = {result: "" if result.depth is None else f"/{result.depth:g}" for result in results}
-        return {
-            f"{self.name}/{result.task}/{result.tokens}{depth[result]}": result.score
-            for result in results
-        }
+        return {self._metric(result): result.score for result in results}
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of what `run` measures; after `prepare`."""
+        return list(dict.fromkeys(map(self._metric, self.cases)))
+
+    def _metric(self, group: suite.Case | suite.Result) -> str:
+        depth = "" if group.depth is None else f"/{group.depth:g}"
+        return f"{self.name}/{group.task}/{group.tokens}{depth}"
 
 
 class Samples:
@@ -158,3 +163,12 @@ def evaluations_of(config: RunConfig) -> list[Evaluation]:
     """Returns the recipe's evaluations, and its samples."""
     samples = [Samples(config)] if config.samples.prompts else []
     return [*(LiveEvaluation(test, config) for test in tests_of(config)), *samples]
+
+
+def measured_names(config: RunConfig, objective: Objective, builder: StepBuilder) -> list[str]:
+    """Prepares the recipe's evaluations and samples; returns the names of what they measure."""
+    names: list[str] = []
+    for evaluation in evaluations_of(config):
+        evaluation.prepare(objective, builder)
+        names += evaluation.metrics if isinstance(evaluation, LiveEvaluation) else []
+    return names

@@ -10,17 +10,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from data.errors import UserError
 from model.config import TransformerConfig
+from trainer.best import BestCheckpoint
 from trainer.build import run_notes
 from trainer.config.schema import RunConfig
 from trainer.devices import GPU_MEMORY_SHARE
+from trainer.evaluation import held_out_names
 from trainer.mesh import abstract_mesh
+from trainer.objective import Objective
 from trainer.reporting.boards import import_wandb
 from trainer.run.directory import check_run
 from trainer.stages import stages_of
@@ -35,22 +39,30 @@ from .memory_estimate import estimate_memory
 from .parts import checkpoint_bytes
 from .plan import Job
 
-LONG_SECONDS = (
-    3600.0  # of steps that a preemption may cost before checkpoints by the clock are advised
-)
-ADVISED_MINUTES = 30
-
 # Steps that a preemption may cost before checkpoints by the clock are advised, and how often then.
 LONG_SECONDS = 3600.0
 ADVISED_MINUTES = 30
 
+Prepare = Callable[[RunConfig, Objective, StepBuilder], list[str]]
+"""Prepares a run's evaluations, and returns the names of what they measure beside held-out data."""
 
-def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None) -> bool:
+
+def _no_evaluations(*_: Any) -> list[str]:
+    return []
+
+
+def dry_run(
+    config: RunConfig,
+    machine: str = "",
+    gpu_memory: str | None = None,
+    prepare: Prepare = _no_evaluations,
+) -> bool:
     """Prints what each stage of a run would do; returns whether all of them fit or perhaps fit.
 
     Args:
       machine: where it would run; "" leaves out what depends on the machine.
       gpu_memory: GiB per GPU as the user typed it, instead of the table's figure.
+      prepare: prepares the recipe's evaluations, as training does before the first step.
 
     Raises:
       UserError, ValueError: the model or the data cannot be used, or the machine lacks devices for
@@ -84,14 +96,19 @@ def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None)
                 config.model, overrides={**config.model.overrides, **stage.model.overrides}
             ),
         )
-        fits &= _report(continued, topology, bool(machine), usable_gib)
+        objective = _opened(continued, prepare)
+        fits &= _report(objective, topology, bool(machine), usable_gib)
     print("nothing was trained: without --dry-run the same command trains")
     return fits
 
 
-def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | None) -> bool:
+def _report(
+    objective: TextObjective | TrajectoryObjective,
+    topology: str,
+    named: bool,
+    usable_gib: float | None,
+) -> bool:
     """Prints what one run would do; returns whether it fits or perhaps fits."""
-    objective = _opened(config)
     config = objective.config
     config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
     if isinstance(objective, TextObjective):
@@ -133,7 +150,7 @@ def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | N
     return memory.fits != "no"
 
 
-def _opened(config: RunConfig) -> TextObjective | TrajectoryObjective:
+def _opened(config: RunConfig, prepare: Prepare) -> TextObjective | TrajectoryObjective:
     """Returns the run's objective as training opens it, without devices; its loss is traced once.
 
     Raises:
@@ -143,7 +160,12 @@ def _opened(config: RunConfig) -> TextObjective | TrajectoryObjective:
         config, abstract_mesh(config.mesh)
     )
     batch = objective.abstract_batch()
-    StepBuilder.of(config, objective.model, objective.loss, batch).trace_evaluate()
+    builder = StepBuilder.of(objective.config, objective.model, objective.loss, batch)
+    sums = builder.trace_evaluate().out_info
+    measured = prepare(objective.config, objective, builder)
+    if config.checkpoint.best and not config.preference.loss:
+        names = held_out_names(objective, sums) + measured
+        BestCheckpoint(config.checkpoint).require(names)
     return objective
 
 

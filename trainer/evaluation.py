@@ -83,3 +83,21 @@ class HeldOutLoss:
                 if not np.isnan(value)
             },
         }
+
+
+def held_out_names(objective: Objective, sums: LossSums) -> list[str]:
+    """Returns the names of what HeldOutLoss may measure; none without held-out data.
+
+    Args:
+      sums: of a batch's loss, or their shapes.
+    """
+    if not objective.has_held_out:
+        return []
+    names = [
+        objective.loss_name,
+        objective.weight_name,
+        *(BY_SOURCE + name for name in objective.sources),
+        *(AUXILIARY + name for name in sums.auxiliary),
+        *sums.measures,
+    ]
+    return [f"held_out_{name}" for name in names]

@@ -328,3 +328,15 @@ def test_what_a_preemption_costs(flags, lines):
         run=SimpleNamespace(checkpoint=CheckpointConfig(**flags)),
     )
     assert list(_preemption_lines(job)) == lines
+
+
+def test_evaluations_are_prepared_as_in_training(recipe, tmp_path, capsys):
+    """What is too long for --tokens is skipped by name; what they measure may be the best's metric."""
+    tests = '[{"test": "lines", "tokens": [16, 512], "count": 1}]'
+    words = ["--config", recipe, "--run_dir", str(tmp_path), "--evaluations", tests]
+    best = ["--checkpoint.best", "lines/lines/512", "--checkpoint.best_is", "highest"]
+    status, said = said_by(capsys, *words, *best, "--dry-run")
+    assert status == 0 and "warning: skipped: lines: its shortest case takes" in said, said
+    status, said = said_by(capsys, *words, "--checkpoint.best", "lines/lines/16", "--dry-run")
+    assert status == 2 and "held_out_loss_nats_per_target, held_out_target_tokens" in said
+    assert "lines/lines/512" in said
