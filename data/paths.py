@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -301,12 +301,12 @@ def check_own(path: str | Path, marker: bytes) -> None:
         )
 
 
-def output_file(path: str | Path, marker: bytes = b"") -> Path:
+def output_file(path: str | Path, marker: bytes) -> Path:
     """Makes the folder of a file that a command will write, and returns the file's path.
 
     Args:
       path: the file.
-      marker: as in `check_own`; without one any file is overwritten.
+      marker: as in `check_own`.
 
     Raises:
       UserError: the path is a folder or a file that another wrote, or its folder cannot be made or
@@ -327,13 +327,25 @@ def results_folder(path: str | Path, *pictures: str) -> Path:
       pictures: names of the PNG files that the evaluation will write.
 
     Raises:
-      UserError: it cannot be made or written to, or has such files that no evaluation wrote.
+      UserError: as `output_files`.
+    """
+    markers = {"results.json": b'"about"', "cases.jsonl": b'"generated"'}
+    return output_files(path, markers | dict.fromkeys(pictures, PICTURE))
+
+
+def output_files(path: str | Path, markers: Mapping[str, bytes]) -> Path:
+    """Makes the folder of files that a command will write, and returns it.
+
+    Args:
+      path: the folder.
+      markers: name of each file -> its marker, as in `check_own`.
+
+    Raises:
+      UserError: it cannot be made or written to, or has such a file that another wrote.
     """
     folder = output_folder(path)
-    check_own(folder / "results.json", b'"about"')
-    check_own(folder / "cases.jsonl", b'"generated"')
-    for picture in pictures:
-        check_own(folder / picture, PICTURE)
+    for name, marker in markers.items():
+        check_own(folder / name, marker)
     return folder
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.conversation import Message
 from data.errors import UserError
-from data.paths import check_own, results_folder
+from data.paths import output_files
 from data.printable import printable
 from data.templates import render
 from eval import adapters, runner
@@ -415,8 +415,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     tasks = args.tasks.split(",")
     task_manager = TaskManager(include_path=args.include_path)
     check_tasks(tasks, task_manager.all_tasks)
-    folder = results_folder(args.output)
-    check_own(folder / "lm_eval.json", b'"results"')
+    folder = output_files(args.output, {"results.json": b'"about"', "lm_eval.json": b'"n-shot"'})
     opened = runner.open_respondent(args)
     harness = Harness(opened, args.length or opened.respondent.trained_length, args.max_new_tokens)
     results = lm_eval.simple_evaluate(

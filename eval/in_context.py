@@ -22,13 +22,15 @@ from jaxtyping import Float, Float32
 
 from data import printable
 from data.errors import UserError
-from data.paths import PICTURE, PICTURE_METADATA, check_own, output_folder
+from data.paths import PICTURE, PICTURE_METADATA, output_files
 from data.progress import ProgressBar
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales
 from data.within import read_json
 from eval.scoring import bootstrap
 from trainer import entry
+
+VIDEO = b"Longstripe"  # the comment of a GIF
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -262,9 +264,8 @@ def summary(returns: Float[np.ndarray, "seeds episodes"]) -> dict[str, dict[str,
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Plays all episodes and returns the content of results.json."""
-    folder = output_folder(args.output)
-    check_own(folder / "results.json", b'"returns"')
-    check_own(folder / "in_context.png", PICTURE)
+    markers = {"results.json": b'"returns"', "in_context.png": PICTURE, "episode.gif": VIDEO}
+    output_files(args.output, markers)
     from data.trajectories.tasks import get_task, make_environment
     from model.agentic import TrajectorySizes
     from trainer.build import build_agentic
@@ -403,7 +404,12 @@ def record(
 
     images = [Image.fromarray(frame) for frame in frames]
     images[0].save(
-        folder / "episode.gif", save_all=True, append_images=images[1:], duration=40, loop=0
+        folder / "episode.gif",
+        save_all=True,
+        append_images=images[1:],
+        duration=40,
+        loop=0,
+        comment=VIDEO,
     )
     print(f"wrote {folder}/episode.gif")
 

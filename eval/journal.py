@@ -33,12 +33,15 @@ class Journal:
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
         self.answers: dict[str, Answer] = {}
-        whole, offset = _whole_lines(path)
+        content = read_bytes(path, path.parent) if os.path.lexists(path) else b""
+        whole, offset = _whole_lines(content)
         if whole:
-            _check_about(path, whole[0], about)
-            self.answers = {
-                line["key"]: Answer(line["generated"], line["prompt_tokens"]) for line in whole[1:]
-            }
+            self.answers = _answers(path, whole, about)
+        elif not json.dumps(about).encode().startswith(content):
+            raise UserError(
+                f"{path}: holds no answers of an evaluation, so it is not overwritten; another --output, or removing "
+                "this file, would work"
+            )
         self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - open as long as the evaluation
         self._file.truncate(offset)
         self._file.seek(offset)
@@ -59,25 +62,32 @@ class Journal:
         self._file.close()
 
 
-def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+def _whole_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
     """Returns a journal's lines up to the first incomplete one, and their bytes."""
     lines, offset = [], 0
-    content = read_bytes(path, path.parent) if os.path.lexists(path) else b""
     for line in content.splitlines(keepends=True):
         try:
-            lines.append(parse_json(line))
+            value = parse_json(line)
         except ValueError:
             break
-        if not line.endswith(b"\n"):
-            return lines[:-1], offset
+        if not line.endswith(b"\n") or not isinstance(value, dict):
+            break
+        lines.append(value)
         offset += len(line)
     return lines, offset
 
 
-def _check_about(path: Path, saved: dict[str, Any], about: dict[str, Any]) -> None:
+def _answers(path: Path, lines: list[dict[str, Any]], about: dict[str, Any]) -> dict[str, Answer]:
+    """Returns the answers in a journal's lines; errors as in `Journal`."""
     for name, value in about.items():
-        if saved.get(name) != value:
+        if lines[0].get(name) != value:
             raise UserError(
-                f"{path}: has answers with {name} = {saved.get(name)!r}, now it is {value!r}; "
+                f"{path}: has answers with {name} = {lines[0].get(name)!r}, now it is {value!r}; "
                 "another --output, or removing this file, would work"
             )
+    try:
+        return {line["key"]: Answer(line["generated"], line["prompt_tokens"]) for line in lines[1:]}
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: an answer has no {error}; another --output, or removing this file, would work"
+        ) from None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Int
 
-from data.paths import output_file
+from data.paths import PICTURE, PICTURE_METADATA, output_file
 from model.attention.layout import permutation
 from trainer import entry
 
@@ -79,7 +79,7 @@ def draw(path: pathlib.Path) -> None:
         Patch(facecolor=colour, label=f"device {device}") for device, colour in enumerate(HOLDERS)
     ]
     figure.legend(handles=legend, loc="lower center", ncols=len(legend), fontsize=9, frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, metadata=PICTURE_METADATA)
 
 
 def _draw_layout(half: "SubFigure", layout: str) -> None:
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def draw_and_print() -> None:
-        draw(output_file(args.output, b"Matplotlib"))
+        draw(output_file(args.output, PICTURE))
         print(args.output)
 
     return entry.run(draw_and_print, args.output)

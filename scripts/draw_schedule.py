@@ -3,6 +3,7 @@
 python -m scripts.draw_schedule [--output docs/schedules] [--ranks 4] [--schedules ring ...]
 """
 
+import argparse
 import pathlib
 import sys
 import textwrap
@@ -15,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from data.paths import PICTURE, PICTURE_METADATA, output_files
 from model.attention import get_schedule
 from model.attention.coords import MASKED, SKIP, Mask, TokenCoords, tile_bounds, tile_kind
 from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules.plan import Block, Round, Send, Task
-from trainer.entry import CommandParser
+from trainer import entry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -332,8 +334,7 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
             )
         y -= BARS + text_height
     _draw_legend(figure, size, legend_rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100, pil_kwargs={"optimize": True})
+    figure.savefig(path, dpi=100, metadata=PICTURE_METADATA, pil_kwargs={"optimize": True})
 
 
 def _axes(figure: "Figure", x: float, y: float, width: float, height: float) -> "Axes":
@@ -405,7 +406,7 @@ def _wrapped(lines: list[str], letters: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, which prints each file's name, and returns its exit status."""
-    parser = CommandParser(
+    parser = entry.CommandParser(
         prog="python -m scripts.draw_schedule",
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
@@ -431,12 +432,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
-    for name in args.schedules:
-        for size in args.ranks:
-            path = args.output / f"{name}_{size}.png"
-            draw(name, size, path)
-            print(path)
-    return 0
+    return entry.run(lambda: draw_all(args), args.output)
+
+
+def draw_all(args: argparse.Namespace) -> None:
+    """Draws each schedule on each number of ranks, and prints the files' names."""
+    pictures = {
+        f"{name}_{size}.png": (name, size) for name in args.schedules for size in args.ranks
+    }
+    folder = output_files(args.output, dict.fromkeys(pictures, PICTURE))
+    for file, (name, size) in pictures.items():
+        draw(name, size, folder / file)
+        print(folder / file)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from data import printable
 from data.errors import UserError
-from data.paths import output_file
+from data.paths import PICTURE, PICTURE_METADATA, output_file
 from data.trajectories.builder import read_with_rewards
 from data.trajectories.episodes import episode_files, episode_return
 from data.trajectories.tasks import TASKS, Task, get_task
@@ -114,7 +114,7 @@ def draw(task: Task, returns: Mapping[str, Float[np.ndarray, " n"]], path: Path)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel(f"return of {task.name}")
     figure.supylabel("episodes", fontsize="medium")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata=PICTURE_METADATA)
 
 
 def inspect(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     task = get_task(args.task)
     outputs = [
         output_file(path, marker)
-        for path, marker in ((args.plot, b"Matplotlib"), (args.json, b'"algorithms"'))
+        for path, marker in ((args.plot, PICTURE), (args.json, b'"algorithms"'))
         if path
     ]
     files = episode_files(Path(args.path).expanduser(), task)

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from data.printable import printable_output
 from trainer.entry import CommandParser
 from trainer.run.rendezvous import TOKEN
 
@@ -185,6 +186,7 @@ def end(processes: list[subprocess.Popen]) -> None:
             process.wait()
 
 
+@printable_output()
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     parser = CommandParser(

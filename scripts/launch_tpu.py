@@ -39,6 +39,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from data.printable import printable_output
+
 from .restarts import CANNOT_PASS, LIMIT, PREEMPTED, STOPPED, TRANSIENT, Restarts
 from .tpu import workers as remote
 from .tpu.gcloud import Gcloud, GcloudError, Kind, Refused, say, sleep
@@ -483,6 +485,7 @@ def _refuse(message: str) -> Any:
     raise Refused(f"{message}; scripts/launch_tpu.sh --help")
 
 
+@printable_output()
 def main(argv: list[str] | None = None) -> int:
     """Runs a verb. Returns the command's code; 2 for a user's error, 75 if a retry may pass."""
     try:

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from data import printable
-from data.paths import PICTURE, PICTURE_METADATA, check_own, output_folder
+from data.paths import PICTURE, PICTURE_METADATA, output_files
 from trainer import entry
 
 BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
@@ -318,9 +318,9 @@ def print_table(curves: dict[str, list[dict]], title: str) -> None:
 
 def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
     """Measures every checkpoint, writes table and plot, and returns each checkpoint's rows."""
-    output_folder(args.output)
-    check_own(args.output / "loss_by_position.json", b'"about"')
-    check_own(args.output / "loss_by_position.png", PICTURE)
+    output_files(
+        args.output, {"loss_by_position.json": b'"about"', "loss_by_position.png": PICTURE}
+    )
     entry.keep_compiled()
     curves, gains = {}, {}
     for checkpoint in args.checkpoint:

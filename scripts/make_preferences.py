@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from data.paths import output_files
 from trainer import entry
 
 FACTS = {
@@ -85,8 +86,8 @@ def pairs(held_out: bool, seed: int = 0) -> Iterator[dict[str, str]]:
         }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Writes both files."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
     parser = entry.CommandParser(
         prog="python -m scripts.make_preferences", description=__doc__.splitlines()[0]
     )
@@ -94,13 +95,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         "folder", type=pathlib.Path, help="folder for train.jsonl and held_out.jsonl"
     )
     folder = parser.parse_args(argv).folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, held_out in (("train", False), ("held_out", True)):
-        records = list(pairs(held_out))
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-        print(f"wrote {folder / name}.jsonl: {len(records)} pairs")
+    return entry.run(lambda: write(folder), folder)
+
+
+def write(folder: pathlib.Path) -> None:
+    """Writes both files."""
+    texts = {
+        f"{name}.jsonl": "".join(json.dumps(record) + "\n" for record in pairs(held_out))
+        for name, held_out in (("train", False), ("held_out", True))
+    }
+    # They are the same each time: their first line tells whether a file is ours.
+    output_files(folder, {name: text.partition("\n")[0].encode() for name, text in texts.items()})
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        print(f"wrote {folder / name}: {text.count(chr(10))} pairs")
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run(main))
+    sys.exit(main())

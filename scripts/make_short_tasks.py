@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from data.errors import UserError
-from data.paths import output_folder
+from data.paths import output_files
 from data.synthetic.tasks import Haystack
 from data.within import read_text
 from trainer import entry
@@ -151,7 +151,9 @@ def work(args: argparse.Namespace) -> None:
             f"{args.book}: cannot read the book ({getattr(error, 'strerror', None) or error})"
         ) from error
     sentences = list(Haystack.of_text(text).sentences)
-    folder = output_folder(args.output)
+    files = {f"{name}.json": b'"context"' for name in TASKS}
+    files |= {f"{name}.yaml": b'"doc_to_text": "{{context}}"' for name in TASKS}
+    folder = output_files(args.output, files)
     for number, (name, make) in enumerate(
         {"book_next_sentence": next_sentences, "book_last_word": last_words}.items()
     ):

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.paths import check_own
+from data.paths import PICTURE, PICTURE_METADATA, output_file, output_files
 from data.within import read_text
 from scripts.compare_schedules import compare
 from scripts.plan_options import chooses, jobs_of, parser
@@ -31,6 +31,9 @@ from trainer.config.yaml_text import MAX_BYTES, parse
 
 if TYPE_CHECKING:
     from planning.plan import DoesNotFit, Job
+
+PLAN = b'"topology"'  # within every JSON file that is written here
+RECIPE = b"python -m scripts.plan"
 
 
 def estimates(plan: dict[str, Any], job: Job, args: argparse.Namespace) -> dict[str, float]:
@@ -122,7 +125,7 @@ def draw(tries: list[dict[str, Any]], plan: dict[str, Any], path: Path) -> None:
         title=f"{plan['model']} on {plan['topology']} (hollow: does not fit)",
     )
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata=PICTURE_METADATA)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,15 +135,15 @@ def run(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     if args.hardware or args.compare:
         return compare(args)
+    if args.write:
+        output_file(args.write, RECIPE)
     jobs, status = jobs_of(args), 0
     if args.output:  # refuses an unusable folder now, not after minutes of compiling
-        (Path(args.output) if args.search and args.compile else Path(args.output).parent).mkdir(
-            parents=True, exist_ok=True
-        )
-    for number, job in enumerate(jobs, 1):
+        check_outputs(args, len(jobs))
+    for number, (job, suffix) in enumerate(zip(jobs, _suffixes(len(jobs)), strict=True), 1):
         if len(jobs) > 1:
             print(f"stage {number} of {len(jobs)}")
-        status = max(status, run_job(job, args, f"_{number}" if len(jobs) > 1 else ""))
+        status = max(status, run_job(job, args, suffix))
     return status
 
 
@@ -215,7 +218,6 @@ def write(job: Job, args: argparse.Namespace) -> None:
     is_path = args.model and ("/" in args.model or Path(args.model).is_dir())
     recipe = recipe_of(job, base, args.model if is_path else None, args.template)
     _require_template(recipe)
-    check_own(args.write, b"python -m scripts.plan")
     Path(args.write).write_text(recipe_text(job, recipe, args.write, args.model), encoding="utf-8")
     data, words = recipe.get("data", {}), [] if names_model(recipe) else ["--model.path", "any"]
     words += (
@@ -283,12 +285,26 @@ def compile_job(job: Job, args: argparse.Namespace, suffix: str) -> Job | None:
     show(result)
     if args.output and args.search:
         folder = Path(_with_suffix(args.output, suffix))
-        folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / "plan.json", {"longest": result, **rest})
         draw(rest["tries"], result, folder / "plan.png")
     elif args.output:
         _write_json(_with_suffix(args.output, suffix), result)
     return job
+
+
+def check_outputs(args: argparse.Namespace, jobs: int) -> None:
+    """Makes the folders of what --output names. Raises UserError for a file that another wrote."""
+    for suffix in _suffixes(jobs):
+        path = _with_suffix(args.output, suffix)
+        if args.search and args.compile:
+            output_files(path, {"plan.json": PLAN, "plan.png": PICTURE})
+        else:
+            output_file(path, PLAN)
+
+
+def _suffixes(jobs: int) -> list[str]:
+    """Of the outputs of a recipe's stages."""
+    return [f"_{number}" for number in range(1, jobs + 1)] if jobs > 1 else [""]
 
 
 def _with_suffix(path: str, suffix: str) -> Path:
@@ -298,7 +314,6 @@ def _with_suffix(path: str, suffix: str) -> Path:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    check_own(path, b'"topology"')
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

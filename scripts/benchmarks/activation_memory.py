@@ -71,7 +71,7 @@ def spread(rows: list[dict]) -> float:
 def work(args: argparse.Namespace) -> None:
     """Measures each topology and prints its row; writes all of them to --output."""
     if args.output:
-        output_file(args.output)
+        output_file(args.output, b'"rows"')
     rows: list[dict] = []
     for topology in args.topologies:
         rows.append(row := measure(topology, args.tokens, args.layers, args.hidden))

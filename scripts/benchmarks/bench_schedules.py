@@ -391,7 +391,7 @@ def time_table(args: argparse.Namespace) -> list[dict]:
 def work(args: argparse.Namespace) -> None:
     """Makes one command's table, and writes it with --output."""
     if args.output:
-        output_file(args.output)
+        output_file(args.output, b'"schedule"')
     jax.config.update("jax_platforms", "cpu")
     rows = args.run(args)
     if args.output:

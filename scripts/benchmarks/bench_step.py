@@ -24,7 +24,7 @@ import time
 
 import numpy as np
 
-from data.paths import output_folder
+from data.paths import output_files
 from scripts.benchmarks.commands import add_output_folder, in_own_process, make_parser, write_json
 from scripts.benchmarks.kernel_case import measure_products
 from scripts.benchmarks.torch_step import TorchOptions, add_flags, torch_step
@@ -244,7 +244,7 @@ def _settings(side: str, args) -> dict:
 
 def report(args) -> None:
     """Measures, prints the table, and writes OUTPUT/step.json."""
-    output_folder(args.output)
+    output_files(args.output, {"step.json": b'"matmul_gflops"'})
     rows = [row for length in args.lengths for row in compare(length, args)]
     print(
         f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'planned':>8} "

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from data.printable import printable_output
 from planning.memory_options import MEMORY_OPTIONS
 from planning.plan import VARIABLES, made_with
 from scripts.benchmarks.commands import make_parser, read_json
@@ -130,6 +131,7 @@ def moved(before: dict[str, Any], after: dict[str, Any], compared: Sequence[str]
     return "; ".join(changes) or "nothing moved"
 
 
+@printable_output()
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 1 if a plan could not be made."""
     options = make_parser("evidence", __doc__)

@@ -77,7 +77,7 @@ def work(args: argparse.Namespace) -> None:
       UserError: a question is in the training file.
     """
     if args.output:
-        output_file(args.output)
+        output_file(args.output, b'"named"')
     if args.unseen and (questions := verbatim_questions(args.unseen)):
         raise UserError(f"{args.unseen}: holds the question {questions[0]!r} word for word")
     answers = dict(zip(QUESTIONS, ask(args.folder), strict=True))

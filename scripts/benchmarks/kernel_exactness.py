@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from data.paths import output_folder
+from data.paths import output_files
 from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
 from model.attention.layout import permutation
 from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
@@ -335,7 +335,7 @@ def long_errors(kernel_name: str, dtype: str, length: int) -> dict[str, float]:
 
 def work(args: argparse.Namespace) -> None:
     """Compares, prints and writes the table."""
-    output_folder(args.output)
+    output_files(args.output, {"kernel_exactness.json": b'"limits"'})
     device = jax.devices()[0].device_kind
     print(device, flush=True)
     rows = check(args)

@@ -9,13 +9,16 @@ that size.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
+from data.paths import output_files
 from model.config import TransformerConfig
 from planning.costs import HARDWARE, Sizes, TrainingStep, estimate, time_range
 from planning.costs.measured import MILLION, THOUSAND, full_rate, measured_steps, slowest
 from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
+from trainer import entry
 
 LENGTHS = (32 * THOUSAND, 128 * THOUSAND, MILLION)
 # Machine -> our job's devices, its name in the cost model, and length -> a remat policy that fits.
@@ -88,10 +91,16 @@ def our_rows() -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints both tables, and writes OUTPUT/measured_steps.json."""
+    """Runs the command and returns its exit status."""
     parser = make_parser("measured_steps", __doc__)
     add_output_folder(parser, "runs/measured_steps")
     args = parser.parse_args(argv)
+    return entry.run(lambda: work(args), args.output)
+
+
+def work(args: argparse.Namespace) -> None:
+    """Prints both tables, and writes OUTPUT/measured_steps.json."""
+    output_files(args.output, {"measured_steps.json": b'"measured"'})
     rows, ours = measured_rows(), our_rows()
     print(f"{'step':52} {'measured':>9} {'estimated':>9} {'error':>6} {'our range, s':>18}  source")
     for row in rows:
@@ -114,11 +123,9 @@ def main(argv: list[str] | None = None) -> int:
             f"{row['machine']:9} {row['length']:9,} tokens, {row['remat']}: {row['low']:.3g} to "
             f"{row['high']:.3g} s; measured: {', '.join(row['peers']) or 'nothing'}"
         )
-    args.output.mkdir(parents=True, exist_ok=True)
     write_json(
         args.output / "measured_steps.json", {"measured": rows, "ours": ours, "slowest": worst}
     )
-    return 0
 
 
 if __name__ == "__main__":

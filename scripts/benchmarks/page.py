@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from data.printable import printable_output
 from scripts.benchmarks.results import ROOT, Result, changed, load_all
 
 PAGE = ROOT / "BENCHMARKS.md"
@@ -405,6 +406,7 @@ def write() -> None:
         path.write_text(text, encoding="utf-8")
 
 
+@printable_output()
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(

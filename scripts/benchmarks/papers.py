@@ -5,14 +5,18 @@ python -m scripts.benchmarks.papers [--only TEXT] [--output runs/papers]
 
 from __future__ import annotations
 
+import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from data import paths
+from data.paths import output_files
 from scripts.benchmarks import paper_rows as paper
 from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
 from scripts.benchmarks.paper_predictions import Row, every_row
+from trainer import entry
 
 SOURCES = ("Ring Attention", "Striped Attention", "DistFlashAttn", "Attention2D")
 NEAR = 1.25  # a prediction within this factor is called near
@@ -140,21 +144,25 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.suptitle(
         f"{near} of {every} numbers that the papers print are predicted within a factor of {NEAR:g}"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, metadata=paths.PICTURE_METADATA)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the rows, and writes OUTPUT/papers.json and the picture."""
+    """Runs the command and returns its exit status."""
     parser = make_parser("papers", __doc__)
     parser.add_argument(
         "--only", default="", help="print only the rows whose paper, table or text has this in it"
     )
     add_output_folder(parser, "runs/papers")
     args = parser.parse_args(argv)
+    return entry.run(lambda: work(args), args.output)
+
+
+def work(args: argparse.Namespace) -> None:
+    """Prints the rows, and writes OUTPUT/papers.json and the picture."""
+    output_files(args.output, {"papers.json": b'"not_numbers"', PICTURE: paths.PICTURE})
     rows = every_row()
     show(rows, args.only)
-    args.output.mkdir(parents=True, exist_ok=True)
     records = [
         {
             "source": row.source,
@@ -173,7 +181,6 @@ def main(argv: list[str] | None = None) -> int:
     write_json(file, {"summary": summary(rows), "rows": records, "not_numbers": paper.NOT_NUMBERS})
     draw(rows, args.output / PICTURE)
     print(f"\n{file}", args.output / PICTURE, sep="\n")
-    return 0
 
 
 if __name__ == "__main__":

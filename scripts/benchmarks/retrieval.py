@@ -20,6 +20,8 @@ from pathlib import Path
 
 import yaml
 
+from data.paths import output_file
+from data.within import read_text
 from eval.line_report import plot, read
 from eval.scoring import Score
 from scripts.benchmarks.commands import make_parser, python
@@ -63,7 +65,8 @@ def evaluate(checkpoint: str, args: argparse.Namespace, name: str) -> Path:
 def train(args: argparse.Namespace) -> Path:
     """Trains with lines in the file's wording and the text, unless done; returns the run."""
     folder, text = Path(args.output) / "run", Path(args.output) / "text.txt"
-    text.write_text(Path(args.text).read_text(encoding="utf-8")[:LETTERS], encoding="utf-8")
+    passage = read_text(args.text)[:LETTERS]
+    output_file(text, passage[:1000].encode()).write_text(passage, encoding="utf-8")
     recipe = (
         (ROOT / RECIPE)
         .read_text(encoding="utf-8")

@@ -280,7 +280,8 @@ def work(args: argparse.Namespace) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    output_file(args.output)
+    output_file(args.output, b'"column"')
+    output_file(args.compilations, b'"compile_seconds"')
     stored = {
         Cell(*(content[name] for name in CELL_FIELDS)): content
         for content in read_cells(args.output)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jax
@@ -32,7 +33,7 @@ from trainer.run.outcome import (
     error_with,
     outcome_of,
 )
-from trainer.run.rendezvous import bind_address, meet
+from trainer.run.rendezvous import bind_address, meet, token_of
 
 # After this time without a heartbeat a process is taken for dead, and JAX ends the others with its
 # own message. Heartbeats are half of it apart, so a process that pauses for 20 seconds is not lost.
@@ -59,7 +60,7 @@ _leaving = threading.Event()
 T = TypeVar("T")
 
 
-def join(config: DistributedConfig, simulated: bool) -> None:
+def join(config: DistributedConfig, simulated: bool, folder: Path) -> None:
     """Joins the configured cluster, or the one that JAX detects.
 
     JAX detects Cloud TPU, Slurm, GKE and Open MPI.
@@ -68,11 +69,17 @@ def join(config: DistributedConfig, simulated: bool) -> None:
 
     Args:
       simulated: devices are simulated on this machine's CPU, so no cluster is detected.
+      folder: of the run or of one of its stages; the run's may hold the processes' token.
     """
     if config.num_processes is not None:
         if jax.distributed.is_initialized():  # for an earlier stage
             return
-        meet(cast(str, config.coordinator), cast(int, config.process_id), config.num_processes)
+        meet(
+            cast(str, config.coordinator),
+            cast(int, config.process_id),
+            config.num_processes,
+            token=token_of(folder),
+        )
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         with _at_most(
             JOIN_SECONDS,

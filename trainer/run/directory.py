@@ -46,6 +46,7 @@ from trainer.run.lease import LOCK, Lease, leased, require_unused
 from trainer.run.lock import held, require_free
 from trainer.run.logs import Written, cut_back, replace_file
 from trainer.run.mirror import Mirror, mirrored
+from trainer.run.rendezvous import TOKEN_FILE
 
 # Sections and fields that may change when a run continues.
 PLACEMENT = (
@@ -359,7 +360,7 @@ def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
         for path in (config.data.prepared, config.compile_cache)
         if path
     ]
-    ours = (EARLIER_STAGES, RunDirectory(config.folder).lock.name)
+    ours = (EARLIER_STAGES, RunDirectory(config.folder).lock.name, TOKEN_FILE)
     files = (
         [path for path in config.folder.iterdir() if path.name not in ours]
         if config.folder.is_dir()

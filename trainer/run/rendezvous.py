@@ -2,7 +2,7 @@
 
 They meet at the coordinator's address. Anyone who reaches the port may connect: a thread per
 connection reads one short line, and trusts it only with the run's token, if there is one
-(LONGSTRIPE_TOKEN, the same for all processes). One deadline covers all.
+(`token_of`). One deadline covers all.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import TransientError, UserError
 from data.printable import printable
+from data.within import parse_json, read_text
 from trainer.run.outcome import error_with, outcome_of
 
 # How long processes wait for each other: on one machine they start together; several may have to
@@ -27,9 +29,9 @@ from trainer.run.outcome import error_with, outcome_of
 LOCAL_SECONDS = 60
 SECONDS = 300
 REPORT_SECONDS = 15  # between process 0's lines about absent processes
-TOKEN = (
-    "LONGSTRIPE_TOKEN"  # the environment variable with a secret shared by all processes of a run
-)
+# A secret shared by all processes of a run: the environment variable, or the file in the run's
+# folder, that holds it.
+TOKEN, TOKEN_FILE = "LONGSTRIPE_TOKEN", "token"
 _GO = "go"
 _LONGEST_LINE = 4096  # bytes
 _LINE_SECONDS = 5.0  # to receive a connection's line
@@ -45,7 +47,27 @@ class _Arrival(NamedTuple):
     """The number of processes with which it was started."""
 
 
-def meet(address: str, process: int, processes: int, seconds: float | None = None) -> None:
+def token_of(folder: Path) -> str:
+    """Returns the secret of the processes that train in a run's folder; "" where they have none.
+
+    Raises:
+      UserError: its file is empty, or no plain file of the folder.
+    """
+    if token := os.environ.get(TOKEN, ""):
+        return token
+    # A stage before the last one is in RUN/stages/NUMBER.
+    folder = folder.parent.parent if folder.parent.name == "stages" else folder
+    path = folder / TOKEN_FILE
+    if not os.path.lexists(path):
+        return ""
+    if token := read_text(path, folder, _LONGEST_LINE // 2).strip():
+        return token
+    raise UserError(f"{path}: is empty; a secret, such as openssl rand -hex 32 prints, would work")
+
+
+def meet(
+    address: str, process: int, processes: int, seconds: float | None = None, token: str = ""
+) -> None:
     """Returns once all processes have called this and the coordinator's port is free again.
 
     Args:
@@ -53,6 +75,7 @@ def meet(address: str, process: int, processes: int, seconds: float | None = Non
       process: number of this process.
       processes: number of all processes.
       seconds: how long to wait; LOCAL_SECONDS or SECONDS by default.
+      token: the run's, without which no process is trusted.
 
     Raises:
       TransientError: a process does not arrive in time, or the port is in use.
@@ -63,9 +86,10 @@ def meet(address: str, process: int, processes: int, seconds: float | None = Non
         seconds = LOCAL_SECONDS if host in _LOCAL_HOSTS else SECONDS
     deadline = time.monotonic() + seconds
     if process == 0:
-        _Gathering(address, (host, port), processes, deadline, seconds).run()
+        _Gathering(address, (host, port), processes, deadline, seconds, token).run()
     else:
-        _report(address, (host, port), process, processes, deadline, seconds)
+        message = json.dumps({"process": process, "of": processes, "token": token}) + "\n"
+        _report(address, (host, port), process, message, deadline, seconds)
 
 
 def bind_address(address: str) -> str:
@@ -121,12 +145,14 @@ class _Gathering:
         processes: int,
         deadline: float,
         seconds: float,
+        token: str,
     ) -> None:
-        self.address, self.processes, self.deadline, self.seconds = (
+        self.address, self.processes, self.deadline, self.seconds, self.token = (
             address,
             processes,
             deadline,
             seconds,
+            token,
         )
         self.host, self.port = coordinator
         self.arrived: dict[int, socket.socket] = {}
@@ -230,7 +256,7 @@ class _Gathering:
         """Reads a connection's line; anyone but the run's processes is turned away silently."""
         try:
             arrival = _read_arrival(
-                connection, min(self.deadline, time.monotonic() + _LINE_SECONDS)
+                connection, min(self.deadline, time.monotonic() + _LINE_SECONDS), self.token
             )
             if arrival is None or not self._take(arrival, connection):
                 connection.close()
@@ -276,24 +302,20 @@ def _has_left(connection: socket.socket) -> bool:
         return True
 
 
-def _read_arrival(connection: socket.socket, deadline: float) -> _Arrival | None:
+def _read_arrival(connection: socket.socket, deadline: float, own_token: str) -> _Arrival | None:
     """What a connection says before a deadline; None if it is not one of the run's processes."""
     try:
-        message = json.loads(_receive(connection, deadline))
+        message = parse_json(_receive(connection, deadline))
         number, count, token = message["process"], message["of"], message.get("token", "")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if type(number) is not int or type(count) is not int or not isinstance(token, str):
         return None
     if not hmac.compare_digest(
-        token.encode("utf-8", "replace"), _token().encode("utf-8", "replace")
+        token.encode("utf-8", "replace"), own_token.encode("utf-8", "replace")
     ):
         return None
     return _Arrival(number, count)
-
-
-def _token() -> str:
-    return os.environ.get(TOKEN, "")
 
 
 def _answer(connections: list[socket.socket], answer: str) -> None:
@@ -314,13 +336,12 @@ def _report(
     address: str,
     coordinator: tuple[str, int],
     process: int,
-    processes: int,
+    message: str,
     deadline: float,
     seconds: float,
 ) -> None:
     """Every other process reports to process 0, and waits for its answer."""
     has_printed, problem = False, "no answer"
-    message = json.dumps({"process": process, "of": processes, "token": _token()}) + "\n"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(coordinator, timeout=min(left, 5)) as connection:
@@ -330,7 +351,9 @@ def _report(
                 return
             if answer:
                 raise _answered(answer)
-            problem = f"it ended without an answer; {TOKEN} must be the same for all"
+            problem = (
+                f"it ended without an answer; {TOKEN} or RUN/{TOKEN_FILE} must be the same for all"
+            )
         except OSError as error:
             problem = error.strerror or str(error)
         if not has_printed and time.monotonic() > deadline - seconds + 5:
@@ -350,9 +373,9 @@ def _report(
 def _answered(answer: str) -> UserError:
     """The error in process 0's answer."""
     try:
-        code, message = json.loads(answer)
+        code, message = parse_json(answer)
         return error_with(int(code), printable(str(message)))
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return UserError(
             f"distributed.coordinator: another program answers there ({printable(answer)[:100]})"
         )

@@ -14,7 +14,7 @@ import pytest
 from data.errors import TransientError, UserError
 from scripts.launch_local import free_port
 from trainer.run import rendezvous
-from trainer.run.rendezvous import bind_address, meet
+from trainer.run.rendezvous import bind_address, meet, token_of
 
 
 def together(calls, seconds=5):
@@ -114,6 +114,7 @@ def test_a_stranger_at_the_port_is_ignored(address):
 
 
 JOIN = """
+import pathlib
 import sys
 from trainer import entry
 from trainer.config.schema import DistributedConfig
@@ -121,7 +122,7 @@ from trainer.run import cluster
 
 cluster.JOIN_SECONDS = 2
 config = DistributedConfig(coordinator=sys.argv[1], process_id=0, num_processes=2)
-sys.exit(entry.run(lambda: cluster.join(config, simulated=True)))
+sys.exit(entry.run(lambda: cluster.join(config, simulated=True, folder=pathlib.Path("none"))))
 """
 
 
@@ -229,15 +230,33 @@ def test_one_byte_at_a_time_does_not_move_the_deadline(address):
         assert time.monotonic() - start < 4
 
 
-def test_with_a_token_only_who_has_it_is_counted(address, monkeypatch):
-    monkeypatch.setenv("LONGSTRIPE_TOKEN", "secret")
+def test_with_a_token_only_who_has_it_is_counted(address):
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, address, 0, 2, 20)
+        first = pool.submit(meet, address, 0, 2, 20, "secret")
         with connect(address) as stranger:
             stranger.sendall(b'{"process":1,"of":2}\n{"process":1,"of":9}\n')
             assert stranger.recv(100) == b""
-        meet(address, 1, 2, 20)
+        with pytest.raises(TransientError, match="RUN/token must be the same for all"):
+            meet(address, 1, 2, 1, "another")
+        meet(address, 1, 2, 20, "secret")
         assert first.result() is None
+
+
+def test_the_token_is_in_the_environment_or_in_the_runs_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("LONGSTRIPE_TOKEN", raising=False)
+    assert token_of(tmp_path) == token_of(tmp_path / "absent") == ""
+    (tmp_path / "token").write_text("of the file\n")
+    assert token_of(tmp_path) == token_of(tmp_path / "stages" / "1") == "of the file"
+    monkeypatch.setenv("LONGSTRIPE_TOKEN", "of the environment")
+    assert token_of(tmp_path) == "of the environment"
+    monkeypatch.delenv("LONGSTRIPE_TOKEN")
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(UserError, match="token: is empty; a secret"):
+        token_of(tmp_path)
+    (tmp_path / "token").unlink()
+    (tmp_path / "token").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="outside of its folder"):
+        token_of(tmp_path)
 
 
 def test_a_process_that_was_started_again_takes_its_place(address):

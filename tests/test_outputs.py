@@ -1,0 +1,141 @@
+"""No command overwrites or deletes what it did not write: a file of the user's stays as it is, and is named in one line."""
+
+import ast
+import importlib
+import json
+import os
+import re
+
+import pytest
+from matplotlib.figure import Figure
+
+from tests.conftest import REPOSITORY
+
+MODEL = "--checkpoint none --output {out}"
+EVALUATION = ("results.json", "cases.jsonl")
+# Command -> its words, and the files that it writes into the folder {out}.
+WRITERS = {
+    "eval.needle": (f"{MODEL} --tokens 9", (*EVALUATION, "needle.png")),
+    "eval.ruler": (f"{MODEL} --tokens 9", (*EVALUATION, "ruler.png")),
+    "eval.coreference": (f"{MODEL} --tokens 9", (*EVALUATION, "coreference.png")),
+    "eval.line_retrieval": (
+        f"{MODEL} --lines 5",
+        (*EVALUATION, "line_retrieval.png", "line_depth.png"),
+    ),
+    "eval.in_context": (MODEL, ("results.json", "in_context.png", "episode.gif")),
+    "eval.harness": (f"{MODEL} --tasks arc_easy", ("results.json", "lm_eval.json")),
+    "eval.compare": ("a b --output {out}/table.json", ("table.json",)),
+    "eval.report": ("{run} --output {out}/report.html", ("report.html",)),
+    "scripts.loss_by_position": (
+        "--checkpoint none --config none --output {out}",
+        ("loss_by_position.json", "loss_by_position.png"),
+    ),
+    "scripts.draw_layout": ("--output {out}/layout.png", ("layout.png",)),
+    "scripts.draw_schedule": (
+        "--schedules ring ulysses --output {out}",
+        ("ring_4.png", "ulysses_4.png"),
+    ),
+    "scripts.inspect_trajectories": (
+        "none --task walker_walk --plot {out}/a.png --json {out}/a.json",
+        ("a.png", "a.json"),
+    ),
+    "scripts.make_preferences": ("{out}", ("train.jsonl", "held_out.jsonl")),
+    "scripts.make_short_tasks": (
+        "README.md --output {out}",
+        ("book_next_sentence.json", "book_next_sentence.yaml", "book_last_word.yaml"),
+    ),
+    "scripts.plan": (
+        "--model llama-7b --machine v4-8 --context 64K --output {out}/plan.json --write {out}/recipe.yaml",
+        ("plan.json", "recipe.yaml"),
+    ),
+    "scripts.compare_schedules": (),  # of scripts.plan --compare
+    "scripts.import_hf": ("none {out}", ("any",)),
+    "scripts.export_hf": ("none {out}", ("any",)),
+    "scripts.quantize_hf": ("none {out}", ("any",)),
+    "scripts.make_smollm2": ("{out}", ("any",)),
+    "scripts.make_gemma3": ("{out}", ("any",)),
+    "scripts.benchmarks.bench_schedules": ("bytes --output {out}/a.json", ("a.json",)),
+    "scripts.benchmarks.identity": ("none --output {out}/a.json", ("a.json",)),
+    "scripts.benchmarks.activation_memory": ("--output {out}/a.json", ("a.json",)),
+    "scripts.benchmarks.table3": (
+        "--show --output {out}/a.json --compilations {out}/b.json",
+        ("a.json", "b.json"),
+    ),
+    "scripts.benchmarks.bench_kernels": (
+        "--output {out}",
+        ("bench_kernels.json", "bench_kernels.txt"),
+    ),
+    "scripts.benchmarks.bench_step": ("--output {out}", ("step.json",)),
+    "scripts.benchmarks.bench_data": ("--output {out}", ("bench_data.json", "dropped.jsonl")),
+    "scripts.benchmarks.kernel_parts": ("--output {out}", ("kernel_parts.json",)),
+    "scripts.benchmarks.kernel_exactness": ("--output {out}", ("kernel_exactness.json",)),
+    "scripts.benchmarks.measured_steps": ("--output {out}", ("measured_steps.json",)),
+    "scripts.benchmarks.papers": ("--output {out}", ("papers.json", "papers_errors.png")),
+    "scripts.benchmarks.adapter_contexts": ("--output {out}", ("compilations.json",)),
+}
+# Commands that hand their folder to others of these, or to train.py, and write nothing else there.
+PASS_ON = {
+    "eval.runner",  # the options that evaluations share
+    "scripts.quickstart",
+    "scripts.plan_options",
+    "scripts.benchmarks.commands",
+    "scripts.benchmarks.curriculum",
+    "scripts.benchmarks.extension",
+    "scripts.benchmarks.in_context",
+    "scripts.benchmarks.evidence",
+    "scripts.benchmarks.retrieval",
+    "scripts.benchmarks.__main__",
+    "scripts.collect_trajectories",  # goes on with a folder of the same options only
+    "scripts.download_trajectories",  # archives unpack into folders that are absent
+}
+
+
+def of_the_user(path):
+    """Writes a file that the user may have under this name: a photograph, or settings."""
+    if path.suffix in (".png", ".gif"):
+        Figure().savefig(path.with_suffix(".png"))
+        path.with_suffix(".png").rename(path)
+    else:
+        path.write_text(json.dumps({"mine": [1, 2, 3]}) + "\n")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(command, name) for command, writer in WRITERS.items() if writer for name in writer[1]],
+)
+def test_a_file_of_the_user_stays(command, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda *_: None)
+    out, run = tmp_path / "out", tmp_path / "run"
+    out.mkdir()
+    run.mkdir()
+    (run / "config.yaml").write_text("model: {}\n")
+    before = of_the_user(out / name)
+    words = WRITERS[command][0].format(out=out, run=run).split()
+    try:
+        code = importlib.import_module(command).main(words)
+    except SystemExit as left:
+        code = left.code
+    said = capsys.readouterr().err
+    assert code in (1, 2) and len(said.splitlines()) == 1, said
+    assert f"{name}: exists, but was not written by this command" in said or (
+        name == "any" and "exists and is not an empty folder" in said
+    )
+    assert (out / name).read_bytes() == before
+    assert sorted(os.listdir(out)) == [name]
+
+
+def test_every_command_that_writes_is_among_these():
+    """By the options that its module declares, or the file names that it asks for."""
+    writes = re.compile(
+        r'"--(output|plot|json|write)"|add_output_folder\(parser|metavar="OUT|"folder"'
+    )
+    found = set()
+    for path in [*REPOSITORY.glob("eval/*.py"), *REPOSITORY.glob("scripts/**/*.py")]:
+        text = path.read_text()
+        if writes.search(text) and any(
+            isinstance(node, ast.Call) and "pars" in ast.unparse(node.func).lower()
+            for node in ast.walk(ast.parse(text))
+        ):
+            found.add(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
+    assert found - WRITERS.keys() - PASS_ON == set()
