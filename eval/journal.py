@@ -39,8 +39,8 @@ class Journal:
             self.answers = _answers(path, whole, about)
         elif not json.dumps(about).encode().startswith(content):
             raise UserError(
-                f"{path}: holds no answers of an evaluation, so it is not overwritten; another --output, or removing "
-                "this file, would work"
+                f"{path}: holds no answers of an evaluation, so it is not overwritten; "
+                "another --output, or removing this file, would work"
             )
         self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - open as long as the evaluation
         self._file.truncate(offset)

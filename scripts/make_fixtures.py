@@ -9,16 +9,18 @@ data/fixtures/README.md, which it also writes, describes the files.
 import io
 import json
 import random
+import sys
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from data.paths import new_folder
 from data.synthetic import tasks
 from data.synthetic.wording import wording_like
 from data.templates.built_in import VICUNA, VICUNA_SYSTEM
-from trainer.entry import CommandParser
+from trainer import entry
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "fixtures"
 SEED = 20240229  # an arbitrary date, never tuned
@@ -350,7 +352,13 @@ def write(path: Path, text: str) -> None:
 
 
 def main(folder: Path = FOLDER) -> None:
-    """Writes the fixtures."""
+    """Writes the fixtures.
+
+    Raises:
+      UserError: the folder has files, but no fixtures.
+    """
+    if not (folder / "tiny_tokenizer").is_dir():
+        new_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = conversations()
 
@@ -366,10 +374,10 @@ def main(folder: Path = FOLDER) -> None:
     write(folder / "line_cases.jsonl", "".join(json.dumps(case) + "\n" for case in line_cases()))
     # In the form for the tokenizer: with the names of the roles, and after a space.
     texts = [VICUNA_SYSTEM] * 50
-    for entry in train:
+    for record in train:
         texts += [
             f" {('USER', 'ASSISTANT')[i % 2]}: {turn['value']}"
-            for i, turn in enumerate(entry["conversations"])
+            for i, turn in enumerate(record["conversations"])
         ]
     byte_level_tokenizer(texts, folder / "tiny_tokenizer")
     byte_level_tokenizer(
@@ -403,7 +411,7 @@ people do not exist.
 
 
 if __name__ == "__main__":
-    parser = CommandParser(
+    parser = entry.CommandParser(
         prog="python -m scripts.make_fixtures", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
@@ -414,4 +422,5 @@ if __name__ == "__main__":
         default=FOLDER,
         help="folder to write (default data/fixtures, the repository's own)",
     )
-    main(parser.parse_args().folder)
+    folder = parser.parse_args().folder
+    sys.exit(entry.run(lambda: main(folder), folder))

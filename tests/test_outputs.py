@@ -9,6 +9,8 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
+from data.errors import UserError
+from scripts import make_fixtures
 from tests.conftest import REPOSITORY
 
 MODEL = "--checkpoint none --output {out}"
@@ -54,6 +56,7 @@ WRITERS = {
     "scripts.quantize_hf": ("none {out}", ("any",)),
     "scripts.make_smollm2": ("{out}", ("any",)),
     "scripts.make_gemma3": ("{out}", ("any",)),
+    "scripts.restarts": ("{out}/a.starts", ("a.starts",)),
     "scripts.benchmarks.bench_schedules": ("bytes --output {out}/a.json", ("a.json",)),
     "scripts.benchmarks.identity": ("none --output {out}/a.json", ("a.json",)),
     "scripts.benchmarks.activation_memory": ("--output {out}/a.json", ("a.json",)),
@@ -77,6 +80,9 @@ WRITERS = {
 PASS_ON = {
     "eval.runner",  # the options that evaluations share
     "scripts.quickstart",
+    "scripts.wheel_models",  # of make_smollm2 and make_gemma3
+    "scripts.push_to_hub",  # writes to the hub alone
+    "scripts.make_fixtures",  # below
     "scripts.plan_options",
     "scripts.benchmarks.commands",
     "scripts.benchmarks.curriculum",
@@ -110,6 +116,8 @@ def test_a_file_of_the_user_stays(command, name, tmp_path, monkeypatch, capsys):
     out.mkdir()
     run.mkdir()
     (run / "config.yaml").write_text("model: {}\n")
+    if command == "eval.harness":
+        pytest.importorskip("lm_eval")
     before = of_the_user(out / name)
     words = WRITERS[command][0].format(out=out, run=run).split()
     try:
@@ -123,6 +131,13 @@ def test_a_file_of_the_user_stays(command, name, tmp_path, monkeypatch, capsys):
     )
     assert (out / name).read_bytes() == before
     assert sorted(os.listdir(out)) == [name]
+
+
+def test_fixtures_are_written_into_a_folder_of_theirs(tmp_path):
+    before = of_the_user(tmp_path / "conversations.json")
+    with pytest.raises(UserError, match="exists and is not an empty folder"):
+        make_fixtures.main(tmp_path)
+    assert (tmp_path / "conversations.json").read_bytes() == before
 
 
 def test_every_command_that_writes_is_among_these():

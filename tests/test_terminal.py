@@ -92,7 +92,7 @@ def test_evil_names_and_flags(command, tmp_path, capsys, monkeypatch):
             evil if word == EVIL else word.format(out=tmp_path / "out")
             for word in COMMANDS.get(command, ())
         ]
-        for given in (words, [*words, f"--{evil}"]) if words else ([f"--{evil}"],):
+        for given in (words, [*words, f"--x{evil}"]) if words else ([f"--x{evil}"],):
             code, said = said_by(command, given, capsys)
             assert code not in (0, 1, None) and not obeyed(said), said
             assert re.search("error: ", said) and "Traceback" not in said, said

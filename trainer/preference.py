@@ -189,7 +189,7 @@ class PreferenceObjective(TextObjective):
         unweighted.weights = np.ones(len(documents))
         data = self.config.data
         loader = PairLoader(unweighted, data.context_length, self.config.train.batch_size, seed=0)
-        name = f"{documents.folder.name}-{documents.name}-{self._reference_fingerprint()}.npy"
+        name = f"{documents.folder.name}-{documents.name}-{self._reference_fingerprint()}.f32"
         return reference_log_likelihoods(
             loader,
             lambda step: loader.batch(step, **self._local),
@@ -227,6 +227,9 @@ class PreferenceObjective(TextObjective):
         config = self.config
         parts = {
             "origin": self.origin,
+            "shape": repr(
+                self.model.config
+            ),  # as config.json has it, which is no part of the weights
             "model": dataclasses.asdict(dataclasses.replace(config.model, path=None)),
             "adapter": dataclasses.asdict(dataclasses.replace(config.adapter, path=None)),
             "window": config.attention.window,

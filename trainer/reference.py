@@ -7,6 +7,7 @@ needs a second model. A start that was interrupted goes on where it was.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable
@@ -18,11 +19,16 @@ from jaxtyping import Float, Float32
 
 from data.pairs import PairBatch, PairLoader
 from data.progress import ProgressBar
+from data.within import read_bytes
 
 from .run.cluster import first_then_others
 
 SAVE_EVERY = 60.0
 """Seconds between two writes of what was computed so far."""
+
+_DIGEST_BYTES = (
+    32  # a file begins with the SHA-256 of the float32 numbers that follow, two for each pair
+)
 
 LogLikelihoods = Callable[[PairBatch], Float[np.ndarray, "B D"]]
 """Returns the log-likelihood of each document of a batch of which this process made its part."""
@@ -44,7 +50,7 @@ def reference_log_likelihoods(
       loader: of unweighted documents, whose first epoch has each once.
       read: returns this process's part of a step's batch.
       compute: loads the model; not called where nothing is to be computed.
-      path: a .npy file, whose name changes with the data, the model and how it computes.
+      path: the file, whose name changes with the data, the model and how it computes.
       progress: shows a progress bar.
     """
     count, steps = len(loader.documents), -(-len(loader) // loader.batch_size)
@@ -81,12 +87,10 @@ def reference_log_likelihoods(
 def _stored(path: Path, count: int) -> Float32[np.ndarray, "documents 2"]:
     """Returns what a file holds; numbers that are not known yet are not numbers."""
     if path.exists():
-        try:
-            values = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            values = None
-        if values is not None and values.shape == (count, 2) and values.dtype == np.float32:
-            return values
+        content = read_bytes(path, path.parent)
+        digest, array = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if digest == hashlib.sha256(array).digest() and len(array) == 8 * count:
+            return np.frombuffer(array, "<f4").reshape(count, 2).copy()
         print(f"warning: {path}: is damaged and is made again", file=sys.stderr)
     return np.full((count, 2), np.nan, np.float32)
 
@@ -95,6 +99,6 @@ def _write(path: Path, values: np.ndarray) -> None:
     """Replaces the file as a whole, so that a reader finds the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
-    with open(temporary, "wb") as file:
-        np.save(file, values)
+    array = values.astype("<f4").tobytes()
+    temporary.write_bytes(hashlib.sha256(array).digest() + array)
     temporary.replace(path)

@@ -4,6 +4,7 @@ over a mesh and accumulated."""
 import dataclasses
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -35,6 +36,7 @@ from trainer.config.schema import (
 )
 from trainer.preference import PreferenceObjective
 from trainer.preference_loss import Pairs, pair_losses
+from trainer.reference import _write
 from trainer.text_checks import longest_document
 
 PAIRS = 12
@@ -284,8 +286,8 @@ def test_the_reference_is_computed_once_and_goes_on_where_it_was(
         config, data=dataclasses.replace(config.data, prepared=str(tmp_path))
     )
     first = open_objective(config)
-    (file,) = (tmp_path / "references").glob("*.npy")
-    whole = np.load(file)
+    (file,) = (tmp_path / "references").iterdir()
+    whole = first.loader.references
     assert np.isfinite(whole).all() and whole.shape == (PAIRS, 2) and (whole < 0).all()
     reads = []
     read = PreferenceObjective.read_params
@@ -295,11 +297,19 @@ def test_the_reference_is_computed_once_and_goes_on_where_it_was(
     assert (open_objective(config).loader.references == whole).all() and not reads
     partial = whole.copy()
     partial[first.loader.row_pairs(0)] = np.nan
-    np.save(file, partial)
+    _write(file, partial)
     again = open_objective(config)
     assert (again.loader.references == whole).all() and len(reads) == 1
-    file.write_bytes(b"nothing")
-    assert (open_objective(config).loader.references == whole).all() and len(reads) == 2
+    content = file.read_bytes()
+    for count, damaged in enumerate((b"nothing", content[:-1] + bytes([content[-1] ^ 1])), 2):
+        file.write_bytes(damaged)
+        assert (open_objective(config).loader.references == whole).all() and len(reads) == count
+    same_weights = shutil.copytree(models[0], tmp_path / "model")
+    fields = json.loads((same_weights / "config.json").read_text())
+    (same_weights / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": 0.5}))
+    other = make_config(folder, same_weights, loss="sigmoid")
+    other = dataclasses.replace(other, data=config.data)
+    assert (open_objective(other).loader.references != whole).any(), "of another config.json"
     other = make_config(folder, models[1], loss="sigmoid")
     other = dataclasses.replace(other, data=config.data)
     assert (open_objective(other).loader.references != whole).all(), "another model's are its own"

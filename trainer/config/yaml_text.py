@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -10,6 +11,7 @@ from data.errors import UserError
 
 MAX_BYTES = 4 << 20  # of a file
 MAX_VALUES = 100_000  # in a document, counting those that its aliases repeat
+_MAX_DIGITS = 400  # of a number; the longest float has 309 before its point
 _MAX_DEPTH = 100  # of brackets and of indents within each other
 _MERGE = "tag:yaml.org,2002:merge"  # the key `<<`; two in one mapping lose nothing
 
@@ -57,8 +59,23 @@ class _Loader(yaml.SafeLoader):
         self.construct_yaml_timestamp(node)  # raises ValueError if it does not exist
         return str(node.value)
 
+    def construct_short_int(self, node: Any) -> int:
+        """Returns a whole number; one of 100,000 sixties, 1:1:1..., would take minutes."""
+        return self._short(node, self.construct_yaml_int)
+
+    def construct_short_float(self, node: Any) -> float:
+        """Returns a number, which is refused where it is long, as a whole one is."""
+        return self._short(node, self.construct_yaml_float)
+
+    def _short(self, node: Any, construct: Callable[[Any], Any]) -> Any:
+        if len(node.value) > _MAX_DIGITS:
+            raise ValueError(f"a number of {len(node.value):,} characters")
+        return construct(node)
+
 
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_date)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_short_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_short_float)
 
 
 def _require_small(root: yaml.Node, source: str) -> None:
