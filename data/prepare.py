@@ -216,8 +216,8 @@ class _Job:
 
     def documents(
         self, report: Report, index: prepared.Index, progress_bar: ProgressBar
-    ) -> Iterator[tuple[int, dict]]:
-        """Yields documents as tensorflow-datasets needs them: (key, fields), with consecutive keys.
+    ) -> Iterator[dict]:
+        """Yields the fields of each document, as they are stored.
 
         Args:
           report: receives the counts of records.
@@ -260,7 +260,7 @@ class _Job:
                 source_report.count_kept(encoded.changes)
                 held_out = self.is_held_out(number, record.id)
                 for tokens, mask, chosen, label in encoded.documents:
-                    key = index.add(
+                    index.add(
                         len(tokens),
                         int(mask[1:].sum()),
                         number,
@@ -269,15 +269,12 @@ class _Job:
                         int(mask[1:chosen].sum()),
                         label,
                     )
-                    yield (
-                        key,
-                        {
-                            "tokens": tokens,
-                            "loss_mask": mask,
-                            "source": number,
-                            "record_id": record.id,
-                        },
-                    )
+                    yield {
+                        "tokens": tokens,
+                        "loss_mask": mask,
+                        "source": number,
+                        "record_id": record.id,
+                    }
             source_report = report.sources[-1]
             if not source_report.kept:
                 reasons = source_report.reasons()

@@ -2,58 +2,48 @@
 
 import contextlib
 import io
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from data.errors import UserError, first_line
+
+RECORDS_IN_A_FILE = 1 << 20
 
 
 def write_records(
     folder: Path,
     split: str,
     features: Callable[[ModuleType], dict[str, Any]],
-    records: Callable[[], Iterator[tuple[int, dict]]],
+    records: Callable[[], Iterator[dict]],
     name: str = "longstripe",
 ) -> None:
-    """Writes records to the folder `folder`/`split`, in their order.
+    """Writes records to the folder `folder`/`split`, in their order; few are in memory at a time.
 
     Args:
       folder: a folder to work in, such as that of `data.folders.building`.
       split: name of the split, and of the new folder.
       features: returns the fields of a record, from the module tensorflow_datasets.
-      records: yields (number from 0, fields) of each record.
+      records: yields the fields of each record.
       name: the data set's name, which the files' names begin with.
     """
     import tensorflow_datasets as tfds  # takes seconds
 
-    dataset_name = name
-
-    # Not registered: a second call in this process would register the same name again.
-    class Records(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-        VERSION = tfds.core.Version("1.0.0")
-        name = dataset_name
-
-        def _info(self):
-            fields = tfds.features.FeaturesDict(features(tfds))
-            return tfds.core.DatasetInfo(builder=self, features=fields, disable_shuffling=True)
-
-        def _split_generators(self, download_manager):
-            return {split: self._generate_examples()}
-
-        def _generate_examples(self):
-            return records()
-
-    scratch = folder / "tfds"
+    data_dir = folder / split
+    data_dir.mkdir()
+    identity = tfds.core.DatasetIdentity(
+        name=name, version=tfds.core.Version("1.0.0"), data_dir=str(data_dir), module_name=""
+    )
+    fields = tfds.features.FeaturesDict(features(tfds))
+    info = tfds.core.DatasetInfo(builder=identity, features=fields, disable_shuffling=True)
     with _without_output(tfds):
-        # The only format that tensorflow-datasets reads and writes correctly without tensorflow.
-        builder = Records(data_dir=str(scratch), file_format="array_record")
-        builder.download_and_prepare()
-    os.rename(builder.data_dir, folder / split)
-    shutil.rmtree(scratch)
+        # Not by a builder of tensorflow-datasets: that keeps a gigabyte of records in memory, and
+        # needs tensorflow for more. The format is the only one that it reads without tensorflow.
+        writer = tfds.core.SequentialWriter(info, RECORDS_IN_A_FILE, file_format="array_record")
+        writer.initialize_splits([split])
+        writer.add_examples({split: cast(list, records())})
+        writer.close_all()
 
 
 def open_records(folder: Path, split: str) -> Sequence[dict]:

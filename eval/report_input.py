@@ -12,7 +12,7 @@ from typing import Any
 from data.errors import UserError, first_line
 from data.within import read_json, read_text
 from trainer.config.yaml_text import InvalidYAML, parse
-from trainer.reporting.rows import read_rows
+from trainer.reporting.rows import is_number, read_rows, read_steps
 from trainer.run.bucket import in_bucket
 from trainer.run.directory import EARLIER_STAGES
 from trainer.run.results import evaluated, is_of_run
@@ -138,7 +138,12 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     curves: dict[str, Any] = {}
     for root in (folder, *evaluations):
         for path in sorted(root.rglob("loss_by_position.json")):
-            curves |= _json(path, root).get("curves", {})
+            found = _json(path, root).get("curves", {})
+            if not isinstance(found, dict):
+                raise UserError(
+                    f"{path}: its curves are no table; without it, the report can be made"
+                )
+            curves |= found
     return Run(folder, _config(stages[-1] / CONFIG, folder), _logs(stages, folder), results, curves)
 
 
@@ -188,16 +193,14 @@ def _logs(stages: Sequence[Path], folder: Path) -> dict[str, list[dict[str, Any]
         for path in sorted(stage.glob("*.jsonl")):
             rows = [
                 row
-                | {
-                    name: row[name] + before[name]
-                    for name in COUNTS
-                    if isinstance(row.get(name), int | float)
-                }
-                for row in read_rows(path, folder)
-                if "step" in row
+                | {name: row[name] + before[name] for name in COUNTS if is_number(row.get(name))}
+                for row in read_steps(path, folder)
             ]
             ended |= {
-                name: max(ended[name], row[name]) for row in rows for name in COUNTS if name in row
+                name: max(ended[name], row[name])
+                for row in rows
+                for name in COUNTS
+                if is_number(row.get(name))
             }
             if rows:
                 logs[path.stem] += rows
@@ -292,7 +295,9 @@ def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> Evaluat
         return None
     cases = path.parent / "cases.jsonl"
     rows = read_rows(cases, folder) if cases.exists() else []
-    return Evaluation(path, scores, content.get("about", {}), rows)
+    if not isinstance(about := content.get("about", {}), dict):
+        raise TypeError("about is no table")
+    return Evaluation(path, scores, about, rows)
 
 
 def scores_by_run(runs: Sequence[Run]) -> list[list[Score]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from data import prepared
 from data.prepare import prepare
@@ -25,6 +26,8 @@ from scripts import chat, import_hf, plan, run_status
 from tests import small_model, small_run
 from tests.conftest import REPOSITORY
 from tests.data.trajectories import made
+from tests.test_terminal import evil_text, obeyed
+from trainer import entry
 from trainer.checkpoint import store
 from trainer.config import load as configuration
 from trainer.huggingface import assets, card, folder, peft
@@ -93,8 +96,7 @@ def read_prepared_trajectories(path):
 
 
 def read_run(path):
-    run = report_input.read_run(path)
-    assert run.config and run.evaluations and run.curves and run.logs
+    return report_input.read_run(path)
 
 
 def continue_run(path):
@@ -152,6 +154,8 @@ def given(tmp_path_factory):
     case = {"task": "t", "tokens": 9, "score": 1.0, "generated": "g", "answer": "a"}
     (run / "cases.jsonl").write_text(json.dumps(case) + "\n")
     (run / "loss_by_position.json").write_text('{"curves": {"1": []}}')
+    read = read_run(run)
+    assert read.config and read.evaluations and read.curves and read.logs
     answers = root / "answers"
     answers.mkdir()
     Journal(answers / "answers.jsonl", {"model": "m"}).close()
@@ -400,3 +404,37 @@ def test_a_pipe_or_device_that_the_user_names(kind, suffix, tmp_path):
     for name in ("pipe", "zero"):
         said = said_by(SINGLE[kind], str(tmp_path / f"{name}{suffix}"))
         assert name in said and "\n" not in said, said
+
+
+def spoilt(value, rng):
+    """Returns a value of JSON with an evil text in the place of one of its texts, names or numbers."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        name = rng.choice(list(value))
+        if rng.random() < 0.3:
+            return {(evil_text(rng) if key == name else key): part for key, part in value.items()}
+        return value | {name: spoilt(value[name], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        place = rng.randrange(len(value))
+        return [*value[:place], spoilt(value[place], rng), *value[place + 1 :]]
+    return evil_text(rng)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_evil_texts_in_files(kind, given, tmp_path, capsys):
+    """Twelve in each small file: whatever the reader says of them reaches no terminal."""
+    rng, times = random.Random(kind), 2 if kind == "begun" else 12
+    names = [
+        name for name in read_of(kind, given[kind]) if name.endswith((".json", ".jsonl", ".yaml"))
+    ]
+    place = copied(given[kind], tmp_path) if names else None
+    for name in names:
+        text = (place / name).read_text()
+        first, _, rest = text.partition("\n") if name.endswith(".jsonl") else (text, "", "")
+        for _ in range(times):
+            content = json.dumps(spoilt(yaml.safe_load(first), rng), ensure_ascii=False)
+            (place / name).write_text(content + "\n" + rest)
+            with limited(SECONDS):
+                code = entry.run(lambda: READERS[kind](place))
+            said = "".join(capsys.readouterr())
+            assert code in (0, 2) and not obeyed(said) and "Traceback" not in said, said
+        (place / name).write_text(text)

@@ -10,6 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from data.errors import UserError
+from eval.journal import Journal
 from scripts import make_fixtures
 from tests.conftest import REPOSITORY
 
@@ -131,6 +132,25 @@ def test_a_file_of_the_user_stays(command, name, tmp_path, monkeypatch, capsys):
     )
     assert (out / name).read_bytes() == before
     assert sorted(os.listdir(out)) == [name]
+
+
+@pytest.mark.parametrize(
+    "content", [b"mine\n", b"mine", b"{}\n", b"[1]\n", b'{"model": "m"}\n{"mine": 1}\n', b"\xff\n"]
+)
+def test_a_journal_is_not_cut_off_where_it_is_the_users(content, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"answers\.jsonl: "):
+        Journal(path, {"model": "m"})
+    assert path.read_bytes() == content
+
+
+def test_a_journal_of_which_the_first_line_is_cut_off_is_begun_again(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    for content in (b"", b'{"mod'):
+        path.write_bytes(content)
+        Journal(path, {"model": "m"}).close()
+        assert path.read_bytes() == b'{"model": "m"}\n'
 
 
 def test_fixtures_are_written_into_a_folder_of_theirs(tmp_path):

@@ -200,7 +200,7 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
     lengths: list[int] = []
     dropped: list[str] = []
 
-    def episodes() -> Iterator[tuple[int, dict[str, Any]]]:
+    def episodes() -> Iterator[dict[str, Any]]:
         for file in files:
             bar.advance()
             try:
@@ -210,10 +210,10 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
                 continue
             returns.append(episode_return(episode.reward))
             lengths.append(len(episode.reward) - 1)
-            yield (
-                len(returns) - 1,
-                {"steps": episode._asdict() | _borders(episode), "file": "/".join(file.parts[-4:])},
-            )
+            yield {
+                "steps": episode._asdict() | _borders(episode),
+                "file": "/".join(file.parts[-4:]),
+            }
         if not returns:
             raise UserError(
                 f"{files[0].parent}: none of {len(files)} episodes can be used; the first: "

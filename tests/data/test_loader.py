@@ -526,7 +526,7 @@ _PREPARED_FILES = (
     "index.npz",
     "documents/dataset_info.json",
     "documents/features.json",
-    "documents/longstripe-documents.array_record-00000-of-00001",
+    "documents/longstripe-documents.array_record-00000",
 )
 
 

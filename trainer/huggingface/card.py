@@ -14,7 +14,7 @@ import yaml
 from data.within import read_json
 from model.config import TransformerConfig
 from trainer.config.schema import RunConfig
-from trainer.reporting.rows import read_rows
+from trainer.reporting.rows import read_steps
 from trainer.run.results import evaluated, is_of_checkpoint
 
 from .assets import read_recipe
@@ -142,11 +142,7 @@ def _results(checkpoint: Path) -> str:
     if not checkpoint.name.isdigit() or checkpoint.parent.name != "checkpoints":
         return ""
     for path in sorted(run.glob("*.jsonl")):
-        rows = [
-            row
-            for row in read_rows(path, run)
-            if "step" in row and row["step"] <= int(checkpoint.name)
-        ]
+        rows = [row for row in read_steps(path, run) if row["step"] <= int(checkpoint.name)]
         for key in rows[-1] if rows else {}:
             # A loss that is not finite is null in the log.
             values = [
@@ -161,6 +157,8 @@ def _results(checkpoint: Path) -> str:
         try:
             content = read_json(path, run)
         except (OSError, ValueError):
+            continue
+        if not isinstance(content, dict):
             continue
         about = content.get("about")
         if isinstance(about, dict) and not is_of_checkpoint(about, checkpoint):

@@ -24,3 +24,13 @@ def read_rows(path: Path, folder: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def read_steps(path: Path, folder: Path) -> list[dict[str, Any]]:
+    """Returns those of `read_rows` that are of a step, with its number."""
+    return [row for row in read_rows(path, folder) if is_number(row.get("step"))]
+
+
+def is_number(value: object) -> bool:
+    """Returns whether a value of JSON is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

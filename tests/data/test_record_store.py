@@ -1,0 +1,39 @@
+"""Records are written as they come: more of them than memory holds, and read back in their order."""
+
+import tracemalloc
+
+import numpy as np
+from tensorflow_datasets.core import shuffle
+
+from data.prepared import document_features
+from data.record_store import open_records, write_records
+
+
+def test_records_beyond_the_librarys_buffer_are_written_and_are_not_kept_in_memory(
+    tmp_path, monkeypatch
+):
+    """tensorflow-datasets holds back a gigabyte, and asks for tensorflow to write more."""
+    monkeypatch.setattr(shuffle, "MAX_MEM_BUFFER_SIZE", 1 << 20)
+    count, length = 40, 1 << 18
+
+    def records():
+        for number in range(count):
+            yield {
+                "tokens": np.full(length, number, np.int32),
+                "loss_mask": np.ones(length, np.uint8),
+                "source": number,
+                "record_id": f"r{number}",
+            }
+
+    (tmp_path / "warm").mkdir()
+    write_records(tmp_path / "warm", "few", document_features, lambda: list(records())[:1])
+    tracemalloc.start()
+    write_records(tmp_path, "documents", document_features, records)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < count * length, f"of {5 * count * length} bytes, {peak} are in memory"
+    stored = open_records(tmp_path, "documents")
+    assert len(stored) == count
+    for number in (0, 7, count - 1):
+        assert stored[number]["source"] == number and (stored[number]["tokens"] == number).all()
+        assert stored[number]["record_id"].decode() == f"r{number}"
