@@ -1,6 +1,7 @@
 """Files in a store are read as local ones are; prepared data in a store come back through this
 machine's cache."""
 
+import functools
 import hashlib
 import json
 import shutil
@@ -20,6 +21,7 @@ from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 
 FIXTURES = REPOSITORY / "data/fixtures"
+OUTPUT_FILE = functools.partial(paths.output_file, marker=b"of this command")
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def store():
     system.rm("/", recursive=True)
 
 
-@pytest.mark.parametrize("check", [paths.output_folder, paths.output_file, paths.new_folder])
+@pytest.mark.parametrize("check", [paths.output_folder, OUTPUT_FILE, paths.new_folder])
 def test_where_results_go_is_known_before_the_work(check, tmp_path):
     """A new place is made as far as it is needed; a file in its way, or what would be overwritten,
     is told in one line."""
@@ -259,7 +261,7 @@ def test_a_picture_of_others_is_not_overwritten_and_an_evaluations_is(tmp_path):
     "take",
     [
         paths.output_folder,
-        paths.output_file,
+        OUTPUT_FILE,
         paths.new_folder,
         lambda path: paths.checkpoint_path(path, "run_dir"),
     ],
