@@ -23,11 +23,13 @@ its files have moved, since checkpoints hold fingerprints of their contents. Any
 is refused in a run's folder. `step` counts finished optimizer steps everywhere.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import itertools
 import os
 import pathlib
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -105,6 +107,8 @@ class RunDirectory:
         """Returns the paths of a configuration's run."""
         if not config.in_bucket:
             return cls(config.folder)
+        # Where no training follows, such as after a refusal.
+        atexit.register(shutil.rmtree, config.folder, ignore_errors=True)
         mirror = Mirror(Bucket(config.location), config.folder)
         return cls(config.folder, config.location, mirror)
 
