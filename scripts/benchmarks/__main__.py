@@ -85,19 +85,19 @@ def measure(name: str, folder: Path, conversations: Path) -> Result:
         measurement, out, {"models": str(folder), "conversations": str(conversations)}
     )
     start = time.perf_counter()
-    rows, tables = measurement.summarize(out)
+    rows = measurement.summarize(out)
     result = measured(
         measurement.title,
         rows,
         measurement.command(name),
         measurement.depends_on,
-        tables=tables,
         seconds=round(seconds + time.perf_counter() - start, 1),
         note=measurement.note,
         facts=list(measurement.facts),
     )
     save(name, result)
-    (out / "progress.json").unlink()  # complete: the next start measures anew
+    # Complete: the next start measures anew, in the same folder.
+    write_json(out / "progress.json", {"inputs": {}, "seconds": []})
     return result
 
 

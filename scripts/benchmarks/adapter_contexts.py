@@ -25,8 +25,7 @@ from planning.machines import memory_gib
 from planning.plan import Job, changed, plan
 from scripts.benchmarks.commands import add_output_folder, make_parser, read_json, write_json
 from scripts.benchmarks.measurements import MODEL, PLANNING
-from scripts.benchmarks.results import ROOT, fingerprint, measured, row, save, table, versions
-from scripts.benchmarks.stored_plans import two_digits
+from scripts.benchmarks.results import ROOT, fingerprint, measured, row, save, versions
 from trainer import entry
 from trainer.config.load import load
 from trainer.config.schema import RunConfig
@@ -68,8 +67,7 @@ FACTS = [
     "Ours are compiled for the named GPU and not run; a program may use 95% of the memory that the "
     "driver reports.",
     f"Of a host's {HOST_GIB} GiB, {HOST_LEFT_GIB} are left to the system.",
-    "Attention is exact. Seconds of a step range from matrix products alone at full rate to the "
-    "slowest step that others measured.",
+    "Attention is exact.",
 ]
 
 
@@ -198,33 +196,17 @@ def longest(case: Case, compilations: Compilations) -> tuple[int, dict[str, Any]
         tokens = neighbour
 
 
-def save_result(
-    outcomes: dict[Case, tuple[int, dict[str, Any]]], compilations: Compilations
-) -> None:
+def save_result(outcomes: dict[Case, tuple[int, dict[str, Any]]]) -> None:
     """Writes the result of the rows that are known."""
-    rows, lines = {}, []
+    rows = {}
     for case, (tokens, policy) in outcomes.items():
-        sizes = compilations(case.topology, policy, tokens)
-        seconds = job_of(case.topology, policy, tokens).time_range()
         host = f"{HOST_GIB} GiB of host memory" if case.host else "no host memory"
         unsloth = f"{case.unsloth:,}" if case.unsloth else ""
         rows[case.name] = row(
             f"QLoRA of LLaMA-3.1-8B, rank {RANK}, one GPU of {case.gigabytes} GB, {host}",
-            f"{tokens:,} tokens",
+            f"{tokens:,} tokens: {text(policy)}",
             unsloth and f"Unsloth: {unsloth}",
             tokens >= case.unsloth if case.unsloth else None,
-        )
-        estimate = f"{two_digits(seconds.low)} to {two_digits(seconds.high)}" if seconds else ""
-        lines.append(
-            [
-                case.topology,
-                f"{tokens:,}",
-                text(policy),
-                f"{sizes['peak_gib']:.2f} of {memory_gib(case.topology):.2f}",
-                f"{sizes['host_gib']:.1f} of {case.host_gib:g}",
-                estimate,
-                unsloth,
-            ]
         )
     save(
         "adapter_contexts",
@@ -234,13 +216,6 @@ def save_result(
             "python -m scripts.benchmarks.adapter_contexts",
             DEPENDS_ON,
             note="docs/notes/contexts.md",
-            tables={
-                "longest": table(
-                    "GPU | tokens | memory options | GiB of the device | GiB of the host | "
-                    "estimated seconds of a step | Unsloth, tokens",
-                    lines,
-                )
-            },
             facts=FACTS,
         ),
     )
@@ -261,7 +236,7 @@ def work(args: argparse.Namespace) -> None:
                 f"{case.name}: {outcomes[case][0]:,} tokens, {text(outcomes[case][1])}", flush=True
             )
             if not args.only:
-                save_result(outcomes, compilations)
+                save_result(outcomes)
 
 
 def main(argv: list[str] | None = None) -> int:

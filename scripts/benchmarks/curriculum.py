@@ -21,7 +21,7 @@ import yaml
 from eval.line_report import plot, read
 from eval.scoring import Score
 from scripts.benchmarks.commands import make_parser, python
-from scripts.benchmarks.results import ROOT, measured, row, save, table
+from scripts.benchmarks.results import ROOT, measured, row, save
 from scripts.benchmarks.retrieval import seconds
 from trainer import entry
 
@@ -102,20 +102,15 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
         stages.
     """
     trained = recipe()["stages"][-1]["context_length"]
-    rows, lines = {}, []
+    rows = {}
     for score, other in zip(staged, alone, strict=True):
         within = score.mean_prompt_tokens + NEW_TOKENS <= trained
-        texts = [
-            f"{each.right} of {each.cases} ({each.low:.2f} to {each.high:.2f})"
-            for each in (score, other)
-        ]
         rows[f"lines_{score.num_lines}"] = row(
             f"{score.num_lines:,} lines, {score.mean_prompt_tokens:,.0f} tokens",
-            f"{score.right} of {score.cases}",
+            f"{score.right} of {score.cases} (trained at {trained:,} tokens alone: {other.right})",
             GOAL if within else "none: longer than any text trained on",
             score.low >= 0.9 if within else None,
         )
-        lines.append([f"{score.num_lines:,}", f"{score.mean_prompt_tokens:,.0f}", *texts])
     stages = ", ".join(
         f"{stage['steps']:,} steps of {stage['context_length']:,} tokens x "
         f"{stage.get('batch_size', 1)}"
@@ -130,9 +125,6 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
         "on line retrieval; docs/notes/retrieval.md says what was tried.",
         "One training seed; 95% intervals are Wilson's.",
     ]
-    tables = {
-        "right answers": table("lines | tokens | with the curriculum | 16,384 tokens alone", lines)
-    }
     save(
         "curriculum",
         measured(
@@ -140,7 +132,6 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
             rows,
             "python -m scripts.benchmarks.curriculum",
             DEPENDS_ON,
-            tables=tables,
             facts=facts,
             seconds=took,
             note="docs/notes/retrieval.md",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import yaml
 
 from scripts.benchmarks.commands import make_parser, python
-from scripts.benchmarks.results import ROOT, measured, row, save, table
+from scripts.benchmarks.results import ROOT, measured, row, save
 from scripts.benchmarks.retrieval import seconds
 from trainer import entry
 
@@ -105,31 +104,14 @@ def save_result(models: dict[str, dict], took: float, steps: int) -> None:
       models: what `losses` returns, by the names of GOALS; took: seconds of the training; steps: of
         the training.
     """
-    rows, lines = {}, []
+    rows = {}
     for name, model in models.items():
         held = {FALLS: is_falling(model), FALLS_NOT: not is_falling(model), "": None}[GOALS[name]]
         label = f"{name}: nats gained by 16,384 tokens over 8,192"
         rows[name.lower().replace(" ", "_")] = row(
             label, gain(model["gains"][KNOWN]), GOALS[name], held
         )
-        lines.append(
-            [
-                name,
-                *(
-                    f"{math.exp(model['losses'][tokens]['loss_nats_per_target']):,.2f}"
-                    for tokens in (*PIECES, LENGTH)
-                ),
-                *map(gain, model["gains"].values()),
-            ]
-        )
     targets = models["as it is"]["losses"][LENGTH]["targets"]
-    tables = {
-        "perplexity of the same targets": table(
-            "model | at most 1,024 tokens before | 8,192 | 16,383 | nats gained over 1,024 "
-            "| over 8,192",
-            lines,
-        )
-    }
     facts = [
         f"{targets:,} targets of {ROWS} rows of a book that was not trained on; each has 8,192 "
         "tokens or more before it.",
@@ -143,7 +125,6 @@ def save_result(models: dict[str, dict], took: float, steps: int) -> None:
             rows,
             "python -m scripts.benchmarks.extension --model HF_DIR --text TEXT.txt --book BOOK.txt",
             DEPENDS_ON,
-            tables=tables,
             facts=facts,
             seconds=took,
             note="docs/extension.md",

@@ -1,7 +1,7 @@
 """The measurements of `make bench`: their commands, dependencies, and summaries.
 
-To add a measurement, write a function that returns (rows, tables) and a `Measurement` in
-MEASUREMENTS, and name the result in scripts/benchmarks/page.py.
+To add a measurement, write a function that returns its rows and a `Measurement` in MEASUREMENTS,
+and name the result in scripts/benchmarks/page.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.benchmarks import gpu_summary, summaries, table3
-from scripts.benchmarks.summaries import Rows, Tables
+from scripts.benchmarks.summaries import Rows
 from scripts.benchmarks.table3_cells import read_cells
 
 MODEL, ATTENTION, PLANNING = "model/**/*.py", "model/attention/**/*.py", "planning/**/*.py"
@@ -30,7 +30,7 @@ class Measurement:
       commands: Python's arguments, one tuple per command; {out} stands for the measurement's
         folder, {models} for a shared one, {conversations} for the file of identity conversations.
       depends_on: glob patterns of the files that the figures depend on.
-      summarize: the folder {out} -> (rows, tables).
+      summarize: the folder {out} -> rows.
       needs_conversations: skip it without the file of identity conversations.
       takes_hours: run it only with --only; also if it needs an accelerator.
     """
@@ -38,7 +38,7 @@ class Measurement:
     title: str
     commands: tuple[tuple[str, ...], ...]
     depends_on: tuple[str, ...]
-    summarize: Callable[[Path], tuple[Rows, Tables]]
+    summarize: Callable[[Path], Rows]
     note: str = ""
     needs_conversations: bool = False
     takes_hours: bool = False
@@ -94,10 +94,8 @@ IDENTITY_FACTS = (
     "0.070. Both recipes of adapters were given 240 steps after that was seen.",
 )
 TABLE3_FACTS = (
-    "Cells of `contexts`: device memory only / with host memory (the paper's); of `like for like`: "
-    "ours (the paper's). The longest contexts' plans are in docs/plans/table3.json.",
-    "A cell's double was refused by the compiler, or not compiled where its arrays on the host "
-    "alone take more than it has: `rings` says which.",
+    "Every cell is in docs/plans/table3.json, with the plan of its longest context and why the "
+    "double does not fit; `python -m scripts.benchmarks.table3 --show` prints the table.",
     "Hours by the cost model, with as much of the largest transfer beside compute as the compiled "
     "step hides.",
     "A100: CUDA's compiler, memory 79.2 GiB; vanilla there with "

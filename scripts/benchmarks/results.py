@@ -59,8 +59,8 @@ class Result:
       title: what was measured, one line.
       rows: row id -> texts `what`, `goal`, `found`, `verdict` (one of VERDICTS). A row may have its
         own `command`, `date`, `commit` or `note`.
-      tables: table name -> {"columns": [...], "rows": [[...], ...]}: all figures, where the rows
-        give only the main ones.
+      tables: table name -> {"columns": [...], "rows": [[...], ...]}: further figures that a program
+        reads (a check, the cost model, the next start of the measurement).
       command: what measured it; `python` and `pytest` are those of the environment.
       date: day of the measurement, YYYY-MM-DD.
       commit: commit of the measured code; for carried results the commit that recorded the figures.
@@ -176,11 +176,6 @@ def row(
     """Returns a row; its verdict follows from `held`, which is None where there is no goal."""
     verdict = {True: "held", False: "short", None: "no goal"}[held]
     return {"what": what, "goal": goal, "found": found, "verdict": verdict, **rest}
-
-
-def table(header: str, lines: Iterable[Iterable[object]]) -> dict[str, list]:
-    """Returns a table of a result: the header's columns stand between bars, `tokens | seconds`."""
-    return {"columns": header.split(" | "), "rows": [[*map(str, line)] for line in lines]}
 
 
 def fingerprint(pattern: str) -> str:

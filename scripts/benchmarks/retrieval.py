@@ -25,7 +25,7 @@ from data.within import read_text
 from eval.line_report import plot, read
 from eval.scoring import Score
 from scripts.benchmarks.commands import make_parser, python
-from scripts.benchmarks.results import ROOT, measured, row, save, table
+from scripts.benchmarks.results import ROOT, measured, row, save
 from trainer import entry
 
 RECIPE = "configs/extension/smollm2_lines_4k.yaml"
@@ -164,20 +164,15 @@ def save_result(
     Args:
       short: of before and after, the result of each short task.
     """
-    rows, lines = {}, []
+    rows = {}
     for old, new in zip(before, after, strict=True):
         assert (old.num_lines, old.cases) == (new.num_lines, new.cases)
-        texts = [
-            f"{score.right} of {score.cases} ({score.low:.2f} to {score.high:.2f})"
-            for score in (old, new)
-        ]
         rows[f"lines_{old.num_lines}"] = row(
             f"{old.num_lines} lines, {old.mean_prompt_tokens:,.0f} tokens, {old.family}",
             f"{old.right} -> {new.right} of {new.cases}",
             GOAL,
             apart(old, new),
         )
-        lines.append([old.family, str(old.num_lines), f"{old.mean_prompt_tokens:,.0f}", *texts])
     rows["book"] = row(
         "loss on a book, nats a token",
         f"{book[0]:.3f} -> {book[1]:.3f}",
@@ -196,7 +191,6 @@ def save_result(
             "within an interval",
             first["low"] <= last["score"] <= first["high"],
         )
-    tables = {"right answers": table("cases | lines | tokens | before | after", lines)}
     facts = [
         f"Trained for {took / 60:.0f} minutes beside other work, with pauses; the last stage's "
         "rows have 4,096 tokens.",
@@ -212,7 +206,6 @@ def save_result(
             "python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --text "
             "TEXT.txt --book BOOK.txt",
             DEPENDS_ON,
-            tables=tables,
             facts=facts,
             seconds=took,
             note="docs/notes/retrieval.md",

@@ -22,7 +22,7 @@ import numpy as np
 
 from data.errors import UserError
 from scripts.benchmarks.commands import make_parser
-from scripts.benchmarks.results import measured, row, save, table
+from scripts.benchmarks.results import measured, row, save
 from trainer import entry
 
 if TYPE_CHECKING:
@@ -192,17 +192,17 @@ def work(args: argparse.Namespace) -> None:
         f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"  # a thread a device
     )
     simulate(RANKS)
-    rows, lines = {}, []
+    rows = {}
     for length in args.lengths:
         rings, difference = measure(length, args.repeats, args.heads, args.head_dim)
         theirs = rings[0]
         for ring in rings:
-            seconds = f"{ring['seconds']:.2f} ({ring['fastest']:.2f} to {ring['slowest']:.2f})"
             ratio = theirs["seconds"] / ring["seconds"]
-            lines.append(
-                [f"{length:,}", ring["ring"], seconds, f"{ratio:.2f}", f"{ring['mib']:.1f}"]
+            print(
+                f"{length:7,}  {ring['ring']:19}  {ring['seconds']:7.2f} s ({ring['fastest']:.2f} "
+                f"to {ring['slowest']:.2f})  {ratio:5.2f}x  {ring['mib']:6.1f} MiB a device",
+                flush=True,
             )
-            print("  ".join(f"{cell:>22}" for cell in lines[-1]), flush=True)
         faster = {
             ring["ring"].removeprefix("ours, "): theirs["seconds"] / ring["seconds"]
             for ring in rings[1:]
@@ -219,11 +219,6 @@ def work(args: argparse.Namespace) -> None:
             "1e-5",
             difference <= 1e-5,
         )
-    tables = {
-        "two one-thread devices, forward and backward": table(
-            "tokens | ring | seconds: median (range) | times as fast | MiB of a device", lines
-        )
-    }
     command = (
         f"python -m scripts.benchmarks.rings --lengths {' '.join(map(str, args.lengths))} "
         f"--heads {args.heads}"
@@ -235,7 +230,6 @@ def work(args: argparse.Namespace) -> None:
             rows,
             command,
             DEPENDS_ON,
-            tables=tables,
         ),
     )
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.commands import make_parser, read_json
-from scripts.benchmarks.evidence import versions_of
 from scripts.benchmarks.plan_store import read_plans, write_plans
 from scripts.benchmarks.results import ROOT, measured, row, save
 from trainer import entry
@@ -30,22 +29,6 @@ from trainer import entry
 TRL_GB = {"qwen3_8b_1m_h100": 56.2, "qwen3_32b_1m_h100": 60.8}
 PODS = "pods/"  # the beginning of their names
 DEPENDS_ON = ("docs/plans/plans.json", "scripts/benchmarks/stored_plans.py")
-COLUMNS = [
-    "plan",
-    "machine",
-    "mesh",
-    "tokens",
-    "schedule",
-    "remat",
-    "GiB of a device",
-    "GiB of its host",
-    "ring: bytes beside compute",
-    "gathers: GiB; beside compute",
-    "estimated seconds of a step",
-    "compiled with",
-]
-
-
 # Row -> plan, GPUs, goal in tokens, goal in words. The 8M goal was set without query chunks; 16M
 # had no separate goal.
 CONTEXTS = {
@@ -76,31 +59,6 @@ def memory_text(plan: dict[str, Any]) -> str:
 def seconds_text(plan: dict[str, Any]) -> str:
     """Returns the range of a planned step's seconds."""
     return " to ".join(two_digits(plan[f"estimated_step_seconds_{end}"]) for end in ("low", "high"))
-
-
-def line(name: str, plan: dict[str, Any]) -> list[str]:
-    """Returns a plan's line of the table, under COLUMNS."""
-    mesh = ", ".join(
-        f"{axis} {size}"
-        for axis, size in plan["mesh"].items()
-        if isinstance(size, int) and size > 1
-    )
-    sent = plan.get("communication") or {}
-    permutes, gathers = sent.get("collective-permute"), sent.get("all-gather")
-    return [
-        name,
-        plan["topology"],
-        mesh or "one device",
-        f"{plan['context']:,}",
-        str(plan["schedule"]),
-        plan["remat"] + (", prefetch" if plan.get("prefetch") else ""),
-        memory_text(plan),
-        f"{plan['host_gib']:.1f}",
-        f"{permutes['hidden']:.1%}" if permutes else "",
-        f"{gathers['received_gib']:.1f}; {gathers['hidden']:.1%}" if gathers else "",
-        seconds_text(plan),
-        versions_of(plan),
-    ]
 
 
 def recipe_plans(plans: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -134,7 +92,6 @@ def save_recipes(plans: dict[str, dict[str, Any]]) -> None:
         "recipes",
         "Recipes for big machines, planned by the machines' compilers",
         rows,
-        planned,
         ("configs/*.yaml", "configs/adapters/*.yaml", *DEPENDS_ON),
     )
 
@@ -166,7 +123,6 @@ def save_pods(stored: dict[str, dict[str, Any]]) -> None:
         "pods",
         "256 chips, one row, bfloat16: the mesh that the plan found",
         rows,
-        plans,
         DEPENDS_ON,
     )
 
@@ -187,7 +143,6 @@ def save_contexts(stored: dict[str, dict[str, Any]]) -> None:
         "contexts",
         "LLaMA-3.1-8B: the longest contexts on GPUs that are not there, by the CUDA compiler",
         rows,
-        plans,
         DEPENDS_ON,
         "docs/notes/contexts.md",
     )
@@ -209,7 +164,6 @@ def save_memory_1m(stored: dict[str, dict[str, Any]]) -> None:
         "memory_1m",
         "LLaMA-7B, full training step (AdamW), 1,048,576 tokens on v4:4x4x4, nothing offloaded",
         rows,
-        plans,
         DEPENDS_ON,
         "docs/notes/memory.md",
     )
@@ -226,13 +180,11 @@ def _save(
     name: str,
     title: str,
     rows: dict[str, dict],
-    plans: dict[str, dict[str, Any]],
     depends_on: tuple[str, ...],
     note: str = "docs/notes/pods.md",
 ) -> None:
-    table = {"columns": COLUMNS, "rows": [line(*named_plan) for named_plan in plans.items()]}
     command = "python -m scripts.benchmarks.stored_plans"
-    save(name, measured(title, rows, command, depends_on, tables={"plans": table}, note=note))
+    save(name, measured(title, rows, command, depends_on, note=note))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

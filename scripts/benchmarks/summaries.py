@@ -1,24 +1,22 @@
-"""Makes results' rows and tables from the commands' files: a function for each result.
+"""Makes results' rows from the commands' files: a function for each result.
 
-Each takes the folder of a measurement's files and returns (rows, tables), as in `Result`.
+Each takes the folder of a measurement's files.
 """
 
 from __future__ import annotations
 
+import collections
 import json
-import math
 import shlex
-import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from model.adapter import ADAPTER_PARTS
 from scripts.benchmarks.commands import read_json, tokens_text
-from scripts.benchmarks.results import commit, load, row, table
+from scripts.benchmarks.results import commit, load, row
 
 Rows = dict[str, dict[str, str]]
-Tables = dict[str, dict[str, list]]
 
 
 def identifier(text: str) -> str:
@@ -26,7 +24,7 @@ def identifier(text: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in text.lower())
 
 
-def step(out: Path) -> tuple[Rows, Tables]:
+def step(out: Path) -> Rows:
     measured = {(entry["side"], entry["length"]): entry for entry in read_json(out / "step.json")}
     rows: Rows = {}
     for length, goal in ((2048, 1.15), (4096, 1.5)):
@@ -44,33 +42,16 @@ def step(out: Path) -> tuple[Rows, Tables]:
             "at most torch's",
             ours["peak_gib"] <= theirs["peak_gib"],
         )
-    lines = [
-        [
-            f"{length:,}",
-            "torch" if side == "theirs" else "ours, remat everything",
-            f"{entry['tokens_per_second']:.1f}",
-            f"{entry['step_seconds']:.2f}",
-            f"{entry['peak_gib']:.2f}",
-            f"{entry['share_of_matmul']:.1%} of {entry['matmul_gflops']:.0f} GFLOP/s",
-        ]
-        for (side, length), entry in measured.items()
-    ]
-    return rows, {
-        "steps": table(
-            "tokens | side | tokens/s | seconds a step | peak GiB | share of the best "
-            "matrix-product rate",
-            lines,
-        )
-    }
+    return rows
 
 
-def kernels(out: Path) -> tuple[Rows, Tables]:
+def kernels(out: Path) -> Rows:
     measured = {
         (entry["length"], entry["pass"], entry["peer"]): entry
         for entry in read_json(out / "kernels" / "bench_kernels.json")["rows"]
         if "seconds" in entry
     }
-    rows, lines = {}, []
+    rows = {}
     for length in (8192, 16384):
         for name, short in (("forward", "forward"), ("forward+backward", "both")):
             ours, theirs = (measured[length, name, peer] for peer in ("ours", "torch-sdpa"))
@@ -81,17 +62,6 @@ def kernels(out: Path) -> tuple[Rows, Tables]:
                 "0.9x",
                 ratio >= 0.9,
             )
-            lines.append(
-                [
-                    f"{length:,}",
-                    spelled,
-                    f"{1e3 * ours['seconds']:,.0f}",
-                    f"{1e3 * theirs['seconds']:,.0f}",
-                    f"{ratio:.2f}x",
-                    f"{ours['peak_mib']:.0f}",
-                    f"{theirs['peak_mib']:.0f}",
-                ]
-            )
         rows[f"memory_{length}"] = row(
             f"attention kernel, {length // 1024}K, forward + backward: peak MiB (torch "
             f"{theirs['peak_mib']:.0f})",
@@ -99,130 +69,97 @@ def kernels(out: Path) -> tuple[Rows, Tables]:
             "at most torch's",
             ours["peak_mib"] <= theirs["peak_mib"],
         )
-    return rows, {
-        "times": table(
-            "tokens | pass | ours ms | torch ms | ours is | ours peak MiB | torch peak MiB", lines
-        )
-    }
+    return rows
 
 
-# Row id: schedule as printed, layouts, words, largest allowed imbalance for P ranks.
-BALANCE_GOALS = {
-    "ring_contiguous": ("ring", ("contiguous",), "ring, contiguous", lambda ranks: 2 - 1 / ranks),
-    "ring_striped": ("ring", ("striped", "zigzag"), "ring, striped and zigzag", lambda ranks: 1.07),
+# Row id -> schedule as printed, layouts, words, goal, largest allowed imbalance for P ranks.
+BALANCE_GOALS: dict[str, tuple[str, tuple[str, ...], str, str, Callable[[int], float]]] = {
+    "ring_contiguous": (
+        "ring",
+        ("contiguous",),
+        "ring, contiguous",
+        "2 - 1/P",
+        lambda p: 2 - 1 / p,
+    ),
+    "ring_striped": (
+        "ring",
+        ("striped", "zigzag"),
+        "ring, striped and zigzag",
+        "1.07",
+        lambda p: 1.07,
+    ),
     "balanced": (
         "balanced",
         ("contiguous",),
         "balanced, contiguous",
-        lambda ranks: ranks / (ranks - 1),
+        "P / (P - 1)",
+        lambda p: p / (p - 1),
     ),
     "balanced_split": (
         str({"name": "balanced", "split": True}),
         ("contiguous",),
         "balanced, split, contiguous",
-        lambda ranks: 1.05,
+        "1.05",
+        lambda p: 1.05,
     ),
 }
-BALANCE_GOAL_TEXT = {
-    "ring_contiguous": "2 - 1/P",
-    "ring_striped": "1.07",
-    "balanced": "P / (P - 1)",
-    "balanced_split": "1.05",
-}
 
 
-def balance(out: Path) -> tuple[Rows, Tables]:
+def balance(out: Path) -> Rows:
     measured, rows = read_json(out / "balance.json"), {}
-    for row_id, (schedule, layouts, words, allowed) in BALANCE_GOALS.items():
-        entries = [
-            entry
-            for entry in measured
-            if entry["schedule"] == schedule and entry["layout"] in layouts
-        ]
+    for row_id, (schedule, layouts, words, goal, allowed) in BALANCE_GOALS.items():
         worst: dict[int, float] = {}
-        for entry in entries:
-            imbalance = max(entry[direction]["imbalance"] for direction in ("forward", "backward"))
-            worst[entry["ranks"]] = max(worst.get(entry["ranks"], 0.0), imbalance)
+        for entry in measured:
+            if entry["schedule"] == schedule and entry["layout"] in layouts:
+                imbalance = max(entry[name]["imbalance"] for name in ("forward", "backward"))
+                worst[entry["ranks"]] = max(worst.get(entry["ranks"], 0.0), imbalance)
         rows[row_id] = row(
             f"{words}: imbalance at P = {'; '.join(map(str, worst))}",
             "; ".join(f"{imbalance:.4f}" for imbalance in worst.values()),
-            BALANCE_GOAL_TEXT[row_id],
+            goal,
             all(imbalance <= allowed(ranks) for ranks, imbalance in worst.items()),
         )
-    lines = [
-        [
-            entry["schedule"],
-            entry["layout"],
-            str(entry["ranks"]),
-            *(f"{entry[direction]['imbalance']:.4f}" for direction in ("forward", "backward")),
-        ]
-        for entry in measured
-    ]
-    return rows, {"imbalance": table("schedule | layout | P | forward | backward", lines)}
+    return rows
 
 
-def balance_time(out: Path) -> tuple[Rows, Tables]:
+def balance_time(out: Path) -> Rows:
     measured = {
         (entry["case"], entry["length"], entry["tiles"]): entry
         for file in ("time.json", "time_32.json")
         for entry in read_json(out / file)
     }
 
-    def row_of(case: str, tiles: int, goal: float | None, of_bound: bool = False) -> dict[str, str]:
-        entry = measured[case, 16384, tiles]
+    def of_bound(tiles: int) -> dict[str, str]:
+        entry = measured["striped ring", 16384, tiles]
         share = entry["speedup"] / entry["bound"]
-        if of_bound:
-            return row(
-                f"{case} at 16K, {tiles} tiles, of the bound ({entry['speedup']:.3f} of "
-                f"{entry['bound']:.3f})",
-                f"{share:.1%}",
-                f"{goal:.0%}",
-                share >= goal,
-            )
-        return row(
-            f"{case}, over contiguous ring at 16K, {tiles} tiles (bound {entry['bound']:.3f})",
-            f"{entry['speedup']:.3f}",
-            str(goal or ""),
-            None if goal is None else entry["speedup"] >= goal,
-        )
+        of = f"{entry['speedup']:.3f} of {entry['bound']:.3f}"
+        what = f"striped ring at 16K, {tiles} tiles, of the bound ({of})"
+        return row(what, f"{share:.1%}", "95%", share >= 0.95)
 
-    rows = {
-        "striped_16384": row_of("striped ring", 16, 0.95, of_bound=True),
-        "striped_32_tiles": row_of("striped ring", 32, 0.95, of_bound=True),
-        "zigzag_16384": row_of("zigzag ring", 16, None),
-        "balanced_16384": row_of("balanced, split", 16, 1.3),
-        "balanced_32_tiles": row_of("balanced, split", 32, 1.3),
-    }
-    lines = [
-        [case, f"{length:,}", str(tiles), f"{entry['speedup']:.3f}", f"{entry['bound']:.3f}"]
-        for (case, length, tiles), entry in measured.items()
-    ]
-    return rows, {
-        "speedup": table("over the contiguous ring | tokens | tiles | speed-up | bound", lines)
+    def speedup(case: str, tiles: int, goal: float | None) -> dict[str, str]:
+        entry = measured[case, 16384, tiles]
+        what = f"{case}, over contiguous ring at 16K, {tiles} tiles (bound {entry['bound']:.3f})"
+        held = None if goal is None else entry["speedup"] >= goal
+        return row(what, f"{entry['speedup']:.3f}", str(goal or ""), held)
+
+    return {
+        "striped_16384": of_bound(16),
+        "striped_32_tiles": of_bound(32),
+        "zigzag_16384": speedup("zigzag ring", 16, None),
+        "balanced_16384": speedup("balanced, split", 16, 1.3),
+        "balanced_32_tiles": speedup("balanced, split", 32, 1.3),
     }
 
 
-def bytes_received(out: Path) -> tuple[Rows, Tables]:
-    unit = 2048 * 32 * 128 * 2  # a device's own q: 2048 tokens, 32 heads of 128, bfloat16
+def bytes_received(out: Path) -> Rows:
     deviations: dict[str, dict[int, float]] = {}
-    lines = []
     for entry in read_json(out / "bytes.json"):
-        line = [entry["schedule"], str(entry["ranks"])]
-        for direction in ("forward", "backward"):
-            got = entry[direction]
-            off = max(
-                abs(got[f"{kind}_bytes"] / got[f"planned_{kind}_bytes"] - 1)
-                for kind in ("max", "mean")
-            )
-            by_ranks = deviations.setdefault(entry["schedule"], {})
-            by_ranks[entry["ranks"]] = max(by_ranks.get(entry["ranks"], 0.0), off)
-            line += [
-                f"{got['max_bytes'] / unit:.3f}",
-                f"{got['mean_bytes'] / unit:.3f}",
-                f"{off:.1%}",
-            ]
-        lines.append(line)
-    rows = {
+        deviations.setdefault(entry["schedule"], {})[entry["ranks"]] = max(
+            abs(entry[direction][f"{kind}_bytes"] / entry[direction][f"planned_{kind}_bytes"] - 1)
+            for direction in ("forward", "backward")
+            for kind in ("max", "mean")
+        )
+    return {
         identifier(name): row(
             f"{name}, P = {', '.join(map(str, by_ranks))}: bytes off the formula",
             f"{max(by_ranks.values()):.1%}",
@@ -231,125 +168,64 @@ def bytes_received(out: Path) -> tuple[Rows, Tables]:
         )
         for name, by_ranks in deviations.items()
     }
-    return rows, {
-        "received": table(
-            "schedule | P | forward max | forward mean | off | backward max | backward mean | off",
-            lines,
-        )
-    }
 
 
-def overlap(out: Path) -> tuple[Rows, Tables]:
-    rows, lines = {}, []
-    measured = read_json(out / "overlap.json")
+def overlap(out: Path) -> Rows:
+    rows, measured = {}, read_json(out / "overlap.json")
+
+    def exposed(name: str, backward: bool) -> str:
+        """Returns how often a schedule's permutes run beside no kernel, of how often in all."""
+        permutes = [
+            entry
+            for entry in measured
+            if (entry["schedule"], entry["backward"], entry["kind"])
+            == (name, backward, "collective-permute")
+        ]
+        bare = sum(entry["times"] for entry in permutes if not entry["kernels"])
+        return f"{bare:.0f} of {sum(entry['times'] for entry in permutes):.0f}"
+
     for name in dict.fromkeys(entry["schedule"] for entry in measured):
-        exposed = {}
-        for backward in (False, True):
-            transfers = [
-                entry
-                for entry in measured
-                if entry["schedule"] == name
-                and entry["backward"] == backward
-                and entry["kind"] == "collective-permute"
-            ]
-            bare = [entry for entry in transfers if not entry["kernels"]]
-            exposed[backward] = (
-                f"{sum(entry['times'] for entry in bare):.0f} of "
-                f"{sum(e['times'] for e in transfers):.0f}"
-            )
-            lines += [
-                [
-                    name,
-                    "backward" if backward else "forward",
-                    f"{entry['times']:.0f}",
-                    f"{entry['nbytes']:,}",
-                    ", ".join(entry["products"]) or "nothing",
-                ]
-                for entry in bare
-            ]
-        none_exposed = all(count.startswith("0 ") for count in exposed.values())
-        goal = ("nothing", none_exposed) if name == "balanced split" else ("", None)
-        rows[identifier(name)] = row(
-            f"{name}: permutes behind no kernel, forward; backward",
-            f"{exposed[False]}; {exposed[True]}",
-            *goal,
-        )
-    return rows, {"exposed": table("schedule | direction | times | bytes | behind", lines)}
+        found = [exposed(name, backward) for backward in (False, True)]
+        hidden = all(count.startswith("0 ") for count in found)
+        goal = ("nothing", hidden) if name == "balanced split" else ("", None)
+        what = f"{name}: permutes behind no kernel, forward; backward"
+        rows[identifier(name)] = row(what, "; ".join(found), *goal)
+    return rows
 
 
-def activation_memory(out: Path) -> tuple[Rows, Tables]:
-    measured = read_json(out / "activation_memory.json")
-    lines = [
-        [entry["topology"], str(entry["devices"]), f"{entry['activations_mib']:.1f}"]
-        for entry in measured["rows"]
-    ]
-    return (
-        {
-            "spread": row(
-                "activations at fixed tokens a chip, 8 to 512 chips: spread",
-                f"{measured['spread']:.2%}",
-                "2%",
-                measured["spread"] <= 0.02,
-            )
-        },
-        {"activations": table("topology | devices | MiB", lines)},
-    )
+def activation_memory(out: Path) -> Rows:
+    spread = read_json(out / "activation_memory.json")["spread"]
+    what = "activations at fixed tokens a chip, 8 to 512 chips: spread"
+    return {"spread": row(what, f"{spread:.2%}", "2%", spread <= 0.02)}
 
 
-def papers(out: Path) -> tuple[Rows, Tables]:
+def papers(out: Path) -> Rows:
     """The numbers that the cost model claims to reproduce by paper, and all errors by table."""
     measured, rows = read_json(out / "papers" / "papers.json"), {}
     for source, counts in measured["summary"].items():
         claimed, reproduced = counts["claimed"], counts["claimed and reproduced"]
+        found = f"{reproduced} of {claimed}"
         if source == "Striped Attention":
-            rows["striped_bounds"] = row(
-                "Striped Attention Tables 3-5, A: theoretical speed-ups, 2 decimals",
-                f"{reproduced} of {claimed}",
-                "133",
-                reproduced == 133,
-            )
+            what = "Striped Attention Tables 3-5, A: theoretical speed-ups, 2 decimals"
+            rows["striped_bounds"] = row(what, found, "133", reproduced == 133)
         elif claimed:
-            rows[identifier(source)] = row(
-                f"{source}: numbers that the model claims to reproduce",
-                f"{reproduced} of {claimed}",
-                "all",
-                reproduced == claimed,
-            )
-    errors: dict[tuple[str, str, bool], list[float]] = {}
+            what = f"{source}: numbers that the model claims to reproduce"
+            rows[identifier(source)] = row(what, found, "all", reproduced == claimed)
+    errors = collections.defaultdict(list)
     for entry in measured["rows"]:
         if entry["error"] is not None:
-            errors.setdefault(
-                (entry["source"], entry["place"], bool(entry["set_afterwards"])), []
-            ).append(entry["error"])
+            table = entry["source"], entry["place"], bool(entry["set_afterwards"])
+            errors[table].append(entry["error"])
     for (source, place, afterwards), values in errors.items():
         mark = "; a constant set later" * afterwards
         rows[identifier(f"{source} {place}{' afterwards' * afterwards}")] = row(
             f"{source}, {place}: error of {len(values)} numbers{mark}",
             f"{min(values):+.1%} to {max(values):+.1%}",
         )
-    lines = [
-        [
-            entry["source"],
-            entry["place"],
-            entry["row"],
-            f"{entry['paper']:.5g}",
-            f"{entry['predicted']:.5g}",
-            f"{entry['error']:+.1%}",
-            entry["set_afterwards"],
-        ]
-        for entry in measured["rows"]
-        if entry["error"] is not None
-    ]
-    return rows, {
-        "rows": table(
-            "paper | table | row | paper's | predicted | error | constants set after the "
-            "row was seen",
-            lines,
-        )
-    }
+    return rows
 
 
-def measured_steps(out: Path) -> tuple[Rows, Tables]:
+def measured_steps(out: Path) -> Rows:
     """Our ranges on two machines, then each measured step with our estimate's error."""
     measured = read_json(out / "measured_steps.json")
     rows = {
@@ -368,45 +244,26 @@ def measured_steps(out: Path) -> tuple[Rows, Tables]:
         )
         for entry in measured["measured"]
     }
-    lines = [
-        [
-            entry["label"],
-            entry["source"],
-            f"{entry['measured']:g}",
-            f"{entry['estimated']:.4g}",
-            f"{entry['error']:+.1%}",
-            f"{entry['low']:.4g}",
-            f"{entry['high']:.4g}",
-            f"{entry['over_full_rate']:.2f}",
-        ]
-        for entry in measured["measured"]
-    ]
-    return rows, {
-        "steps": table(
-            "step | source | measured, s | estimated, s | error | low, s | high, s | "
-            "measured over full rate",
-            lines,
-        )
-    }
+    return rows
 
 
-def dirty_data(out: Path) -> tuple[Rows, Tables]:
+def dirty_data(out: Path) -> Rows:
     measured = read_json(out / "data" / "bench_data.json")
     peaks, speed = measured["peak_mib_at_each_tenth"], measured["megabytes_per_second"]
     padding = [entry["padding_percent"] for entry in measured["packing"]]
-    padding_text = " and ".join(f"{share:.2f}%" for share in padding)
+    records, not_human = measured["complete_records"], measured["first_turn_is_not_human"]
     return {
         "records": row(
             "dirty dump: whole records, all accounted for",
-            f"{measured['complete_records']:,}",
+            f"{records:,}",
             "17,671",
-            measured["complete_records"] == 17_671 and measured["every_record_accounted_for"],
+            records == 17_671 and measured["every_record_accounted_for"],
         ),
         "not_human": row(
             "of them: two turns or more, the first not human",
-            f"{measured['first_turn_is_not_human']:,}",
+            f"{not_human:,}",
             "6,258",
-            measured["first_turn_is_not_human"] == 6_258,
+            not_human == 6_258,
         ),
         "speed": row(
             "dirty dump: cleaning without a language filter, MB/s",
@@ -422,70 +279,33 @@ def dirty_data(out: Path) -> tuple[Rows, Tables]:
         ),
         "padding": row(
             "dirty dump: padding at 16,384 and at 131,072 tokens",
-            padding_text,
+            " and ".join(f"{share:.2f}%" for share in padding),
             "2%",
             max(padding) <= 2,
         ),
-    }, {}
+    }
 
 
-def identity(out: Path) -> tuple[Rows, Tables]:
+def identity(out: Path) -> Rows:
     """Reads what the full recipe, LoRA and QLoRA logged and answered."""
-    before = read_json(out / "before.json")["named"]
-    rows = {
-        "before": row(
-            "SmolLM2's answers that name Vicuna, before",
-            f"{before} of 10",
-            "at most 2",
-            before <= 2,
-        )
-    }
-    lines = []
+
+    def named(name: str) -> int:
+        return read_json(out / f"{name}.json")["named"]
+
+    what, before = "SmolLM2's answers that name Vicuna", named("before")
+    rows = {"before": row(f"{what}, before", f"{before} of 10", "at most 2", before <= 2)}
     for name, title in (("full", "all weights"), ("lora", "LoRA"), ("qlora", "QLoRA (NF4)")):
-        named = read_json(out / f"{name}.json")["named"]
-        steps, held_out = (
-            list(map(json.loads, (out / name / file).read_text(encoding="utf-8").splitlines()))
-            for file in ("metrics.jsonl", "held_out.jsonl")
-        )
-        last = steps[-1]["step"]
+        metrics = (out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows[name] = row(
-            f"SmolLM2's answers that name Vicuna, after {last} steps: {title}",
-            f"{named} of 10",
+            f"{what}, after {json.loads(metrics[-1])['step']} steps: {title}",
+            f"{named(name)} of 10",
             "at least 8",
-            named >= 8,
+            named(name) >= 8,
         )
-        losses = [line["held_out_loss_nats_per_target"] for line in held_out]
-        saved = out / name / "checkpoints" / str(last)
-        checkpoint = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-        shapes = read_json(saved / "manifest.json")["shapes"]
-        adapters = {
-            parameter: shape
-            for parameter, shape in shapes.items()
-            if parameter.rpartition(".")[2] in ADAPTER_PARTS
-        }
-        trained = sum(map(math.prod, (adapters or shapes).values()))
-        lines.append(
-            [
-                title,
-                f"{trained:,}",
-                f"{losses[0]:.2f} -> {losses[-1]:.2f}",
-                f"{named} of 10",
-                f"{last}",
-                f"{statistics.median(step['step_seconds'] for step in steps):.1f}",
-                f"{steps[-1]['peak_host_gib']:.2f}",
-                f"{checkpoint / 1e6:,.0f}",
-            ]
-        )
-    return rows, {
-        "recipes": table(
-            "trained | parameters | held-out loss | name Vicuna | steps | median seconds of "
-            "a step | peak GiB of the process | checkpoint, MB",
-            lines,
-        )
-    }
+    return rows
 
 
-def exactness(out: Path) -> tuple[Rows, Tables]:
+def exactness(out: Path) -> Rows:
     """Runs each row's pytest command, which writes its largest errors (tests/errors.py).
 
     For tests with several kinds of errors, the row's `error` names its kind. Tests that compare
@@ -499,7 +319,7 @@ def exactness(out: Path) -> tuple[Rows, Tables]:
             seen[command] = _errors_of(command, out / f"{len(seen)}.json")
         cells.update(commit=commit(), **_found(cells, seen[command]))
         cells.pop("date", None)
-    return rows, {}
+    return rows
 
 
 def _errors_of(command: str, file: Path) -> dict:

@@ -22,7 +22,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from planning.topology import topology_devices
 from scripts.benchmarks.commands import make_parser, read_json, tokens_text
 from scripts.benchmarks.page import table as markdown
 from scripts.benchmarks.paper_rows import RING_ATTENTION_CONTEXTS
-from scripts.benchmarks.results import row, table
+from scripts.benchmarks.results import row
 from scripts.benchmarks.table3_cells import (
     COLUMNS,
     FILE,
@@ -43,6 +43,7 @@ from scripts.benchmarks.table3_cells import (
     cells,
     is_gpu,
     read_cells,
+    table_rows,
     write_cells,
 )
 from trainer import entry
@@ -181,98 +182,90 @@ def _hours(cell: Cell, job: Job, outcome: Outcome) -> float:
     return (waiting - largest["hidden"] * (waiting - hiding)) / 3600
 
 
-def summarize(contents: list[dict[str, Any]]) -> tuple[dict, dict]:
-    """Returns the result's rows and tables from the stored cells."""
-    stored = {tuple(content[name] for name in CELL_FIELDS): content for content in contents}
+class Longest:
+    """The longest contexts of the stored cells, in tokens, beside the paper's."""
 
-    def tokens(topology: str, model: str, column: str, *memories: str) -> list[int]:
-        names = [(topology, model, column, memory) for memory in memories]
-        return [stored[name]["longest"] if name in stored else 0 for name in names]
+    def __init__(self, contents: list[dict[str, Any]]):
+        self.stored = {
+            tuple(content[name] for name in CELL_FIELDS): content for content in contents
+        }
 
-    rings, alike = {}, []
-    lines: dict[tuple[str, ...], list[list[str]]] = {MEMORIES: [], (LIKE_FOR_LIKE,): []}
-    others: dict[str, list[bool]] = {"A100": [], "TPUs": []}
-    held, twice = [], []
-    for topology, models in RING_ATTENTION_CONTEXTS.items():
-        for model, thousands in models.items():
-            paper = dict(zip(COLUMNS, (count << 10 for count in thousands), strict=True))
-            size = model.removeprefix("llama-")
-            for memories, table_lines in lines.items():
-                if memories == MEMORIES or (topology, model, "ring", LIKE_FOR_LIKE) in stored:
-                    texts = (
-                        " / ".join(map(tokens_text, tokens(topology, model, column, *memories)))
-                        + f" ({tokens_text(printed)})"
-                        for column, printed in paper.items()
-                    )
-                    table_lines.append([topology, size, *texts])
-            if (topology, model, "ring", LIKE_FOR_LIKE) in stored:
-                alike += [
-                    tokens(topology, model, column, LIKE_FOR_LIKE)[0] >= printed
-                    for column, printed in paper.items()
-                ]
-            others["A100" if is_gpu(topology) else "TPUs"] += [
-                max(tokens(topology, model, column, *MEMORIES)) >= printed
-                for column, printed in paper.items()
-                if column != "ring"
-            ]
-            device, ours = tokens(topology, model, "ring", *MEMORIES)
-            held.append(ours >= paper["ring"])
-            twice.append(ours >= 2 * paper["ring"])
-            if ours:
-                host = stored[topology, model, "ring", "ours"]["plan"]["host_gib"]
-                rings[f"{topology}_{size}".replace(":", "_")] = row(
-                    f"{size.upper()} on {topology}, ring, {host:.0f} GiB of host each "
-                    f"(without: {tokens_text(device)})",
-                    tokens_text(ours),
-                    f"the paper's {tokens_text(paper['ring'])}",
-                    ours >= paper["ring"],
+    def __call__(self, topology: str, model: str, column: str, *memories: str) -> list[int]:
+        """Returns a cell's longest context with each kind of memory; 0 where it is not known."""
+        cells = (self.stored.get((topology, model, column, memory)) for memory in memories)
+        return [cell["longest"] if cell else 0 for cell in cells]
+
+    def rows(self, *memories: str) -> Iterator[tuple[str, str, dict[str, tuple[list[int], int]]]]:
+        """Yields topology, model, and by column our contexts and the paper's."""
+        for topology, model in table_rows():
+            if any((topology, model, "ring", memory) in self.stored for memory in memories):
+                papers = RING_ATTENTION_CONTEXTS[topology][model]
+                yield (
+                    topology,
+                    model,
+                    {
+                        column: (self(topology, model, column, *memories), paper << 10)
+                        for column, paper in zip(COLUMNS, papers, strict=True)
+                    },
                 )
+
+
+def summarize(contents: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Returns the result's rows from the stored cells."""
+    longest = Longest(contents)
+    held, twice, rings = [], [], {}
+    others: dict[bool, list[bool]] = {True: [], False: []}  # by whether the machine has GPUs
+    for topology, model, columns in longest.rows(*MEMORIES):
+        (device, ours), paper = columns.pop("ring")
+        held.append(ours >= paper)
+        twice.append(ours >= 2 * paper)
+        others[is_gpu(topology)] += [max(found) >= printed for found, printed in columns.values()]
+        if ours:
+            host = longest.stored[topology, model, "ring", "ours"]["plan"]["host_gib"]
+            size = model.removeprefix("llama-")
+            rings[f"{topology}_{size}".replace(":", "_")] = row(
+                f"{size.upper()} on {topology}, ring, {host:.0f} GiB of host each "
+                f"(without: {tokens_text(device)})",
+                tokens_text(ours),
+                f"the paper's {tokens_text(paper)}",
+                ours >= paper,
+            )
+    alike = [
+        found[0] >= printed
+        for _, _, columns in longest.rows(LIKE_FOR_LIKE)
+        for found, printed in columns.values()
+    ]
+    other = "cells of the other columns at least the paper's"
     rows = {
         "rows_held": _share("rows of the ring column at least the paper's", held),
         "rows_twice": _share("rows of the ring column at least twice the paper's", twice),
+        "other_columns_a100": _share(f"{other}, A100", others[True]),
+        "other_columns_tpu": _share(f"{other}, TPUs", others[False]),
     }
-    for machines, good in others.items():
-        rows[f"other_columns_{machines.lower().removesuffix('s')}"] = _share(
-            f"cells of the other columns at least the paper's, {machines}", good
-        )
     if alike:
         rows["like_for_like"] = _share(
             "like for like on A100 (one row, tensor parallel, float32): cells at least the paper's",
             alike,
         )
-    header = f"hardware | model | {' | '.join(COLUMNS)}"
-    return rows | rings, {
-        "contexts": table(header, lines[MEMORIES]),
-        "like for like": table(header, lines[LIKE_FOR_LIKE,]),
-        "rings": _rings(contents),
-    }
+    return rows | rings
 
 
 def _share(what: str, good: list[bool]) -> dict[str, str]:
     return row(what, f"{sum(good)} of {len(good)}", f"{len(good)}", all(good))
 
 
-def _rings(contents: list[dict[str, Any]]) -> dict[str, list]:
-    """Returns the table of the ring's longest steps: their needs, and why their double fails."""
-    return table(
-        "hardware | model | memory | tokens | GiB a device | host GiB a device | FLOPs | hours | "
-        "the double",
-        sorted(
-            [
-                content["topology"],
-                content["model"].removeprefix("llama-"),
-                content["memory"],
-                tokens_text(content["longest"]),
-                f"{content['plan']['peak_gib']:.1f} of {content['plan']['device_gib']:.1f}",
-                f"{content['plan']['host_gib']:.1f}",
-                f"{content['flops']:.2e}",
-                f"{content['estimated_step_hours']:.1f}",
-                "; ".join(content["next_refused"]),
+def show(contents: list[dict[str, Any]]) -> None:
+    """Prints our contexts (the paper's in parentheses), then those that are like for like."""
+    for title, memories in (("contexts", MEMORIES), ("like for like", (LIKE_FOR_LIKE,))):
+        lines = [
+            [topology, model.removeprefix("llama-")]
+            + [
+                f"{' / '.join(map(tokens_text, found))} ({tokens_text(printed)})"
+                for found, printed in columns.values()
             ]
-            for content in contents
-            if content["column"] == "ring" and "plan" in content
-        ),
-    )
+            for topology, model, columns in Longest(contents).rows(*memories)
+        ]
+        print(f"\n{title}\n{markdown(('hardware', 'model', *COLUMNS), lines)}")
 
 
 def work(args: argparse.Namespace) -> None:
@@ -304,9 +297,7 @@ def work(args: argparse.Namespace) -> None:
             print(f"{cell.name}: the compiler failed: {reason}", file=sys.stderr)
             continue
         write_cells((stored[known] for known in cells() if known in stored), args.output)
-    _, tables = summarize(list(stored.values()))
-    for name in ("contexts", "like for like"):
-        print(f"\n{name}\n{markdown(tables[name]['columns'], tables[name]['rows'])}")
+    show(list(stored.values()))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -52,21 +52,6 @@ def test_both_sides_of_a_tiny_model(tmp_path, capsys):
 
 
 def test_a_side_that_fails_is_one_line(tmp_path, capsys):
-    assert (
-        main(
-            [
-                "--side",
-                "ours",
-                "--model",
-                "tiny",
-                "--lengths",
-                "0",
-                "--steps",
-                "1",
-                "--output",
-                str(tmp_path),
-            ]
-        )
-        == 2
-    )
+    command = "--side ours --model tiny --lengths 128 --steps 1 --kernel none --output"
+    assert main([*command.split(), str(tmp_path)]) == 2
     assert "--one ours" in capsys.readouterr().err

@@ -36,7 +36,7 @@ def workspace(monkeypatch, tmp_path):
             ),
         ),
         ("code.py",),
-        lambda out: ({"size": row("size", (out / "a.json").read_text(), "12", held=True)}, {}),
+        lambda out: {"size": row("size", (out / "a.json").read_text(), "12", held=True)},
     )
     monkeypatch.setattr(bench, "MEASUREMENTS", {"size": size})
     monkeypatch.chdir(tmp_path)
@@ -82,10 +82,7 @@ def test_a_start_after_a_change_begins_anew(workspace, tmp_path):
 
 
 def test_table_3_as_it_was_carried_over_is_what_its_record_gives():
-    rows, tables = MEASUREMENTS["table3"].summarize(None)
-    carried = load("table3")
-    assert rows == carried.rows
-    assert tables["contexts"] == carried.tables["contexts"]
+    assert MEASUREMENTS["table3"].summarize(None) == load("table3").rows
 
 
 def test_every_measurement_has_its_result_and_files():
@@ -242,12 +239,9 @@ def test_rows_follow_from_what_the_commands_wrote(name, tmp_path):
     for file, content in files.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(json.dumps(content))
-    rows, tables = MEASUREMENTS[name].summarize(tmp_path)
+    rows = MEASUREMENTS[name].summarize(tmp_path)
     for row_id, (figure, verdict) in expected.items():
         assert (rows[row_id]["found"], rows[row_id]["verdict"]) == (figure, verdict)
-    assert all(
-        len(line) == len(table["columns"]) for table in tables.values() for line in table["rows"]
-    )
 
 
 def test_what_tests_compared_is_a_rows_figure(monkeypatch, tmp_path):
@@ -282,7 +276,7 @@ def test_what_tests_compared_is_a_rows_figure(monkeypatch, tmp_path):
     monkeypatch.setattr(summaries, "load", lambda name: stored)
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(summaries, "commit", lambda: "abc")
-    found, _ = measurements.MEASUREMENTS["exactness"].summarize(tmp_path)
+    found = measurements.MEASUREMENTS["exactness"].summarize(tmp_path)
     assert {name: (cells["found"], cells["verdict"]) for name, cells in found.items()} == {
         "all": ("4.0e-6, 2,400 comparisons", "held"),
         "loss": ("2.5e-7, 1,200 comparisons", "held"),

@@ -9,7 +9,6 @@ from scripts.benchmarks.results import ROOT
 from scripts.benchmarks.stored_plans import (
     CONTEXTS,
     MEMORY_1M,
-    line,
     memory_text,
     policy,
     recipe_plans,
@@ -29,38 +28,6 @@ def test_a_recipes_head_gives_the_figures_of_its_plan(recipe):
     )
     assert f"; {seconds_text(plan)} s a step, by the estimate" in head
     assert f"; {memory_text(plan)} GiB on each " in head
-
-
-def test_a_line_tells_a_plan_in_a_few_words():
-    plan = {
-        "topology": "v5e:2x2",
-        "mesh": {"data": 1, "fsdp": 2, "sequence": 2, "order": []},
-        "context": 65536,
-        "schedule": "ring",
-        "remat": "nothing",
-        "prefetch": True,
-        "peak_gib": 10.04,
-        "device_gib": 15.75,
-        "host_gib": 0.0,
-        "communication": {"collective-permute": {"received_gib": 2.0, "hidden": 0.975}},
-        "jax": "0.10.2",
-        "estimated_step_seconds_low": 1.234,
-        "estimated_step_seconds_high": 1234.0,
-    }
-    assert line("small", plan) == [
-        "small",
-        "v5e:2x2",
-        "fsdp 2, sequence 2",
-        "65,536",
-        "ring",
-        "nothing, prefetch",
-        "10.0 of 15.8",
-        "0.0",
-        "97.5%",
-        "",
-        "1.2 to 1,200",
-        "jax 0.10.2",
-    ]
 
 
 def test_a_policy_names_only_what_is_not_the_default():
