@@ -48,7 +48,7 @@ def test_a_run_on_text_is_exported_evaluated_and_reported(tmp_path, processes):
     assert (export.checkpoint, export.hf_dir, page.runs) == (
         str(folder),
         folder / "exported",
-        [folder],
+        [str(folder)],
     )
     assert evaluation.checkpoint == str(folder) and evaluation.tokens == [512], (
         "no case is as short as the recipe's 256"

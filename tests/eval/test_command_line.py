@@ -6,17 +6,22 @@ import pytest
 from eval import harness, line_retrieval
 
 
-@pytest.mark.parametrize("flag", ["max-new-tokens", "fsdp", "tensor", "sequence"])
+@pytest.mark.parametrize(
+    ("flag", "needed"),
+    [
+        ("max-new-tokens", "write a number of tokens such as 4096, 64K or 1M"),
+        ("fsdp", "a whole number, at least 1, is needed"),
+        ("tensor", "a whole number, at least 1, is needed"),
+        ("sequence", "a whole number, at least 1, is needed"),
+    ],
+)
 @pytest.mark.parametrize("wrong", ["0", "-1", "1.5"])
-def test_sizes_are_at_least_one(flag, wrong, capsys):
+def test_sizes_are_at_least_one(flag, needed, wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         line_retrieval.parse(
             ["--checkpoint", "x", "--output", "y", "--lines", "2", f"--{flag}", wrong]
         )
-    assert (
-        f"argument --{flag}: found {wrong}; a whole number, at least 1, is needed"
-        in capsys.readouterr().err
-    )
+    assert f"argument --{flag}: found {wrong}; {needed}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "continues"), [(line_retrieval, True), (harness, False)])

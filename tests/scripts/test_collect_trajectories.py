@@ -159,7 +159,8 @@ def test_other_options_and_missing_episodes_are_named(collected, tmp_path, capsy
     assert collected(tmp_path, "--episodes", "10") == 2
     assert "episode 5 of the search is missing, and 0 more; remove" in capsys.readouterr().err
     (tmp_path / "cartpole/random_swingup/collected.json").write_text("{")
-    assert collected(tmp_path, "--episodes", "10") == 2 and "is no JSON" in capsys.readouterr().err
+    assert collected(tmp_path, "--episodes", "10") == 2
+    assert "collected.json: is not JSON" in capsys.readouterr().err
 
 
 def test_a_learned_policy_replayed_from_its_seed_gives_the_same_return(tmp_path):

@@ -177,8 +177,10 @@ def test_slurms_processes_find_all_gpus_of_their_node(tmp_path):
     """JAX, asked under Slurm's variables, would give each task the GPU of its number in the node:
     the first one."""
     ask = (
-        "import jax; from trainer.run.cluster import join; from trainer.config.schema import DistributedConfig\n"
-        "join(DistributedConfig(), False); print(jax.config.values['jax_cuda_visible_devices'])"
+        "import pathlib, jax; from trainer.run.cluster import join\n"
+        "from trainer.config.schema import DistributedConfig\n"
+        "join(DistributedConfig(), simulated=False, folder=pathlib.Path('run'))\n"
+        "print(jax.config.values['jax_cuda_visible_devices'])"
     )
     env = {
         **os.environ,

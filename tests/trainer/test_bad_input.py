@@ -187,7 +187,6 @@ def test_other_data_are_refused(refused, small_recipe, run_copy, tmp_path):
         (["--train.batch_size", "3"], ["train.batch_size: found 3", "next good size is 4"]),
         (["--optimizer.lerning_rate", "1"], ["lerning_rate", "learning_rate"]),
         (["--train.steps", "many"], ["train.steps", "many"]),
-        (["--run_dir", "gs://bucket/run"], ["run_dir: found 'gs://bucket/run', needs a folder"]),
         (["--model.overrides", "{hiden_size: 32}"], ["hiden_size", "hidden_size"]),
     ],
 )

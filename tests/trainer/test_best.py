@@ -121,7 +121,9 @@ def test_patience_that_ends_in_the_evaluation_after_a_preemption_ends_the_run(
         patched.setattr(
             loop,
             "notices",
-            lambda: contextlib.nullcontext(lambda: signal.SIGTERM if next(steps) == 14 else None),
+            lambda no_time: contextlib.nullcontext(
+                lambda: signal.SIGTERM if next(steps) == 14 else None
+            ),
         )
         code, _ = start("--checkpoint.patience", "3")
     assert code == 128 + signal.SIGTERM and saved(tmp_path) == [8, 14]

@@ -14,7 +14,7 @@ import train
 from data.prepared import INDEX
 from model.language_model import LanguageModel
 from scripts import export_hf
-from trainer.checkpoint import manifest
+from trainer.checkpoint.commit import Files
 from trainer.config.schema import MeshConfig
 from trainer.huggingface.folder import weights_fingerprint
 from trainer.loop import _Training
@@ -146,8 +146,13 @@ def longest_document(run):
 @pytest.mark.parametrize("name", ["", f"checkpoints/{STEPS}"], ids=["a run", "a checkpoint"])
 def test_a_model_that_was_trained_here_is_compared_once(run, name, monkeypatch):
     """With its manifest, on the way from its name to its arrays."""
-    compared, digest = [], manifest._digest
-    monkeypatch.setattr(manifest, "_digest", lambda path: compared.append(path) or digest(path))
+    compared, record = [], Files.record
+
+    def counted(files, file, *expected):
+        compared.append(files.folder / file)
+        return record(files, file, *expected)
+
+    monkeypatch.setattr(Files, "record", counted)
     source = open_model(str(run / name))
     params = source.read(LanguageModel(source.config, make_mesh(MeshConfig(data=8))))
     parts = [path for path in compared if "model" in path.relative_to(run).parts]

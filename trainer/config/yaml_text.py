@@ -69,7 +69,8 @@ class _Loader(yaml.SafeLoader):
 
     def _short(self, node: Any, construct: Callable[[Any], Any]) -> Any:
         if len(node.value) > _MAX_DIGITS:
-            raise ValueError(f"a number of {len(node.value):,} characters")
+            line = node.start_mark.line + 1
+            raise ValueError(f"line {line} has a number of {len(node.value):,} characters")
         return construct(node)
 
 
