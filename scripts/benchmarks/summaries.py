@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.benchmarks.commands import read_json, tokens_text
+from scripts.benchmarks.commands import read_json, tokens_text, write_json
 from scripts.benchmarks.results import commit, load, row
 
 Rows = dict[str, dict[str, str]]
@@ -323,12 +323,19 @@ def exactness(out: Path) -> Rows:
 
 
 def _errors_of(command: str, file: Path) -> dict:
-    """Returns a pytest command's errors, and whether all its tests passed."""
+    """Returns a pytest command's errors, and whether all its tests passed.
+
+    Reads them where an interrupted measurement has written them.
+    """
+    if file.exists():
+        return read_json(file)
     print(f"\n$ {command}", flush=True)
-    arguments = [sys.executable, "-m", *shlex.split(command), "--errors", str(file)]
+    errors = file.with_suffix(".errors")
+    arguments = [sys.executable, "-m", *shlex.split(command), "--errors", str(errors)]
     status = subprocess.run(arguments, check=False).returncode
-    written = read_json(file) if file.exists() else {"passed": 0, "errors": {}}
-    return {**written, "status": status}
+    written = read_json(errors) if errors.exists() else {"passed": 0, "errors": {}}
+    write_json(file, {**written, "status": status})
+    return read_json(file)
 
 
 def _found(cells: dict[str, str], seen: dict) -> dict[str, str]:

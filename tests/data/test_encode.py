@@ -1,17 +1,30 @@
-"""Encoding: a text by hand, and several processes."""
+"""Encoding: texts, token ids, conversations and pairs by hand; several processes."""
 
 import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.clean import CleanConfig
-from data.conversation import Text
-from data.encode import Encoder
+from data.conversation import Conversation, Labelled, Message, Preference, Text, Tokens
+from data.encode import (
+    BATCH,
+    CUT,
+    CUT_PROMPT,
+    FOREIGN_ID,
+    LONG_PAIR,
+    NO_TARGET,
+    NOT_PAIRED,
+    Encoder,
+    encode_all,
+)
+from data.reasons import SPLIT
 from data.report import Report
 from data.sources import Source, read
 from data.tokenizer import Tokenizer
@@ -34,6 +47,11 @@ def records():
 encoder = Encoder(("",), Tokenizer.load("data/fixtures/tiny_tokenizer"), 64)
 sys.exit(entry.run(lambda: list(encode_all(encoder, records(), processes=2))))
 """
+
+
+@pytest.fixture
+def tiny():
+    return Tokenizer.load("data/fixtures/tiny_tokenizer")
 
 
 def test_ctrl_c_while_several_processes_tokenize_is_one_line(repository):
@@ -119,3 +137,174 @@ def test_a_records_variables_reach_its_template_and_precede_the_recipes(tmp_path
     ]
     assert [text.strip() for text in texts] == ["axbx", "ayby", "ayby"]
     assert report.sources[0].unread == {"record field `chat_template_kwargs`": 1}
+
+
+def tokens(ids, mask=None):
+    ids = np.asarray(ids, np.int32)
+    return Tokens("a", ids, np.ones(len(ids), bool) if mask is None else np.asarray(mask, bool))
+
+
+def pieces(encoded):
+    return [(d.tokens.tolist(), d.loss_mask.tolist()) for d in encoded.documents]
+
+
+def test_token_ids_are_cut_at_the_contexts_length_and_pieces_without_a_target_left_out(tiny):
+    """A document's first token is no target, so a piece of one token has none."""
+    encoder = Encoder(("plain",), tiny, 4)
+    assert pieces(encoder.encode(tokens([5, 6, 7, 8]))) == [([5, 6, 7, 8], [1] * 4)]
+    assert not encoder.encode(tokens([5, 6, 7, 8])).changes
+    cut = encoder.encode(tokens([5, 6, 7, 8, 9, 5, 6, 7, 8]))
+    assert pieces(cut) == [([5, 6, 7, 8], [1] * 4), ([9, 5, 6, 7], [1] * 4)]
+    assert cut.changes == {CUT}
+    masked = encoder.encode(tokens([5, 6, 7, 8, 9, 5], mask=[0, 0, 0, 0, 1, 0]))
+    assert not masked.documents and masked.drop_reason == NO_TARGET
+    masked = encoder.encode(tokens([5, 6, 7, 8, 9, 5], mask=[1, 0, 0, 0, 0, 1]))
+    assert pieces(masked) == [([9, 5], [0, 1])]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_ids_that_the_tokenizer_does_not_have_are_dropped(tiny, on_disk, tmp_path):
+    for wrong, reason in ((-1, FOREIGN_ID), (tiny.vocab_size, FOREIGN_ID), (0, None)):
+        ids = np.asarray([5, wrong, tiny.vocab_size - 1], np.int32)
+        encoded = Encoder(("plain",), tiny, 8).encode(on_disk_or_not(ids, on_disk, tmp_path))
+        assert encoded.drop_reason == reason and len(encoded.documents) == (reason is None)
+
+
+def on_disk_or_not(ids, on_disk, folder):
+    if not on_disk:
+        return tokens(ids)
+    np.save(folder / "ids.npy", ids)
+    mapped = np.load(folder / "ids.npy", mmap_mode="r")
+    return Tokens("a", mapped, np.ones(len(ids), bool))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 10])
+def test_an_array_on_disk_is_cut_as_one_in_memory(tiny, tmp_path, count):
+    encoder, ids = Encoder(("plain",), tiny, 4), np.arange(5, 5 + count, dtype=np.uint16)
+    mapped = encoder.encode(on_disk_or_not(ids, True, tmp_path))
+    in_memory = encoder.encode(tokens(ids))
+    assert pieces(mapped) == pieces(in_memory)
+    assert (mapped.changes, mapped.drop_reason) == (in_memory.changes, in_memory.drop_reason)
+    for outside in (-1, len(mapped.documents)):
+        with pytest.raises(IndexError):
+            mapped.documents[outside]
+
+
+def talk(*texts, trained=()):
+    return tuple(
+        Message(("user", "assistant")[i % 2], text, train=not trained or i in trained)
+        for i, text in enumerate(texts)
+    )
+
+
+@pytest.fixture
+def letters(tiny):
+    """A tokenizer whose template writes each turn's letters alone, of a token each."""
+    tiny.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return tiny
+
+
+def text_of(tokenizer, document):
+    return tokenizer.decode(document.tokens, skip_control=False)
+
+
+def test_a_long_conversation_is_split_between_exchanges_or_cut(letters):
+    talk_of_two = Conversation("a", talk("QQQ", "AAA", "BBB", "CCC"))
+    (whole,) = Encoder(("tokenizer",), letters, 99).encode(talk_of_two).documents
+    length = len(whole.tokens)
+    split = Encoder(("tokenizer",), letters, length - 1).encode(talk_of_two)
+    assert [text_of(letters, d).strip() for d in split.documents] == ["QQQAAA", "BBBCCC"]
+    assert split.changes == {SPLIT}
+    cut = Encoder(("tokenizer",), letters, length - 1, split=False).encode(talk_of_two)
+    assert len(cut.documents[0].tokens) == length - 1 and cut.changes == {CUT}
+    assert not Encoder(("tokenizer",), letters, length).encode(talk_of_two).changes
+
+
+def test_the_last_answer_alone_is_trained_on_where_that_is_asked_for(letters):
+    conversation = Conversation("a", talk("Q", "A", "B", "C"))
+    for train_on, trained in (("all", "AC"), ("last", "C")):
+        encoder = Encoder(("tokenizer",), letters, 99, train_on=train_on)
+        (document,) = encoder.encode(conversation).documents
+        ids = document.tokens[document.loss_mask.astype(bool)]
+        assert "".join(letters.decode(ids).split()) == trained
+
+
+def pair(chosen, rejected, prompt="PROMPT"):
+    def whole(answer):
+        return Conversation("a", talk(prompt, answer))
+
+    return Preference("a", whole(chosen), whole(rejected))
+
+
+def test_a_pair_is_one_document_the_chosen_one_first(letters):
+    encoded = Encoder(("tokenizer",), letters, 99).encode(pair("YES", "NO"))
+    (document,) = encoded.documents
+    ids = document.tokens
+    first, second = ids[: document.chosen], ids[document.chosen :]
+    assert letters.decode(first).strip() == "PROMPTYES"
+    assert letters.decode(second).strip() == "PROMPTNO"
+    assert document.label == -1 and encoded.drop_reason is None
+    trained = [letters.decode([i]).strip() for i in ids[document.loss_mask.astype(bool)]]
+    assert "".join(trained) == "YESNO"
+
+
+def test_a_pair_that_is_too_long_is_dropped_or_its_prompts_beginning_is_cut(letters):
+    """Down to one token of the prompt, which predicts the completion's first."""
+    (whole,) = Encoder(("tokenizer",), letters, 99).encode(pair("YES", "NO")).documents
+    length = len(whole.tokens)
+    prompt = int(whole.loss_mask.argmax())
+    fits = Encoder(("tokenizer",), letters, length).encode(pair("YES", "NO"))
+    assert len(fits.documents) == 1 and not fits.changes
+    too_long = Encoder(("tokenizer",), letters, length - 1).encode(pair("YES", "NO"))
+    assert not too_long.documents and too_long.drop_reason == LONG_PAIR
+    for context, cut in (
+        (length - 1, 1),
+        (length - 2, 1),
+        (length - 3, 2),
+        (length - 2 * (prompt - 1), prompt - 1),
+        (length - 2 * prompt + 1, None),
+    ):
+        encoded = Encoder(("tokenizer",), letters, context, cut_prompts=True).encode(
+            pair("YES", "NO")
+        )
+        if cut is None:
+            assert encoded.drop_reason == LONG_PAIR
+            continue
+        (document,) = encoded.documents
+        kept = np.delete(whole.tokens, [*range(cut), *range(whole.chosen, whole.chosen + cut)])
+        assert document.tokens.tolist() == kept.tolist() and encoded.changes == {CUT_PROMPT}
+        assert document.chosen == whole.chosen - cut and document.loss_mask.sum() == (
+            whole.loss_mask.sum()
+        )
+
+
+def test_completions_with_a_label_are_documents_of_their_own_where_the_loss_asks_for_them(letters):
+    encoder = Encoder(("tokenizer",), letters, 99, unpaired=True)
+    documents = encoder.encode(pair("YES", "NO")).documents
+    assert [(text_of(letters, d).strip(), d.label, d.chosen) for d in documents] == [
+        ("PROMPTYES", 1, 0),
+        ("PROMPTNO", 0, 0),
+    ]
+    liked = Labelled("a", Conversation("a", talk("PROMPT", "YES")), desirable=True)
+    for record, label in ((liked, 1), (replace(liked, desirable=False), 0)):
+        (document,) = encoder.encode(record).documents
+        assert document.label == label
+    refused = Encoder(("tokenizer",), letters, 99).encode(liked)
+    assert not refused.documents and refused.drop_reason == NOT_PAIRED
+
+
+def test_a_completion_that_a_template_does_not_write_has_no_target(letters):
+    letters.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    encoded = Encoder(("tokenizer",), letters, 99).encode(pair("YES", "NO"))
+    assert not encoded.documents and encoded.drop_reason
+
+
+def test_several_processes_give_the_records_in_order_with_the_encoding_of_one(tiny):
+    records = [Text(str(i), f"text {i} " * (1 + i % 5)) for i in range(5 * BATCH + 3)]
+    encoder = Encoder(("plain",), tiny, 16)
+    one, two = (list(encode_all(encoder, iter(records), processes)) for processes in (1, 2))
+    assert [record for record, _ in two] == records
+    assert [pieces(encoded) for _, encoded in two] == [pieces(encoded) for _, encoded in one]
+    assert [encoded.changes for _, encoded in two] == [encoded.changes for _, encoded in one]

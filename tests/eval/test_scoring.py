@@ -1,11 +1,12 @@
 """Scoring of line retrieval: the last integer, Wilson's interval compared with scipy's, and the
 groups."""
 
+import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy import stats
 
 from eval.line_cases import LineCase
-from eval.scoring import last_integer, outcome, score, wilson
+from eval.scoring import ENOUGH, bootstrap, last_integer, outcome, paired_interval, score, wilson
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,8 @@ from eval.scoring import last_integer, outcome, score, wilson
         ("12, no, 0013", 13),
         ("-5", 5),
         ("9" * 5000, None),
+        ("9" * 101, None),
+        ("9" * 100, int("9" * 100)),
         ("3.0", 0),
     ],
 )
@@ -29,9 +32,46 @@ def test_last_integer(text, number):
     ("right", "cases"), [(0, 1), (1, 1), (0, 50), (50, 50), (30, 50), (1, 200), (199, 200)]
 )
 def test_wilson_against_scipy(right, cases):
-    expected = binomtest(right, cases).proportion_ci(method="wilson")
+    expected = stats.binomtest(right, cases).proportion_ci(method="wilson")
     assert wilson(right, cases) == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson(0, cases)[0] == 0.0 and wilson(cases, cases)[1] == 1.0, "not 1e-17"
+
+
+@pytest.mark.parametrize("right", [-1, 11])
+def test_wilson_refuses_what_is_no_share(right):
+    with pytest.raises(ValueError, match=f"{right} right of 10 cases"):
+        wilson(right, 10)
+
+
+def test_bootstrap_is_scipys_percentile_interval():
+    values = np.random.default_rng(1).exponential(size=60)
+    expected = stats.bootstrap(
+        (values,), np.mean, n_resamples=10_000, method="percentile", rng=2
+    ).confidence_interval
+    assert bootstrap(values) == pytest.approx((expected.low, expected.high), abs=0.01)
+    assert bootstrap(values) == bootstrap(values), "the same every time"
+
+
+def answers(right, wrong):
+    return np.array([1.0] * right + [0.0] * wrong)
+
+
+def test_paired_interval_of_right_and_wrong_answers_is_bonetts_and_prices():
+    """Of 40 cases 8 become right and 2 wrong: p = 9/42 and 3/42, and their difference's interval by
+    hand; few cases are cut at 1 and -1; equal answers still have an interval."""
+    before, after = answers(12, 28), np.concatenate([answers(10, 2), answers(8, 20)])
+    assert paired_interval(before, after) == pytest.approx((-0.0129181, 0.2986324), abs=1e-6)
+    low, high = paired_interval(answers(0, 3), answers(3, 0))
+    assert (low, high) == (pytest.approx(-0.1012, abs=1e-4), 1.0)
+    assert paired_interval(answers(3, 0), answers(0, 3)) == (-1.0, -low)
+    low, high = paired_interval(answers(50, 0), answers(50, 0))
+    assert -low == high == pytest.approx(1.959964 * (2 / 52 / 52) ** 0.5, abs=1e-6)
+
+
+def test_paired_interval_of_other_scores_is_the_differences_bootstrap():
+    before, after = np.array([0.5, 1.0, 0.0, 0.25]), np.array([0.75, 1.0, 1.0, 0.25])
+    assert paired_interval(before, after) == bootstrap(np.array([0.25, 0.0, 1.0, 0.0]))
 
 
 def test_grouped_by_lines_and_trained_length():
@@ -67,5 +107,6 @@ def test_above_chance_needs_the_interval_and_a_hundred_cases():
 
     assert scored(40, 100).above_chance is True and scored(40, 100).above_chance_reason is None
     assert scored(30, 100).above_chance is False, "30 of 100 may be luck where chance is 1 in 4"
-    assert scored(50, 50).above_chance is None, "too few to say"
+    assert scored(ENOUGH - 1, ENOUGH - 1).above_chance is None, "too few to say"
+    assert scored(100, 100).chance == 0.25
     assert scored(50, 50).above_chance_reason == "50 cases; at least 100 are needed"
