@@ -1,9 +1,9 @@
 """Breaks important files at one place at a time and runs the tests beside them: what `make mutants`
 runs.
 
-    python -m tests.mutants                              # a sample of each file in TESTS, goes on
-    where it stopped python -m tests.mutants --files trainer/step.py --each 40 --seed 1
-    python -m tests.mutants --show                       # the share killed, and the survivors
+    python -m tests.mutants          # a sample of each file in TESTS; goes on where it stopped
+    python -m tests.mutants --files trainer/step.py --each 40 --seed 1
+    python -m tests.mutants --show   # the share killed, and the survivors
 
 The tests run in a copy of the repository, without those marked slow, as CI runs them. A mutant is
 killed where they fail or take longer than --limit. Outcomes are appended to --output, a line of
@@ -45,8 +45,14 @@ TESTS = {
     "trainer/huggingface/write.py": ("tests/trainer/huggingface/test_huggingface.py",),
     "trainer/huggingface/merge.py": ("tests/trainer/huggingface/test_peft.py",),
     "data/packing.py": ("tests/data/test_packing.py", "tests/data/test_loader.py"),
-    "data/encode.py": ("tests/data/test_encode.py", "tests/data/test_templates.py"),
-    "data/templates/encoder.py": ("tests/data/test_templates.py",),
+    "data/encode.py": ("tests/data/test_encode.py", "tests/data/test_turns.py"),
+    "data/templates/encoder.py": (
+        "tests/data/templates/test_encoder.py",
+        "tests/data/templates/test_loss.py",
+        "tests/data/test_turns.py",
+        "tests/data/test_templates.py",
+        "tests/data/templates/test_published.py",
+    ),
     "eval/scoring.py": ("tests/eval/test_scoring.py", "tests/eval/test_compare.py"),
     "planning/costs/step.py": (
         "tests/planning/costs/test_costs.py",
@@ -96,7 +102,7 @@ def is_killed(folder: Path, tests: tuple[str, ...], limit: float) -> bool:
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        process_group=0,
     )
     try:
         return process.wait(limit) != 0

@@ -1,0 +1,81 @@
+"""Ranges and segments of a rendered conversation, beside what a look at each character and token
+would give."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.templates.encoder import (
+    Control,
+    _add_range,
+    _any_overlap,
+    _overlapping,
+    _segments,
+    encode,
+)
+from data.tokenizer import Tokenizer
+
+TEXT = "abc de fgh the end of it all  and more words come here"
+
+
+@st.composite
+def in_order(draw, most=54):
+    """Ranges of at least one place, in order, which may touch."""
+    cuts = sorted(draw(st.sets(st.integers(0, most), max_size=10)))
+    parts = list(pairwise(cuts))
+    kept = draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts)))
+    return [part for part, keep in zip(parts, kept, strict=True) if keep]
+
+
+def overlap(a, b):
+    return bool(set(range(*a)) & set(range(*b)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(in_order(20), in_order(20))
+def test_overlaps_are_those_of_places(ranges, others):
+    assert _any_overlap(ranges, others) == any(overlap(a, b) for a in ranges for b in others)
+    for other in others:
+        assert list(_overlapping(ranges, *other)) == [a for a in ranges if overlap(a, other)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4))), st.integers(0, 12))
+def test_segments_are_runs_of_equal_training(parts, count):
+    """Ranges are added in order of their starts; they may touch, overlap or be empty."""
+    ranges = []
+    expected = [False] * 20
+    for start, length in sorted(parts):
+        _add_range(ranges, start, start + length)
+        expected[start : start + length] = [True] * length
+    ids = list(range(100, 100 + 13 + count))[:20]
+    segments = _segments(ids, [part for part in ranges if part[1] <= len(ids)])
+    assert [token for segment in segments for token in segment.ids] == ids
+    assert [segment.train for segment in segments for _ in segment.ids] == expected[: len(ids)]
+    assert all(a.train != b.train for a, b in pairwise(segments)) and all(s.ids for s in segments)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load("data/fixtures/tiny_tokenizer")
+
+
+@settings(max_examples=100, deadline=None)
+@given(trained=in_order(), place=st.integers(0, len(TEXT) - 3), width=st.integers(1, 3))
+def test_a_token_is_trained_on_if_any_of_its_characters_are(tokenizer, trained, place, width):
+    """Text on both sides of one control token, which the tokenizer encodes apart."""
+    control = Control(place, place + width, place, place + width, tokenizer.eos_id)
+    segments = encode(SimpleNamespace(text=TEXT), [control], trained, tokenizer)
+    expected = []
+    for start, end in ((0, place), (place + width, len(TEXT))):
+        if start:
+            expected.append((tokenizer.eos_id, any(overlap(t, (place, start)) for t in trained)))
+        spans = tokenizer.encode_spans(TEXT[start:end], start == 0)
+        for token, (a, b) in zip(spans.ids, spans.offsets, strict=True):
+            # A token without characters is placed where the next one begins.
+            places = (start + a, start + max(b, a + 1))
+            expected.append((token, any(overlap(t, places) and t[0] < end for t in trained)))
+    assert [(token, s.train) for s in segments for token in s.ids] == expected
