@@ -37,6 +37,13 @@ class Measured(NamedTuple):
     job: TrainingStep
     seconds: float
 
+    @property
+    def system(self) -> str:
+        """The program, and of MaxText the model: steps that are left out together when a range is
+        judged by steps that did not set it."""
+        program, model, *_ = self.label.split(", ")
+        return f"MaxText, {model.partition('-')[0]}" if program == "MaxText" else program
+
 
 class TimeRange(NamedTuple):
     """A step's seconds: matrix products alone at full rate, and as slow as the slowest measured."""
@@ -203,24 +210,33 @@ def kind(hardware: Hardware) -> str:
 
 
 @functools.cache
-def slowest(machines: str) -> tuple[float, Measured]:
-    """The worst ratio of a measured step to ours at full rate on such machines, and that step."""
+def slowest(machines: str, without: str = "") -> tuple[float, Measured]:
+    """The worst ratio of a measured step to ours at full rate on such machines, and that step.
+
+    Args:
+      machines: TPU or GPU.
+      without: a `system` whose steps do not count.
+    """
     return max(
         (
             (step.seconds / full_rate(step.job).seconds, step)
             for step in measured_steps()
-            if kind(step.job.hardware) == machines
+            if kind(step.job.hardware) == machines and step.system != without
         ),
         key=lambda pair: pair[0],
     )
 
 
-def time_range(job: TrainingStep) -> TimeRange:
+def time_range(job: TrainingStep, without: str = "") -> TimeRange:
     """The range of a job's step; with `expert`, from even loads to all tokens on one rank.
+
+    Args:
+      job: the step.
+      without: a `Measured.system` whose steps do not count, to judge the range by them.
 
     Raises:
       ValueError: as for `estimate`.
     """
     uneven = dataclasses.replace(job, imbalance=job.largest_imbalance)
-    slow = full_rate(uneven).seconds * slowest(kind(job.hardware))[0]
+    slow = full_rate(uneven).seconds * slowest(kind(job.hardware), without)[0]
     return TimeRange(full_rate(job).step.compute, max(slow, estimate(uneven).seconds))

@@ -49,6 +49,23 @@ def measured_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def held_out_rows() -> list[dict[str, Any]]:
+    """Returns each system's steps beside ranges whose ends the other systems' steps set."""
+    rows = []
+    for system in dict.fromkeys(step.system for step in measured_steps()):
+        steps = [step for step in measured_steps() if step.system == system]
+        over = [step.seconds / time_range(step.job, without=system).high for step in steps]
+        rows.append(
+            {
+                "system": system,
+                "steps": len(steps),
+                "within": sum(ratio <= 1 for ratio in over),
+                "largest_over_high_end": max(over),
+            }
+        )
+    return rows
+
+
 def our_rows() -> list[dict[str, Any]]:
     """Returns our range for LLaMA-3.1-8B by machine and length, with others' measured 8B steps."""
     sizes = Sizes.of(TransformerConfig.preset("llama-3.1-8b"))
@@ -101,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
 def work(args: argparse.Namespace) -> None:
     """Prints both tables, and writes OUTPUT/measured_steps.json."""
     output_files(args.output, {"measured_steps.json": b'"measured"'})
-    rows, ours = measured_rows(), our_rows()
+    rows, held_out, ours = measured_rows(), held_out_rows(), our_rows()
     print(f"{'step':52} {'measured':>9} {'estimated':>9} {'error':>6} {'our range, s':>18}  source")
     for row in rows:
         span = f"{row['low']:.3g} to {row['high']:.3g}"
@@ -118,13 +135,19 @@ def work(args: argparse.Namespace) -> None:
             f"{machines}: at most {content['factor']:.2f} times the step at full rate "
             f"({content['step']})"
         )
+    for row in held_out:
+        print(
+            f"{row['system']}: {row['within']} of {row['steps']} steps within ranges set by other "
+            f"systems' steps, the slowest {row['largest_over_high_end']:.2f} times its range's end"
+        )
     for row in ours:
         print(
             f"{row['machine']:9} {row['length']:9,} tokens, {row['remat']}: {row['low']:.3g} to "
             f"{row['high']:.3g} s; measured: {', '.join(row['peers']) or 'nothing'}"
         )
     write_json(
-        args.output / "measured_steps.json", {"measured": rows, "ours": ours, "slowest": worst}
+        args.output / "measured_steps.json",
+        {"measured": rows, "held_out": held_out, "ours": ours, "slowest": worst},
     )
 
 

@@ -237,6 +237,15 @@ def measured_steps(out: Path) -> Rows:
         for entry in measured["ours"]
     }
     rows |= {
+        identifier(f"held out {entry['system']}"): row(
+            f"{entry['system']}, ranges set by other systems: steps inside; slowest, of the end",
+            f"{entry['within']} of {entry['steps']}; {entry['largest_over_high_end']:.2f}x",
+            "all",
+            entry["within"] == entry["steps"],
+        )
+        for entry in measured["held_out"]
+    }
+    rows |= {
         identifier(entry["label"]): row(
             f"{entry['label']}, s",
             f"{entry['estimated']:.4g} ({entry['error']:+.0%})",
