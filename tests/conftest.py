@@ -27,7 +27,7 @@ CACHE = pathlib.Path(
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import gcs_server, small_model, small_run  # noqa: E402
+from tests import gcs_server, s3_server, small_model, small_run  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Compiled programs for several CPU devices must not be read from a cache: see
@@ -121,6 +121,23 @@ def gcs(monkeypatch, tmp_path):
         # Now, as it reads the environment when it is imported.
         pytest.importorskip("gcsfs", reason="gs:// needs gcsfs, which requirements-tpu.txt brings")
         yield running
+
+
+@pytest.fixture
+def s3(monkeypatch, tmp_path):
+    """Returns an empty S3 on the loopback, as `gcs`."""
+    with s3_server.Server() as running:
+        for name, value in running.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
+        yield running
+
+
+@pytest.fixture(params=["gs", "s3"])
+def store_and_url(request):
+    """Returns each kind of store in turn, empty, and the address of its bucket."""
+    name = "gcs" if request.param == "gs" else "s3"
+    return request.getfixturevalue(name), f"{request.param}://bucket"
 
 
 @pytest.fixture(scope="session")

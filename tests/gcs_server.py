@@ -24,6 +24,7 @@ class Store:
         self.uploads: dict[str, tuple[str, str, dict, bytearray]] = {}
         self.lock = threading.RLock()
         self.refused = lambda method, path: None  # an HTTP status with which to answer a request
+        self.conditions = True  # whether preconditions are heeded
 
     def names(self, bucket="bucket"):
         return sorted(name for owner, name in self.objects if owner == bucket)
@@ -96,7 +97,10 @@ class Handler(BaseHTTPRequestHandler):
     def met(self, bucket, name, query):
         """Whether the request's precondition holds."""
         generation = self.store.objects.get((bucket, name), (b"", 0))[1]
-        return query.get("ifGenerationMatch") in (None, str(generation))
+        return not self.store.conditions or query.get("ifGenerationMatch") in (
+            None,
+            str(generation),
+        )
 
     def write(self, bucket, name, query, content):
         if not self.met(bucket, name, query):
@@ -194,18 +198,20 @@ class QuietServer(ThreadingHTTPServer):
 class Server:
     """The server, from entering to leaving the context."""
 
+    handler = Handler
+
     def __init__(self):
         self.store = Store()
-        handler = type("BoundHandler", (Handler,), {"store": self.store})
+        handler = type("BoundHandler", (self.handler,), {"store": self.store})
         self.http = QuietServer(("127.0.0.1", 0), handler)
+        self.address = f"http://127.0.0.1:{self.http.server_address[1]}"
 
     @property
     def environment(self):
-        """The variables by which gcsfs and TensorStore find it."""
-        address = f"http://127.0.0.1:{self.http.server_address[1]}"
+        """The variables by which clients find it."""
         return {
-            "STORAGE_EMULATOR_HOST": address,
-            "TENSORSTORE_GCS_HTTP_URL": address,
+            "STORAGE_EMULATOR_HOST": self.address,
+            "TENSORSTORE_GCS_HTTP_URL": self.address,
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # which would look for Google's own servers
         }
 

@@ -251,7 +251,10 @@ def _leave_others(error: BaseException, code: int) -> None:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """A filter for Orbax's log, which prints the traceback of errors that it also raises."""
+    """A filter for Orbax's log, which prints the traceback of errors that it also raises, and at
+    each save where every process writes to its own machine that it logs no sizes."""
+    if "size logging disabled" in str(record.msg):
+        return False
     if not os.environ.get("LONGSTRIPE_TRACEBACK"):
         record.msg, record.args, record.exc_info = one_line(record.getMessage()), (), None
     return True

@@ -14,12 +14,12 @@ from tests import small_run
 from trainer.run.bucket import Bucket
 from trainer.run.mirror import logs_and_others
 
-RUN = "gs://bucket/runs/mine"
+FOLDER = "runs/mine"
 FLAGS = ("--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.simulate", "2", *small_run.DENSE)
 
 
-def logs(name):
-    bucket = Bucket(RUN)
+def logs(run, name):
+    bucket = Bucket(run)
     names = [name for name in bucket.names() if not name.startswith("checkpoints/")]
     found, _ = logs_and_others(bucket.read_all(names))
     return [json.loads(line) for line in found[name][1].splitlines()]
@@ -33,7 +33,12 @@ def repeats(row):
 
 
 @pytest.mark.slow
-def test_trained_killed_resumed_and_exported_as_on_a_disk(gcs, small_recipe, repository, tmp_path):
+def test_trained_killed_resumed_and_exported_as_on_a_disk(
+    store_and_url, small_recipe, repository, tmp_path
+):
+    server, url = store_and_url
+    run_in_bucket = f"{url}/{FOLDER}"
+
     def start(run, log):
         return small_run.start(repository, small_recipe, run, *FLAGS, log=tmp_path / log)
 
@@ -42,9 +47,9 @@ def test_trained_killed_resumed_and_exported_as_on_a_disk(gcs, small_recipe, rep
         return (tmp_path / log).read_text()
 
     finished(start(tmp_path / "disk", "disk.log"), "disk.log")
-    first = start(RUN, "first.log")
+    first = start(run_in_bucket, "first.log")
     patience = time.monotonic() + 200
-    while "runs/mine/checkpoints/14/manifest.json" not in gcs.store.names():
+    while f"{FOLDER}/checkpoints/14/manifest.json" not in server.store.names():
         assert first.poll() is None and time.monotonic() < patience, (
             tmp_path / "first.log"
         ).read_text()
@@ -52,34 +57,38 @@ def test_trained_killed_resumed_and_exported_as_on_a_disk(gcs, small_recipe, rep
     first.send_signal(signal.SIGKILL)
     first.wait()
     # Two at once: the one that is slower finds the lock renewed.
-    both = {log: start(RUN, log) for log in ("second.log", "third.log")}
+    both = {log: start(run_in_bucket, log) for log in ("second.log", "third.log")}
     codes = {log: process.wait(400) for log, process in both.items()}
     said = {log: (tmp_path / log).read_text() for log in both}
     assert sorted(codes.values()) in ([0, os.EX_TEMPFAIL], [0, 0]), said
-    assert any(f"({RUN}/checkpoints/" in text for text in said.values()), said
-    winner = next(log for log in both if codes[log] == 0 and f"({RUN}/checkpoints/" in said[log])
+    assert any(f"({run_in_bucket}/checkpoints/" in text for text in said.values()), said
+    winner = next(
+        log for log in both if codes[log] == 0 and f"({run_in_bucket}/checkpoints/" in said[log]
+    )
     assert "from step" in said[winner]
     for log in both:
         assert codes[log] == 0 or "is training there since" in said[log]
     disk = small_run.rows(tmp_path / "disk/metrics.jsonl")
-    assert [repeats(row) for row in logs("metrics.jsonl")] == [repeats(row) for row in disk]
-    assert logs("held_out.jsonl") == small_run.rows(tmp_path / "disk/held_out.jsonl")
-    assert "lock" not in Bucket(RUN).names()
-    for run, output in ((RUN, "of_bucket"), (tmp_path / "disk", "of_disk")):
+    assert [repeats(row) for row in logs(run_in_bucket, "metrics.jsonl")] == [
+        repeats(row) for row in disk
+    ]
+    assert logs(run_in_bucket, "held_out.jsonl") == small_run.rows(tmp_path / "disk/held_out.jsonl")
+    assert Bucket(run_in_bucket).read("lock") == b""
+    for run, output in ((run_in_bucket, "of_bucket"), (tmp_path / "disk", "of_disk")):
         assert export_hf.main([str(run), str(tmp_path / output)]) == 0
     of_bucket, of_disk = (
         load_file(tmp_path / output / "model.safetensors") for output in ("of_bucket", "of_disk")
     )
     assert of_bucket.keys() == of_disk.keys()
     assert all((of_bucket[name] == of_disk[name]).all() for name in of_disk)
-    status = run_status.read_status(RUN)
+    status = run_status.read_status(run_in_bucket)
     assert status.checkpoint == small_run.STEPS and status.metrics["step"] == small_run.STEPS
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--run_dir", "s3://bucket/run"], "run_dir: found 's3://bucket/run'"),
+        (["--run_dir", "az://bucket/run"], "run_dir: found 'az://bucket/run'"),
         (["--run_dir", "gs://bucket/a*b"], "without *, ?"),
         (["--run_dir", "gs://bucket/foreign"], "holds files but no config.yaml"),
     ],

@@ -1,16 +1,25 @@
-"""The arrays of a checkpoint's item on disk, opened with TensorStore, which Orbax writes them
-with."""
+"""The arrays of a checkpoint's item, opened with TensorStore, which Orbax writes them with.
+
+Orbax reaches disks and gs://. In s3:// the same files are read, and joined, by TensorStore alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 import tensorstore
 
 from data.within import parse_json
 from trainer.checkpoint.commit import Files
 from trainer.checkpoint.manifest import DamagedError
+from trainer.run.bucket import in_bucket, store_spec
+
+_ARRAYS_AT_ONCE = 8  # that are read
 
 
 def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
@@ -22,7 +31,7 @@ def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
     Raises:
       DamagedError: the names or one of the arrays cannot be read.
     """
-    base = (folder / item).as_uri() + "/"
+    base = _base(folder / item)
     try:
         index = parse_json(Files(folder).read(f"{item}/_METADATA"))
         entries = index["tree_metadata"].values()
@@ -44,6 +53,66 @@ def open_arrays(folder: Path, item: str) -> dict[str, tensorstore.TensorStore]:
             f"{folder}: finds no index of the arrays of {item} ({str(error).splitlines()[0]}); an "
             "older checkpoint would work, or a path without *, ?, [ and backslash"
         ) from error
+
+
+def _base(folder: Path) -> Any:
+    """Returns what OCDBT opens for a folder here or in a bucket."""
+    return store_spec(str(folder)) if in_bucket(folder) else folder.as_uri() + "/"
+
+
+def join_parts(folder: Path, processes: int) -> None:
+    """Makes one item of what each process has written to its folder ocdbt.process_N, as Orbax does
+    in stores that it reaches."""
+    context = tensorstore.Context()  # one, or the stores count as different ones
+
+    def opened(part: Path) -> tensorstore.KvStore:
+        spec = {"driver": "ocdbt", "base": _base(part)}
+        return tensorstore.KvStore.open(spec, context=context).result()
+
+    joined = tensorstore.Transaction(atomic=True)
+    whole = opened(folder).with_transaction(joined)
+    for number in range(processes):
+        opened(folder / f"ocdbt.process_{number}").experimental_copy_range_to(whole).result()
+    joined.commit_sync()
+
+
+def read_arrays(folder: Path, item: str, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arrays of an item on the shardings of `abstract`, as numpy where it has none.
+
+    Padding that the shape asked for has, and the stored one has not, is 0.
+    """
+    arrays = open_arrays(folder, item)
+
+    def read(name: str) -> Any:
+        array, wanted = arrays[name], abstract[name]
+        parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # copies are read once
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            ends = tuple(
+                (start, stop) for start, stop, _ in map(slice.indices, index, wanted.shape)
+            )
+            if ends not in parts:
+                parts[ends] = _read_part(array, ends)
+            return parts[ends]
+
+        if getattr(wanted, "sharding", None) is None:
+            return part((slice(None),) * len(wanted.shape))
+        return jax.make_array_from_callback(tuple(wanted.shape), wanted.sharding, part)
+
+    with ThreadPoolExecutor(_ARRAYS_AT_ONCE) as pool:
+        return dict(zip(abstract, pool.map(read, abstract), strict=True))
+
+
+def _read_part(array: tensorstore.TensorStore, ends: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """Returns a part of a stored array; 0 beyond its own shape."""
+    part = np.zeros([stop - start for start, stop in ends], array.dtype.numpy_dtype)
+    stored = tuple(
+        slice(min(start, size), min(stop, size))
+        for (start, stop), size in zip(ends, array.shape, strict=True)
+    )
+    part[tuple(slice(0, each.stop - each.start) for each in stored)] = array[stored].read().result()
+    return part
 
 
 def stored_shapes(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:

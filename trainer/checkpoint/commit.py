@@ -5,6 +5,9 @@ A run in a bucket differs from one on a disk here, in its lock (`trainer.run.lea
 `trainer.run.lock`) and in its small files, which are written to a folder of this machine either way
 and then copied (`trainer.run.mirror`).
 
+Orbax does not write to s3://: there each process has it write to a folder of its machine, and
+copies its files.
+
 Either way a process that is killed at any moment leaves nothing that a reader takes for a
 checkpoint, and the manifest, which lists all other files, is written last. Folders are
 `pathlib.Path`s, or in a bucket `epath.Path`s, which Orbax takes too.
@@ -22,6 +25,7 @@ from etils import epath
 
 from data.folders import sync
 from data.within import MAX_JSON_BYTES, check_tree, check_within, read_bytes
+from trainer.config.schema import GCS
 from trainer.run.bucket import Bucket, in_bucket
 
 CHECKPOINTS = "checkpoints"
@@ -35,6 +39,11 @@ _LEFTOVER = re.compile(r"\d+\.tmp(-removed)?")
 def located(path: str | Path) -> Path:
     """Returns the absolute path of a folder here or in a bucket."""
     return epath.Path(path) if in_bucket(path) else Path(path).absolute()
+
+
+def orbax_reaches(path: str | Path) -> bool:
+    """Returns whether Orbax can write to a folder itself."""
+    return not in_bucket(path) or str(path).startswith(GCS)
 
 
 class Files:

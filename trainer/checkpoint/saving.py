@@ -4,12 +4,15 @@ publish everything."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from trainer.checkpoint.arrays import stored_shapes
+from data.paths import cache_folder
+from trainer.checkpoint.arrays import join_parts, stored_shapes
 from trainer.checkpoint.commit import (
     DATA_FILE_BYTES,
     Files,
     clear,
+    orbax_reaches,
     publish,
     remove_leftovers,
     scratch_of,
@@ -32,7 +37,10 @@ from trainer.checkpoint.manifest import DamagedError, manifest, seal
 from trainer.run.bucket import in_bucket
 from trainer.run.cluster import WAIT_MILLISECONDS, barrier, client
 
-_WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the part of Orbax's names for a process
+# The part of Orbax's names for a process; what it makes of all parts for the whole item.
+_WRITER = re.compile(r"(?:^|/)(?:ocdbt\.|array_metadatas/)process_(\d+)(?:/|$)")
+_JOINED = re.compile(r"\w+/(?:manifest\.ocdbt|d/.*)")
+_UPLOADS = 4  # files of DATA_FILE_BYTES that are in memory at a time
 # Numbers the saves, alike in every process.
 _saves = itertools.count()
 
@@ -84,6 +92,7 @@ class Saving:
         self.seconds: float | None = None  # that the whole save took, once it counts
         self.error: BaseException | None = None
         self.scratch = scratch_of(target)
+        self.local = None if orbax_reaches(target) else _local_scratch(target)
         self.parameter_shapes = contents.shapes
         self.number = next(_saves)
         self.before = before
@@ -99,6 +108,8 @@ class Saving:
         )
         if jax.process_index() == 0:
             clear(self.scratch)  # Orbax's thread makes it anew
+        if self.local is not None:
+            shutil.rmtree(self.local, ignore_errors=True)
         barrier(f"checkpoint {target.name} begins")
         trees = {"model": _flat_model(contents.model)}
         if contents.optimizer is not None:
@@ -133,7 +144,7 @@ class Saving:
 
     def _start(self, item: str, arrays: dict[str, Any]) -> None:
         """Has Orbax copy an item's arrays to the host and begin to write them."""
-        checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        checkpointer = _checkpointer(everyone_writes_here=self.local is not None)
         self.checkpointers.append(checkpointer)
         # One piece per layer, so that a reader of one layer reads no other.
         pieces = {
@@ -142,7 +153,7 @@ class Saving:
         }
         size = DATA_FILE_BYTES if in_bucket(self.target) else None
         checkpointer.save(
-            self.scratch / item,
+            (self.local or self.scratch) / item,
             args=ocp.args.PyTreeSave(arrays, pieces, ocdbt_target_data_file_size=size),
         )
 
@@ -152,8 +163,12 @@ class Saving:
         try:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
+            if self.local is not None:
+                _upload(self.local, self.scratch)
             records = seal_together(self.scratch, self.number)
             if jax.process_index() == 0:
+                if self.local is not None:
+                    records |= self._join(records)
                 remove_leftovers(self.target)
                 # Before the manifest makes it a checkpoint, and before any older one is removed.
                 self._read_back()
@@ -198,9 +213,53 @@ class Saving:
                     f"{self.scratch}: the arrays of {item} are not those that were saved"
                 )
 
+    def _join(self, records: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Joins what all processes have uploaded; returns the records of the files that this
+        makes."""
+        for item in self.array_shapes:
+            join_parts(self.scratch / item, jax.process_count())
+        return seal(self.scratch, sorted(set(Files(self.scratch).names()) - set(records)))
+
     def _close(self) -> None:
         for checkpointer in self.checkpointers:
             checkpointer.close()
+        if self.local is not None:
+            shutil.rmtree(self.local, ignore_errors=True)
+
+
+def _checkpointer(everyone_writes_here: bool) -> ocp.AsyncCheckpointer:
+    """Returns what has Orbax save.
+
+    Args:
+      everyone_writes_here: whether each process saves to a folder of its own, which has only its
+        part of each array.
+    """
+    if not everyone_writes_here:
+        return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    options = ocp.options.MultiprocessingOptions(primary_host=None)
+    parts = ocp.BasePyTreeCheckpointHandler(
+        multiprocessing_options=options, enable_post_merge_validation=False
+    )
+    handler = ocp.PyTreeCheckpointHandler(handler_impl=parts, multiprocessing_options=options)
+    return ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
+
+
+def _local_scratch(target: Path) -> Path:
+    """Returns the folder of this machine that a process writes its part of a checkpoint to; one for
+    all saves of a run, so that a killed save leaves one at most."""
+    run = hashlib.sha256(str(target.parent).encode()).hexdigest()[:20]
+    return cache_folder("uploads").absolute() / f"{run}-{jax.process_index()}"
+
+
+def _upload(local: Path, target: Path) -> None:
+    """Copies the files that this process has to write from its machine to a bucket."""
+    own = [
+        name
+        for name in Files(local).names()
+        if _writer(name) == jax.process_index() and not _JOINED.fullmatch(name)
+    ]
+    with ThreadPoolExecutor(_UPLOADS) as pool:
+        list(pool.map(lambda name: Files(target).write(name, (local / name).read_bytes()), own))
 
 
 def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:

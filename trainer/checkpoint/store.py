@@ -38,12 +38,13 @@ from data.within import parse_json
 from model.config import TransformerConfig
 from model.declarations import own_shapes
 from model.padding import fits
-from trainer.checkpoint.arrays import open_arrays, stored_shapes
+from trainer.checkpoint.arrays import open_arrays, read_arrays, stored_shapes
 from trainer.checkpoint.commit import (
     CHECKPOINTS,
     MANIFEST,
     Files,
     located,
+    orbax_reaches,
     remove,
     steps_in,
 )
@@ -447,6 +448,8 @@ def stored_arrays(
 def _restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str, Any]:
     """The arrays of one Orbax item, in the order of `abstract`."""
     _check_arrays(folder, item, abstract)
+    if not orbax_reaches(folder):
+        return read_arrays(folder, item, abstract)
     arguments = {}
     for name, leaf in abstract.items():
         sharding = getattr(leaf, "sharding", None)

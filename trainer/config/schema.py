@@ -28,6 +28,9 @@ from model.memory.options import MemoryConfig
 from .preference import PreferenceConfig
 
 VERSION = 2
+# The stores that a run can be kept in.
+GCS = "gs://"
+BUCKETS = (GCS, "s3://")
 # Fields of Hugging Face's config.json that hold a number of tokens; model.overrides and stages.rope
 # also read 64K.
 _LENGTHS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
@@ -674,7 +677,7 @@ class RunConfig:
     stages are trained in order, each from the previous one's parameters, and the same command
     continues in any of them."""
     run_dir: str | None = None
-    """Folder of the run, here or in a bucket (gs://); runs/NAME by default."""
+    """Folder of the run, here or in a bucket (gs://, s3://); runs/NAME by default."""
     compile_cache: str | None = None
     """Folder of compiled programs for the next start; $LONGSTRIPE_CACHE/xla or
     ~/.cache/longstripe/xla by default. All processes read it and the first one writes: on shared
@@ -697,8 +700,7 @@ class RunConfig:
             or (self.in_bucket and not set("*?[\\") & set(self.location)),
             "run_dir",
             self.run_dir,
-            "a folder, or gs://BUCKET/FOLDER without *, ?, [ and backslash; Orbax saves to no "
-            "other store, but to a mounted file system that renames folders (FSx, Filestore)",
+            "a folder, or gs://BUCKET/FOLDER or s3://BUCKET/FOLDER without *, ?, [ and backslash",
         )
         require(
             not (self.in_bucket and self.stages),
@@ -710,7 +712,7 @@ class RunConfig:
     @property
     def in_bucket(self) -> bool:
         """Whether the run is kept in a bucket."""
-        return (self.run_dir or "").startswith("gs://")
+        return (self.run_dir or "").startswith(BUCKETS)
 
     @property
     def location(self) -> str:

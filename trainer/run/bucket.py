@@ -1,5 +1,5 @@
-"""A folder in a bucket, such as gs://bucket/runs/mine: its files by their names, through
-TensorStore.
+"""A folder in a bucket, such as gs://bucket/runs/mine or s3://bucket/runs/mine: its files by their
+names, through TensorStore.
 
 TensorStore tries again where a store is busy, and writes on condition that nobody has written
 since. Its errors become one line that names the folder.
@@ -8,6 +8,7 @@ since. Its errors become one line that names the folder.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple
 import tensorstore
 
 from data.errors import TransientError, UserError, first_line, is_transient
+from trainer.config.schema import BUCKETS, GCS
 
-READABLE = "gs://"  # the stores that Orbax, too, can write to
 _SECONDS = 600.0  # in which a request is answered, however often it is tried again
 
 
@@ -30,7 +31,30 @@ class Version(NamedTuple):
 
 def in_bucket(path: str | Path) -> bool:
     """Returns whether a path is one of a bucket that runs can be kept in."""
-    return str(path).startswith(READABLE)
+    return str(path).startswith(BUCKETS)
+
+
+def store_spec(url: str) -> Any:
+    """Returns what TensorStore opens for a folder in a bucket.
+
+    For s3:// the endpoint and region are those of $AWS_ENDPOINT_URL_S3, $AWS_ENDPOINT_URL and
+    $AWS_REGION, as for other programs, which TensorStore does not read.
+    """
+    if url.startswith(GCS):
+        return f"{url}/"
+    bucket, _, path = url.partition("://")[2].partition("/")
+    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": f"{path}/" if path else ""}
+    variables = {
+        "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+        "aws_region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    }
+    for field, names in variables.items():
+        if found := [os.environ[name] for name in names if os.environ.get(name)]:
+            spec[field] = found[0]
+    if os.environ.get("AWS_ACCESS_KEY_ID"):  # else it looks for files first, with lines of errors
+        spec["aws_credentials"] = {"type": "environment"}
+    # Else TensorStore compares and writes in two requests, between which another may write.
+    return {**spec, "use_conditional_write": True}
 
 
 class Bucket:
@@ -41,7 +65,7 @@ class Bucket:
 
     @functools.cached_property
     def _store(self) -> tensorstore.KvStore:
-        return self._result(tensorstore.KvStore.open(f"{self.url}/"))
+        return self._result(tensorstore.KvStore.open(store_spec(self.url)))
 
     def _result(self, future: Any, seconds: float = _SECONDS) -> Any:
         try:
@@ -54,18 +78,25 @@ class Bucket:
     def _told(self, error: Exception) -> UserError:
         """Returns the error of a library as one line."""
         kind = TransientError if is_transient(error) else UserError
+        reason = first_line(error).partition(" [http_")[0]
         return kind(
-            f"{self.url}: {first_line(error)}; a bucket that exists, and that this machine's "
+            f"{self.url}: {reason}; a bucket that exists, and that this machine's "
             "account may read and write, would work"
         )
 
     def names(self, prefix: str = "") -> list[str]:
-        """Returns the names of all files that begin with `prefix`, sorted.
+        """Returns the names of all files that begin with `prefix`, sorted."""
+        if self.url.startswith(GCS):
+            return self._names_by_gcsfs(prefix)
+        first = prefix.encode()
+        wanted = tensorstore.KvStore.KeyRange(first, first + b"\xff") if first else None
+        found = self._result(self._store.list(wanted))
+        return sorted(name.decode() for name in found)
 
-        TensorStore 0.1.86 takes a refused list for an empty one, so gcsfs is asked, which Orbax
-        needs too.
-        """
-        root = self.url.removeprefix(READABLE)
+    def _names_by_gcsfs(self, prefix: str) -> list[str]:
+        """`names` of gs://, where TensorStore 0.1.86 takes a refused list for an empty one. Orbax
+        needs gcsfs too."""
+        root = self.url.removeprefix(GCS)
         try:
             import gcsfs
 
@@ -110,6 +141,25 @@ class Bucket:
             b"" is returned if not.
         """
         return self._result(self._store.write(name, content, if_equal=mark), seconds).generation
+
+    def require_conditions(self, name: str) -> None:
+        """Writes a file and deletes it, to see whether the store lets one, and refuses a write
+        whose condition does not hold.
+
+        Raises:
+          UserError: it does not.
+        """
+        absent = self.write(name, b"") and self.write(name, None)
+        self.write(name, b"1")
+        try:
+            if self.write(name, b"2", absent):
+                raise UserError(
+                    f"{self.url}: this store writes whatever the condition, so that two runs might "
+                    "write one folder; one with conditional writes (If-Match, If-None-Match) "
+                    "would work"
+                )
+        finally:
+            self.write(name, None)
 
     def remove(self, prefix: str) -> None:
         """Deletes all files whose names begin with `prefix`."""

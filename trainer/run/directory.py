@@ -317,8 +317,7 @@ def _open_in_bucket(
 def _require_writable(run: RunDirectory) -> None:
     """Raises UserError unless the run's folder, or its nearest existing parent, is writable."""
     if run.mirror is not None:
-        run.mirror.bucket.write(_TRIAL, b"")
-        run.mirror.bucket.write(_TRIAL, None)
+        run.mirror.bucket.require_conditions(_TRIAL)
         return
     folder = next(path for path in (run.folder, *run.folder.absolute().parents) if path.exists())
     try:

@@ -102,7 +102,8 @@ class Lease:
         """Gives the lease back, if it still is this process's."""
         self._released.set()
         with self._writing, contextlib.suppress(UserError):
-            self._bucket.write(LOCK, None, self._mark)
+            # Not deleted, which S3 does on no condition: an empty file is free.
+            self._bucket.write(LOCK, b"", self._mark)
 
     def _write(self, mark: bytes | None = None) -> bool:
         """Writes the lease on condition of `mark`, that of the last write unless given; returns

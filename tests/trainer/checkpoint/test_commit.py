@@ -1,5 +1,5 @@
-"""Tests of trainer/checkpoint/commit.py in a bucket: a checkpoint counts when its manifest is
-there, and not before."""
+"""Tests of trainer/checkpoint/commit.py in buckets: a checkpoint counts when its manifest is there,
+and not before."""
 
 import json
 
@@ -13,7 +13,15 @@ from trainer.checkpoint.fetch import local_copy
 from trainer.checkpoint.manifest import ForeignError
 from trainer.checkpoint.store import CheckpointStore, restore_model, stored_parameters
 
-RUN = "gs://bucket/runs/mine"
+
+@pytest.fixture
+def server(store_and_url):
+    return store_and_url[0]
+
+
+@pytest.fixture
+def url(store_and_url):
+    return f"{store_and_url[1]}/runs/mine"
 
 
 def save(store, step):
@@ -23,19 +31,19 @@ def save(store, step):
 
 
 @pytest.fixture
-def store(gcs, tmp_path):
+def store(url, tmp_path):
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets/config.json").write_text("{}")
-    made = CheckpointStore(RUN, keep=2)
-    made.assets = tmp_path / "assets"
+    made = CheckpointStore(url, keep=2)
+    made.assets, made.url = tmp_path / "assets", url
     return made
 
 
-def test_saved_restored_and_the_oldest_removed(gcs, store):
+def test_saved_restored_and_the_oldest_removed(server, store):
     for step in (1, 2, 3):
         save(store, step)
-    assert CheckpointStore(RUN).steps() == [2, 3] and store.latest_good() == 3
-    assert not [name for name in gcs.store.names() if "/1/" in name], "nothing is left of it"
+    assert CheckpointStore(store.url).steps() == [2, 3] and store.latest_good() == 3
+    assert not [name for name in server.store.names() if "/1/" in name], "nothing is left of it"
     abstract = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
     restored = store.restore(3, abstract, {"mu": abstract})
     assert restored.step == 3 and restored.data == {"step": 3}
@@ -43,22 +51,22 @@ def test_saved_restored_and_the_oldest_removed(gcs, store):
         assert (np.asarray(array) == 3).all()
 
 
-def test_before_its_manifest_nothing_counts_and_the_next_save_removes_it(gcs, store):
+def test_before_its_manifest_nothing_counts_and_the_next_save_removes_it(server, store):
     save(store, 1)
 
     def refused(method, path):
-        return 403 if method == "POST" and saving else None
+        return 403 if method in ("POST", "PUT") and saving else None
 
-    saving, gcs.store.refused = True, refused
+    saving, server.store.refused = True, refused
     store.before = lambda: None
     with pytest.raises((OSError, UserError)):
         save(store, 2)
     saving = False
     save(store, 3)
-    gcs.store.objects["bucket", "runs/mine/checkpoints/4/model/d/left"] = b"by a kill", 1
-    assert CheckpointStore(RUN).steps() == [1, 3]
+    server.store.objects["bucket", "runs/mine/checkpoints/4/model/d/left"] = b"by a kill", 1
+    assert CheckpointStore(store.url).steps() == [1, 3]
     save(store, 5)
-    assert not [name for name in gcs.store.names() if "/4/" in name or "/2/" in name]
+    assert not [name for name in server.store.names() if "/4/" in name or "/2/" in name]
 
 
 def test_who_has_lost_the_lock_saves_nothing(store):
@@ -71,33 +79,34 @@ def test_who_has_lost_the_lock_saves_nothing(store):
     assert store.steps() == []
 
 
-def test_a_changed_object_is_found_and_the_checkpoint_before_used(gcs, store, capsys):
+def test_a_changed_object_is_found_and_the_checkpoint_before_used(server, store, capsys):
     save(store, 1)
     save(store, 2)
-    key = next(key for key in gcs.store.objects if "/2/model/ocdbt.process_0/d/" in key[1])
-    content, generation = gcs.store.objects[key]
-    gcs.store.objects[key] = content[:-1] + bytes([content[-1] ^ 1]), generation
+    key = next(key for key in server.store.objects if "/2/model/ocdbt.process_0/d/" in key[1])
+    content, generation = server.store.objects[key]
+    server.store.objects[key] = content[:-1] + bytes([content[-1] ^ 1]), generation
     assert store.latest_good() == 1
     assert "/2: model/ocdbt.process_0/d/" in capsys.readouterr().err
 
 
-def test_commands_read_a_copy_that_has_no_moments(gcs, store, capsys):
+def test_commands_read_a_copy_that_has_no_moments(server, store, capsys):
     save(store, 1)
     save(store, 2)
-    for path in (RUN, f"{RUN}/checkpoints", f"{RUN}/checkpoints/2"):
+    for path in (store.url, f"{store.url}/checkpoints", f"{store.url}/checkpoints/2"):
         assert (restore_model(path)["w"] == 2).all()
         assert (np.asarray(stored_parameters(path)["w"]) == 2).all()
-    copy = local_copy(RUN)
+    copy = local_copy(store.url)
     assert copy.is_dir() and not (copy / "optimizer").exists()
-    assert capsys.readouterr().err.count("downloading gs://bucket/runs/mine/checkpoints/2") == 1
+    assert capsys.readouterr().err.count(f"downloading {store.url}/checkpoints/2") == 1
     assert json.loads((copy / "assets/config.json").read_text()) == {}
 
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("gs://bucket/other", "no manifest.json"), (f"{RUN}/best", "measured no best checkpoint")],
+    [("other", "no manifest.json"), ("/best", "measured no best checkpoint")],
 )
 def test_a_folder_without_a_checkpoint_is_told(store, path, words):
     save(store, 1)
+    path = store.url.replace("/mine", "/other") if "other" in path else store.url + path
     with pytest.raises(ForeignError, match=f"{path}: .*{words}"):
         local_copy(path)

@@ -15,12 +15,12 @@ from trainer.run.lease import LOCK, Lease, leased, require_unused
 
 
 @pytest.fixture
-def bucket(gcs, monkeypatch):
+def bucket(store_and_url, monkeypatch):
     monkeypatch.setattr(lease, "LEASE_SECONDS", 1.2)
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.2)
     monkeypatch.setattr(lease, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(lease, "_seen", {})
-    return Bucket("gs://bucket/runs/mine")
+    return Bucket(f"{store_and_url[1]}/runs/mine")
 
 
 def abandoned(bucket):
@@ -35,14 +35,14 @@ def abandoned(bucket):
 def test_of_two_at_once_one_has_it_and_the_other_is_told_who(bucket):
     with leased(bucket):
         with pytest.raises(
-            TransientError, match=r"gs://bucket/runs/mine: process \d+ on .* is training there"
+            TransientError, match=rf"{bucket.url}: process \d+ on .* is training there"
         ):
             require_unused(bucket)
         with pytest.raises(TransientError, match="is training there since"):
             Lease(bucket).take()
     with leased(bucket):  # given back
         pass
-    assert bucket.names() == []
+    assert bucket.version(LOCK).content == b""
 
 
 def test_many_that_begin_at_the_same_moment(bucket):
@@ -91,19 +91,20 @@ def test_who_has_lost_it_ends(bucket):
     mine = Lease(bucket, on_loss=lambda line: (lines.append(line), lost.set()))
     mine.take()
     bucket.write(LOCK, b"another's")  # whose clock said that this one was gone
-    assert lost.wait(5) and lines == ["gs://bucket/runs/mine: another process has taken the lock"]
+    assert lost.wait(5) and lines == [f"{bucket.url}: another process has taken the lock"]
 
 
-def test_who_cannot_renew_it_ends_before_another_may_take_it(gcs, bucket, monkeypatch):
+def test_who_cannot_renew_it_ends_before_another_may_take_it(store_and_url, bucket):
     lost = threading.Event()
     mine = Lease(bucket, on_loss=lambda line: lost.set())
     mine.take()
     begun = time.monotonic()
-    gcs.store.refused = lambda method, path: 503
+    store_and_url[0].store.refused = lambda method, path: 503
     assert lost.wait(10) and time.monotonic() - begun < 2 * lease.LEASE_SECONDS
 
 
-def test_a_write_whose_answer_was_lost_is_known_as_ones_own(gcs, bucket, monkeypatch):
+@pytest.mark.parametrize("store_and_url", ["gs"], indirect=True)
+def test_a_write_whose_answer_was_lost_is_known_as_ones_own(store_and_url, bucket, monkeypatch):
     """The store has written, and the second try, after a second, meets what the first has left."""
     monkeypatch.setattr(lease, "LEASE_SECONDS", 60)
     answers = iter([True])
@@ -115,16 +116,17 @@ def test_a_write_whose_answer_was_lost_is_known_as_ones_own(gcs, bucket, monkeyp
         handler.answer = answer
         return handler.fail(503) if next(answers, False) else written(handler, *arguments)
 
-    gcs.http.RequestHandlerClass.write = losing
+    store_and_url[0].http.RequestHandlerClass.write = losing
     with leased(bucket) as mine:
         mine.require()
 
 
-def test_a_bucket_that_one_may_not_use_is_told_in_one_line(gcs):
-    gcs.store.refused = lambda method, path: 403
-    refused = Bucket("gs://bucket/run")
+def test_a_bucket_that_one_may_not_use_is_told_in_one_line(store_and_url):
+    server, url = store_and_url
+    server.store.refused = lambda method, path: 403
+    refused = Bucket(f"{url}/run")
     for ask in (refused.names, lambda: refused.version("x"), lambda: refused.remove("x")):
-        with pytest.raises(UserError, match=r"gs://bucket/run: .* would work") as told:
+        with pytest.raises(UserError, match=rf"{url}/run: .* would work") as told:
             ask()
         assert "\n" not in str(told.value) and not isinstance(told.value, TransientError)
 
@@ -134,3 +136,12 @@ def test_a_store_that_does_not_answer_may_answer_later(gcs, monkeypatch):
     gcs.store.refused = lambda method, path: 503
     with pytest.raises(TransientError, match="gs://bucket/run: no answer within"):
         Bucket("gs://bucket/run").version("x", 0.5)
+
+
+def test_a_store_that_writes_whatever_the_condition_is_refused(store_and_url):
+    server, url = store_and_url
+    Bucket(url).require_conditions("trial")
+    server.store.conditions = False
+    with pytest.raises(UserError, match="this store writes whatever the condition"):
+        Bucket(url).require_conditions("trial")
+    assert server.store.names() == []
