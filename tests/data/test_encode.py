@@ -308,3 +308,18 @@ def test_several_processes_give_the_records_in_order_with_the_encoding_of_one(ti
     assert [record for record, _ in two] == records
     assert [pieces(encoded) for _, encoded in two] == [pieces(encoded) for _, encoded in one]
     assert [encoded.changes for _, encoded in two] == [encoded.changes for _, encoded in one]
+
+
+def test_what_a_template_leaves_out_is_told_of_wholes_parts_and_pairs(letters):
+    """Reasoning, which the letters' template does not write."""
+    left_out = {"reasoning left out: the template cannot write it"}
+    turns = talk("QQQ", "AAA", "BBB", "CCC")
+    thought = (*turns[:3], replace(turns[3], reasoning="Why."))
+    for context, expected in ((99, left_out), (8, left_out | {SPLIT})):
+        encoder = Encoder(("tokenizer",), letters, context)
+        assert encoder.encode(Conversation("a", thought)).changes == expected
+    conversation = Conversation("a", (turns[0], replace(turns[1], reasoning="Why.")))
+    plain = Conversation("a", (turns[0], replace(turns[1], content="NO")))
+    for chosen, rejected in ((conversation, plain), (plain, conversation)):
+        pair = Preference("a", chosen, rejected)
+        assert Encoder(("tokenizer",), letters, 99).encode(pair).changes == left_out
