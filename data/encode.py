@@ -52,6 +52,8 @@ class TokenDocument(NamedTuple):
     stands first."""
     label: int = -1
     """1 for a desirable completion, 0 for an undesirable one, -1 for what has no label."""
+    shared: int = 0
+    """Tokens at the beginning of both completions' documents that rows hold once."""
 
 
 class _Slices(Sequence):
@@ -111,6 +113,8 @@ class Encoder:
     """Whether each source's texts begin with BOS; without an entry, as the tokenizer does."""
     unpaired: bool = False
     """Whether the completions of a preference are documents of their own, with labels."""
+    share_prompts: bool = False
+    """Whether rows hold the prompt of two completions once."""
 
     def encode(self, record: Record) -> Encoded:
         """Returns the documents of one record, or why there are none."""
@@ -208,18 +212,21 @@ class Encoder:
             ]
             return replace(encoded, documents=labelled)
         notes, parts = set(encoded.changes), list(encoded.documents)
-        excess = sum(len(part.tokens) for part in parts) - self.context_length
+        shared = shared_tokens(*parts) if self.share_prompts else 0
+        excess = sum(len(part.tokens) for part in parts) - shared - self.context_length
         if excess > 0:
-            cut = -(-excess // 2)
+            cut = prompt_cut(excess, shared)
             # One token of the prompt is left, before which nothing predicts the completion's first.
             if not self.cut_prompts or any(part.loss_mask[: cut + 1].any() for part in parts):
                 return Encoded([], drop_reason=LONG_PAIR)
             parts = [TokenDocument(part.tokens[cut:], part.loss_mask[cut:]) for part in parts]
+            shared = max(shared - cut, 0)
             notes.add(CUT_PROMPT)
         tokens, masks = (
             np.concatenate(arrays) for arrays in zip(*(p[:2] for p in parts), strict=True)
         )
-        return Encoded([TokenDocument(tokens, masks, len(parts[0].tokens))], frozenset(notes))
+        document = TokenDocument(tokens, masks, len(parts[0].tokens), shared=shared)
+        return Encoded([document], frozenset(notes))
 
     def _encode_labelled(self, record: Labelled) -> Encoded:
         """Returns a document of a completion after its prompt."""
@@ -262,6 +269,24 @@ class Encoder:
         ]
         tokens, loss_mask = zip(*pairs, strict=True)
         return TokenDocument(np.asarray(tokens, np.int32), np.asarray(loss_mask, np.uint8))
+
+
+def shared_tokens(*documents: TokenDocument) -> int:
+    """Returns how many tokens two documents share at the beginning of their prompts.
+
+    The prompt's last token is not among them: each completion's first token is predicted from its
+    own.
+    """
+    prompt = min(int(document.loss_mask.argmax()) for document in documents) - 1
+    first, second = (document.tokens[: max(prompt, 0)] for document in documents)
+    return int(np.append(first == second, False).argmin())
+
+
+def prompt_cut(excess: int, shared: int) -> int:
+    """Returns how many tokens to cut off both prompts, so that a row needs `excess` tokens less: a
+    shared
+    token is in it once."""
+    return excess if excess <= shared else shared - (shared - excess) // 2
 
 
 def _with_completion_whole(document: TokenDocument, messages: Sequence[Message]) -> TokenDocument:

@@ -98,7 +98,7 @@ class Loader:
 
     def _make_plan(self, epoch: int) -> packing.Plan:
         return packing.plan(
-            self.documents.lengths, self.context_length, self.seed, epoch, self._weights
+            self.documents.row_lengths, self.context_length, self.seed, epoch, self._weights
         )
 
     def _plan(self, epoch: int) -> packing.Plan:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from data.conversation import Record
-from data.encode import CUT_PROMPT, Encoded, TokenDocument
+from data.encode import CUT_PROMPT, Encoded, TokenDocument, prompt_cut, shared_tokens
 
 LONG_TWICE = "longer than context_length with its prompt a second time, for the KL term"
 CUT_COMPLETION = "the other record's completion for the KL term cut to fit context_length"
@@ -22,6 +22,7 @@ def with_mismatched(
     is_held_out: Callable[[Record], bool],
     length: int,
     cut_prompts: bool,
+    share_prompts: bool,
 ) -> Iterator[tuple[Record, Encoded]]:
     """Yields records with documents of a completion after its prompt, and then the prompt again
     with the completion of the record before it in its split. The first records of the splits come
@@ -32,6 +33,7 @@ def with_mismatched(
       length: the most tokens that a document may have.
       cut_prompts: whether a document that is too long loses the beginning of its prompt, or is
         dropped.
+      share_prompts: whether a row holds the prompt once.
     """
     first: dict[bool, tuple[Record, Encoded]] = {}
     before: dict[bool, Sequence[TokenDocument]] = {}
@@ -41,21 +43,26 @@ def with_mismatched(
             continue
         split = is_held_out(record)
         if split in first:
-            yield record, _joined(found, before[split], length, cut_prompts)
+            yield record, _joined(found, before[split], length, cut_prompts, share_prompts)
         else:
             first[split] = (record, found)
         before[split] = found.documents
     for split, (record, found) in first.items():
-        yield record, _joined(found, before[split], length, cut_prompts)
+        yield record, _joined(found, before[split], length, cut_prompts, share_prompts)
 
 
 def _joined(
-    encoded: Encoded, others: Sequence[TokenDocument], length: int, cut_prompts: bool
+    encoded: Encoded,
+    others: Sequence[TokenDocument],
+    length: int,
+    cut_prompts: bool,
+    share_prompts: bool,
 ) -> Encoded:
     """Returns a record's documents, each with one of the other record's completions."""
     notes, documents = set(encoded.changes), []
     for number, document in enumerate(encoded.documents):
-        joined = _with_completion(document, others[number % len(others)], length, cut_prompts)
+        other = others[number % len(others)]
+        joined = _with_completion(document, other, length, cut_prompts, share_prompts)
         if joined is None:
             return Encoded([], drop_reason=LONG_TWICE)
         documents.append(joined[0])
@@ -64,23 +71,28 @@ def _joined(
 
 
 def _with_completion(
-    document: TokenDocument, other: TokenDocument, length: int, cut_prompts: bool
+    document: TokenDocument,
+    other: TokenDocument,
+    length: int,
+    cut_prompts: bool,
+    share_prompts: bool,
 ) -> tuple[TokenDocument, set[str]] | None:
     """Returns a document and, after its prompt a second time, the completion of another one; and
     what was cut. None where it does not fit."""
     notes = set()
     prompt, start = int(document.loss_mask.argmax()), int(other.loss_mask.argmax())
-    excess = len(document.tokens) + prompt + 1 - length
+    shared = shared_tokens(document, document) if share_prompts else 0
+    excess = len(document.tokens) + prompt + 1 - shared - length
     if excess > 0:
-        cut = -(-excess // 2)
+        cut = prompt_cut(excess, shared)
         if not cut_prompts or cut >= prompt:
             return None
         document = document._replace(
             tokens=document.tokens[cut:], loss_mask=document.loss_mask[cut:]
         )
-        prompt -= cut
+        prompt, shared = prompt - cut, max(shared - cut, 0)
         notes.add(CUT_PROMPT)
-    end = start + length - len(document.tokens) - prompt
+    end = start + length - len(document.tokens) - prompt + shared
     if end < len(other.tokens):
         notes.add(CUT_COMPLETION)
     parts = (document, document, other)
@@ -89,4 +101,4 @@ def _with_completion(
         np.concatenate([part[:2][field][piece] for part, piece in zip(parts, pieces, strict=True)])
         for field in (0, 1)
     )
-    return TokenDocument(tokens, masks, len(document.tokens), document.label), notes
+    return TokenDocument(tokens, masks, len(document.tokens), document.label, shared), notes

@@ -1,6 +1,10 @@
-"""Rows of preference pairs: both completions of a pair in one row, each a document with its own
-copy of the prompt.
+"""Rows of preference pairs: both completions of a pair in one row, each a document after its
+prompt.
 
+The prompt is in the row once where documents share it (`data.prepared.Documents.shared`): the
+second document
+begins with the prompt's last token, sees the beginning of the first one, and goes on counting
+positions there.
 Of a labelled completion the second document is its prompt with the completion of another record.
 """
 
@@ -8,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NotRequired, cast
 
 import numpy as np
-from jaxtyping import Float32, Int, Int64
+from jaxtyping import Float32, Int, Int32, Int64
 
 from data.batch import Batch
 from data.loader import Loader
@@ -20,6 +24,10 @@ class PairBatch(Batch):
     """A batch with what is known of each row's P places for pairs; completion c of pair p is
     document 2 p + c + 1."""
 
+    shared: NotRequired[Int32[np.ndarray, "*B L"]]
+    """Of prompts that are in the row once: the pair's number, from 1, for a prompt's tokens, minus
+    that for the second
+    document's, 0 for others; see `model.attention.TokenCoords`."""
     pairs: Float32[np.ndarray, "*B P"]
     """1 where there is a pair, otherwise 0."""
     references: NotRequired[Float32[np.ndarray, "*B P 2"]]
@@ -48,27 +56,59 @@ class PairLoader(Loader):
         places: P, the most pairs that a row may hold.
         references: float32 [documents, 2], see `PairBatch.references`; None leaves the array out.
         labelled: whether the documents are completions with labels.
+        shares: whether batches have `PairBatch.shared`.
     """
 
     references: Float32[np.ndarray, "documents 2"] | None = None
 
-    def __init__(self, documents: Documents, context_length: int, batch_size: int, seed: int):
-        """Makes a loader of pairs, which all fit a row; arguments as of `Loader`."""
+    def __init__(
+        self,
+        documents: Documents,
+        context_length: int,
+        batch_size: int,
+        seed: int,
+        shares: bool = False,
+    ):
+        """Makes a loader of pairs, which all fit a row; arguments as of `Loader`.
+
+        Args:
+          shares: whether batches say which prompts are shared, as documents that share any need.
+        """
         super().__init__(documents, context_length, batch_size, seed)
-        self.places = context_length // int(documents.lengths.min())
+        self.places = context_length // int(documents.row_lengths.min())
         self.labelled = bool((documents.labels >= 0).all())
+        self.shares = shares
 
     def _documents(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
         for piece in pieces:
             chosen = int(self.documents.chosen[piece.document])
+            start = chosen + int(self.documents.shared[piece.document])
             yield Piece(piece.document, 0, chosen)
-            yield Piece(piece.document, chosen, piece.length - chosen)
+            yield Piece(piece.document, start, piece.length - chosen)
+
+    def _piece_arrays(
+        self, piece: Piece, positions: Int[np.ndarray, " t"]
+    ) -> dict[str, np.ndarray | int]:
+        arrays = super()._piece_arrays(piece, positions)
+        # A second document goes on behind the prompt that it shares.
+        begins = int(self.documents.shared[piece.document]) if piece.start else 0
+        return {**arrays, "positions": positions + begins}
+
+    def shared_lengths(self, step: int) -> Int64[np.ndarray, " D"]:
+        """Returns how many tokens of an earlier document each document of `lengths` sees besides
+        its own."""
+        numbers = [piece.document for piece in self._step_pieces(step)]
+        shared = np.zeros((len(numbers), 2), np.int64)
+        shared[:, 1] = self.documents.shared[numbers]
+        return shared.ravel()
 
     def _row_arrays(
         self, pieces: Sequence[Piece], indices: Int[np.ndarray, " T"] | None = None
     ) -> PairBatch:
         row = cast(PairBatch, super()._row_arrays(pieces, indices))
         numbers = [piece.document for piece in pieces]
+        if self.shares:
+            row["shared"] = self._shared(row, numbers)
         row["pairs"] = np.zeros(self.places, np.float32)
         row["pairs"][: len(numbers)] = 1
         if self.references is not None:
@@ -78,6 +118,15 @@ class PairLoader(Loader):
             row["labels"] = np.zeros(self.places, np.float32)
             row["labels"][: len(numbers)] = self.documents.labels[numbers]
         return row
+
+    def _shared(self, row: Batch, numbers: Sequence[int]) -> Int32[np.ndarray, " T"]:
+        """Returns `PairBatch.shared` of a row."""
+        pair = (row["segment_ids"] + 1) // 2
+        lengths = np.append(0, self.documents.shared[numbers])[pair]
+        is_first = row["segment_ids"] % 2 == 1
+        in_prompt = is_first & (row["positions"] < lengths)
+        behind_it = ~is_first & (lengths > 0)
+        return np.where(in_prompt, pair, np.where(behind_it, -pair, 0)).astype(np.int32)
 
     def row_pairs(self, number: int) -> Int64[np.ndarray, " n"]:
         """Returns the documents of a row, counted over all epochs, in the order of its places."""

@@ -47,6 +47,7 @@ def prepare(
     train_on: str = "all",
     cut_prompts: bool = False,
     unpaired: bool = False,
+    share_prompts: bool = False,
     progress: bool = True,
     key: str | None = None,
 ) -> Prepared:
@@ -75,6 +76,8 @@ def prepare(
         prompt, or is dropped.
       unpaired: whether each completion of a preference is a document of its own, with a label and
         the completion of another record after the same prompt, as KTO needs them.
+      share_prompts: whether a row holds the prompt of two completions once, which decides what
+      fits.
       progress: whether to show a progress bar.
       key: the folder's name, if another process has prepared it: then no source is read.
 
@@ -113,6 +116,7 @@ def prepare(
         train_on,
         cut_prompts,
         unpaired,
+        share_prompts,
     )
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
@@ -148,6 +152,7 @@ class _Job:
     train_on: str
     cut_prompts: bool
     unpaired: bool
+    share_prompts: bool
 
     @cached_property
     def alternating(self) -> list[bool]:
@@ -178,6 +183,7 @@ class _Job:
             "train_on": self.train_on,
             "cut_prompts": self.cut_prompts,
             "unpaired": self.unpaired,
+            "share_prompts": self.share_prompts,
             "template_date": self._template_date(),
             "template_kwargs": dict(self.tokenizer.template_kwargs),
             "sources": [
@@ -234,6 +240,7 @@ class _Job:
             self.cut_prompts,
             self.add_bos,
             self.unpaired,
+            self.share_prompts,
         )
         for number, source in enumerate(self.sources):
             records = source_readers.read(
@@ -246,6 +253,7 @@ class _Job:
                     partial(self._is_record_held_out, number),
                     self.context_length,
                     self.cut_prompts,
+                    self.share_prompts,
                 )
             for record, encoded in encoded_records:
                 source_report = report.sources[-1]
@@ -259,7 +267,7 @@ class _Job:
                     continue
                 source_report.count_kept(encoded.changes)
                 held_out = self.is_held_out(number, record.id)
-                for tokens, mask, chosen, label in encoded.documents:
+                for tokens, mask, chosen, label, shared in encoded.documents:
                     index.add(
                         len(tokens),
                         int(mask[1:].sum()),
@@ -268,6 +276,7 @@ class _Job:
                         chosen,
                         int(mask[1:chosen].sum()),
                         label,
+                        shared,
                     )
                     yield {
                         "tokens": tokens,

@@ -54,6 +54,9 @@ class Documents:
     labels: Int32[np.ndarray, " N"]
     """1 where the first of two completions is desirable, 0 where it is not, -1 where there is no
     label."""
+    shared: Int32[np.ndarray, " N"]
+    """Number of tokens at the beginning of both of two completions' documents that rows hold
+    once."""
     weights: Float64[np.ndarray, " N"]
     """Average number of times that each document is used in an epoch."""
     fingerprint: str
@@ -85,7 +88,13 @@ class Documents:
         self.chosen = index["chosen"][numbers]
         self.chosen_trained = index["chosen_trained"][numbers]
         self.labels = index["label"][numbers]
+        self.shared = index["shared"][numbers]
         self.weights = weights[self.sources] if len(numbers) else np.zeros(0)
+
+    @property
+    def row_lengths(self) -> Int32[np.ndarray, " N"]:
+        """Number of tokens that each document takes in a row."""
+        return self.lengths - self.shared
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -146,12 +155,14 @@ class Index:
             "chosen": [],
             "chosen_trained": [],
             "label": [],
+            "shared": [],
         }
 
     def add(self, *values: int) -> int:
-        """Adds a document by its length, trained tokens, source, whether it is held out, and, where
-        it is a pair of completions, the length, trained tokens and label of the first; returns its
-        number."""
+        """Adds a document by its length, trained tokens, source, whether it is held out, and,
+        where it is a pair of
+        completions, the length, trained tokens and label of the first, and how many tokens both
+        share; returns its number."""
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
         return len(self._columns["length"]) - 1

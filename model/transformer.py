@@ -156,7 +156,7 @@ class Transformer(ModelParameters):
     def local_coords(self, batch: Batch) -> TokenCoords:
         """Returns the coordinates of this device's tokens; for global tokens also their documents'
         starts, from the whole row."""
-        coords = TokenCoords(batch["index"], batch["segment_ids"])
+        coords = TokenCoords(batch["index"], batch["segment_ids"], shared=batch.get("shared"))
         if not self.mask.global_tokens:
             return coords
         tokens = coords.index.shape[1]

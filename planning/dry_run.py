@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from data.errors import UserError
+from data.prepared import Prepared
 from model.config import TransformerConfig
 from trainer.best import BestCheckpoint
 from trainer.build import run_notes
@@ -25,6 +26,7 @@ from trainer.devices import GPU_MEMORY_SHARE
 from trainer.evaluation import held_out_names
 from trainer.mesh import abstract_mesh
 from trainer.objective import Objective
+from trainer.preference import PreferenceObjective
 from trainer.reporting.boards import import_wandb
 from trainer.run.directory import check_run
 from trainer.stages import stages_of
@@ -156,14 +158,19 @@ def _opened(config: RunConfig, prepare: Prepare) -> TextObjective | TrajectoryOb
     Raises:
       UserError, ValueError: what training refuses of the model, the data and the options.
     """
-    objective = (TrajectoryObjective if config.trajectories.path else TextObjective)(
-        config, abstract_mesh(config.mesh)
-    )
+    kind: type[TextObjective] | type[TrajectoryObjective] = TextObjective
+    if config.trajectories.path:
+        kind = TrajectoryObjective
+    elif config.preference.loss is not None:
+        kind = PreferenceObjective
+    objective = kind(config, abstract_mesh(config.mesh))
     batch = objective.abstract_batch()
-    builder = StepBuilder.of(objective.config, objective.model, objective.loss, batch)
+    builder = StepBuilder.of(
+        objective.config, objective.model, objective.loss, batch, objective.totals
+    )
     sums = builder.trace_evaluate().out_info
     measured = prepare(objective.config, objective, builder)
-    if config.checkpoint.best and not config.preference.loss:
+    if config.checkpoint.best:
         names = held_out_names(objective, sums) + measured
         BestCheckpoint(config.checkpoint).require(names)
     return objective
@@ -175,6 +182,8 @@ def _describe_text(objective: TextObjective) -> None:
     rows, train, length = len(loader), config.train, config.data.context_length
     seen, documents = train.steps * train.batch_size, prepared.train
     print(prepared.report.summary())
+    if config.preference.loss is not None:
+        print(*_pair_lines(config, prepared), sep="\n")
     print(
         f"data: {len(documents):,} documents of {int(documents.lengths.sum()):,} tokens, "
         f"{_share(documents)} of them in the loss; {len(prepared.held_out):,} documents held out"
@@ -183,6 +192,37 @@ def _describe_text(objective: TextObjective) -> None:
     print(
         f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} "
         f"epochs, {seen * length:,} tokens"
+    )
+
+
+def _pair_lines(config: RunConfig, prepared: Prepared) -> Iterator[str]:
+    """Yields what pairs of completions take in rows, and what the reference costs."""
+    documents, options = prepared.train, config.preference
+    first, second = documents.chosen, documents.lengths - documents.chosen
+    names = ("matching", "other") if options.labelled else ("chosen", "rejected")
+    kind = "labelled completions" if options.labelled else "pairs"
+    labels = f", {int((documents.labels == 1).sum()):,} desirable" if options.labelled else ""
+    yield (
+        f"pairs: {len(documents):,} {kind}{labels}, of {int(documents.row_lengths.min()):,} to "
+        f"{int(documents.row_lengths.max()):,} tokens in a row; with the prompt {names[0]} "
+        f"completions have up to "
+        f"{int(first.max()):,} tokens, {names[1]} ones up to {int(second.max()):,}"
+    )
+    saved, total = int(documents.shared.sum()), int(documents.lengths.sum())
+    yield (
+        f"prompts: once for both completions, which saves {saved:,} of {total:,} tokens "
+        f"({saved / total:.1%})"
+        if saved
+        else "prompts: once for each completion"
+    )
+    split = [x for x in (documents, prepared.held_out) if len(x)]
+    tokens = sum(int(x.row_lengths.sum()) for x in split)
+    yield (
+        f"reference: log-likelihoods of {sum(map(len, split)):,} {kind} once before the first "
+        f"step, a forward pass over "
+        f"{tokens:,} tokens; no second model in memory"
+        if options.needs_reference
+        else f"reference: none with preference.loss {options.loss}"
     )
 
 

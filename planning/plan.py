@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import math
 import os
@@ -29,7 +30,7 @@ from model.attention.schedules import Schedule, get_schedule
 from model.config import TransformerConfig
 from model.language_model import LanguageModel
 from model.sharding import TensorParallel
-from trainer.build import build_agentic, build_language_model
+from trainer.build import build_agentic, build_language_model, shares_prompts
 from trainer.config.checks import check
 from trainer.config.schema import (
     DataConfig,
@@ -42,6 +43,7 @@ from trainer.config.schema import (
 from trainer.devices import GPU_MEMORY_SHARE
 from trainer.mesh import make_mesh
 from trainer.objective import AbstractBatch
+from trainer.preference import preference_batch, preference_loss, preference_totals
 from trainer.step import StepBuilder
 from trainer.text import text_batch
 from trainer.trajectories import trajectory_batch
@@ -366,13 +368,13 @@ def compile_run(
     """
     check(run, "plan")
     mesh = make_mesh(run.mesh, devices, schedule or run.attention.schedule)
-    transformer, batch = _model_and_batch(run, model, mesh)
+    transformer, batch = model_and_batch(run, model, mesh)
     if schedule is not None:
         schedule = get_schedule(schedule, run.mesh.sequence, run.attention.layout)
         transformer = dataclasses.replace(transformer, schedule=schedule)
     if kernel is not None:
         transformer = dataclasses.replace(transformer, kernel=kernel)
-    builder = StepBuilder.of(run, transformer, transformer.loss, batch)
+    builder = step_builder(run, transformer, batch)
     try:
         return builder.lower_train().compile(compiler_options=flags)
     except jax.errors.JaxRuntimeError as error:
@@ -381,11 +383,33 @@ def compile_run(
         raise DoesNotFit(*refused_gib(str(error))) from None
 
 
-def _model_and_batch(
+def step_builder(
+    run: RunConfig, model: LanguageModel | AgenticTransformer, batch: AbstractBatch
+) -> StepBuilder:
+    """Returns the builder of the step that the run would execute."""
+    if run.preference.loss is None:
+        return StepBuilder.of(run, model, model.loss, batch)
+    assert isinstance(model, LanguageModel)
+    loss = functools.partial(preference_loss, model, run.preference)
+    totals = functools.partial(preference_totals, model, run.preference)
+    return StepBuilder.of(run, model, loss, batch, totals)
+
+
+def model_and_batch(
     run: RunConfig, model: TransformerConfig, mesh: Mesh
 ) -> tuple[LanguageModel | AgenticTransformer, AbstractBatch]:
-    """Returns the run's model, of text or of trajectories, and a batch's shapes."""
+    """Returns the model that the run trains, of text or of trajectories, and a batch's shapes.
+
+    Of preferences each row has one pair: how many fit it only the data tell, and a pair takes but
+    a few numbers.
+    """
     rows, length = run.train.batch_size, run.data.context_length
+    if run.preference.loss is not None:
+        shares = shares_prompts(run, model)
+        return (
+            build_language_model(run, model, mesh),
+            preference_batch(rows, length, mesh, 1, run.preference, shares),
+        )
     if not run.trajectories.path:
         return build_language_model(run, model, mesh), text_batch(rows, length, mesh)
     task = get_task(run.trajectories.task)

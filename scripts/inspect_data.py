@@ -140,7 +140,7 @@ def show(argv: list[str]) -> None:
 
     config = choose_stage(load(["--config", args.config, *flags], own=vars(args)), args.stage)
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
-    prepared = prepare_text(config, tokenizer)
+    prepared = prepare_text(config, source.config, tokenizer)
     loader_class = PairLoader if config.preference.loss else Loader
     loader = loader_class(
         prepared.train, config.data.context_length, config.train.batch_size, config.data.seed

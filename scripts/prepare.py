@@ -32,10 +32,10 @@ def prepare(recipe: str, flags: list[str]) -> None:
     from trainer.text import prepare_text
 
     config = load(["--config", recipe, *flags])
-    _, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
+    source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     for number in range(1, max(len(config.stages), 1) + 1):
         data = choose_stage(config, number)
-        prepared = prepare_text(data, tokenizer)
+        prepared = prepare_text(data, source.config, tokenizer)
         print(prepared.report.summary())
         for documents in (prepared.train, prepared.held_out):
             if len(documents):

@@ -106,6 +106,10 @@ def trained(config) -> list[dict]:
         batch = objective.to_device(next(batches))
         trainable, state, metrics = step(trainable, {}, state, batch, np.int32(number))
         rows.append(
-            {"loss": float(metrics.loss), **{n: float(x) for n, x in metrics.measures.items()}}
+            {
+                "loss": float(metrics.loss),
+                "learning_rate": float(metrics.learning_rate),
+                **{n: float(x) for n, x in metrics.measures.items()},
+            }
         )
     return rows

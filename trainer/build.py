@@ -126,6 +126,15 @@ def _tensor_notes(parallel: TensorParallel, model_config: TransformerConfig) -> 
         )
 
 
+def shares_prompts(config: RunConfig, model_config: TransformerConfig) -> bool:
+    """Returns whether a prompt is computed once for both completions of a pair: wherever no layer
+    has a window, which
+    counts tokens of a row."""
+    masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
+    wanted = config.preference.loss is not None and config.preference.share_prompts
+    return wanted and all(mask.window is None for mask in masks)
+
+
 def _window_notes(config: RunConfig, model_config: TransformerConfig) -> list[str]:
     """Returns what a sliding window does not save under the run's schedule; see `window_lines`."""
     masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]

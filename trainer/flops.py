@@ -23,10 +23,25 @@ def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:
     return pairs
 
 
-def pairs_per_layer(config: TransformerConfig, lengths: np.ndarray, mask: Mask = Mask()) -> float:
-    """The number of visible query-key pairs, averaged over layers with different windows."""
+def pairs_per_layer(
+    config: TransformerConfig,
+    lengths: np.ndarray,
+    mask: Mask = Mask(),
+    shared: np.ndarray | int = 0,
+) -> float:
+    """The number of visible query-key pairs, averaged over layers with different windows.
+
+    Args:
+      lengths: tokens of each document.
+      shared: how many tokens of an earlier document, computed there, each sees besides its own.
+    """
     kinds = config.layer_kinds
-    pairs = [visible_pairs(lengths, mask.within(kind.window)) for kind in kinds]
+    before = np.broadcast_to(shared, np.shape(lengths))
+    pairs = [
+        visible_pairs(lengths + before, mask.within(kind.window))
+        - visible_pairs(before, mask.within(kind.window))
+        for kind in kinds
+    ]
     return (
         sum(pairs[i % len(kinds)] for i in range(config.num_hidden_layers))
         / config.num_hidden_layers

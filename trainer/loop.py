@@ -404,7 +404,8 @@ class _Training:
         metrics = jax.device_get(metrics)  # waits for the step
         self.updates += self._check_finite(metrics)
         lengths = self.objective.lengths(self.step)
-        self.meter.count(lengths, self.objective.tokens_per_batch)
+        shared = self.objective.shared_lengths(self.step)
+        self.meter.count(lengths, self.objective.tokens_per_batch, shared)
         self.tokens_seen += int(lengths.sum())
         self.step += 1
         if self._due(self.config.train.log_every):

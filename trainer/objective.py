@@ -146,6 +146,11 @@ class Objective(abc.ABC):
     def lengths(self, step: int) -> Int[np.ndarray, " documents"]:
         """Returns the tokens of each document in the batch of step `step` (from 0), for FLOPs."""
 
+    def shared_lengths(self, step: int) -> Int[np.ndarray, " documents"] | int:
+        """Returns how many tokens of earlier documents each document of `lengths` sees besides its
+        own."""
+        return 0
+
     @abc.abstractmethod
     def read_params(self) -> Params:
         """Returns the initial parameters in the model's `shardings`."""

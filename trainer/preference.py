@@ -16,22 +16,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int
 
 from data.batch import Batch, permute
 from data.errors import UserError
 from data.pairs import PAIR_ARRAYS, PairBatch, PairLoader
 from data.paths import local_folder
 from data.prepared import Documents
+from data.tokenizer import Tokenizer
+from model.adapter import AdapterConfig
 from model.attention.names import BATCH_AXES
 from model.language_model import LanguageModel
 from model.loss import LossSums, SourceSums
 
+from .build import build_language_model, shares_prompts
 from .config.preference import PreferenceConfig
-from .mesh import LocalPart
+from .config.schema import ModelConfig
+from .mesh import LocalPart, is_abstract
+from .model_source import choose_model, for_templates
 from .objective import DeviceBatch, HostBatch, LossParams
 from .preference_loss import Pairs, labelled_losses, mismatched_kl, pair_losses
 from .reference import LogLikelihoods, reference_log_likelihoods
+from .source_kinds import ModelSource
 from .streaming import in_host_memory
 from .text import TextObjective, text_batch
 
@@ -41,13 +47,14 @@ KL_TOTALS = "kl_totals"
 
 
 def preference_batch(
-    rows: int, length: int, mesh: Mesh, places: int, config: PreferenceConfig
+    rows: int, length: int, mesh: Mesh, places: int, config: PreferenceConfig, shares: bool
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of a batch of pairs: the arrays of
     `data.pairs.PairBatch`.
 
     Args:
       places: P, the most pairs in a row.
+      shares: whether prompts are shared.
     """
     sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
@@ -56,8 +63,10 @@ def preference_batch(
 
     references = {"references": array(places, 2)} if config.needs_reference else {}
     labels = {"labels": array(places), "label_shares": array(places, 2)} if config.labelled else {}
+    text = text_batch(rows, length, mesh)
     return {
-        **text_batch(rows, length, mesh),
+        **text,
+        **({"shared": text["segment_ids"]} if shares else {}),
         "pairs": array(places),
         "chosen_shares": array(places),
         **references,
@@ -96,6 +105,16 @@ def preference_loss(
         jnp.sum(present),
         {name: jnp.sum(x * present) for name, x in each.items()},
     )
+
+
+def preference_totals(
+    model: LanguageModel, config: PreferenceConfig, params: LossParams, batch: DeviceBatch
+) -> dict[str, Any]:
+    """Returns what `preference_loss` needs to know of a whole batch, from a part of it; see
+    `Objective.totals`."""
+    if not config.labelled:
+        return {}
+    return {KL_TOTALS: _kl_totals(_pairs(model, params, batch), batch["pairs"])}
 
 
 def _pairs(model: LanguageModel, params: LossParams, batch: DeviceBatch) -> Pairs:
@@ -151,8 +170,9 @@ class PreferenceObjective(TextObjective):
     """Preference tuning on pairs of completions, both of a pair in one row; attributes as of
     `TextObjective`.
 
-    The loss is the mean over pairs. The reference is the model that training begins with, whose
-    log-likelihoods are computed before the first step.
+    The loss is the mean over pairs. The reference is the model that training begins with, or that
+    of `preference.ref_model`;
+    its log-likelihoods are computed before the first step.
     """
 
     loss_name = "preference_loss"
@@ -167,7 +187,14 @@ class PreferenceObjective(TextObjective):
             )
         self.sources = ()
         super()._open_data()
-        if self.config.preference.needs_reference:
+        options = self.config.preference
+        if options.share_prompts and not self.loader.shares:
+            note = "preference.share_prompts: the model has a window, so prompts are computed twice"
+            self.warnings = [*self.warnings, note]
+            if jax.process_index() == 0 and not is_abstract(self.mesh):
+                print(f"warning: {note}", file=sys.stderr, flush=True)
+        # Without devices, as in a dry run, nothing is computed.
+        if options.needs_reference and not is_abstract(self.mesh):
             loaders = [x for x in (self.loader, self._held_out_loader) if isinstance(x, PairLoader)]
             places = max(loader.places for loader in loaders)
             # The model is loaded once for both splits, and only if a file lacks something.
@@ -178,17 +205,55 @@ class PreferenceObjective(TextObjective):
     def _load(self, split: str) -> PairLoader:
         data = self.config.data
         documents = getattr(self.prepared, split)
-        return PairLoader(documents, data.context_length, self.config.train.batch_size, data.seed)
+        return self._pair_loader(documents, data.seed)
+
+    def _pair_loader(self, documents: Documents, seed: int) -> PairLoader:
+        rows, length = self.config.train.batch_size, self.config.data.context_length
+        return PairLoader(
+            documents, length, rows, seed, shares_prompts(self.config, self.source.config)
+        )
+
+    def shared_lengths(self, step: int) -> Int[np.ndarray, " documents"]:
+        """See `PairLoader.shared_lengths`."""
+        return self.loader.shared_lengths(step)
+
+    @functools.cached_property
+    def _reference(self) -> tuple[LanguageModel, ModelSource]:
+        """The reference, and where its parameters come from.
+
+        Raises:
+          UserError, ValueError: there is none at `preference.ref_model`, or it does not serve this
+          run.
+        """
+        path = self.config.preference.ref_model
+        if path is None:
+            return self.model, self.source
+        section = ModelConfig(path=path, compute_dtype=self.config.model.compute_dtype)
+        config = dataclasses.replace(self.config, model=section, adapter=AdapterConfig())
+        source, tokenizer = for_templates(choose_model(section), config.data)
+        if not _same_ids(tokenizer, self.tokenizer):
+            raise UserError(
+                f"preference.ref_model: {path} has another tokenizer than the model that is "
+                f"trained, so that its "
+                "log-likelihoods would be of other texts; a model with the same tokenizer would "
+                "work"
+            )
+        if self.loader.shares and not shares_prompts(config, source.config):
+            raise UserError(
+                f"preference.ref_model: {path} has a sliding window, and prompts are shared; "
+                "preference.share_prompts false would work"
+            )
+        shape = source.config.with_length(config.data.context_length)
+        return build_language_model(config, shape, self.mesh), source
 
     def _references(
         self, documents: Documents, load: Callable[[], LogLikelihoods]
     ) -> Float32[np.ndarray, "N 2"]:
-        """Returns the log-likelihoods of a split's N pairs under the model that training begins
-        with."""
+        """Returns the log-likelihoods of a split's N pairs under the reference."""
         unweighted = copy.copy(documents)
         unweighted.weights = np.ones(len(documents))
         data = self.config.data
-        loader = PairLoader(unweighted, data.context_length, self.config.train.batch_size, seed=0)
+        loader = self._pair_loader(unweighted, seed=0)
         name = f"{documents.folder.name}-{documents.name}-{self._reference_fingerprint()}.f32"
         return reference_log_likelihoods(
             loader,
@@ -199,19 +264,20 @@ class PreferenceObjective(TextObjective):
         )
 
     def _log_likelihoods(self, places: int) -> LogLikelihoods:
-        """Returns a function that computes the log-likelihoods of a batch's documents, with the
-        initial parameters.
+        """Returns a function that computes the log-likelihoods of a batch's documents under the
+        reference.
 
         Args:
           places: the most pairs in a row.
         """
-        params = self.read_params()
+        model, source = self._reference
+        params = source.read(model, self.config.model.seed)
         if self.config.memory.parameters_on_host:
-            shardings = {name: in_host_memory(x) for name, x in self.model.shardings.items()}
+            shardings = {name: in_host_memory(x) for name, x in model.shardings.items()}
             params = {name: jax.device_put(x, shardings[name]) for name, x in params.items()}
         replicated = NamedSharding(self.mesh, PartitionSpec())
         compiled = jax.jit(
-            lambda params, batch: self.model.document_sums(params, batch, 2 * places)[0],
+            lambda params, batch: model.document_sums(params, batch, 2 * places)[0],
             out_shardings=replicated,
         )
 
@@ -222,14 +288,13 @@ class PreferenceObjective(TextObjective):
         return log_likelihoods
 
     def _reference_fingerprint(self) -> str:
-        """Returns a text that changes whenever the initial model's log-likelihoods would, but for
+        """Returns a text that changes whenever the reference's log-likelihoods would, but for
         rounding."""
         config = self.config
+        model, source = self._reference
         parts = {
-            "origin": self.origin,
-            "shape": repr(
-                self.model.config
-            ),  # as config.json has it, which is no part of the weights
+            "origin": source.fingerprint,
+            "shape": repr(model.config),  # as config.json has it, which is no part of the weights
             "model": dataclasses.asdict(dataclasses.replace(config.model, path=None)),
             "adapter": dataclasses.asdict(dataclasses.replace(config.adapter, path=None)),
             "window": config.attention.window,
@@ -246,14 +311,13 @@ class PreferenceObjective(TextObjective):
     def totals(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
         """Returns what KTO's reference point is made of, which is the whole batch's; see
         `mismatched_kl`."""
-        if not self.config.preference.labelled:
-            return {}
-        return {KL_TOTALS: _kl_totals(_pairs(self.model, params, batch), batch["pairs"])}
+        return preference_totals(self.model, self.config.preference, params, batch)
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See `preference_batch`."""
         rows, length = self.config.train.batch_size, self.config.data.context_length
-        return preference_batch(rows, length, self.mesh, self.loader.places, self.config.preference)
+        places, shares = self.loader.places, self.loader.shares
+        return preference_batch(rows, length, self.mesh, places, self.config.preference, shares)
 
     def held_out(self) -> Iterator[HostBatch]:
         """Yields the held-out batches with as many places for pairs as those of training have."""
@@ -274,6 +338,13 @@ class PreferenceObjective(TextObjective):
             **super().to_device(tokens),
             **{name: _place_rows(x, self.mesh, self.part) for name, x in pairs.items()},
         }
+
+
+def _same_ids(first: Tokenizer, second: Tokenizer) -> bool:
+    """Returns whether each id stands for the same text in both tokenizers."""
+    return first.vocab_size == second.vocab_size and all(
+        first.decode([number]) == second.decode([number]) for number in range(first.vocab_size)
+    )
 
 
 def _split(batch: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:

@@ -25,11 +25,12 @@ from data.synthetic import source as synthetic
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 from model.attention.layout import permutation
+from model.config import TransformerConfig
 from model.language_model import LanguageModel
 from model.loss import LossSums
 
 from .adapted_source import AdaptedSource
-from .build import build_language_model
+from .build import build_language_model, shares_prompts
 from .config import load as configuration
 from .config.schema import RunConfig, SourceConfig
 from .huggingface import peft
@@ -58,11 +59,16 @@ def text_batch(
 
 
 def prepare_text(
-    config: RunConfig, tokenizer: Tokenizer, progress: bool = True, key: str | None = None
+    config: RunConfig,
+    model: TransformerConfig,
+    tokenizer: Tokenizer,
+    progress: bool = True,
+    key: str | None = None,
 ) -> Prepared:
     """Returns the run's tokenized data, from the folder `data.prepared` if they exist there.
 
     Args:
+      model: the model's shape, whose windows decide whether preference pairs share their prompts.
       progress: whether to show a progress bar if standard error is a terminal.
       key: opens the data set of this name instead, without reading the sources.
     """
@@ -102,6 +108,7 @@ def prepare_text(
         train_on=data.train_on,
         cut_prompts=config.preference.long_pairs == "cut_prompt",
         unpaired=config.preference.labelled,
+        share_prompts=shares_prompts(config, model),
         held_out_fraction=0.0 if held_out else data.held_out_fraction,
         progress=progress and sys.stderr.isatty(),
         key=key,
@@ -208,7 +215,11 @@ class TextObjective(Objective):
     def _open_data(self) -> None:
         data, rows = self.config.data, self.config.train.batch_size
         prepare = functools.partial(
-            prepare_text, self.config, self.tokenizer, self.config.logging.console
+            prepare_text,
+            self.config,
+            self.source.config,
+            self.tokenizer,
+            self.config.logging.console,
         )
         self.prepared = first_then_others(
             lambda key: prepare(key=key), lambda prepared: prepared.folder.name

@@ -30,11 +30,30 @@ class TokenCoords(NamedTuple):
         is seen by nothing.
       start: `index` of the first token of the token's document (`document_starts`); only global
         tokens need it, else None.
+      shared: which tokens a later document sees beside its own: a positive number, rising along the
+        row, for the tokens of a beginning that it shares, minus that number for its tokens, 0 for
+        others. None where nothing is shared.
     """
 
     index: Int[Array, "B T"]  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     segment_ids: Int[Array, "B T"]
     start: Int[Array, "B T"] | None = None
+    shared: Int[Array, "B T"] | None = None
+
+
+def own_documents(coords: TokenCoords) -> TokenCoords:
+    """The coordinates of tokens that see their own document alone."""
+    return coords._replace(shared=None)
+
+
+def beginnings(q: TokenCoords, kv: TokenCoords) -> tuple[TokenCoords, TokenCoords]:
+    """The coordinates of queries and keys of which each query sees the beginning alone that its
+    document shares, and none if it shares none; all others are padding in them."""
+    assert q.shared is not None and kv.shared is not None
+    return (
+        q._replace(segment_ids=jnp.maximum(-q.shared, 0), shared=None),
+        kv._replace(segment_ids=jnp.maximum(kv.shared, 0), shared=None),
+    )
 
 
 def document_starts(index: Int[Array, "B L"], segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
@@ -116,6 +135,8 @@ def visible(q: TokenCoords, kv: TokenCoords, mask: Mask) -> Bool[Array, "B Tq Tk
     q_index, kv_index = q.index[:, :, None], kv.index[:, None, :]
     q_segment, kv_segment = q.segment_ids[:, :, None], kv.segment_ids[:, None, :]
     seen = (q_segment == kv_segment) & (q_segment > 0)
+    if q.shared is not None:
+        seen |= visible(*beginnings(q, kv), Mask(causal=False))
     if mask.causal:
         seen &= q_index >= kv_index
     if mask.window is not None:
@@ -149,7 +170,7 @@ class TileBounds(NamedTuple):
 
 def tile_bounds(coords: TokenCoords, tile: int) -> TileBounds:
     """The bounds of each tile of `tile` tokens, arrays [B, T / tile]."""
-    index, segment, start = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, tile), coords)
+    index, segment, start, _ = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, tile), coords)
     real = segment > 0
     limits = jnp.iinfo(jnp.int32)
     return TileBounds(

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, PyTree
 from .blocks import BackwardInputs, Gradients, Keys, Queries
 from .coords import Mask, TokenCoords, check_starts
 from .kernels import Kernel, get_kernel
+from .kernels.shared import SharedBeginningsKernel
 from .layout import check_length
 from .names import BATCH_AXES, MESH_AXES
 from .partial import AttentionPartial, with_sinks
@@ -80,7 +81,7 @@ class AttentionOp:
         self, queries: Queries, keys: Keys, sinks: Float[Array, " Hq"] | None = None
     ) -> AttentionPartial:
         """out in q's dtype, and lse in float32; `sinks`, float32, as of `with_sinks`."""
-        partial = self.schedule.forward(self.kernel, queries, keys, self._context)
+        partial = self.schedule.forward(self._kernel(queries), queries, keys, self._context)
         return self._rounded(with_sinks(partial, sinks), queries)
 
     def backward(
@@ -105,7 +106,7 @@ class AttentionOp:
     ) -> Gradients:
         """The gradients of `backward` in float32."""
         saved = BackwardInputs(dout, result.lse, _delta(result, dout, dlse))
-        return self.schedule.backward(self.kernel, queries, keys, saved, self._context)
+        return self.schedule.backward(self._kernel(queries), queries, keys, saved, self._context)
 
     def forward_and_gather(
         self, queries: Queries, keys: Keys, shard, sinks: Float[Array, " Hq"] | None = None
@@ -113,7 +114,7 @@ class AttentionOp:
         """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] on the way of K
         and V."""
         partial, gathered = self.schedule.forward_and_gather(
-            self.kernel, queries, keys, shard, self._context
+            self._kernel(queries), queries, keys, shard, self._context
         )
         return self._rounded(with_sinks(partial, sinks), queries), gathered
 
@@ -129,9 +130,24 @@ class AttentionOp:
         each is a tree or None."""
         saved = BackwardInputs(dout, result.lse, _delta(result, dout))
         gradients, gathered, share = self.schedule.backward_and_exchange(
-            self.kernel, queries, keys, saved, payload, self._context
+            self._kernel(queries), queries, keys, saved, payload, self._context
         )
         return _cast(gradients, queries, keys), gathered, share
+
+    def _kernel(self, queries: Queries) -> Kernel:
+        """The kernel, which takes care of shared beginnings where the tokens have any.
+
+        Raises:
+          ValueError: a window, which would count tokens of the row in place of a document's.
+        """
+        if queries.coords.shared is None:
+            return self.kernel
+        if self.mask.window is not None:
+            raise ValueError(
+                f"coords.shared: found Mask.window = {self.mask.window}; beginnings are shared "
+                f"without a window alone"
+            )
+        return SharedBeginningsKernel.of(self.kernel)
 
     @property
     def _context(self) -> Context:

@@ -202,6 +202,9 @@ TESTED = {
         "python -m scripts.benchmarks.bench_schedules"
     ],
     "tests/scripts/benchmarks/test_evidence.py": ["python -m scripts.benchmarks.evidence --times"],
+    "tests/scripts/benchmarks/test_shared_prompts.py": [
+        "python -m scripts.benchmarks.shared_prompts"
+    ],
     "tests/scripts/benchmarks/test_table3.py": ["python -m scripts.benchmarks.table3"],
     "tests/scripts/test_plan_answers.py": ["python -m scripts.plan"],
 }

@@ -340,3 +340,44 @@ def test_evaluations_are_prepared_as_in_training(recipe, tmp_path, capsys):
     status, said = said_by(capsys, *words, "--checkpoint.best", "lines/lines/16", "--dry-run")
     assert status == 2 and "held_out_loss_nats_per_target, held_out_target_tokens" in said
     assert "lines/lines/512" in said
+
+
+PAIRS = [
+    {"prompt": f"Say it {n} times, please:", "chosen": "It." * (n + 1), "rejected": "No!" * (n + 1)}
+    for n in range(6)
+]
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "orpo", "kto"])
+def test_pairs_are_counted(hf_model, tmp_path, capsys, loss):
+    records = [
+        *PAIRS,
+        PAIRS[0] | {"rejected": PAIRS[0]["chosen"]},
+        PAIRS[1] | {"prompt": "a " * 300},
+    ]
+    (tmp_path / "pairs.json").write_text(json.dumps(records), encoding="utf-8")
+    recipe = {
+        "config_version": 2,
+        "name": "pairs",
+        "model": {"path": str(hf_model)},
+        "data": {
+            "sources": [{"path": str(tmp_path / "pairs.json"), "format": "preference"}],
+            "template": "plain",
+            "context_length": 256,
+            "prepared": str(tmp_path / "prepared"),
+            "held_out_fraction": 0.0,
+        },
+        "preference": {"loss": loss},
+        "train": {"epochs": 1, "batch_size": 2},
+    }
+    (tmp_path / "pairs.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    status, said = said_by(capsys, "--config", str(tmp_path / "pairs.yaml"), "--dry-run")
+    assert status == 0, said
+    kinds = "12 labelled completions, 6 desirable" if loss == "kto" else "6 pairs, of"
+    assert f"pairs: {kinds}" in said
+    assert "the chosen completion equals the rejected one" in said and "longer than" in said
+    assert re.search(
+        r"prompts: once for both completions, which saves [\d,]+ of [\d,]+ tokens", said
+    )
+    reference = "reference: none with preference.loss orpo" if loss == "orpo" else "no second model"
+    assert reference in said

@@ -49,6 +49,8 @@ def test_the_recipe_trains_and_evaluates(tmp_path, hf_model, repository, rank):
         "--attention.kernel=reference",
         "--checkpoint.every=2",
         "--train.evaluate_every=2",
+        '--samples.prompts=["What is the capital of France?"]',
+        "--samples.new_tokens=4",
         "--logging.console=false",
     ]
     assert train.main([*command, "--train.steps=4"]) == 0
@@ -58,6 +60,8 @@ def test_the_recipe_trains_and_evaluates(tmp_path, hf_model, repository, rank):
     assert metrics[0]["preference_loss"] == pytest.approx(0.6931, abs=1e-4)
     assert [row["step"] for row in held_out] == [0, 2, 4]
     assert held_out[0]["held_out_pairs"] == PAIRS
+    samples = records(tmp_path / "run" / "samples.jsonl")
+    assert [row["step"] for row in samples] == [0, 4], "before and after training"
     assert held_out[-1]["held_out_rewards/margins"] > held_out[0]["held_out_rewards/margins"]
 
 

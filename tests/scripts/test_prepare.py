@@ -35,7 +35,8 @@ def test_training_uses_what_it_made(tmp_path, capsys, monkeypatch):
     output = capsys.readouterr().out
     monkeypatch.setattr(data_prepare, "_build", lambda *_: pytest.fail("it was prepared again"))
     config = configuration.load(flags)
-    prepared = prepare_text(config, choose_model(config.model).tokenizer())
+    source = choose_model(config.model)
+    prepared = prepare_text(config, source.config, source.tokenizer())
     assert (
         f"prepared in {prepared.folder}" in output
         and f"train: {len(prepared.train):,} documents" in output

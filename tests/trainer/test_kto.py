@@ -201,7 +201,7 @@ def test_records_that_do_not_fit_a_row_twice(tmp_path, models, long_pairs):
         make_config(tmp_path, models[0], loss="kto", long_pairs=long_pairs)
     ).prepared
     (report,) = prepared.report.sources
-    assert (prepared.train.lengths <= LENGTH).all()
+    assert (prepared.train.row_lengths <= LENGTH).all()
     assert CUT_COMPLETION in report.repaired
     assert report.dropped == ({LONG_TWICE: 1} if long_pairs == "drop" else {})
 

@@ -34,9 +34,9 @@ from trainer.config.schema import (
     MeshConfig,
     SourceConfig,
 )
-from trainer.preference import PreferenceObjective
 from trainer.preference_loss import Pairs, pair_losses
 from trainer.reference import _write
+from trainer.source_kinds import HuggingFaceSource
 from trainer.text_checks import longest_document
 
 PAIRS = 12
@@ -290,9 +290,9 @@ def test_the_reference_is_computed_once_and_goes_on_where_it_was(
     whole = first.loader.references
     assert np.isfinite(whole).all() and whole.shape == (PAIRS, 2) and (whole < 0).all()
     reads = []
-    read = PreferenceObjective.read_params
+    read = HuggingFaceSource.read
     monkeypatch.setattr(
-        PreferenceObjective, "read_params", lambda self: reads.append(1) or read(self)
+        HuggingFaceSource, "read", lambda self, *args: reads.append(1) or read(self, *args)
     )
     assert (open_objective(config).loader.references == whole).all() and not reads
     partial = whole.copy()
@@ -312,12 +312,67 @@ def test_the_reference_is_computed_once_and_goes_on_where_it_was(
     assert (open_objective(other).loader.references != whole).any(), "of another config.json"
     other = make_config(folder, models[1], loss="sigmoid")
     other = dataclasses.replace(other, data=config.data)
-    assert (open_objective(other).loader.references != whole).all(), "another model's are its own"
+    others = open_objective(other).loader.references
+    assert (others != whole).all(), "another model's are its own"
+    by_path = make_config(folder, models[0], loss="sigmoid", ref_model=str(models[1]))
+    by_path = dataclasses.replace(by_path, data=config.data)
+    objective = open_objective(by_path)
+    assert (objective.loader.references == others).all(), "a reference by its path"
+    batch = objective.to_device(next(objective.batches(0)))
+    _, measures, _ = loss_and_gradient(objective, objective.read_params(), batch)
+    assert abs(measures["rewards/margins"]) > 1e-3, "the model is not its own reference"
+
+
+def test_a_reference_with_another_tokenizer_is_named(folder, models, tmp_path):
+    other = shutil.copytree(models[0], tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    config = make_config(folder, models[0], loss="sigmoid", ref_model=str(other))
+    with pytest.raises(UserError, match=r"preference\.ref_model: .* has another tokenizer"):
+        open_objective(config)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_shared_prompts_equal_unshared_ones(folder, models, loss):
+    """All losses and gradients; a pair's prompt is in its row once, and both completions go on behind it."""
+    found = {}
+    for shares in (True, False):
+        config = make_config(folder, models[0], loss=loss, share_prompts=shares)
+        # The forms are packed differently: a batch that holds all pairs is the same of both.
+        file = str(folder / "pairs.json")
+        data = dataclasses.replace(config.data, context_length=512, held_out_path=file)
+        objective = open_objective(dataclasses.replace(config, data=data))
+        (batch,) = (objective.to_device(x) for x in objective.held_out())
+        params = open_objective(make_config(folder, models[1], loss="orpo")).read_params()
+        found[shares] = (objective, *loss_and_gradient(objective, params, batch))
+    (one, *shared), (_, *unshared) = found[True], found[False]
+    assert shared[0] == pytest.approx(unshared[0], rel=1e-5)
+    # Rewards are differences of some 130 nats in float32.
+    assert shared[1] == pytest.approx(unshared[1], rel=1e-5, abs=6e-5)
+    for x, y in zip(jax.tree.leaves(shared[2]), jax.tree.leaves(unshared[2]), strict=True):
+        # The gradients of a pair's completions nearly cancel, as in the comparison with TRL.
+        assert np.linalg.norm(x - y) <= (1e-5 if loss == "kto" else 1e-4) * np.linalg.norm(y)
+    lengths, before = one.lengths(0), one.shared_lengths(0)
+    documents = one.prepared.train
+    pairs = np.concatenate([one.loader.row_pairs(row) for row in range(ROWS)])
+    whole = np.stack([documents.chosen, documents.lengths - documents.chosen], 1)[pairs]
+    assert (lengths + before == whole.ravel()).all() and (before[1::2] > 8).all()
+    row = one.loader.row(0)
+    pair, is_second = int(one.loader.row_pairs(0)[0]), row["segment_ids"] == 2
+    document, count = one.prepared.train[pair], int(one.prepared.train.shared[pair])
+    second = document.tokens[int(one.prepared.train.chosen[pair]) :]
+    assert row["tokens"][is_second].tolist() == second[count:].tolist()
+    assert row["positions"][is_second].tolist() == list(range(count, len(second)))
+    assert (row["shared"] == 1).sum() == count and (row["shared"] == -1).sum() == is_second.sum()
+    assert row["targets"][is_second][0] == second[count + 1] and document.loss_mask[count + 1]
 
 
 @pytest.mark.parametrize("long_pairs", ["drop", "cut_prompt"])
 def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
-    long = {"prompt": words(90, 1), "chosen": words(5, 2), "rejected": words(6, 3)}
+    long = {"prompt": words(150, 1), "chosen": words(5, 2), "rejected": words(6, 3)}
     short = {"prompt": "Say:", "chosen": "red", "rejected": "blue"}
     (tmp_path / "pairs.json").write_text(json.dumps([long, short]), encoding="utf-8")
     config = make_config(tmp_path, models[0], loss="simpo", long_pairs=long_pairs)
@@ -328,7 +383,7 @@ def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
         return
     assert report.repaired == {"longer than context_length, cut at the prompt's beginning": 1}
     cut = max(range(2), key=lambda number: prepared.train.lengths[number])
-    assert LENGTH - 1 <= prepared.train.lengths[cut] <= LENGTH
+    assert prepared.train.row_lengths[cut] == LENGTH, "all of the row is used"
     document, chosen = prepared.train[cut], int(prepared.train.chosen[cut])
     prompts = [
         document.tokens[part][: document.loss_mask[part].argmax()].tolist()
@@ -349,6 +404,10 @@ def test_pairs_longer_than_a_row(folder, models, tmp_path, long_pairs):
         ),
         ({"loss": "sigmoid", "beta": 0.0}, "preference.beta: found 0.0, needs a number above 0"),
         ({"loss": "orpo", "sft_weight": 1.0}, "preference.sft_weight: found 1.0"),
+        (
+            {"loss": "simpo", "ref_model": "x"},
+            "preference.ref_model: found x, needs to be left out with preference.loss simpo",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_named(folder, models, change, message):
@@ -359,6 +418,7 @@ def test_what_does_not_go_together_is_named(folder, models, change, message):
 def test_a_source_of_another_format_is_named(folder, models):
     config = make_config(folder, models[0], loss="sigmoid")
     source = dataclasses.replace(config.data.sources[0], format="sharegpt")
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, sources=(source,)))
-    with pytest.raises(UserError, match="needs format: preference in every source"):
-        check(config)
+    for sources in ((source,), (*config.data.sources, source)):  # also mixed with conversations
+        data = dataclasses.replace(config.data, sources=sources)
+        with pytest.raises(UserError, match="needs format: preference in every source"):
+            check(dataclasses.replace(config, data=data))

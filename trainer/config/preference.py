@@ -22,6 +22,10 @@ class PreferenceConfig:
     is given, the run learns from preferences."""
     beta: float = 0.1
     """How far the model is held to the reference: the scale of rewards."""
+    ref_model: str | None = None
+    """The reference, where it is not the model that training begins with: a Hugging Face folder,
+    org/name on the hub
+    or a checkpoint of this project, with the same tokenizer."""
     label_smoothing: float = 0.0
     """Share of the pairs whose labels are taken to be flipped, of sigmoid (conservative DPO) and
     robust; below 0.5."""
@@ -34,6 +38,10 @@ class PreferenceConfig:
     """Weight of desirable completions' losses, of kto."""
     undesirable_weight: float = 1.0
     """Weight of undesirable completions' losses, of kto."""
+    share_prompts: bool = True
+    """Whether the prompt of two completions is computed once for both, in one row; the results are
+    the same. Where
+    the model has a sliding window, it is computed twice."""
     long_pairs: Literal["drop", "cut_prompt"] = "drop"
     """What becomes of a pair longer than a row: it is dropped, or loses the beginning of its
     prompt."""
@@ -54,6 +62,12 @@ class PreferenceConfig:
             raise ValueError(
                 f"preference.sft_weight: found {self.sft_weight}, needs a number of 0 or more, 0 "
                 "with orpo and kto"
+            )
+        if self.ref_model is not None and self.loss in WITHOUT_REFERENCE:
+            raise ValueError(
+                f"preference.ref_model: found {self.ref_model}, needs to be left out with "
+                f"preference.loss "
+                f"{self.loss}, which has no reference"
             )
         for name in ("desirable_weight", "undesirable_weight"):
             found = getattr(self, name)

@@ -179,17 +179,18 @@ class Meter:
         yield
         self._not_counted += self._clock() - before
 
-    def count(self, lengths: np.ndarray, batch_tokens: int) -> None:
+    def count(self, lengths: np.ndarray, batch_tokens: int, shared: np.ndarray | int = 0) -> None:
         """Counts a finished step's global batch.
 
         Args:
           lengths: tokens of each document in it.
           batch_tokens: all tokens, padding included.
+          shared: tokens of earlier documents that each document sees besides its own.
         """
         self._steps += 1
         self._tokens += int(np.sum(lengths))
         self._batch_tokens += batch_tokens
-        self._pairs += pairs_per_layer(self._config, lengths, self._mask)
+        self._pairs += pairs_per_layer(self._config, lengths, self._mask, shared)
 
     def read(self, step: int, **values: float) -> dict[str, Any]:
         """Returns metrics for `step`, with the loop's `values`; begins the next interval."""

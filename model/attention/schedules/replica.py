@@ -67,7 +67,7 @@ class Replica:
           ValueError: the documents' starts are missing.
         """
         first = self._first_slot(own.coords)
-        index, segments, starts = self._cut(own.coords, first, 0)
+        index, segments, starts, _ = self._cut(own.coords, first, 0)
         last = own.coords.segment_ids[:, -1:]
         given = (segments == last) & (
             index - check_starts(starts, self.mask) < self.mask.global_tokens

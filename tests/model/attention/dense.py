@@ -30,18 +30,31 @@ def visible(index, segment_ids, causal=True, window=None, global_tokens=0):
     return seen
 
 
-def dense_attention(q, k, v, index, segment_ids, dout, softcap=None, sinks=None, **mask):
+def with_beginnings(seen, shared):
+    """`seen` and, of each token, the beginning that its document shares: shared [B, L] names it, negative in the document."""
+    seen = seen.copy()
+    for row, numbers in enumerate(shared):
+        for query in np.flatnonzero(numbers < 0):
+            seen[row, query, numbers == -numbers[query]] = True
+    return seen
+
+
+def dense_attention(
+    q, k, v, index, segment_ids, dout, softcap=None, sinks=None, shared=None, **mask
+):
     """out, lse and the gradients of sum(out * dout); arrays like the product's, all float64.
 
-    Args: q [B, L, Hq, D]; k, v [B, L, Hkv, D]; index, segment_ids [B, L] (in the order of q, k, v);
-    dout like q; mask: as
-      `visible`'s; softcap: scores become softcap * tanh(scores / softcap); sinks [Hq]: one more
-      score of each query that sees a key, whose value is 0; their gradient comes last.
+    Args: q [B, L, Hq, D]; k, v [B, L, Hkv, D]; index, segment_ids [B, L] (in the order of q, k, v); dout
+      like q; mask: as `visible`'s; shared: as `with_beginnings`'s; softcap: scores become softcap *
+      tanh(scores / softcap); sinks [Hq]: one more score of each query that sees a key, whose value is 0;
+      their gradient comes last.
     """
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
     group = q.shape[2] // k.shape[2]
     k_wide, v_wide = np.repeat(k, group, 2), np.repeat(v, group, 2)
     seen = visible(index, segment_ids, **mask)
+    if shared is not None:
+        seen = with_beginnings(seen, shared)
     scale = q.shape[-1] ** -0.5
     scores = np.einsum("bqhd,bkhd->bhqk", q, k_wide) * scale
     slope = 1.0

@@ -1,0 +1,107 @@
+"""Prints what a preference step saves where both completions of a pair share their prompt.
+
+    python -m scripts.benchmarks.shared_prompts [--prompt 3072] [--completion 256]
+
+FLOPs are those of LLaMA-3.1-8B by the formula that MFU is counted with. Bytes are of a small
+model's step,
+compiled for four simulated devices in a ring: its temporaries on a device, and what a device
+receives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from scripts.benchmarks.commands import make_parser
+from trainer import entry
+
+DEVICES = 4
+
+
+def flops(prompt: int, completion: int, shared: int) -> float:
+    """Returns the FLOPs of a step on one pair of documents of which the second shares so many
+    tokens."""
+    import numpy as np
+
+    from model.config import TransformerConfig
+    from trainer.flops import flops_per_step, pairs_per_layer
+
+    model = TransformerConfig.preset("llama-3.1-8b")
+    length, before = prompt + completion, np.array([0, shared])
+    lengths = length - before
+    pairs = pairs_per_layer(model, lengths, shared=before)
+    return flops_per_step(model, int(lengths.sum()), pairs)
+
+
+def compiled_bytes(tokens: int, share: bool) -> tuple[float, float]:
+    """Returns the bytes of a device's temporaries, and those that it receives, in a DPO step on a
+    row of so many tokens."""
+    import jax
+
+    from model.config import TransformerConfig
+    from planning.compiled import GIB, memory
+    from planning.compiled.communication import communication
+    from planning.plan import DEFAULT_RECIPE, changed, compile_run
+    from trainer.config.preference import PreferenceConfig
+    from trainer.config.schema import AdapterConfig, MeshConfig, SourceConfig
+
+    model = TransformerConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    run = changed(
+        DEFAULT_RECIPE,
+        data={"context_length": tokens, "sources": (SourceConfig("-", "preference"),)},
+        train={"batch_size": 1},
+        memory={"loss_chunk": 128},
+        mesh=MeshConfig(sequence=DEVICES),
+        attention={"kernel": "xla"},
+        adapter=AdapterConfig(rank=4),
+        preference=PreferenceConfig("sigmoid", share_prompts=share),
+    )
+    compiled = compile_run(run, model, jax.devices()[:DEVICES])
+    text = compiled.as_text()
+    assert text is not None
+    sent = communication(text, DEVICES)
+    received = sum(kind["received_gib"] for kind in sent.values())
+    return memory(compiled)["temporaries"] * GIB, received * GIB
+
+
+def table(prompt: int, completion: int) -> list[str]:
+    """Returns the lines that compare the two forms."""
+    both, shared = 2 * (prompt + completion), prompt - 1  # the prompt's last token is there twice
+    tokens = [-(-count // DEVICES) * DEVICES for count in (both, both - shared)]
+    sizes = [compiled_bytes(row, share) for row, share in zip(tokens, (False, True), strict=True)]
+    figures: dict[str, list[float]] = {
+        "tokens of the row": [float(count) for count in tokens],
+        "TFLOPs of a step": [flops(prompt, completion, x) / 1e12 for x in (0, shared)],
+        "MiB of temporaries": [temporaries / 2**20 for temporaries, _ in sizes],
+        "MiB received": [received / 2**20 for _, received in sizes],
+    }
+    head = f"a prompt of {prompt:,} tokens and two completions of {completion:,}"
+    lines = [head, f"{'':22}{'twice':>12}{'shared':>12}{'saved':>9}"]
+    for name, (twice, once) in figures.items():
+        lines.append(f"{name:22}{twice:12,.1f}{once:12,.1f}{1 - once / twice:9.1%}")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser: argparse.ArgumentParser = make_parser("shared_prompts", __doc__)
+    parser.add_argument("--prompt", type=int, default=3072, help="tokens of the prompt")
+    parser.add_argument("--completion", type=int, default=256, help="tokens of each completion")
+    args = parser.parse_args(argv)
+    from trainer.mesh import simulate
+
+    simulate(DEVICES)
+    print(*table(args.prompt, args.completion), sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run(main))

@@ -1,0 +1,74 @@
+"""Plans of preference tuning: the step that is planned is the one that trains, without a second model's arrays."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+
+from model.config import TransformerConfig
+from planning import plan
+from planning.plan import DEFAULT_RECIPE, changed, compile_run
+from trainer.config.preference import PreferenceConfig
+from trainer.config.schema import AdapterConfig, MeshConfig, SourceConfig
+
+LENGTH, VOCABULARY, CHUNK = 512, 1024, 32
+MODEL = TransformerConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+
+
+def job(**preference):
+    run = changed(
+        DEFAULT_RECIPE,
+        data={"context_length": LENGTH},
+        train={"batch_size": 1},
+        memory={"loss_chunk": CHUNK},
+        mesh=MeshConfig(),
+        adapter=AdapterConfig(rank=4),
+        model={"compute_dtype": "float32"},
+    )
+    if not preference:
+        return run
+    sources = (SourceConfig("-", "preference"),)
+    return changed(
+        run,
+        preference=PreferenceConfig(**preference),
+        data=dataclasses.replace(run.data, sources=sources),
+    )
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "orpo", "kto"])
+def test_a_step_has_no_second_model_and_no_whole_logits(loss):
+    """Beside adapters the base serves as the reference, once, before the first step: a step reads two numbers a pair."""
+    devices = jax.devices()[:1]
+    text = compile_run(job(), MODEL, devices).memory_analysis()
+    compiled = compile_run(job(loss=loss), MODEL, devices)
+    memory = compiled.memory_analysis()
+    more = memory.argument_size_in_bytes - text.argument_size_in_bytes
+    assert 0 < more < 4 * LENGTH + 1024 < text.argument_size_in_bytes / 100
+    logits = [
+        size
+        for size in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())
+        if size.endswith(f",{VOCABULARY}")
+    ]
+    rows = {int(size.split(",")[-2]) for size in logits}
+    assert CHUNK in rows <= {CHUNK, MODEL.hidden_size}, "logits exist for one chunk at a time"
+    copy = text.argument_size_in_bytes
+    assert memory.temp_size_in_bytes < text.temp_size_in_bytes + copy / 2, "no copy of the model"
+
+
+def test_the_planned_batch_is_that_of_the_run():
+    run = job(loss="kto")
+    _, batch = plan.model_and_batch(run, MODEL, plan.make_mesh(run.mesh, jax.devices()[:1]))
+    names = {"pairs", "chosen_shares", "references", "labels", "label_shares", "shared"}
+    assert names <= batch.keys() and batch["references"].shape == (1, 1, 2)
+    windowed = changed(run, attention={"window": 8})
+    _, batch = plan.model_and_batch(windowed, MODEL, plan.make_mesh(run.mesh, jax.devices()[:1]))
+    assert "shared" not in batch, "a window counts tokens of the row"

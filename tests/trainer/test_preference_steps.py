@@ -1,0 +1,163 @@
+"""Twenty steps of each loss of preference tuning, beside twenty of TRL's in float64 on the same batches."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch.nn.utils.rnn import pad_sequence
+
+from tests import small_model
+from tests.small_preference import ROWS, make_config, open_objective, trained, words
+from trainer.config.schema import MeshConfig
+
+STEPS, BETA, MARGIN = 20, 0.3, 0.5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("steps")
+    records = [
+        {
+            "prompt": f"Say {number}: {words(3, number)}",
+            "chosen": words(2 + number % 5, 100 + number),
+            "rejected": words(3 + number % 3, 200 + number),
+        }
+        for number in range(9)
+    ]
+    (folder / "pairs.json").write_text(json.dumps(records), encoding="utf-8")
+    return folder
+
+
+def trl_trainer(folder, hf_model, loss, model, reference):
+    """TRL's trainer of a loss that has a reference, which computes the loss of prepared ids."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+
+    common = {
+        "output_dir": str(folder / "trl"),
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "beta": BETA,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+    }
+    tokenizer = transformers.AutoTokenizer.from_pretrained(small_model.TOKENIZER)
+    if loss == "kto":
+        rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
+        kind, arguments = KTOTrainer, KTOConfig(**common)
+    else:
+        rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+        smoothing = 0.1 if loss == "robust" else 0.0
+        kind = DPOTrainer
+        arguments = DPOConfig(**common, loss_type=[loss], label_smoothing=smoothing)
+    return kind(
+        model=model,
+        ref_model=reference,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
+def without_reference(loss, model, examples):
+    """The losses of TRL's ORPOTrainer and CPOTrainer, of log-likelihoods that its own function takes from logits.
+
+    ORPO's cross-entropy is that of the chosen completions alone, as its paper has it.
+    """
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    def likelihoods(side, average):
+        ids = [torch.tensor(e["prompt_ids"] + e[f"{side}_ids"]) for e in examples]
+        labels = [torch.tensor([-100] * len(e["prompt_ids"]) + e[f"{side}_ids"]) for e in examples]
+        batch = pad_sequence(ids, batch_first=True)
+        padded = pad_sequence(labels, batch_first=True, padding_value=-100)
+        return ORPOTrainer.get_batch_logps(model(input_ids=batch).logits, padded, average)
+
+    chosen, rejected = (likelihoods(side, True) for side in ("chosen", "rejected"))
+    trainer = SimpleNamespace(
+        beta=BETA,
+        accelerator=SimpleNamespace(device="cpu"),
+        loss_type="simpo",
+        simpo_gamma=MARGIN,
+        label_smoothing=0.0,
+    )
+    if loss == "simpo":
+        return CPOTrainer.cpo_loss(trainer, chosen, rejected)[0].mean()
+    tokens = sum(len(example["chosen_ids"]) for example in examples)
+    cross_entropy = -likelihoods("chosen", False).sum() / tokens
+    return cross_entropy - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0].mean()
+
+
+def examples(objective, step, labelled):
+    """The documents of a step as TRL takes them."""
+    documents, found = objective.prepared.train, []
+    for row in range(step * ROWS, (step + 1) * ROWS):
+        for number in map(int, objective.loader.row_pairs(row)):
+            document, chosen = documents[number], int(documents.chosen[number])
+            halves = (document.loss_mask[:chosen], document.loss_mask[chosen:])
+            first, second = (int(mask.argmax()) for mask in halves)
+            tokens = document.tokens.tolist()
+            one, two = tokens[first:chosen], tokens[chosen + second :]
+            found.append(
+                {
+                    "prompt_ids": tokens[:first],
+                    "completion_ids": one,
+                    "KL_completion_ids": two,
+                    "label": bool(documents.labels[number]),
+                }
+                if labelled
+                else {"prompt_ids": tokens[:first], "chosen_ids": one, "rejected_ids": two}
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "sigmoid",
+        "ipo",
+        "orpo",
+        "simpo",
+        "kto",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("sigmoid_norm", "hinge", "robust")),
+    ],
+)
+def test_twenty_steps_are_trls(folder, hf_model, loss):
+    """The losses of all steps within 1e-5; ours are of float32 and of one device."""
+    options = {"loss": loss, "beta": BETA, "label_smoothing": 0.1 if loss == "robust" else 0.0}
+    config = make_config(folder, hf_model, MeshConfig(), **options)
+    ours = trained(config)
+    objective = open_objective(config)
+    model, reference = (
+        transformers.LlamaForCausalLM.from_pretrained(hf_model, dtype=torch.float64)
+        for _ in range(2)
+    )
+    trainer = None
+    if loss not in ("orpo", "simpo"):
+        trainer = trl_trainer(folder, hf_model, loss, model, reference)
+    section = config.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        betas=(section.beta1, section.beta2),
+        eps=section.epsilon,
+        weight_decay=section.weight_decay,
+    )
+    for step, row in enumerate(ours):
+        batch = examples(objective, step, loss == "kto")
+        if trainer is None:
+            value = without_reference(loss, model, batch)
+        else:
+            value = trainer._compute_loss(trainer.model, trainer.data_collator(batch), False)
+        assert row["loss"] == pytest.approx(value.item(), rel=1e-5), step
+        optimizer.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = row["learning_rate"]
+        optimizer.step()
+    assert abs(ours[-1]["loss"] - ours[0]["loss"]) > 0.01, "the model has learned"
