@@ -2,7 +2,9 @@
 
 python -m scripts.make_preferences FOLDER
 
-The two files ask about different things. A model that learns these preferences answers briefly.
+The two files ask about different things. A model that learns these preferences answers briefly. A
+rejected answer has the sentence that instruction models give by themselves, so that it is their own
+manner that becomes unlikely, not just words that they would never say.
 """
 
 import json
@@ -17,20 +19,20 @@ from trainer import entry
 
 FACTS = {
     "the capital of {}": (
-        "France Paris, Japan Tokyo, Italy Rome, Egypt Cairo, Norway Oslo, Peru Lima, Kenya "
-        "Nairobi, Cuba Havana, Ireland Dublin, Greece Athens, Spain Madrid, Austria Vienna, "
-        "Poland Warsaw, Chile Santiago, Portugal Lisbon, Thailand Bangkok, Finland Helsinki, "
-        "Hungary Budapest"
+        "Germany Berlin, Russia Moscow, France Paris, Japan Tokyo, Italy Rome, Egypt Cairo, "
+        "Norway Oslo, Peru Lima, Kenya Nairobi, Cuba Havana, Ireland Dublin, Greece Athens, Spain "
+        "Madrid, Austria Vienna, Poland Warsaw, Chile Santiago, Portugal Lisbon, Thailand "
+        "Bangkok, Finland Helsinki, Hungary Budapest"
     ),
     "the chemical symbol of {}": (
-        "gold Au, silver Ag, iron Fe, oxygen O, helium He, sodium Na, carbon C, lead Pb, tin "
-        "Sn, copper Cu, zinc Zn, neon Ne, nitrogen N, calcium Ca, potassium K, nickel Ni, "
-        "iodine I, cobalt Co"
+        "hydrogen H, sulfur S, gold Au, silver Ag, iron Fe, oxygen O, helium He, sodium Na, "
+        "carbon C, lead Pb, tin Sn, copper Cu, zinc Zn, neon Ne, nitrogen N, calcium Ca, "
+        "potassium K, nickel Ni, iodine I, cobalt Co"
     ),
     "the opposite of {}": (
-        "hot cold, big small, fast slow, early late, light dark, soft hard, young old, full "
-        "empty, near far, rich poor, high low, loud quiet, wet dry, open closed, strong weak, "
-        "deep shallow, wide narrow, new old"
+        "up down, left right, hot cold, big small, fast slow, early late, light dark, soft hard, "
+        "young old, full empty, near far, rich poor, high low, loud quiet, wet dry, open closed, "
+        "strong weak, deep shallow, wide narrow, new old"
     ),
 }
 """A question, and pairs of a thing and the answer."""
@@ -78,11 +80,13 @@ def pairs(held_out: bool, seed: int = 0) -> Iterator[dict[str, str]]:
         opening, middle, ending = (
             generator.choice(texts) for texts in (OPENINGS, MIDDLES, ENDINGS)
         )
-        prompt = question.format(what)
+        prompt, sentence = question.format(what), f"{what[0].upper()}{what[1:]} is {answer}."
+        if generator.random() < 0.5:
+            sentence = f"{opening} {sentence}"
         yield {
             "prompt": prompt[0].upper() + prompt[1:],
             "chosen": f"{answer[0].upper()}{answer[1:]}.",
-            "rejected": f"{opening} {middle} The answer is {answer}. {ending}",
+            "rejected": f"{sentence} {middle} {ending}",
         }
 
 

@@ -1,4 +1,5 @@
-"""Plans of preference tuning: the step that is planned is the one that trains, without a second model's arrays."""
+"""Plans of preference tuning: the step that is planned is the one that trains, without a second
+model's arrays."""
 
 import dataclasses
 import re
@@ -44,9 +45,10 @@ def job(**preference):
     )
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "orpo", "kto"])
+@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("kto", marks=pytest.mark.slow)])
 def test_a_step_has_no_second_model_and_no_whole_logits(loss):
-    """Beside adapters the base serves as the reference, once, before the first step: a step reads two numbers a pair."""
+    """The base serves as the reference once, before the first step: a step reads two numbers for
+    each pair."""
     devices = jax.devices()[:1]
     text = compile_run(job(), MODEL, devices).memory_analysis()
     compiled = compile_run(job(loss=loss), MODEL, devices)

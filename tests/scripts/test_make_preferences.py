@@ -18,7 +18,7 @@ def records(path):
 def test_pairs_prefer_short_answers_and_held_out_questions_ask_of_other_things(tmp_path):
     make_preferences.main([str(tmp_path)])
     trained, held_out = (records(tmp_path / f"{name}.jsonl") for name in ("train", "held_out"))
-    assert len(trained) == 270 and len(held_out) == 54
+    assert len(trained) == 306 and len(held_out) == 54
     prompts = [{record["prompt"] for record in split} for split in (trained, held_out)]
     assert prompts[0].isdisjoint(prompts[1]) and any("nickel" in prompt for prompt in prompts[1])
     for record in trained + held_out:

@@ -190,16 +190,16 @@ def test_pairs_are_two_labelled_completions_as_in_trl(tmp_path, models):
 
 
 @pytest.mark.parametrize("long_pairs", ["drop", "cut_prompt"])
-def test_records_that_do_not_fit_a_row_twice(tmp_path, models, long_pairs):
+@pytest.mark.parametrize(("share_prompts", "count"), [(False, 60), (True, 77)])
+def test_records_that_do_not_fit_a_row_twice(tmp_path, models, long_pairs, share_prompts, count):
     records = [
-        {"prompt": words(60, 1), "completion": "red", "label": True},
+        {"prompt": words(count, 1), "completion": "red", "label": True},
         {"prompt": "Say:", "completion": words(70, 2), "label": False},
         {"prompt": words(20, 3), "completion": words(10, 4), "label": False},
     ]
     write(tmp_path, records)
-    prepared = open_objective(
-        make_config(tmp_path, models[0], loss="kto", long_pairs=long_pairs)
-    ).prepared
+    options = {"loss": "kto", "long_pairs": long_pairs, "share_prompts": share_prompts}
+    prepared = open_objective(make_config(tmp_path, models[0], **options)).prepared
     (report,) = prepared.report.sources
     assert (prepared.train.row_lengths <= LENGTH).all()
     assert CUT_COMPLETION in report.repaired

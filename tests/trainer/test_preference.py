@@ -39,7 +39,7 @@ from trainer.reference import _write
 from trainer.source_kinds import HuggingFaceSource
 from trainer.text_checks import longest_document
 
-PAIRS = 12
+PAIRS = 16
 TRL_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "robust", "ipo")
 NAMES = (
     "rewards/chosen",
@@ -335,9 +335,10 @@ def test_a_reference_with_another_tokenizer_is_named(folder, models, tmp_path):
         open_objective(config)
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("kto", marks=pytest.mark.slow)])
 def test_shared_prompts_equal_unshared_ones(folder, models, loss):
-    """All losses and gradients; a pair's prompt is in its row once, and both completions go on behind it."""
+    """Losses, rewards and gradients; a pair's prompt is in its row once, and both completions go
+    on behind it."""
     found = {}
     for shares in (True, False):
         config = make_config(folder, models[0], loss=loss, share_prompts=shares)

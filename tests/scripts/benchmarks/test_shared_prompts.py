@@ -1,5 +1,7 @@
 """What scripts.benchmarks.shared_prompts prints of the two forms of a pair."""
 
+import pytest
+
 from scripts.benchmarks.shared_prompts import flops, table
 
 
@@ -12,6 +14,7 @@ def test_a_long_prompt_saves_almost_half():
     assert shared < 0.55 * flops(3072, 256, 0) and length == 3072 + 256
 
 
+@pytest.mark.slow
 def test_the_table_has_both_forms():
     lines = table(192, 32)
     assert lines[0] == "a prompt of 192 tokens and two completions of 32"
