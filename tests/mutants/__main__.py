@@ -41,7 +41,10 @@ TESTS = {
     "trainer/step.py": ("tests/trainer/test_step.py", "tests/trainer/test_optimizer.py"),
     "trainer/optimizer.py": ("tests/trainer/test_optimizer.py", "tests/trainer/test_step.py"),
     "trainer/checkpoint/store.py": ("tests/trainer/checkpoint/test_store.py",),
-    "trainer/checkpoint/manifest.py": ("tests/trainer/checkpoint/test_store.py",),
+    "trainer/checkpoint/manifest.py": (
+        "tests/trainer/checkpoint/test_manifest.py",
+        "tests/trainer/checkpoint/test_store.py",
+    ),
     "trainer/huggingface/write.py": ("tests/trainer/huggingface/test_huggingface.py",),
     "trainer/huggingface/merge.py": ("tests/trainer/huggingface/test_peft.py",),
     "data/packing.py": ("tests/data/test_packing.py", "tests/data/test_loader.py"),
