@@ -13,7 +13,6 @@ iteration unfinished.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -48,6 +47,7 @@ from data.trajectories.tasks import (
 )
 from data.within import read_json
 from trainer import entry
+from trainer.options import AtLeastOne, command, option
 
 ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_search"}
 """Policy -> its name in commands and folders. Seeds depend on the order."""
@@ -161,7 +161,7 @@ class Collection:
       folders: policy -> the folder of its files.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Options) -> None:
         """Makes the folders, or compares them with their original options.
 
         Raises:
@@ -291,7 +291,7 @@ def episode_counts(episodes: int, policies: Sequence[str]) -> dict[str, int]:
     return dict(collections.Counter(turns[number % len(turns)] for number in range(episodes)))
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Options) -> None:
     """Collects what is missing.
 
     Raises:
@@ -400,50 +400,28 @@ def claim(path: Path, description: dict[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.collect_trajectories",
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    task: str = option(f"out of {', '.join(TASKS)}")
+    output: str = option("folder, which receives {domain}/{algorithm}/buffer/*.npz")
+    episodes: AtLeastOne = option("number of episodes; a larger number adds to the folder", 400)
+    policy: tuple[str, ...] = option(
+        "(default: all, in the proportion 1 : 1 : 8)",
+        tuple(ALGORITHMS.values()),
+        choices=tuple(ALGORITHMS.values()),
     )
-    parser.add_argument("--task", required=True, help=f"out of {', '.join(TASKS)}")
-    parser.add_argument(
-        "--output", required=True, help="folder, which receives {domain}/{algorithm}/buffer/*.npz"
+    paired: bool = option(
+        "start both episodes of a search direction from the same state, so only their policies "
+        "differ; a folder keeps its original option"
     )
-    parser.add_argument(
-        "--episodes",
-        type=entry.at_least_one,
-        default=400,
-        help="number of episodes (default 400); a larger number adds to the folder",
-    )
-    parser.add_argument(
-        "--policy",
-        nargs="+",
-        choices=ALGORITHMS.values(),
-        default=list(ALGORITHMS.values()),
-        help="(default: all, in the proportion 1 : 1 : 8)",
-    )
-    parser.add_argument(
-        "--paired",
-        action="store_true",
-        help=(
-            "start both episodes of a search direction from the same state, so only their "
-            "policies differ; a folder keeps its original option"
-        ),
-    )
-    parser.add_argument(
-        "--action-repeat",
-        type=entry.at_least_one,
-        default=5,
-        help="simulator steps per action (default 5); every step is recorded",
-    )
-    parser.add_argument(
-        "--workers", type=entry.at_least_one, default=2, help="processes (default 2)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the episodes (default 0)")
-    args = parser.parse_args(argv)
-    return entry.run(lambda: run(args), args.output)
+    action_repeat: AtLeastOne = option("simulator steps per action; every step is recorded", 5)
+    workers: AtLeastOne = option("processes", 2)
+    seed: int = option("seed of the episodes", 0)
+
+
+main = command(Options, run, output="output")
 
 
 if __name__ == "__main__":

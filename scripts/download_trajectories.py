@@ -8,8 +8,7 @@ archive has several GB and is removed after unpacking.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import dataclasses
 from pathlib import Path
 
 from rich.progress import (
@@ -31,9 +30,10 @@ from data.trajectories.archives import (
     download_archive,
 )
 from trainer import entry
+from trainer.options import FreeText, command, option
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Options) -> None:
     """Downloads and unpacks what is missing."""
     root = Path(args.output).expanduser()
     for algorithm in args.algorithm:
@@ -72,29 +72,19 @@ def run(args: argparse.Namespace) -> None:
             progress.console.print(f"{name}: {outcome}", highlight=False, soft_wrap=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.download_trajectories",
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    domain: str = option(f"out of {', '.join(DOMAINS)}")
+    algorithm: tuple[str, ...] = option(f"some of {', '.join(ALGORITHMS)}")
+    output: str = option("folder, which receives {domain}/{algorithm}/buffer/*.npz")
+    address: FreeText = option(
+        "of the archives or a copy of them; {domain}/{algorithm}.zip is appended", ADDRESS
     )
-    parser.add_argument("--domain", required=True, help=f"out of {', '.join(DOMAINS)}")
-    parser.add_argument(
-        "--algorithm", required=True, nargs="+", help=f"some of {', '.join(ALGORITHMS)}"
-    )
-    parser.add_argument(
-        "--output", required=True, help="folder, which receives {domain}/{algorithm}/buffer/*.npz"
-    )
-    parser.add_argument(
-        "--address",
-        type=entry.free_text,
-        default=ADDRESS,
-        help="of the archives or a copy of them; {domain}/{algorithm}.zip is "
-        "appended (default %(default)s)",
-    )
-    args = parser.parse_args(argv)
-    return entry.run(lambda: run(args), args.output)
+
+
+main = command(Options, run, output="output")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 python -m scripts.draw_layout [--output FILE.png]
 """
 
+import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from data.paths import PICTURE, PICTURE_METADATA, output_file
 from model.attention.layout import permutation
-from trainer import entry
+from trainer.options import command, option
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -142,30 +142,22 @@ def _draw_block(axes: "Axes", block: list[list[str]], device: int) -> None:
     axes.set_xlabel(f"{work(block)} of {size * size}", fontsize=8, labelpad=2)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command, which prints the file's name, and returns its exit status."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.draw_layout",
-        allow_abbrev=False,
-        description=(
-            "Draws which tokens each device holds, and which tiles it computes in each round of a "
-            "ring."
-        ),
-    )
-    parser.add_argument(
-        "--output",
-        type=pathlib.Path,
-        default=pathlib.Path("docs/striped_layout.png"),
-        metavar="FILE.png",
-        help="picture to write (default docs/striped_layout.png, the repository's own)",
-    )
-    args = parser.parse_args(argv)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
 
-    def draw_and_print() -> None:
-        draw(output_file(args.output, PICTURE))
-        print(args.output)
+    output: pathlib.Path = option(
+        "picture to write", pathlib.Path("docs/striped_layout.png"), metavar="FILE.png"
+    )
 
-    return entry.run(draw_and_print, args.output)
+
+def run(options: Options) -> None:
+    """Draws, and prints the file's name."""
+    draw(output_file(options.output, PICTURE))
+    print(options.output)
+
+
+main = command(Options, run, output="output")
 
 
 if __name__ == "__main__":

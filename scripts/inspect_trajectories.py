@@ -8,7 +8,7 @@ states, which takes a fraction of a second each.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +24,7 @@ from data.trajectories.builder import read_with_rewards
 from data.trajectories.episodes import episode_files, episode_return
 from data.trajectories.tasks import TASKS, Task, get_task
 from trainer import entry
+from trainer.options import command, option
 
 QUANTILES = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
 BINS = 40
@@ -117,7 +118,7 @@ def draw(task: Task, returns: Mapping[str, Float[np.ndarray, " n"]], path: Path)
     figure.savefig(path, dpi=120, metadata=PICTURE_METADATA)
 
 
-def inspect(args: argparse.Namespace) -> dict[str, Any]:
+def inspect(args: Options) -> dict[str, Any]:
     """Runs the command; returns what --json writes.
 
     Raises:
@@ -155,28 +156,23 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.inspect_trajectories",
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    path: str = option(
+        "folder with {domain}/{algorithm}/buffer/*.npz, or one of these buffers", positional=True
     )
-    parser.add_argument(
-        "path",
-        help="folder with {domain}/{algorithm}/buffer/*.npz, or one of these buffers",
+    task: str = option(f"out of {', '.join(TASKS)}")
+    plot: str | None = option(
+        "draw a histogram of the returns of each algorithm", None, metavar="FILE.png"
     )
-    parser.add_argument("--task", required=True, help=f"out of {', '.join(TASKS)}")
-    parser.add_argument(
-        "--plot", metavar="FILE.png", help="draw a histogram of the returns of each algorithm"
+    json: str | None = option(
+        "write the numbers, every return and all files that are left out", None, metavar="FILE.json"
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE.json",
-        help="write the numbers, every return and all files that are left out",
-    )
-    args = parser.parse_args(argv)
-    return entry.run(lambda: inspect(args), args.json)
+
+
+main = command(Options, inspect, output="json")
 
 
 if __name__ == "__main__":

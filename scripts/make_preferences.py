@@ -7,15 +7,16 @@ rejected answer has the sentence that instruction models give by themselves, so 
 manner that becomes unlikely, not just words that they would never say.
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from data.paths import output_files
-from trainer import entry
+from trainer.options import command, option
 
 FACTS = {
     "the capital of {}": (
@@ -90,18 +91,6 @@ def pairs(held_out: bool, seed: int = 0) -> Iterator[dict[str, str]]:
         }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.make_preferences", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "folder", type=pathlib.Path, help="folder for train.jsonl and held_out.jsonl"
-    )
-    folder = parser.parse_args(argv).folder
-    return entry.run(lambda: write(folder), folder)
-
-
 def write(folder: pathlib.Path) -> None:
     """Writes both files."""
     texts = {
@@ -113,6 +102,16 @@ def write(folder: pathlib.Path) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
         print(f"wrote {folder / name}: {text.count(chr(10))} pairs")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    folder: pathlib.Path = option("folder for train.jsonl and held_out.jsonl", positional=True)
+
+
+main = command(Options, lambda options: write(options.folder), output="folder")
 
 
 if __name__ == "__main__":

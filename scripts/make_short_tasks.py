@@ -13,10 +13,10 @@ files.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import re
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from data.errors import UserError
 from data.paths import output_files
 from data.synthetic.tasks import Haystack
 from data.within import read_text
-from trainer import entry
+from trainer.options import AtLeastOne, command, option
 
 SENTENCES = 3  # of a context
 FEWEST, MOST = 30, 300  # letters of a sentence
@@ -45,25 +45,6 @@ TASKS = {
         "metric_list": [{"metric": "acc"}],
     },
 }
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options of the command line."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.make_short_tasks",
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
-    )
-    parser.add_argument("book", type=Path, metavar="BOOK.txt", help="a text in UTF-8")
-    parser.add_argument(
-        "--count",
-        type=entry.at_least_one,
-        default=200,
-        help="number of questions of each task (default 200)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the questions")
-    parser.add_argument("--output", required=True, help="folder for the tasks")
-    return parser.parse_args(argv)
 
 
 def next_sentences(
@@ -138,7 +119,7 @@ def write(folder: Path, name: str, questions: list[dict[str, Any]]) -> None:
     (folder / f"{name}.yaml").write_text(json.dumps(task, indent=1) + "\n", encoding="utf-8")
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: Options) -> None:
     """Writes both tasks.
 
     Raises:
@@ -168,11 +149,18 @@ def work(args: argparse.Namespace) -> None:
         print(f"{folder / name}.yaml: {args.count} questions of {args.book.name}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
-    args = parse(argv)
-    return entry.run(lambda: work(args))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    book: Path = option("a text in UTF-8", positional=True, metavar="BOOK.txt")
+    count: AtLeastOne = option("number of questions of each task", 200)
+    seed: int = option("seed of the questions", 0)
+    output: str = option("folder for the tasks")
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -74,7 +74,7 @@ WRITERS = {
     "scripts.benchmarks.kernel_parts": ("--output {out}", ("kernel_parts.json",)),
     "scripts.benchmarks.kernel_exactness": ("--output {out}", ("kernel_exactness.json",)),
     "scripts.benchmarks.measured_steps": ("--output {out}", ("measured_steps.json",)),
-    "scripts.benchmarks.papers": ("--output {out}", ("papers.json", "papers_errors.png")),
+    "scripts.benchmarks.papers": ("--output {out}", ("papers.json",)),
     "scripts.benchmarks.adapter_contexts": ("--output {out}", ("compilations.json",)),
 }
 # Commands that hand their folder to others of these, or to train.py, and write nothing else there.

@@ -99,9 +99,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
         """As argparse; raises SystemExit(2) after one line about unknown arguments."""
-        words = list(sys.argv[1:] if args is None else args)
-        # A misspelt flag is named before the required one that it may stand for.
         known = self._known_options()
+        words = [self._dashed(word, known) for word in (sys.argv[1:] if args is None else args)]
+        # A misspelt flag is named before the required one that it may stand for.
         for word in words[: words.index("--")] if "--" in words else words:
             if re.match("--[a-z]", word) and word.partition("=")[0] not in known:
                 self._refuse(word)
@@ -109,6 +109,13 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             self._refuse(unknown[0])
         return parsed
+
+    @staticmethod
+    def _dashed(word: str, known: set[str]) -> str:
+        """A flag in the spelling that the parser knows: --head-dim for --head_dim."""
+        flag, equals, value = word.partition("=")
+        dashed = flag.replace("_", "-")
+        return dashed + equals + value if flag not in known and dashed in known else word
 
     def _known_options(self) -> set[str]:
         """The option strings of this parser and of its subcommands."""

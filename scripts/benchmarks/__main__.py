@@ -11,7 +11,7 @@ recorded them.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 
 from data.paths import check_own, new_folder
-from data.printable import printable_output
 from scripts.benchmarks import page
-from scripts.benchmarks.commands import make_parser, read_json, write_json
+from scripts.benchmarks.commands import read_json, write_json
 from scripts.benchmarks.measurements import CONVERSATIONS, MEASUREMENTS, Measurement
 from scripts.benchmarks.results import Result, changed, fingerprint, load_all, measured, save
+from trainer.options import command, option
 
 
 def stale_results() -> dict[str, list[str]]:
@@ -68,8 +68,8 @@ def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> 
     out.mkdir(parents=True, exist_ok=True)
     seconds = read_json(progress)["seconds"] if progress.exists() else []
     write_json(progress, {"inputs": inputs, "seconds": seconds})
-    for command in measurement.commands[len(seconds) :]:
-        arguments = [argument.format(out=out, **paths) for argument in command]
+    for words in measurement.commands[len(seconds) :]:
+        arguments = [word.format(out=out, **paths) for word in words]
         print("\n$ python " + " ".join(arguments), flush=True)
         start = time.perf_counter()
         subprocess.run([sys.executable, *arguments], check=True)
@@ -101,39 +101,23 @@ def measure(name: str, folder: Path, conversations: Path) -> Result:
     return result
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("", __doc__)
-    parser.add_argument(
-        "--only",
-        nargs="+",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    only: tuple[str, ...] = option(
+        f"measure these, fresh or not: {', '.join(MEASUREMENTS)}",
+        (),
         choices=MEASUREMENTS,
         metavar="NAME",
-        help=f"measure these, fresh or not: {', '.join(MEASUREMENTS)}",
     )
-    parser.add_argument(
-        "--stale",
-        action="store_true",
-        help="only list results whose code has changed",
-    )
-    parser.add_argument(
-        "--conversations",
-        type=Path,
-        default=CONVERSATIONS,
-        help=f"identity conversations (default {CONVERSATIONS})",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/bench"),
-        help="folder for what the commands write (default runs/bench)",
-    )
-    return parser.parse_args(argv)
+    stale: bool = option("only list results whose code has changed")
+    conversations: Path = option("identity conversations", CONVERSATIONS)
+    output: Path = option("folder for what the commands write", Path("runs/bench"))
 
 
-@printable_output()
-def main(argv: list[str] | None = None) -> int:
+def work(args: Options) -> int:
     """Returns 0, or 1 if a measurement failed; the others still run."""
-    args = parse(argv)
     if args.stale:
         report_stale()
         return 0
@@ -156,6 +140,9 @@ def main(argv: list[str] | None = None) -> int:
         page.write()
     page.write()  # also where everything was fresh
     return int(bool(failed))
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ them, so the model is small compared with its activations.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
 
 from data.paths import output_file
-from scripts.benchmarks.commands import make_parser, write_json
-from trainer import entry
+from scripts.benchmarks.commands import write_json
+from trainer.options import Tokens, command, option
 
 TOPOLOGIES = ("v4:2x2x2", "v4:2x2x4", "v4:4x4x4", "v4:4x8x8", "v4:8x8x8")
 
@@ -68,7 +68,7 @@ def spread(rows: list[dict]) -> float:
     return max(sizes) / min(sizes) - 1
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: Options) -> None:
     """Measures each topology and prints its row; writes all of them to --output."""
     if args.output:
         output_file(args.output, b'"rows"')
@@ -86,25 +86,18 @@ def work(args: argparse.Namespace) -> None:
         write_json(Path(args.output), {"rows": rows, "spread": spread(rows)})
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = make_parser("activation_memory", __doc__)
-    parser.add_argument(
-        "--topologies",
-        nargs="+",
-        default=TOPOLOGIES,
-        help="generation:shape, from few devices to many",
-    )
-    parser.add_argument(
-        "--tokens", type=entry.tokens, default=65536, help="on each device (default 65536)"
-    )
-    parser.add_argument("--layers", type=int, default=2, help="of the model (default 2)")
-    parser.add_argument(
-        "--hidden", type=int, default=256, help="its width, a multiple of 128 (default 256)"
-    )
-    parser.add_argument("--output", help="also write the rows to this JSON file")
-    args = parser.parse_args(argv)
-    return entry.run(lambda: work(args))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    topologies: tuple[str, ...] = option("generation:shape, from few devices to many", TOPOLOGIES)
+    tokens: Tokens = option("on each device", 65536)
+    layers: int = option("of the model", 2)
+    hidden: int = option("its width, a multiple of 128", 256)
+    output: Path | None = option("also write the rows to this JSON file", None)
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ the next one begins. Writes docs/results/adapter_contexts.json.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -23,12 +22,12 @@ from data.paths import output_files
 from model.config import TransformerConfig
 from planning.machines import memory_gib
 from planning.plan import Job, changed, plan
-from scripts.benchmarks.commands import add_output_folder, make_parser, read_json, write_json
+from scripts.benchmarks.commands import read_json, write_json
 from scripts.benchmarks.measurements import MODEL, PLANNING
 from scripts.benchmarks.results import ROOT, fingerprint, measured, row, save, versions
-from trainer import entry
 from trainer.config.load import load
 from trainer.config.schema import RunConfig
+from trainer.options import command, option
 
 RECIPE = "configs/adapters/llama31_8b_qlora_24gb.yaml"
 PRESET, RANK = "llama-3.1-8b", 32
@@ -221,7 +220,7 @@ def save_result(outcomes: dict[Case, tuple[int, dict[str, Any]]]) -> None:
     )
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: Options) -> None:
     """Compiles what is missing, and writes the result after each row."""
     import jax
 
@@ -239,19 +238,19 @@ def work(args: argparse.Namespace) -> None:
                 save_result(outcomes)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = make_parser("adapter_contexts", __doc__)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=(),
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    only: tuple[str, ...] = option(
+        "rows whose name has all of these words; the result file is left as it is",
+        (),
         metavar="WORD",
-        help="rows whose name has all of these words; the result file is left as it is",
     )
-    add_output_folder(parser, "runs/bench/adapter_contexts")
-    args = parser.parse_args(argv)
-    return entry.run(lambda: work(args))
+    output: Path = option("folder for results", Path("runs/bench/adapter_contexts"))
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

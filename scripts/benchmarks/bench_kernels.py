@@ -12,25 +12,23 @@ pairs of tokens.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
 import sys
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from data.errors import UserError
 from data.paths import output_files
 from scripts.benchmarks.commands import (
     ProcessFailed,
-    add_output_folder,
     in_own_process,
-    make_parser,
     write_json,
 )
 from scripts.benchmarks.kernel_block import BLOCKS, Case
 from scripts.benchmarks.kernel_peers import ON_DEVICE, PEERS
-from trainer import entry
+from trainer.options import Tokens, TokensOr0, command, option
 
 PASSES = {"forward": False, "forward+backward": True}
 
@@ -65,9 +63,9 @@ def best(first: dict | None, second: dict) -> dict:
     return {**times, "peak_mib": max(peaks, default=None)}
 
 
-def measure_all(args: argparse.Namespace, peers: tuple[str, ...], device: dict) -> list[dict]:
+def measure_all(args: Options, peers: tuple[str, ...], device: dict) -> list[dict]:
     """Prints and returns a row for each length, pass, block and peer; peers take turns."""
-    shape = {
+    shape: dict[str, Any] = {
         "heads": args.heads,
         "kv_heads": args.kv_heads or args.heads,
         "head_dim": args.head_dim,
@@ -147,7 +145,7 @@ def line(row: dict) -> str:
     )
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: Options) -> None:
     """Measures, prints the table and writes it as JSON and text."""
     output_files(
         args.output,
@@ -173,56 +171,27 @@ def work(args: argparse.Namespace) -> None:
     )
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Returns the options of the command line."""
-    parser = make_parser("bench_kernels", __doc__)
-    parser.add_argument(
-        "--lengths",
-        type=entry.tokens,
-        nargs="+",
-        default=[4096, 8192, 16384],
-        help="tokens of a block (4096..131072)",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    lengths: tuple[Tokens, ...] = option("tokens of a block", (4096, 8192, 16384))
+    blocks: tuple[str, ...] = option("kinds of block", BLOCKS, choices=BLOCKS)
+    peers: tuple[str, ...] | None = option(
+        "default: all that this kind of device can run", None, choices=PEERS
     )
-    parser.add_argument(
-        "--blocks",
-        nargs="+",
-        choices=BLOCKS,
-        default=list(BLOCKS),
-        help="kinds of block (default: all)",
-    )
-    parser.add_argument(
-        "--peers", nargs="+", choices=PEERS, help="default: all that this kind of device can run"
-    )
-    parser.add_argument("--heads", type=int, default=8, help="query heads (default 8)")
-    parser.add_argument(
-        "--kv-heads",
-        "--kv_heads",
-        type=int,
-        help="key and value heads (default: as many as query heads)",
-    )
-    parser.add_argument("--head-dim", "--head_dim", type=int, default=64, help="(default 64)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="(default float32)"
-    )
-    parser.add_argument("--kernel", default="auto", help="our kernel (default auto)")
-    parser.add_argument(
-        "--tile",
-        type=entry.tokens_or_0,
-        default=0,
-        help="our tiles' length (default: the kernel's own, as in training)",
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="runs in each process (default 3)")
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="processes for each peer, taking turns (default 2)"
-    )
-    add_output_folder(parser, "runs/bench_kernels")
-    return parser.parse_args(argv)
+    heads: int = option("query heads", 8)
+    kv_heads: int | None = option("key and value heads (default: as many as query heads)", None)
+    head_dim: int = option("size of a head", 64)
+    dtype: str = option("of the operands", "float32", choices=("float32", "bfloat16"))
+    kernel: str = option("our kernel", "auto")
+    tile: TokensOr0 = option("our tiles' length (default: the kernel's own, as in training)", 0)
+    repeats: int = option("runs in each process", 3)
+    rounds: int = option("processes for each peer, taking turns", 2)
+    output: Path = option("folder for results", Path("runs/bench_kernels"))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    args = parse(argv)
-    return entry.run(lambda: work(args))
+main = command(Options, work)
 
 
 if __name__ == "__main__":

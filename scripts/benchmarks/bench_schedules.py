@@ -8,11 +8,12 @@ python -m scripts.benchmarks.bench_schedules time [--lengths 2048 ... 32768] [--
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,10 @@ from planning.plan import compile_step
 from planning.topology import topology_devices
 from scripts.benchmarks import balance_time
 from scripts.benchmarks.balance import measure
-from scripts.benchmarks.commands import make_parser, write_json
+from scripts.benchmarks.commands import write_json
 from trainer import entry
 from trainer.config.schema import MeshConfig
+from trainer.options import Tokens, add_options, option
 from trainer.xla_flags import FLAGS
 
 # Pods with twice as many chips as ranks: as in training, another mesh axis beside the sequence.
@@ -152,7 +154,9 @@ def count_bytes(name: str, size: int, block, topology: str = "", kernel: str = "
     return row
 
 
-def bytes_table(names, ranks, tokens: int, topology: str = "", kernel: str = "xla") -> list[dict]:
+def bytes_table(
+    schedules, ranks, tokens: int, topology: str = "", kernel: str = "xla"
+) -> list[dict]:
     """Prints and returns the bytes that each schedule receives on each number of ranks.
 
     Cases that exceed a chip's memory (Ring Self-Attention keeps all scores) are skipped.
@@ -167,7 +171,7 @@ def bytes_table(names, ranks, tokens: int, topology: str = "", kernel: str = "xl
         + f"  {'max':>8} {'mean':>8} {'plan max':>8} {'off':>5}" * 2
     )
     rows = []
-    for size, name in itertools.product(ranks, names):
+    for size, name in itertools.product(ranks, schedules):
         try:
             row = count_bytes(name, size, block, topology, kernel)
         except jax.errors.JaxRuntimeError as error:
@@ -248,10 +252,10 @@ def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
     return step.as_text() or ""
 
 
-def overlap_table(names, topology: str, tokens: int) -> list[dict]:
+def overlap_table(schedules, topology: str, tokens: int) -> list[dict]:
     """Prints and returns each layer's collectives, and what runs while they are in flight."""
     rows = []
-    for name in names:
+    for name in schedules:
         schedule, _ = case(name, len(topology_devices(topology)), tokens)
         crossed = crossings(small_step(topology, tokens, schedule))
         for transfer in sorted(crossed, key=lambda transfer: (transfer.kind, transfer.backward)):
@@ -275,133 +279,93 @@ def overlap_table(names, topology: str, tokens: int) -> list[dict]:
     return rows
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parses the command line; `run` of the result makes the table."""
-    parser = make_parser("bench_schedules", __doc__)
-    commands = parser.add_subparsers(help="what to measure", dest="command", required=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """The option of every table."""
 
-    def command(name: str, summary: str, run) -> argparse.ArgumentParser:
-        subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        subparser.add_argument("--output", help="also write this JSON file")
-        subparser.set_defaults(run=run)
-        return subparser
-
-    add_bytes(
-        command(
-            "bytes",
-            "bytes received per device and layer, from compiled texts for TPU pods",
-            lambda args: bytes_table(
-                args.schedules, args.ranks, args.tokens, args.topology, args.kernel
-            ),
-        )
-    )
-    balance = command(
-        "balance",
-        "imbalance of each schedule, from counts that the running kernels emit",
-        lambda args: balance_table(args.ranks, args.tiles),
-    )
-    balance.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 3, 4, 8], help="numbers of ranks"
-    )
-    balance.add_argument(
-        "--tiles", type=int, default=16, help="on a side of each rank's block (default 16)"
-    )
-    overlap = command(
-        "overlap",
-        "which transfers of a small model's training step a kernel hides",
-        lambda args: overlap_table(args.schedules, args.topology, args.tokens),
-    )
-    overlap.add_argument(
-        "--topology", default="v5e:2x4", help="all chips on the sequence axis (default v5e:2x4)"
-    )
-    overlap.add_argument(
-        "--schedules", nargs="+", default=["ring"], choices=CASES, help="schedules"
-    )
-    overlap.add_argument(
-        "--tokens", type=entry.tokens, default=2048, help="tokens of a rank (default 2048)"
-    )
-    add_time(
-        command(
-            "time",
-            "what balance is worth in seconds, on two devices of one CPU thread each",
-            time_table,
-        )
-    )
-    return parser.parse_args(argv)
+    output: Path | None = option("also write this JSON file", None)
 
 
-def add_bytes(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the command `bytes`."""
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        nargs="+",
-        default=[4, 16, 64, 256],
-        choices=PODS,
-        help="numbers of ranks",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BytesOptions(Output):
+    """Bytes received per device and layer, from compiled texts for TPU pods."""
+
+    ranks: tuple[int, ...] = option("numbers of ranks", (4, 16, 64, 256), choices=PODS)
+    schedules: tuple[str, ...] = option("schedules", tuple(CASES), choices=CASES)
+    tokens: Tokens = option("tokens of a rank", 2048)
+    topology: str = option(
+        "another pod, such as v5e:16x16: as many chips as ranks, or a multiple", ""
     )
-    parser.add_argument(
-        "--schedules", nargs="+", default=list(CASES), choices=CASES, help="schedules"
-    )
-    parser.add_argument(
-        "--tokens", type=entry.tokens, default=2048, help="tokens of a rank (default 2048)"
-    )
-    parser.add_argument(
-        "--topology",
-        default="",
-        help="another pod, such as v5e:16x16: as many chips as ranks, or a multiple",
-    )
-    parser.add_argument(
-        "--kernel",
-        default="xla",
+    kernel: str = option(
+        "it moves nothing; `reference` compiles fastest, with few tokens",
+        "xla",
         choices=("xla", "reference"),
-        help="it moves nothing; `reference` compiles fastest, with few tokens (default xla)",
     )
 
 
-def add_time(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the command `time`."""
-    parser.add_argument(
-        "--lengths",
-        type=entry.tokens,
-        nargs="+",
-        default=[2048, 4096, 8192, 16384, 32768],
-        help="tokens in all",
-    )
-    parser.add_argument(
-        "--tiles", type=int, default=16, help="on a side of each device's block (default 16)"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=5,
-        help="times each case is run; the median counts (default 5)",
-    )
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=64)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BalanceOptions(Output):
+    """Imbalance of each schedule, from counts that the running kernels emit."""
+
+    ranks: tuple[int, ...] = option("numbers of ranks", (2, 3, 4, 8))
+    tiles: int = option("on a side of each rank's block", 16)
 
 
-def time_table(args: argparse.Namespace) -> list[dict]:
-    """Returns and prints balance in seconds."""
-    return balance_time.time_table(
-        args.lengths, args.tiles, args.repeats, args.heads, args.head_dim
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlapOptions(Output):
+    """Which transfers of a small model's training step a kernel hides."""
+
+    topology: str = option("all chips on the sequence axis", "v5e:2x4")
+    schedules: tuple[str, ...] = option("schedules", ("ring",), choices=CASES)
+    tokens: Tokens = option("tokens of a rank", 2048)
 
 
-def work(args: argparse.Namespace) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimeOptions(Output):
+    """What balance is worth in seconds, on two devices of one CPU thread each."""
+
+    lengths: tuple[Tokens, ...] = option("tokens in all", (2048, 4096, 8192, 16384, 32768))
+    tiles: int = option("on a side of each device's block", 16)
+    repeats: int = option("times each case is run; the median counts", 5)
+    heads: int = option("number of heads", 2)
+    head_dim: int = option("size of a head", 64)
+
+
+# Command -> its options, and the function that prints and returns its table.
+TABLES: dict[str, tuple[type, Callable[..., list[dict]]]] = {
+    "bytes": (BytesOptions, bytes_table),
+    "balance": (BalanceOptions, balance_table),
+    "overlap": (OverlapOptions, overlap_table),
+    "time": (TimeOptions, balance_time.time_table),
+}
+
+
+def work(table: str, options: dict[str, Any], output: Path | None) -> None:
     """Makes one command's table, and writes it with --output."""
-    if args.output:
-        output_file(args.output, b'"schedule"')
+    if output:
+        output_file(output, b'"schedule"')
     jax.config.update("jax_platforms", "cpu")
-    rows = args.run(args)
-    if args.output:
-        write_json(Path(args.output), rows)
+    rows = TABLES[table][1](**options)
+    if output:
+        write_json(output, rows)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    args = parse(argv)
-    return entry.run(lambda: work(args))
+    parser = entry.CommandParser(
+        prog="python -m scripts.benchmarks.bench_schedules",
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(help="what to measure", dest="table", required=True)
+    for name, (options, _) in TABLES.items():
+        about = options.__doc__
+        add_options(
+            commands.add_parser(name, help=about, description=about, allow_abbrev=False), options
+        )
+    given = vars(parser.parse_args(argv))
+    table, output = given.pop("table"), given.pop("output")
+    return entry.run(lambda: work(table, given, output))
 
 
 if __name__ == "__main__":

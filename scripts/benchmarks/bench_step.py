@@ -21,31 +21,18 @@ import json
 import resource
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data.paths import output_files
-from scripts.benchmarks.commands import add_output_folder, in_own_process, make_parser, write_json
+from scripts.benchmarks.commands import in_own_process, write_json
 from scripts.benchmarks.kernel_case import measure_products
-from scripts.benchmarks.torch_step import TorchOptions, add_flags, torch_step
-from trainer import entry
+from scripts.benchmarks.torch_step import TorchOptions, torch_step
+from trainer.options import AtLeastOne, Tokens, TokensOr0, command, option
 
 CHECKPOINT_FROM = 4096  # tokens from which torch recomputes its layers
-# What a side's process is given: options with a value, and those without.
-OPTIONS = (
-    "steps",
-    "model",
-    "layers",
-    "dtype",
-    "remat",
-    "kernel",
-    "chunk",
-    "loss_chunk",
-    "documents",
-    "torch_attention",
-    "torch_weights",
-)
-SWITCHES = ("moments_on_host", "torch_recompute", "torch_liger", "torch_compile")
 
 
 def matmul_rate(multiply) -> float:
@@ -67,7 +54,7 @@ def document_lengths(length: int, count: int) -> list[int]:
     return np.diff([0, *ends]).tolist()
 
 
-def preset(args):
+def preset(args: Options):
     """Returns the configuration of the measured model, with --layers layers if that is given."""
     from model.config import TransformerConfig
 
@@ -75,7 +62,7 @@ def preset(args):
     return dataclasses.replace(config, num_hidden_layers=args.layers) if args.layers else config
 
 
-def make_builder(length: int, args):
+def make_builder(length: int, args: Options):
     """Returns the StepBuilder of the measured step, on the first device."""
     import jax
     import jax.numpy as jnp
@@ -89,7 +76,7 @@ def make_builder(length: int, args):
     from trainer.text import text_batch
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    chunks = (
+    chunks: dict[str, Any] = (
         {"feed_forward_chunk": args.chunk, "projection_chunk": args.chunk} if args.chunk else {}
     )
     memory = MemoryConfig(
@@ -105,7 +92,7 @@ def make_builder(length: int, args):
     return StepBuilder(model, model.loss, text_batch(1, length, mesh), memory_config=memory)
 
 
-def ours(length: int, args) -> dict:
+def ours(length: int, args: Options) -> dict:
     """Returns our step's seconds, loss, plan and device facts."""
     import jax
 
@@ -170,11 +157,17 @@ def jax_matmul_rate(dtype: str) -> float:
     return matmul_rate(lambda: multiply(a, a).block_until_ready())
 
 
-def theirs(length: int, args) -> dict:
+def torch_options(args: Options) -> TorchOptions:
+    """Returns how their step runs."""
+    names = [field.name for field in dataclasses.fields(TorchOptions)]
+    return TorchOptions(**{name: getattr(args, f"torch_{name}") for name in names})
+
+
+def theirs(length: int, args: Options) -> dict:
     """Returns the seconds, loss and device facts of a transformers step under torch."""
     import torch
 
-    options = TorchOptions.of(args)
+    options = torch_options(args)
     on_cpu = not torch.cuda.is_available()
     if on_cpu and length >= CHECKPOINT_FROM:
         options = dataclasses.replace(options, recompute=True)
@@ -183,20 +176,16 @@ def theirs(length: int, args) -> dict:
     return result | ({"matmul": matmul_rate(lambda: a @ a)} if on_cpu else {})
 
 
-def measure(side: str, length: int, args) -> dict:
+def measure(side: str, length: int, args: Options) -> dict:
     """Runs one side in a separate process, for its peak memory."""
-    options = [
-        word
-        for name in OPTIONS
-        for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))
-    ]
-    switches = [f"--{name.replace('_', '-')}" for name in SWITCHES if getattr(args, name)]
-    return in_own_process(
-        "bench_step", "--one", side, "--lengths", str(length), *options, *switches
-    )
+    flags = []
+    for name, value in dataclasses.asdict(args).items():
+        if name not in ("lengths", "side", "turns", "one", "output") and value is not False:
+            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return in_own_process("bench_step", "--one", side, "--lengths", str(length), *flags)
 
 
-def compare(length: int, args) -> list[dict]:
+def compare(length: int, args: Options) -> list[dict]:
     """Returns a row for each side: its fastest step and its largest peak memory."""
     from trainer.flops import flops_per_step
 
@@ -235,14 +224,14 @@ def compare(length: int, args) -> list[dict]:
     return rows
 
 
-def _settings(side: str, args) -> dict:
+def _settings(side: str, args: Options) -> dict:
     """Returns a side's settings for its row."""
     if side == "ours":
         return {"layers": args.layers, "remat": args.remat, "kernel": args.kernel}
-    return {"layers": args.layers, **dataclasses.asdict(TorchOptions.of(args))}
+    return {"layers": args.layers, **dataclasses.asdict(torch_options(args))}
 
 
-def report(args) -> None:
+def report(args: Options) -> None:
     """Measures, prints the table, and writes OUTPUT/step.json."""
     output_files(args.output, {"step.json": b'"matmul_gflops"'})
     rows = [row for length in args.lengths for row in compare(length, args)]
@@ -271,73 +260,46 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = make_parser("bench_step", __doc__)
-    parser.add_argument(
-        "--lengths",
-        type=entry.tokens,
-        nargs="+",
-        default=[2048, 4096],
-        help="tokens in the row (default 2048 4096)",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    lengths: tuple[Tokens, ...] = option("tokens in the row", (2048, 4096))
+    steps: int = option("timed steps per turn, after an untimed one; 0 times that one", 3)
+    turns: int = option("processes of each side, in turns", 2)
+    side: tuple[str, ...] = option("whose step", ("theirs", "ours"), choices=("theirs", "ours"))
+    model: str = option("a preset", "smollm2-135m")
+    layers: int = option("number of layers; 0 for all", 0)
+    dtype: str = option("our compute precision", "float32", choices=("float32", "bfloat16"))
+    remat: str = option("our policy", "everything")
+    kernel: str = option("our attention kernel", "auto")
+    chunk: TokensOr0 = option("our tokens of a chunk of projections (default: the trainer's)", 0)
+    loss_chunk: TokensOr0 = option("tokens of a chunk of the loss", 1024)
+    moments_on_host: bool = option("keep AdamW's moments on the host")
+    documents: AtLeastOne = option("documents in the row", 1)
+    torch_attention: str = option("their attention: sdpa, flex_attention", "sdpa")
+    torch_recompute: bool = option("they recompute layers (gradient checkpointing)")
+    torch_liger: bool = option("they use Liger's kernels (pip install liger-kernel)")
+    torch_compile: bool = option("their model goes through torch.compile")
+    torch_weights: str = option(
+        "their weights and moments; products on a GPU are bfloat16 anyhow",
+        "float32",
+        choices=("float32", "bfloat16"),
     )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=3,
-        help="timed steps per turn, after an untimed one; 0 times that one (default 3)",
-    )
-    parser.add_argument(
-        "--turns", type=int, default=2, help="processes of each side, in turns (default 2)"
-    )
-    parser.add_argument(
-        "--side",
-        nargs="+",
-        choices=["theirs", "ours"],
-        default=["theirs", "ours"],
-        help="default both",
-    )
-    parser.add_argument("--model", default="smollm2-135m", help="a preset (default smollm2-135m)")
-    parser.add_argument(
-        "--layers", type=int, default=0, help="number of layers; 0 for all (default)"
-    )
-    parser.add_argument(
-        "--dtype", default="float32", choices=["float32", "bfloat16"], help="our compute precision"
-    )
-    parser.add_argument("--remat", default="everything", help="our policy (default everything)")
-    parser.add_argument("--kernel", default="auto", help="our attention kernel (default auto)")
-    parser.add_argument(
-        "--chunk",
-        type=entry.tokens_or_0,
-        default=0,
-        help="our tokens of a chunk of projections (default: the trainer's)",
-    )
-    parser.add_argument(
-        "--loss-chunk",
-        "--loss_chunk",
-        type=entry.tokens_or_0,
-        default=1024,
-        help="of the loss (default 1024)",
-    )
-    parser.add_argument(
-        "--moments-on-host",
-        "--moments_on_host",
-        action="store_true",
-        help="keep AdamW's moments on the host",
-    )
-    parser.add_argument(
-        "--documents", type=entry.at_least_one, default=1, help="documents in the row (default 1)"
-    )
-    add_flags(parser)
-    add_output_folder(parser, "runs/bench")
-    parser.add_argument("--one", choices=["ours", "theirs"], help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.one:
-        result = (ours if args.one == "ours" else theirs)(args.lengths[0], args)
-        result["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(json.dumps(result))
-        return 0
-    return entry.run(lambda: report(args))
+    output: Path = option("folder for results", Path("runs/bench"))
+    one: str | None = option(argparse.SUPPRESS, None, choices=("ours", "theirs"))
+
+
+def work(args: Options) -> None:
+    """Measures one side in this process, or compares both."""
+    if not args.one:
+        return report(args)
+    result = (ours if args.one == "ours" else theirs)(args.lengths[0], args)
+    result["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(json.dumps(result))
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

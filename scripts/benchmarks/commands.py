@@ -1,8 +1,7 @@
-"""Shared by the benchmarks' commands: parsers, JSON files, and measurements in a new process."""
+"""Shared by the benchmarks' commands: JSON files and measurements in a new process."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -14,26 +13,6 @@ from typing import Any
 
 from data.errors import UserError
 from scripts.benchmarks.results import ROOT
-from trainer.entry import CommandParser
-
-
-def make_parser(name: str, docstring: str) -> argparse.ArgumentParser:
-    """Returns the parser of `python -m scripts.benchmarks.NAME` (without a name, of the package).
-
-    Its description is the first line of the module's docstring.
-    """
-    return CommandParser(
-        prog=f"python -m scripts.benchmarks.{name}".rstrip("."),
-        allow_abbrev=False,
-        description=docstring.splitlines()[0],
-    )
-
-
-def add_output_folder(parser: argparse.ArgumentParser, default: str) -> None:
-    """Adds --output, a folder."""
-    parser.add_argument(
-        "--output", type=Path, default=Path(default), help=f"folder for results (default {default})"
-    )
 
 
 def write_json(path: Path, value: object) -> None:

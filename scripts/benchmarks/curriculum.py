@@ -13,17 +13,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
 from eval.line_report import plot, read
 from eval.scoring import Score
-from scripts.benchmarks.commands import make_parser, python
+from scripts.benchmarks.commands import python
 from scripts.benchmarks.results import ROOT, measured, row, save
 from scripts.benchmarks.retrieval import seconds
-from trainer import entry
+from trainer.options import command, option
 
 RECIPE = "configs/extension/lines_16k.yaml"
 LIKE = "data/fixtures/line_cases.jsonl"
@@ -76,7 +75,7 @@ def train_alone(folder: Path, staged: Path) -> Path:
 def evaluate(checkpoint: Path) -> list[Score]:
     """Answers the questions, unless that is done; returns the scores, by the number of lines."""
     scores: list[Score] = []
-    for name, lines, cases, option in (
+    for name, lines, cases, flag in (
         ("lines", LINES, CASES, "--unseen"),
         ("longer", LONGER, LONGER_CASES, ""),
     ):
@@ -85,7 +84,7 @@ def evaluate(checkpoint: Path) -> list[Score]:
             python(
                 "-m eval.line_retrieval --checkpoint {checkpoint} --output {folder} --like {like} "
                 f"--lines {' '.join(map(str, lines))} --count {cases} --questions {QUESTIONS} "
-                f"--max-new-tokens {NEW_TOKENS} --compute-dtype float32 {option}",
+                f"--max-new-tokens {NEW_TOKENS} --compute-dtype float32 {flag}",
                 checkpoint=checkpoint,
                 folder=folder,
                 like=LIKE,
@@ -139,13 +138,8 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def work(args: Options) -> None:
     """Trains both, evaluates both, and saves."""
-    parser = make_parser("curriculum", __doc__)
-    parser.add_argument(
-        "--output", default="runs/curriculum", help="folder of the runs (default runs/curriculum)"
-    )
-    args = parser.parse_args(argv)
     staged = train_staged(Path(args.output) / "curriculum")
     grown = evaluate(staged)
     at_once = evaluate(train_alone(Path(args.output) / "alone", staged))
@@ -158,5 +152,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    output: str = option("folder of the runs", "runs/curriculum")
+
+
+main = command(Options, work)
+
+
 if __name__ == "__main__":
-    sys.exit(entry.run(main))
+    sys.exit(main())

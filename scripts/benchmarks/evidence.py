@@ -14,6 +14,7 @@ Table 3 has a separate command (scripts.benchmarks.table3).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -23,20 +24,20 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.printable import printable_output
 from planning.memory_options import MEMORY_OPTIONS
 from planning.plan import VARIABLES, made_with
-from scripts.benchmarks.commands import make_parser, read_json
+from scripts.benchmarks.commands import read_json
 from scripts.benchmarks.plan_store import read_plans, write_plans
 from scripts.benchmarks.results import ROOT
 from scripts.plan import estimates
 from scripts.plan_options import job_of, parser
+from trainer.options import command, option
 
 COMPARED = ("peak_gib", "host_gib", "temporaries_gib")
 TIMES = ("estimated_step_seconds",)
 
 
-def chosen(plans: dict[str, dict[str, Any]], words: list[str]) -> dict[str, dict[str, Any]]:
+def chosen(plans: dict[str, dict[str, Any]], words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns the plans whose name has all of the words."""
     return {name: plan for name, plan in plans.items() if all(word in name for word in words)}
 
@@ -131,31 +132,8 @@ def moved(before: dict[str, Any], after: dict[str, Any], compared: Sequence[str]
     return "; ".join(changes) or "nothing moved"
 
 
-@printable_output()
-def main(argv: list[str] | None = None) -> int:
+def work(args: Options) -> int:
     """Returns 0, or 1 if a plan could not be made."""
-    options = make_parser("evidence", __doc__)
-    options.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help="plans whose name has all of these words",
-    )
-    options.add_argument(
-        "--again",
-        action="store_true",
-        help="also those made by these versions: after a change of the compiled program",
-    )
-    options.add_argument(
-        "--list", action="store_true", help="print what each plan was made with, and make none"
-    )
-    options.add_argument(
-        "--times",
-        action="store_true",
-        help="only re-estimate times with today's cost model",
-    )
-    args = options.parse_args(argv)
     failed = False
     plans = read_plans()
     for name, plan in chosen(plans, args.only).items():
@@ -178,6 +156,21 @@ def main(argv: list[str] | None = None) -> int:
         plans[name] = made
         write_plans(plans)
     return int(failed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    only: tuple[str, ...] = option("plans whose name has all of these words", (), metavar="WORD")
+    again: bool = option(
+        "also those made by these versions: after a change of the compiled program"
+    )
+    list: bool = option("print what each plan was made with, and make none")
+    times: bool = option("only re-estimate times with today's cost model")
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,17 @@ to the next. The same command continues after an interruption. Writes docs/resul
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
-from scripts.benchmarks.commands import make_parser, python
+from scripts.benchmarks.commands import python
 from scripts.benchmarks.results import ROOT, measured, row, save
 from scripts.benchmarks.retrieval import seconds
-from trainer import entry
+from trainer.options import command, option
 
 RECIPE = "configs/smollm2_16k.yaml"
 KNOWN, LENGTH = 8192, 16384  # tokens of the model's original training; of a row here
@@ -32,7 +31,7 @@ GOALS = {"as it is": FALLS_NOT, "RoPE rescaled": "", "rescaled and trained": FAL
 DEPENDS_ON = (RECIPE, "scripts/loss_by_position.py", "model/*.py", "model/attention/**/*.py")
 
 
-def train(args: argparse.Namespace) -> Path:
+def train(args: Options) -> Path:
     """Trains the recipe on the text, unless that is done; returns the run's folder."""
     folder = Path(args.output) / "run"
     source = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))["data"]["sources"][0]
@@ -46,7 +45,7 @@ def train(args: argparse.Namespace) -> Path:
     return folder
 
 
-def losses(checkpoint: str, args: argparse.Namespace, name: str, options: str = "") -> dict:
+def losses(checkpoint: str, args: Options, name: str, options: str = "") -> dict:
     """Predicts the book unless done; returns the losses of targets beyond KNOWN tokens.
 
     Args:
@@ -132,20 +131,8 @@ def save_result(models: dict[str, dict], took: float, steps: int) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def work(args: Options) -> None:
     """Measures the model as it is and rescaled, trains, measures again, and saves."""
-    parser = make_parser("extension", __doc__)
-    parser.add_argument(
-        "--model", required=True, help="SmolLM2's folder, such as scripts.make_smollm2 makes"
-    )
-    parser.add_argument("--text", required=True, metavar="TEXT.txt", help="a text to train on")
-    parser.add_argument("--book", required=True, metavar="BOOK.txt", help="another, to predict")
-    parser.add_argument(
-        "--output",
-        default="runs/extension",
-        help="folder of the run and the tables (default runs/extension)",
-    )
-    args = parser.parse_args(argv)
     before = (
         losses(args.model, args, "as_it_is", "--model.overrides {{}}"),
         losses(args.model, args, "rescaled"),
@@ -156,5 +143,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     save_result(models, seconds(trained), steps)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    model: str = option("SmolLM2's folder, such as scripts.make_smollm2 makes")
+    text: str = option("a text to train on", metavar="TEXT.txt")
+    book: str = option("another, to predict", metavar="BOOK.txt")
+    output: str = option("folder of the run and the tables", "runs/extension")
+
+
+main = command(Options, work)
+
+
 if __name__ == "__main__":
-    sys.exit(entry.run(main))
+    sys.exit(main())

@@ -9,16 +9,15 @@ the text is longer than the windows. Writes docs/results/gemma3.json.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float64
 
-from scripts.benchmarks.commands import make_parser
 from scripts.benchmarks.results import measured, row, save
-from trainer import entry
+from trainer.options import Tokens, command, option
 
 QUESTION = "Question: What is the capital of France?\nAnswer:"
 NEW_TOKENS = 12
@@ -49,15 +48,8 @@ def by_transformers(
     return generated.tolist(), losses
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def work(args: Options) -> None:
     """Measures and saves."""
-    parser = make_parser("gemma3", __doc__)
-    parser.add_argument("--model", required=True, help="the folder that scripts.make_gemma3 makes")
-    parser.add_argument("--book", required=True, metavar="BOOK.txt", help="a text")
-    parser.add_argument(
-        "--tokens", type=entry.tokens, default=2048, help="tokens of the book (default 2048)"
-    )
-    args = parser.parse_args(argv)
 
     import jax.numpy as jnp
 
@@ -129,5 +121,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    model: str = option("the folder that scripts.make_gemma3 makes")
+    book: str = option("a text", metavar="BOOK.txt")
+    tokens: Tokens = option("tokens of the book", 2048)
+
+
+main = command(Options, work)
+
+
 if __name__ == "__main__":
-    sys.exit(entry.run(main))
+    sys.exit(main())

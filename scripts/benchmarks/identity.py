@@ -8,7 +8,7 @@ requirements (torch).
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import Any
 
 from data.errors import UserError
 from data.paths import output_file
-from scripts.benchmarks.commands import make_parser, write_json
-from trainer import entry
+from scripts.benchmarks.commands import write_json
+from trainer.options import command, option
 
 QUESTIONS = (
     "Hi! Could you please tell me who you are?",
@@ -70,7 +70,7 @@ def verbatim_questions(path: Path) -> list[str]:
     return [question for question in QUESTIONS if json.dumps(question)[1:-1] in text]
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: Options) -> None:
     """Prints questions, answers and how many answers name Vicuna.
 
     Raises:
@@ -89,18 +89,18 @@ def work(args: argparse.Namespace) -> None:
         write_json(args.output, {"named": named, "answers": answers})
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = make_parser("identity", __doc__)
-    parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
-    parser.add_argument(
-        "--unseen", type=Path, help="training file: refuse if it contains a question word for word"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    folder: Path = option("a Hugging Face model folder", positional=True)
+    unseen: Path | None = option(
+        "training file: refuse if it contains a question word for word", None
     )
-    parser.add_argument(
-        "--output", type=Path, help="also write questions and answers to this JSON file"
-    )
-    args = parser.parse_args(argv)
-    return entry.run(lambda: work(args))
+    output: Path | None = option("also write questions and answers to this JSON file", None)
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

@@ -10,26 +10,23 @@ All see the same episodes, have the same parameters and take the same number of 
 each. Agentic Transformers learn the actions of a context's last episode, the best one, and take
 their first steps with one episode in a context: with many from the start, they hardly learn in that
 time (docs/notes/in_context.md). The same command continues after an interruption, also within a
-training. Adds each method of each task to docs/results/in_context.json, and draws
-docs/in_context.png.
+training. Adds each method of each task to docs/results/in_context.json.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import datetime
 import json
-import re
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from data.trajectories.tasks import TASKS, get_task
-from scripts.benchmarks.commands import make_parser, python
-from scripts.benchmarks.results import FOLDER, ROOT, commit, load, measured, row, save
+from scripts.benchmarks.commands import python
+from scripts.benchmarks.results import FOLDER, commit, load, measured, row, save
 from scripts.benchmarks.retrieval import seconds
-from trainer import entry
+from trainer.options import command, option
 
 NAME = "in_context"
 EPISODES_IN_A_STEP = 16
@@ -77,17 +74,6 @@ FACTS = [
     "Minutes are of training, with its evaluations and saves; of two methods that share a first "
     "stage, both count it.",
 ]
-PAPER_TITLE = "Ring Attention, Table 5: other data, other sizes, not comparable as numbers"
-# Ring Attention, Table 5: BC-10%, DT, AT with 32 and with 128 trajectories, on ExoRL's data and
-# with 350M parameters.
-PAPER = {
-    "walker_stand": (52.91, 34.54, 95.45, 98.23),
-    "walker_run": (34.81, 49.82, 105.88, 110.45),
-    "walker_walk": (13.53, 34.94, 78.56, 78.95),
-    "cheetah_run": (34.66, 67.53, 178.75, 181.34),
-    "jaco_reach_top_left": (23.95, 18.64, 87.56, 89.51),
-    "cartpole_swingup": (56.82, 67.56, 120.56, 123.45),
-}
 RECIPE = "configs/trajectories/walker_walk.yaml"  # whose task is replaced
 DEPENDS_ON = (
     "data/trajectories/*.py",
@@ -99,7 +85,7 @@ DEPENDS_ON = (
 )
 
 
-def run_one(task: str, method: str, seed: int, args: argparse.Namespace) -> dict:
+def run_one(task: str, method: str, seed: int, args: Options) -> dict:
     """Trains and evaluates one method on one task unless done; returns eval.in_context's result.
 
     A finished training is evaluated again if more seeds are requested.
@@ -217,10 +203,6 @@ def save_result(results: dict[tuple[str, str, int], list[dict]], command: str) -
     }
     for task in set(rows) & set(stored_rows) - {task for task, _, _ in results}:
         rows[task].update({key: stored_rows[task][key] for key in ("date", "commit")})
-    tables[PAPER_TITLE] = {
-        "columns": ["task", "BC-10%", "DT", "AT, 32 trajectories", "AT, 128 trajectories"],
-        "rows": [[task, *(f"{value:.2f}" for value in values)] for task, values in PAPER.items()],
-    }
     save(
         NAME,
         measured(
@@ -288,85 +270,8 @@ def _add_lines(tables: dict[str, dict[str, list]], line: list[str], by_seed: lis
         tables[SEEDS]["rows"].append([*line, *lasts])
 
 
-def plot(path: Path) -> None:
-    """Draws each method's mean return by task, as a share of the best return in the data."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    scores = load(NAME).tables[SCORES]["rows"]
-    tasks = list(dict.fromkeys(row[0] for row in scores))
-    steps = {task: max((row[2] for row in scores if row[0] == task), key=int) for task in tasks}
-    figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
-    width = 0.8 / len(METHODS)
-    for number, method in enumerate(METHODS):
-        rows = [row for row in scores if row[1] == method and row[2] == steps[row[0]]]
-        numbers = [[float(n) for n in re.findall(r"[\d.]+", row[5])] for row in rows]
-        best = [float(row[6]) for row in rows]
-        mean, low, high = (
-            [value[i] / of for value, of in zip(numbers, best, strict=True)] for i in range(3)
-        )
-        axes.bar(
-            [tasks.index(row[0]) + (number - len(METHODS) / 2 + 0.5) * width for row in rows],
-            mean,
-            width,
-            yerr=[
-                [m - lower for m, lower in zip(mean, low, strict=True)],
-                [upper - m for m, upper in zip(mean, high, strict=True)],
-            ],
-            capsize=2,
-            label=method,
-        )
-    axes.set_xticks(
-        range(len(tasks)), [f"{task}\n{steps[task]} steps" for task in tasks], fontsize="small"
-    )
-    axes.set(
-        ylabel="mean return of 8 episodes / best in data",
-        title=(
-            "Mean return of 8 episodes in one context, against the best in the data (95% intervals)"
-        ),
-        ylim=(0, 1),
-    )
-    axes.legend(fontsize="small", ncols=len(METHODS))
-    axes.grid(axis="y", alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def work(args: Options) -> None:
     """Measures task by task, and saves after each method."""
-    parser = make_parser("in_context", __doc__)
-    parser.add_argument(
-        "--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks (default all)"
-    )
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=METHODS,
-        default=list(METHODS),
-        metavar="METHOD",
-        help=f"out of {', '.join(map(repr, METHODS))} (default all)".replace("%", "%%"),
-    )
-    parser.add_argument(
-        "--all-seeds", action="store_true", help=f"train {FIRST_TASK} with {TRAINING_SEEDS} seeds"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help=f"optimizer steps (default {STEPS})"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=EVALUATION_SEEDS,
-        help=f"of the evaluation (default {EVALUATION_SEEDS})",
-    )
-    parser.add_argument(
-        "--data", default="trajectories/collected", help="output of scripts.collect_trajectories"
-    )
-    parser.add_argument(
-        "--output", default="runs/in_context", help="folder of the runs (default runs/in_context)"
-    )
-    args = parser.parse_args(argv)
     results: dict[tuple[str, str, int], list[dict]] = {}
     for task in args.tasks:
         for method in args.methods:
@@ -381,8 +286,28 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"python -m scripts.benchmarks.in_context --tasks {' '.join(args.tasks)} --steps "
                 f"{args.steps}",
             )
-            plot(ROOT / "docs" / "in_context.png")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    tasks: tuple[str, ...] = option("tasks", tuple(TASKS), choices=TASKS)
+    methods: tuple[str, ...] = option(
+        f"out of {', '.join(map(repr, METHODS))} (default all)".replace("%", "%%"),
+        tuple(METHODS),
+        choices=METHODS,
+        metavar="METHOD",
+    )
+    all_seeds: bool = option(f"train {FIRST_TASK} with {TRAINING_SEEDS} seeds")
+    steps: int = option("optimizer steps", STEPS)
+    seeds: int = option("of the evaluation", EVALUATION_SEEDS)
+    data: str = option("output of scripts.collect_trajectories", "trajectories/collected")
+    output: str = option("folder of the runs", "runs/in_context")
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run(main))
+    sys.exit(main())

@@ -29,9 +29,9 @@ from typing import Any
 
 from data.errors import UserError
 from planning.costs.kernel_rates import TABLE
-from scripts.benchmarks.commands import in_own_process, make_parser, write_json
+from scripts.benchmarks.commands import in_own_process, write_json
 from scripts.benchmarks.results import load, measured, row, save, versions
-from trainer import entry
+from trainer.options import command, option
 
 NAME = "kernel_cycles"
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -287,8 +287,8 @@ def for_cost_model(lines: list[list]) -> dict:
     }
 
 
-def write() -> None:
-    """Compiles all kernels and writes the result and the cost model's table."""
+def write() -> int:
+    """Compiles all kernels and writes the result and the cost model's table. Returns 0."""
     start, lines = time.perf_counter(), []
     for generation, direction, kernel in itertools.product(TOPOLOGIES, PASSES, ("ours", "splash")):
         if kernel == "ours" or generation in GOALS:
@@ -308,6 +308,7 @@ def write() -> None:
             note="docs/notes/kernels.md",
         ),
     )
+    return 0
 
 
 def check() -> int:
@@ -338,21 +339,24 @@ def check() -> int:
     return int(slower)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = make_parser(NAME, __doc__)
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="compare ours with the stored result, and write nothing",
-    )
-    parser.add_argument("--case", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    check: bool = option("compare ours with the stored result, and write nothing")
+    case: tuple[str, ...] = option(argparse.SUPPRESS, (), nargs=2, metavar=("CASE", "FOLDER"))
+
+
+def work(args: Options) -> int:
+    """Writes the result, or checks it; in a process of its own compiles one case."""
     if args.case:
         case, folder = args.case
         print(json.dumps(compile_case(Case(**json.loads(case)), Path(folder))))
         return 0
-    return check() if args.check else entry.run(write)
+    return check() if args.check else write()
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

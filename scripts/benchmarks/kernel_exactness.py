@@ -14,12 +14,13 @@ kernel_exactness.json.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import functools
 import itertools
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +30,8 @@ import numpy as np
 from data.paths import output_files
 from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
 from model.attention.layout import permutation
-from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
-from trainer import entry
+from scripts.benchmarks.commands import write_json
+from trainer.options import TokensOr0, command, option
 
 ROWS, LENGTH, HEADS, KV_HEADS = 2, 1180, 4, 2  # 1,180: not a multiple of any tile
 HEAD_DIMS = (64, 128, 256)
@@ -222,7 +223,7 @@ def compare(
     return row
 
 
-def check(args: argparse.Namespace) -> list[dict]:
+def check(args: Options) -> list[dict]:
     """Returns and prints a row for each kernel, dtype, head size and case."""
     print(
         f"{'kernel':8} {'dtype':9} {'D':>4} {'case':34}",
@@ -333,7 +334,7 @@ def long_errors(kernel_name: str, dtype: str, length: int) -> dict[str, float]:
     return worst
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: Options) -> None:
     """Compares, prints and writes the table."""
     output_files(args.output, {"kernel_exactness.json": b'"limits"'})
     device = jax.devices()[0].device_kind
@@ -344,40 +345,18 @@ def work(args: argparse.Namespace) -> None:
     print(f"{sum(row['held'] for row in rows)} of {len(rows)} cases within the limits")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = make_parser("kernel_exactness", __doc__)
-    parser.add_argument(
-        "--kernels",
-        nargs="+",
-        default=["auto"],
-        help="names of kernels (default auto: the device's own)",
-    )
-    parser.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=LIMITS,
-        default=list(LIMITS),
-        help="of the operands (default both)",
-    )
-    parser.add_argument(
-        "--head-dims",
-        "--head_dims",
-        type=int,
-        nargs="+",
-        choices=HEAD_DIMS,
-        default=list(HEAD_DIMS),
-        help="head sizes (default all)",
-    )
-    parser.add_argument(
-        "--long",
-        type=entry.tokens_or_0,
-        default=0,
-        metavar="TOKENS",
-        help="one long row, in a window, instead",
-    )
-    add_output_folder(parser, "runs/kernel_exactness")
-    return entry.run(lambda: work(parser.parse_args(argv)))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    kernels: tuple[str, ...] = option("names of kernels; auto: the device's own", ("auto",))
+    dtypes: tuple[str, ...] = option("of the operands", tuple(LIMITS), choices=LIMITS)
+    head_dims: tuple[int, ...] = option("head sizes", HEAD_DIMS, choices=HEAD_DIMS)
+    long: TokensOr0 = option("one long row, in a window, instead", 0, metavar="TOKENS")
+    output: Path = option("folder for results", Path("runs/kernel_exactness"))
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

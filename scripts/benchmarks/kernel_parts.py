@@ -9,9 +9,10 @@ kernel's products of visible pairs: two forward, three for dq, four for dk and d
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import functools
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,9 @@ from model.attention import BackwardInputs, Mask, TokenCoords
 from model.attention.choice import HOPPER
 from model.attention.kernels import mosaic_backward, mosaic_forward
 from model.attention.kernels.intervals import intervals
-from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
+from scripts.benchmarks.commands import write_json
 from scripts.benchmarks.kernel_case import best_of
-from trainer import entry
+from trainer.options import Tokens, command, option
 
 HEADS, KV_HEADS = 32, 8  # those of LLaMA-3.1-8B
 PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
@@ -70,7 +71,7 @@ def measure(kernel: str, head_dim: int, length: int) -> dict:
     }
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: Options) -> None:
     """Measures and writes the table."""
     output_files(args.output, {"kernel_parts.json": b'"tflops"'})
     device = jax.devices()[0].device_kind
@@ -86,21 +87,16 @@ def work(args: argparse.Namespace) -> None:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = make_parser("kernel_parts", __doc__)
-    parser.add_argument("--length", type=entry.tokens, default=32768, help="tokens (default 32768)")
-    parser.add_argument(
-        "--head-dims",
-        "--head_dims",
-        type=int,
-        nargs="+",
-        choices=(64, 128, 256),
-        default=[64, 128, 256],
-        help="head sizes (default all)",
-    )
-    add_output_folder(parser, "runs/kernel_parts")
-    return entry.run(lambda: work(parser.parse_args(argv)))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    length: Tokens = option("tokens", 32768)
+    head_dims: tuple[int, ...] = option("head sizes", (64, 128, 256), choices=(64, 128, 256))
+    output: Path = option("folder for results", Path("runs/kernel_parts"))
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data.errors import UserError
-from scripts.benchmarks.commands import in_own_process, make_parser
+from scripts.benchmarks.commands import in_own_process
 from scripts.benchmarks.results import load, measured, row, save, versions
-from trainer import entry
+from trainer.options import command, option
 
 NAME = "kernel_registers"
 PTXAS_PACKAGE = "nvidia-cuda-nvcc"
@@ -303,8 +303,8 @@ def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
     return rows
 
 
-def write() -> None:
-    """Compiles all kernels and writes the result."""
+def write() -> int:
+    """Compiles all kernels and writes the result. Returns 0."""
     start, figures = time.perf_counter(), measure()
     columns = [field.name for kind in (Case, Figures) for field in dataclasses.fields(kind)]
     lines = [
@@ -331,6 +331,7 @@ def write() -> None:
             note="docs/notes/kernels.md",
         ),
     )
+    return 0
 
 
 def worse(before: Figures, after: Figures) -> bool:
@@ -377,23 +378,29 @@ def check() -> int:
     return int(failed)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = make_parser(NAME, __doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="compare with the stored result, and write nothing"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    check: bool = option("compare with the stored result, and write nothing")
+    backend: str | None = option(
+        "compile and print these kernels alone, and write nothing", None, choices=COPIES
     )
-    parser.add_argument(
-        "--backend", choices=COPIES, help="compile and print these kernels alone, and write nothing"
-    )
-    parser.add_argument("--into", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    into: Path | None = option(argparse.SUPPRESS, None, metavar="FOLDER")
+
+
+def work(args: Options) -> int:
+    """Writes the result, or checks it; in a process of its own compiles kernels."""
     if args.into:
         print(json.dumps(compile_all(args.into, args.backend)))
-        return 0
-    if args.backend:
-        return entry.run(lambda: print(*measure(args.backend).items(), sep="\n"))
-    return check() if args.check else entry.run(write)
+    elif args.backend:
+        print(*measure(args.backend).items(), sep="\n")
+    else:
+        return check() if args.check else write()
+    return 0
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,17 @@ that size.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 from data.paths import output_files
 from model.config import TransformerConfig
 from planning.costs import HARDWARE, Sizes, TrainingStep, estimate, time_range
 from planning.costs.measured import MILLION, THOUSAND, full_rate, measured_steps, slowest
-from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
-from trainer import entry
+from scripts.benchmarks.commands import write_json
+from trainer.options import command, option
 
 LENGTHS = (32 * THOUSAND, 128 * THOUSAND, MILLION)
 # Machine -> our job's devices, its name in the cost model, and length -> a remat policy that fits.
@@ -107,15 +108,7 @@ def our_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    parser = make_parser("measured_steps", __doc__)
-    add_output_folder(parser, "runs/measured_steps")
-    args = parser.parse_args(argv)
-    return entry.run(lambda: work(args), args.output)
-
-
-def work(args: argparse.Namespace) -> None:
+def work(args: Options) -> None:
     """Prints both tables, and writes OUTPUT/measured_steps.json."""
     output_files(args.output, {"measured_steps.json": b'"measured"'})
     rows, held_out, ours = measured_rows(), held_out_rows(), our_rows()
@@ -149,6 +142,16 @@ def work(args: argparse.Namespace) -> None:
         args.output / "measured_steps.json",
         {"measured": rows, "held_out": held_out, "ours": ours, "slowest": worst},
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    output: Path = option("folder for results", Path("runs/measured_steps"))
+
+
+main = command(Options, work, output="output")
 
 
 if __name__ == "__main__":

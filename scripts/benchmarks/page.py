@@ -6,14 +6,14 @@ python -m scripts.benchmarks.page --check    # exit with 1 if a page is not what
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import posixpath
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from data.printable import printable_output
 from scripts.benchmarks.results import ROOT, Result, changed, load_all
+from trainer.options import command, option
 
 PAGE = ROOT / "BENCHMARKS.md"
 OLD = " (old)"  # marks a headline whose measured program has changed
@@ -416,18 +416,15 @@ def write() -> None:
         path.write_text(text, encoding="utf-8")
 
 
-@printable_output()
-def main(argv: list[str] | None = None) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    check: bool = option("write nothing; exit with 1 if a page is out of date")
+
+
+def work(args: Options) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks.page",
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if a page is out of date"
-    )
-    args = parser.parse_args(argv)
     if not args.check:
         write()
         return 0
@@ -442,6 +439,9 @@ def main(argv: list[str] | None = None) -> int:
             )
             return 1
     return 0
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,23 @@
-"""Compares the papers' numbers with the cost model's; writes JSON and a picture.
+"""Compares the papers' numbers with the cost model's; writes JSON.
 
 python -m scripts.benchmarks.papers [--only TEXT] [--output runs/papers]
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from data import paths
 from data.paths import output_files
 from scripts.benchmarks import paper_rows as paper
-from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
+from scripts.benchmarks.commands import write_json
 from scripts.benchmarks.paper_predictions import Row, every_row
-from trainer import entry
+from trainer.options import command, option
 
 SOURCES = ("Ring Attention", "Striped Attention", "DistFlashAttn", "Attention2D")
-NEAR = 1.25  # a prediction within this factor is called near
-PICTURE = "papers_errors.png"
 WITHIN = (0.01, 0.05, 0.1, 0.2, 0.5)
 HEAD = f"  {'row':54} {'paper':>10} {'predicted':>10} {'error':>9} {'same':>4} note"
 
@@ -106,61 +103,9 @@ def show(rows: Sequence[Row], only: str) -> None:
         print(filled(f"{name}: {reason}"))
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws the distribution of the cost model's number over the paper's, by paper."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6), facecolor="white", layout="constrained")
-    ticks = (0.25, 0.5, 1 / NEAR, 1, NEAR, 2, 4)
-    # 1 is in the middle of a bar, NEAR at the end of one.
-    edges = [NEAR ** (step / 9) for step in range(-57, 58, 2)]
-    panels = figure.subplots(len(SOURCES), 1, sharex=True)
-    near = every = 0
-    for axes, source in zip(panels, SOURCES, strict=True):
-        ratios = [row.predicted / row.paper for row in rows if row.source == source and row.paper]
-        within = sum(1 / NEAR <= ratio <= NEAR for ratio in ratios)
-        near, every = near + within, every + len(ratios)
-        # Beyond the ends they count in the outermost bars.
-        axes.hist(
-            [min(max(ratio, edges[0]), edges[-1]) for ratio in ratios], edges, color="#4477aa"
-        )
-        axes.axvspan(1 / NEAR, NEAR, color="#dde7f0", zorder=0)
-        axes.axvline(1, color="#222222", linewidth=0.8)
-        axes.set_title(
-            f"{source}: {within} of {len(ratios)} within a factor of {NEAR:g}",
-            fontsize=10,
-            loc="left",
-        )
-        axes.yaxis.get_major_locator().set_params(integer=True, nbins=4)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set(
-        xscale="log",
-        xlim=(edges[0], edges[-1]),
-        xlabel="the cost model's number over the paper's; the outermost bars have what lies beyond",
-    )
-    panels[-1].set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
-    panels[-1].minorticks_off()
-    figure.supylabel("printed numbers", fontsize=10)
-    figure.suptitle(
-        f"{near} of {every} numbers that the papers print are predicted within a factor of {NEAR:g}"
-    )
-    figure.savefig(path, dpi=100, metadata=paths.PICTURE_METADATA)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    parser = make_parser("papers", __doc__)
-    parser.add_argument(
-        "--only", default="", help="print only the rows whose paper, table or text has this in it"
-    )
-    add_output_folder(parser, "runs/papers")
-    args = parser.parse_args(argv)
-    return entry.run(lambda: work(args), args.output)
-
-
-def work(args: argparse.Namespace) -> None:
-    """Prints the rows, and writes OUTPUT/papers.json and the picture."""
-    output_files(args.output, {"papers.json": b'"not_numbers"', PICTURE: paths.PICTURE})
+def work(args: Options) -> None:
+    """Prints the rows, and writes OUTPUT/papers.json."""
+    output_files(args.output, {"papers.json": b'"not_numbers"'})
     rows = every_row()
     show(rows, args.only)
     records = [
@@ -179,8 +124,18 @@ def work(args: argparse.Namespace) -> None:
     ]
     file = args.output / "papers.json"
     write_json(file, {"summary": summary(rows), "rows": records, "not_numbers": paper.NOT_NUMBERS})
-    draw(rows, args.output / PICTURE)
-    print(f"\n{file}", args.output / PICTURE, sep="\n")
+    print(f"\n{file}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    only: str = option("print only the rows whose paper, table or text has this in it", "")
+    output: Path = option("folder for results", Path("runs/papers"))
+
+
+main = command(Options, work, output="output")
 
 
 if __name__ == "__main__":

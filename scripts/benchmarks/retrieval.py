@@ -11,11 +11,9 @@ continues after an interruption. Writes docs/results/retrieval.json and docs/ret
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -24,9 +22,9 @@ from data.paths import output_file
 from data.within import read_text
 from eval.line_report import plot, read
 from eval.scoring import Score
-from scripts.benchmarks.commands import make_parser, python
+from scripts.benchmarks.commands import python
 from scripts.benchmarks.results import ROOT, measured, row, save
-from trainer import entry
+from trainer.options import command, option
 
 RECIPE = "configs/extension/smollm2_lines_4k.yaml"
 LINES = (10, 20, 40, 60)
@@ -46,7 +44,7 @@ DEPENDS_ON = (
 )
 
 
-def evaluate(checkpoint: str, args: argparse.Namespace, name: str) -> Path:
+def evaluate(checkpoint: str, args: Options, name: str) -> Path:
     """Answers generated and given cases, unless done; returns the folder with the results."""
     folder = Path(args.output) / name
     if not (folder / "results.json").exists():
@@ -62,7 +60,7 @@ def evaluate(checkpoint: str, args: argparse.Namespace, name: str) -> Path:
     return folder
 
 
-def train(args: argparse.Namespace) -> Path:
+def train(args: Options) -> Path:
     """Trains with lines in the file's wording and the text, unless done; returns the run."""
     folder, text = Path(args.output) / "run", Path(args.output) / "text.txt"
     passage = read_text(args.text)[:LETTERS]
@@ -83,7 +81,7 @@ def train(args: argparse.Namespace) -> Path:
     return folder
 
 
-def book_losses(run_folder: Path, args: argparse.Namespace) -> list[float]:
+def book_losses(run_folder: Path, args: Options) -> list[float]:
     """Returns the mean loss on a book before and after, nats per token: is text forgotten?"""
     table = Path(args.output) / "book" / "loss_by_position.json"
     if not table.exists():
@@ -109,7 +107,7 @@ def book_losses(run_folder: Path, args: argparse.Namespace) -> list[float]:
     ]
 
 
-def short_tasks(checkpoint: str, args: argparse.Namespace, name: str) -> dict[str, dict]:
+def short_tasks(checkpoint: str, args: Options, name: str) -> dict[str, dict]:
     """Returns lm-eval's result of each short task of the book, made and answered unless done."""
     tasks, folder = Path(args.output) / "short_tasks", Path(args.output) / f"{name}_short"
     if not (folder / "results.json").exists():
@@ -213,26 +211,8 @@ def save_result(
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def work(args: Options) -> None:
     """Evaluates, trains, evaluates again, and saves."""
-    parser = make_parser("retrieval", __doc__)
-    parser.add_argument(
-        "--model", required=True, help="SmolLM2's folder, such as scripts.make_smollm2 makes"
-    )
-    parser.add_argument(
-        "--like", required=True, metavar="FILE.jsonl", help="LongChat's file of 200 lines"
-    )
-    parser.add_argument(
-        "--text", required=True, metavar="TEXT.txt", help="a text to train on beside the exercises"
-    )
-    parser.add_argument(
-        "--book", required=True, metavar="BOOK.txt", help="another, for the loss before and after"
-    )
-    parser.add_argument("--limit", type=int, default=48, help="cases of the file (default 48)")
-    parser.add_argument(
-        "--output", default="runs/retrieval", help="folder of the run and the evaluations"
-    )
-    args = parser.parse_args(argv)
     before = named(read(evaluate(args.model, args, "before")), args.like)
     trained = train(args)
     after = named(read(evaluate(str(trained), args, "after")), args.like)
@@ -248,5 +228,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    model: str = option("SmolLM2's folder, such as scripts.make_smollm2 makes")
+    like: str = option("LongChat's file of 200 lines", metavar="FILE.jsonl")
+    text: str = option("a text to train on beside the exercises", metavar="TEXT.txt")
+    book: str = option("another, for the loss before and after", metavar="BOOK.txt")
+    limit: int = option("cases of the file", 48)
+    output: str = option("folder of the run and the evaluations", "runs/retrieval")
+
+
+main = command(Options, work)
+
+
 if __name__ == "__main__":
-    sys.exit(entry.run(main))
+    sys.exit(main())

@@ -9,21 +9,20 @@ Memory is the compiler's temporaries per device. Writes docs/results/rings.json.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import os
 import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from data.errors import UserError
-from scripts.benchmarks.commands import make_parser
 from scripts.benchmarks.results import measured, row, save
-from trainer import entry
+from trainer.options import Tokens, command, option
 
 if TYPE_CHECKING:
     import jax
@@ -163,28 +162,7 @@ def measure(length: int, repeats: int, heads: int, head_dim: int) -> tuple[list[
     return rows, difference
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints and saves."""
-    parser = make_parser("rings", __doc__)
-    parser.add_argument(
-        "--lengths",
-        type=entry.tokens,
-        nargs="+",
-        default=[4096, 8192, 16384, 32768],
-        help="tokens over both devices",
-    )
-    parser.add_argument("--heads", type=int, default=4, help="number of heads (default 4)")
-    parser.add_argument("--head-dim", type=int, default=64, help="size of a head (default 64)")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=5,
-        help="runs of each, of which the median counts (default 5)",
-    )
-    work(parser.parse_args(argv))
-
-
-def work(args: argparse.Namespace) -> None:
+def work(args: Options) -> None:
     """See `main`."""
     from trainer.mesh import simulate
 
@@ -234,5 +212,18 @@ def work(args: argparse.Namespace) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    lengths: tuple[Tokens, ...] = option("tokens over both devices", (4096, 8192, 16384, 32768))
+    heads: int = option("number of heads", 4)
+    head_dim: int = option("size of a head", 64)
+    repeats: int = option("runs of each, of which the median counts", 5)
+
+
+main = command(Options, work)
+
+
 if __name__ == "__main__":
-    sys.exit(entry.run(main))
+    sys.exit(main())

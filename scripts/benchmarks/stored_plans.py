@@ -13,16 +13,16 @@ step that others measured.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.commands import make_parser, read_json
+from scripts.benchmarks.commands import read_json
 from scripts.benchmarks.plan_store import read_plans, write_plans
 from scripts.benchmarks.results import ROOT, measured, row, save
-from trainer import entry
+from trainer.options import command, option
 
 # Recipe -> GB of each GPU that TRL measured at the same length on the same machine
 # (huggingface/trl#6845).
@@ -187,16 +187,8 @@ def _save(
     save(name, measured(title, rows, command, depends_on, note=note))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def work(args: Options) -> None:
     """Saves all four results, or adds one plan to the stored ones."""
-    parser = make_parser("stored_plans", __doc__)
-    parser.add_argument(
-        "--add",
-        nargs=2,
-        metavar=("NAME", "FILE"),
-        help="store the plan of a file under this name, and stop",
-    )
-    args = parser.parse_args(argv)
     plans = read_plans()
     if args.add:
         name, file = args.add
@@ -207,5 +199,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         save_result(plans)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    add: tuple[str, ...] = option(
+        "store the plan of a file under this name, and stop", (), nargs=2, metavar=("NAME", "FILE")
+    )
+
+
+main = command(Options, work)
+
+
 if __name__ == "__main__":
-    sys.exit(entry.run(main))
+    sys.exit(main())

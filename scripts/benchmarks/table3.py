@@ -17,7 +17,6 @@ memory. Cells of machines without an installed compiler stay unchanged (TPUs:
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -30,7 +29,7 @@ from data.paths import output_file
 from model.config import TransformerConfig
 from planning.plan import DoesNotFit, Job, plan, sizes_text
 from planning.topology import topology_devices
-from scripts.benchmarks.commands import make_parser, read_json, tokens_text
+from scripts.benchmarks.commands import read_json, tokens_text
 from scripts.benchmarks.page import table as markdown
 from scripts.benchmarks.paper_rows import RING_ATTENTION_CONTEXTS
 from scripts.benchmarks.results import row
@@ -46,8 +45,8 @@ from scripts.benchmarks.table3_cells import (
     table_rows,
     write_cells,
 )
-from trainer import entry
 from trainer.flops import flops_per_step
+from trainer.options import command, option
 
 LEAST, MOST = 1 << 10, 1 << 30  # contexts
 CELL_FIELDS = tuple(field.name for field in dataclasses.fields(Cell))
@@ -268,7 +267,7 @@ def show(contents: list[dict[str, Any]]) -> None:
         print(f"\n{title}\n{markdown(('hardware', 'model', *COLUMNS), lines)}")
 
 
-def work(args: argparse.Namespace) -> None:
+def work(args: Options) -> None:
     """Fills the table with the installed compilers, and prints it."""
     import jax
 
@@ -300,30 +299,19 @@ def work(args: argparse.Namespace) -> None:
     show(list(stored.values()))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = make_parser("table3", __doc__)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        help="words of a cell's name: model, topology, column, memory",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    only: tuple[str, ...] = option("words of a cell's name: model, topology, column, memory", ())
+    show: bool = option("compile nothing")
+    output: Path = option("the table, read and then extended", FILE)
+    compilations: Path = option(
+        "every compilation, so that a later start goes on", Path(".cache/table3.json")
     )
-    parser.add_argument("--show", action="store_true", help="compile nothing")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=FILE,
-        help="the table, read and then extended (default docs/plans/table3.json)",
-    )
-    parser.add_argument(
-        "--compilations",
-        type=Path,
-        default=Path(".cache/table3.json"),
-        help="every compilation, so that a later start goes on (default .cache/table3.json)",
-    )
-    args = parser.parse_args(argv)
-    return entry.run(lambda: work(args))
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

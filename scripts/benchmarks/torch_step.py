@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 
@@ -20,7 +19,7 @@ class TorchOptions:
       recompute: whether layers are recomputed (gradient checkpointing).
       liger: whether Liger's kernels replace norms, rotary embedding, feed-forward and loss (the
         package liger-kernel).
-      compiled: whether the model goes through torch.compile.
+      compile: whether the model goes through torch.compile.
       weights: `float32`, with products in bfloat16 on a GPU (autocast), or `bfloat16`: weights,
         moments and products.
     """
@@ -28,47 +27,8 @@ class TorchOptions:
     attention: str = "sdpa"
     recompute: bool = False
     liger: bool = False
-    compiled: bool = False
+    compile: bool = False
     weights: str = "float32"
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> TorchOptions:
-        """Returns the options of a command line with `add_flags`."""
-        return cls(
-            args.torch_attention,
-            args.torch_recompute,
-            args.torch_liger,
-            args.torch_compile,
-            args.torch_weights,
-        )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `TorchOptions.of` reads."""
-    parser.add_argument(
-        "--torch-attention",
-        default="sdpa",
-        help="their attention: sdpa, flex_attention (default sdpa)",
-    )
-    parser.add_argument(
-        "--torch-recompute",
-        action="store_true",
-        help="they recompute layers (gradient checkpointing)",
-    )
-    parser.add_argument(
-        "--torch-liger",
-        action="store_true",
-        help="they use Liger's kernels (pip install liger-kernel)",
-    )
-    parser.add_argument(
-        "--torch-compile", action="store_true", help="their model goes through torch.compile"
-    )
-    parser.add_argument(
-        "--torch-weights",
-        default="float32",
-        choices=["float32", "bfloat16"],
-        help="their weights and moments; products on a GPU are bfloat16 anyhow (default float32)",
-    )
 
 
 def torch_step(
@@ -91,7 +51,7 @@ def torch_step(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = _model(config, options, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
-    forward = torch.compile(model) if options.compiled else model
+    forward = torch.compile(model) if options.compile else model
     tokens = torch.from_numpy(
         np.random.default_rng(0).integers(0, config.vocab_size, (1, sum(lengths)))
     ).to(device)

@@ -15,9 +15,10 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from model.attention import choice
 from scripts.benchmarks import bench_kernels, kernel_case
-from scripts.benchmarks.bench_kernels import main, parse
+from scripts.benchmarks.bench_kernels import Options, main
 from scripts.benchmarks.kernel_block import BLOCKS, Case, LeftOut, make_block
 from scripts.benchmarks.kernel_peers import ON_DEVICE, PEERS, splash
+from trainer.options import parse
 
 LENGTH = 128
 
@@ -82,7 +83,9 @@ def test_the_commands_that_accelerators_wait_for_are_its_own(repository):
         for row in rows.values()
         if "scripts.benchmarks.bench_kernels" in (words := shlex.split(row.get("command", "")))
     ]
-    assert len(commands) == 2 and all(parse(words[3:]).dtype == "bfloat16" for words in commands)
+    assert len(commands) == 2 and all(
+        parse(Options, words[3:]).dtype == "bfloat16" for words in commands
+    )
 
 
 def test_the_table_and_the_figures(tmp_path, capsys, monkeypatch):

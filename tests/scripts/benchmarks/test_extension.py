@@ -1,12 +1,11 @@
 """SmolLM2 at twice its length: what the benchmark reads of scripts.loss_by_position, and when
 perplexity counts as falling."""
 
-import argparse
 import json
 
 import pytest
 
-from scripts.benchmarks.extension import KNOWN, LENGTH, PIECES, gain, is_falling, losses
+from scripts.benchmarks.extension import KNOWN, LENGTH, PIECES, Options, gain, is_falling, losses
 
 
 def bucket(start, loss, error=0.01):
@@ -52,7 +51,11 @@ def test_the_last_bucket_s_rows_are_read_in_the_order_in_which_they_are_written(
     }
     (tmp_path / "name").mkdir()
     (tmp_path / "name" / "loss_by_position.json").write_text(json.dumps(table))
-    read = losses("model", argparse.Namespace(output=str(tmp_path), book="book.txt"), "name")
+    read = losses(
+        "model",
+        Options(output=str(tmp_path), model="model", text="text.txt", book="book.txt"),
+        "name",
+    )
     numbers = {
         kind: {tokens: row["loss_nats_per_target"] for tokens, row in rows.items()}
         for kind, rows in read.items()

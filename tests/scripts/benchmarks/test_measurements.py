@@ -38,7 +38,9 @@ def workspace(monkeypatch, tmp_path):
         ("code.py",),
         lambda out: {"size": row("size", (out / "a.json").read_text(), "12", held=True)},
     )
-    monkeypatch.setattr(bench, "MEASUREMENTS", {"size": size})
+    for name in list(MEASUREMENTS):
+        monkeypatch.delitem(MEASUREMENTS, name)
+    monkeypatch.setitem(MEASUREMENTS, "size", size)
     monkeypatch.chdir(tmp_path)
     return folder
 

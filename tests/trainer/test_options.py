@@ -1,0 +1,81 @@
+"""A command's options are typed fields: given, defaulted, refused in one line, and described."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from data.errors import UserError
+from trainer.options import Tokens, command, option, parse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    folder: Path = option("a folder", positional=True)
+    model: str = option("a model")
+    lengths: tuple[Tokens, ...] = option("of the rows", (4096, 8192))
+    head_dim: int | None = option("size of a head", None)
+    kernel: str = option("of attention", "auto", choices=("auto", "xla"))
+    compiled: bool = option("compile it")
+
+
+def test_fields_are_the_options_values():
+    assert parse(Options, ["here", "--model", "m"]) == Options(
+        folder=Path("here"),
+        model="m",
+        lengths=(4096, 8192),
+        head_dim=None,
+        kernel="auto",
+        compiled=False,
+    )
+    words = "here --model m --lengths 1K 2 --head_dim 64 --kernel xla --compiled"
+    given = parse(Options, words.split())
+    assert (given.lengths, given.head_dim, given.kernel, given.compiled) == (
+        (1024, 2),
+        64,
+        "xla",
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("here", "--model"),
+        ("--model m", "folder"),
+        ("here --model m --lengths few", "found few"),
+        ("here --model m --kernel xl", "did you mean xla?"),
+        ("here --model m --head-dims 1", "did you mean --head-dim?"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_line(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(Options, words.split())
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in printed and printed.count("\n") == 1
+
+
+def test_help_has_every_option_and_its_default(capsys):
+    with pytest.raises(SystemExit):
+        parse(Options, ["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "python -m tests.trainer.test_options" in printed
+    for words in ("of the rows (default 4096 8192)", "(default auto)", "compile it", "a folder"):
+        assert words in printed
+
+
+def test_a_commands_exit_code_is_its_works(capsys):
+    seen: list[Options] = []
+
+    def work(options: Options) -> int:
+        seen.append(options)
+        if options.compiled:
+            raise UserError("compiled: not here")
+        return 3
+
+    main = command(Options, work)
+    assert main(["here", "--model", "m"]) == 3 and seen[0].model == "m"
+    assert main(["here", "--model", "m", "--compiled"]) == 2
+    assert capsys.readouterr().err == "error: compiled: not here\n"

@@ -1,0 +1,116 @@
+"""A command's options as a dataclass: a field for each option, in the order of --help.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    model: str = option("a preset")                      # required
+    lengths: tuple[Tokens, ...] = option("of the rows", (4096, 8192))
+    compiled: bool = option("compile the model")         # a switch
+
+main = command(Options, work)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+from trainer import entry
+
+T = TypeVar("T")
+Tokens = Annotated[int, entry.tokens]
+TokensOr0 = Annotated[int, entry.tokens_or_0]
+AtLeastOne = Annotated[int, entry.at_least_one]
+FreeText = Annotated[str, entry.free_text]
+StorePath = Annotated[str, entry.store_path]
+REQUIRED: Any = object()
+
+
+def option(text: str, default: Any = REQUIRED, *, positional: bool = False, **more: Any) -> Any:
+    """Returns a field of a dataclass of options.
+
+    Args:
+      text: its help, to which the default is added unless the text gives it.
+      default: its value if it is not given; without one it is required, a switch's is False.
+      positional: whether it is given without its name.
+      more: further arguments of argparse, such as `choices` or `metavar`.
+    """
+    about = {"text": text, "default": default, "positional": positional, "more": more}
+    return dataclasses.field(metadata=about)
+
+
+def command(
+    options: type[T], work: Callable[[T], object], output: str | None = None
+) -> Callable[..., int]:
+    """Returns a command's `main`, which takes arguments (sys.argv's by default) for its exit code.
+
+    Its name and description are those of the module that defines `options`.
+
+    Args:
+      work: what the command does; it may return an exit code.
+      output: the option that names what the command writes, for full-disk errors without a name.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        given = parse(options, argv)
+        codes: list[object] = []
+        written = None if output is None else getattr(given, output)
+        code = entry.run(lambda: codes.append(work(given)), written)
+        return code or (codes[0] if codes and isinstance(codes[0], int) else 0)
+
+    return main
+
+
+def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
+    """Returns the options of a command line. Raises SystemExit(2) after one line if it is wrong."""
+    module = sys.modules[options.__module__]
+    name = module.__spec__.name if module.__spec__ else module.__name__
+    parser = entry.CommandParser(
+        prog=f"python -m {name.removesuffix('.__main__')}",
+        description=(module.__doc__ or "").partition("\n")[0],
+        allow_abbrev=False,
+    )
+    add_options(parser, options)
+    return options(**{key: _frozen(value) for key, value in vars(parser.parse_args(argv)).items()})
+
+
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """Adds the fields of a dataclass of options to a parser."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    for field in dataclasses.fields(options):
+        about, hint = field.metadata, hints[field.name]
+        more, default, text = dict(about["more"]), about["default"], about["text"]
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            hint = next(part for part in typing.get_args(hint) if part is not type(None))
+        if typing.get_origin(hint) is tuple:
+            more.setdefault("nargs", "+")
+            hint = typing.get_args(hint)[0]
+        if hint is bool:
+            more["action"] = "store_true"
+        else:
+            more["type"] = hint.__metadata__[0] if typing.get_origin(hint) is Annotated else hint
+            if default is REQUIRED and not about["positional"]:
+                more["required"] = True
+            elif default is not REQUIRED:
+                more["default"] = default
+            if about["positional"] and default is not REQUIRED:
+                more.setdefault("nargs", "?")
+        if text != argparse.SUPPRESS and "default" not in text:
+            text = f"{text} {_default_text(default)}".strip()
+        flag = field.name if about["positional"] else "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, help=text, **more)
+
+
+def _default_text(default: Any) -> str:
+    if default is REQUIRED or default is None or default == "" or default == ():
+        return ""
+    values = default if isinstance(default, tuple | list) else [default]
+    return f"(default {' '.join(map(str, values))})".replace("%", "%%")
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
