@@ -92,7 +92,12 @@ def save_recipes(plans: dict[str, dict[str, Any]]) -> None:
         "recipes",
         "Recipes for big machines, planned by the machines' compilers",
         rows,
-        ("configs/*.yaml", "configs/adapters/*.yaml", *DEPENDS_ON),
+        (
+            "configs/*.yaml",
+            "configs/adapters/*.yaml",
+            "configs/preference/llama*.yaml",
+            *DEPENDS_ON,
+        ),
     )
 
 
