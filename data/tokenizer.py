@@ -37,7 +37,8 @@ TEMPLATE_DATE = datetime(2025, 1, 1)
 SHORT = 24
 """Characters of a text whose ids are remembered, such as a heading's "user" and the line ends
 around it."""
-_NONCHARACTERS = re.compile("[\ufdd0\ufdd1]")
+# What no text has: our own marks, and halves of surrogate pairs, which no encoder takes.
+_NOT_IN_TEXT = re.compile("[\ufdd0\ufdd1\ud800-\udfff]")
 
 
 class Tokenizer:
@@ -100,7 +101,7 @@ class Tokenizer:
             del self.controls[text]
         engine.forbid({control.id for control in self.controls.values()})
         self._encode_short = lru_cache(1024)(
-            lambda text, beginning: engine.encode(_NONCHARACTERS.sub("\ufffd", text), beginning)
+            lambda text, beginning: engine.encode(_NOT_IN_TEXT.sub("\ufffd", text), beginning)
         )
 
     def _set_special_tokens(self, config: dict[str, object], path: str) -> None:
@@ -232,7 +233,7 @@ class Tokenizer:
             return Spans([], [])
         if len(text) <= SHORT:
             return self._encode_short(text, beginning)
-        return self._engine.encode(_NONCHARACTERS.sub("\ufffd", text), beginning)
+        return self._engine.encode(_NOT_IN_TEXT.sub("\ufffd", text), beginning)
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " n"], skip_control: bool = True) -> str:
         """Returns the text of ids, without control tokens or with their texts."""

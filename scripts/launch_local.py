@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from data.printable import printable_output
 from trainer.entry import CommandParser
-from trainer.run.rendezvous import TOKEN
+from trainer.run.shared_token import TOKEN
 
 from .restarts import Restarts, may_pass
 from .run_status import read_status, run_folder

@@ -164,6 +164,8 @@ class _Training:
         self._set_params(self._placed(params))
         self.step, self.evaluated = 0, False
         self.updates = 0  # steps without skipped ones
+        self.skipped = 0  # steps since the last update
+        self.sound_step = -1  # the last one after which the loss was still finite
         self.tokens_seen, self.earlier_seconds = 0, 0.0
         self.logged: dict[str, Any] = {}
         self.best = BestCheckpoint(self.config.checkpoint)
@@ -191,6 +193,7 @@ class _Training:
         self._set_params({**base, **restored.model})
         self.optimizer_state = restored.optimizer
         self.step, self.evaluated, self.updates = data["step"], data["evaluated"], data["updates"]
+        self.skipped, self.sound_step = data.get("skipped", 0), data["step"] - 1
         self.tokens_seen, self.earlier_seconds, self.logged = (
             data["tokens_seen"],
             data["wall_seconds"],
@@ -290,7 +293,7 @@ class _Training:
         """
         logging = self.config.logging
         if self.finished:
-            self._require_an_update()
+            self._require_trained()
             return self.store.path(self.step)
         with (
             self._open_log(run) as log,
@@ -324,7 +327,7 @@ class _Training:
         if self.best.exhausted:
             log.say(f"stopped at step {self.step}: {self._best_words}")
         self._wait_for_save()
-        self._require_an_update()
+        self._require_trained()
         log.say(f"saved {self.store.path(self.step)}")
         if self.best.step not in (None, self.step):
             log.say(
@@ -402,7 +405,10 @@ class _Training:
             self._next_batch(batches, computed) if self.step + 1 < self.config.train.steps else None
         )
         metrics = jax.device_get(metrics)  # waits for the step
-        self.updates += self._check_finite(metrics)
+        if self._check_finite(metrics):
+            self.updates, self.skipped, self.sound_step = self.updates + 1, 0, self.step
+        else:
+            self.skipped += 1
         lengths = self.objective.lengths(self.step)
         shared = self.objective.shared_lengths(self.step)
         self.meter.count(lengths, self.objective.tokens_per_batch, shared)
@@ -461,7 +467,7 @@ class _Training:
         )
         if self.config.train.non_finite == "stop":
             raise UserError(
-                f"{problem}; earlier checkpoints are good: fix those records or lower "
+                f"{problem}; {self._sound_checkpoints()}: fix those records or lower "
                 "optimizer.learning_rate in another --run_dir, or give --train.non_finite skip "
                 "to skip such steps"
             )
@@ -469,23 +475,38 @@ class _Training:
             print(f"warning: {problem}; skipped, the parameters are unchanged", file=sys.stderr)
         return False
 
-    def _require_an_update(self) -> None:
-        """Raises UserError if every step was skipped, so the parameters are the initial ones."""
+    def _require_trained(self) -> None:
+        """Raises UserError if steps were skipped to the end, so that nothing good was trained."""
         if self.step > 0 and self.updates == 0:
             raise UserError(
                 f"{self.store.path(self.step)}: all {self.step} steps were skipped, since no loss "
                 "or gradient was finite; nothing was trained: see the records in the warnings, "
                 "or lower optimizer.learning_rate, in another --run_dir"
             )
+        if self.skipped > 1 and not self.objective.has_held_out:  # no loss tells that it is good
+            raise UserError(
+                f"{self.store.path(self.step)}: the last {self.skipped} steps were skipped, since "
+                f"no loss or gradient was finite; {self._sound_checkpoints()}: lower "
+                "optimizer.learning_rate in another --run_dir"
+            )
+
+    def _sound_checkpoints(self) -> str:
+        """Says which checkpoints gave a finite loss in the step after them."""
+        sound = [step for step in self.store.steps() if step <= self.sound_step]
+        if not sound:
+            return "no checkpoint is known to be good"
+        return f"{self.store.path(sound[-1])} is good"
 
     def _require_finite_parameters(self) -> None:
         """Raises UserError if a trained parameter is not finite: the update overflowed."""
         name = next((name for name, x in self.trainable.items() if not _is_finite(x)), None)
-        if name is None:
-            return
-        raise UserError(
-            f"step {self.step}: {name} is not finite after the update, so nothing is saved; "
-            "earlier checkpoints are good: lower optimizer.learning_rate in another --run_dir"
+        if name is not None:
+            raise self._unsound(f"{name} is not finite after the update")
+
+    def _unsound(self, problem: str) -> UserError:
+        return UserError(
+            f"step {self.step}: {problem}, so nothing is saved; {self._sound_checkpoints()}: "
+            "lower optimizer.learning_rate in another --run_dir"
         )
 
     def _after_step(self, run: RunDirectory, log: MetricsLog, notice: Any) -> None:
@@ -547,6 +568,10 @@ class _Training:
                 {name: value for name, value in metrics.items() if not isinstance(value, str)}
             )
         self.evaluated = True
+        loss_name = f"held_out_{self.objective.loss_name}"
+        if self.step > 0 and not math.isfinite(loss := measured.get(loss_name, 0.0)):
+            self._require_finite_parameters()
+            raise self._unsound(f"{loss_name} is {loss}")
         if self.best.to_be_checked:
             self.best.require(measured)  # before that, only all evaluations run
         return self.step > 0 and self.best.update(self.step, measured)
@@ -582,6 +607,7 @@ class _Training:
                 **self._fingerprints,
                 "evaluated": self.evaluated,
                 "updates": self.updates,
+                "skipped": self.skipped,
                 "tokens_seen": self.tokens_seen,
                 "wall_seconds": self._wall_seconds(),
                 "logged": log.logged,

@@ -40,7 +40,8 @@ def start_devices(config: RunConfig) -> None:
     Raises:
       UserError: see `join` and `simulate`.
     """
-    join(config.distributed, simulated=bool(config.mesh.simulate), folder=config.folder)
+    folder = None if config.in_bucket else config.folder
+    join(config.distributed, simulated=bool(config.mesh.simulate), folder=folder)
     if config.mesh.simulate:
         simulate(config.mesh.simulate, config.distributed.num_processes or 1)
 

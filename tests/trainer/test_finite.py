@@ -44,7 +44,7 @@ def test_an_update_that_overflows_is_not_saved(small_recipe, tmp_path, capfd):
     assert (
         code == 2
         and len(said) == 1
-        and "is not finite after the update, so nothing is saved" in said[0]
+        and "is not finite after the update, so nothing is saved; no checkpoint is known" in said[0]
     )
     assert not list(run.glob("checkpoints/[0-9]*"))
 
@@ -56,6 +56,23 @@ def test_a_run_whose_steps_were_all_skipped_is_no_success(
     for _ in range(2):  # and again when the same command finds it finished
         assert train.main(command(small_recipe, tmp_path / "run", "--train.steps", "2")) == 2
         assert "all 2 steps were skipped" in capfd.readouterr().err
+
+
+def test_parameters_that_give_no_loss_are_no_success(small_recipe, tmp_path, capfd):
+    """The first update leaves finite parameters that overflow in every later step."""
+    spoilt = ("--optimizer.learning_rate", "1e30", "--optimizer.warmup_steps", "0")
+    skip = ("--train.non_finite", "skip", "--train.steps", "3", "--checkpoint.every", "1")
+    run = tmp_path / "run"
+    assert train.main(command(small_recipe, run, *spoilt, *skip)) == 2
+    assert (
+        "step 3: held_out_loss_nats_per_target is nan, so nothing is saved; no checkpoint is known "
+        "to be good" in capfd.readouterr().err
+    )
+    assert not (run / "checkpoints/3").exists()
+    no_held_out = ("--data.held_out_path", "null")
+    for _ in range(2):  # and again when the same command finds it finished
+        assert train.main(command(small_recipe, tmp_path / "b", *spoilt, *skip, *no_held_out)) == 2
+        assert "the last 2 steps were skipped" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ from trainer.run.outcome import (
     error_with,
     outcome_of,
 )
-from trainer.run.rendezvous import bind_address, meet, token_of
+from trainer.run.rendezvous import bind_address, meet
+from trainer.run.shared_token import offered_token, token_of
 
 # After this time without a heartbeat a process is taken for dead, and JAX ends the others with its
 # own message. Heartbeats are half of it apart, so a process that pauses for 20 seconds is not lost.
@@ -60,7 +61,7 @@ _leaving = threading.Event()
 T = TypeVar("T")
 
 
-def join(config: DistributedConfig, simulated: bool, folder: Path) -> None:
+def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> None:
     """Joins the configured cluster, or the one that JAX detects.
 
     JAX detects Cloud TPU, Slurm, GKE and Open MPI.
@@ -69,17 +70,13 @@ def join(config: DistributedConfig, simulated: bool, folder: Path) -> None:
 
     Args:
       simulated: devices are simulated on this machine's CPU, so no cluster is detected.
-      folder: of the run or of one of its stages; the run's may hold the processes' token.
+      folder: of the run or of one of its stages, in which its processes find their token; None if
+        they do not share it.
     """
     if config.num_processes is not None:
         if jax.distributed.is_initialized():  # for an earlier stage
             return
-        meet(
-            cast(str, config.coordinator),
-            cast(int, config.process_id),
-            config.num_processes,
-            token=token_of(folder),
-        )
+        _meet(config, folder)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         with _at_most(
             JOIN_SECONDS,
@@ -99,6 +96,16 @@ def join(config: DistributedConfig, simulated: bool, folder: Path) -> None:
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
         with contextlib.suppress(ValueError):  # no cluster was detected: this process is alone
             _initialize()
+
+
+def _meet(config: DistributedConfig, folder: Path | None) -> None:
+    address, number = cast(str, config.coordinator), cast(int, config.process_id)
+    count = cast(int, config.num_processes)
+    if number > 0:
+        meet(address, number, count, token=lambda: token_of(folder))
+        return
+    with offered_token(folder) as token:
+        meet(address, number, count, token=token)
 
 
 def process() -> int:

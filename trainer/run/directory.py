@@ -48,7 +48,7 @@ from trainer.run.lease import LOCK, Lease, leased, require_unused
 from trainer.run.lock import held, require_free
 from trainer.run.logs import Written, cut_back, replace_file
 from trainer.run.mirror import Mirror, mirrored
-from trainer.run.rendezvous import TOKEN_FILE
+from trainer.run.shared_token import TOKEN_FILE
 
 # Sections and fields that may change when a run continues.
 PLACEMENT = (

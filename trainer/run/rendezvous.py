@@ -1,8 +1,9 @@
 """A cluster's processes meet before JAX's own rendezvous, which would wait long and abort.
 
 They meet at the coordinator's address. Anyone who reaches the port may connect: a thread per
-connection reads one short line, and trusts it only with the run's token, if there is one
-(`token_of`). One deadline covers all.
+connection reads one short line, answers with a random challenge, and trusts the line only with a
+proof, made of the challenge and the run's token if there is one (`shared_token`). So a recorded
+line is worth nothing, and the token is never sent. One deadline covers all.
 """
 
 from __future__ import annotations
@@ -11,31 +12,30 @@ import contextlib
 import hmac
 import ipaddress
 import json
-import os
+import secrets
 import socket
 import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 from data.errors import TransientError, UserError
 from data.printable import printable
-from data.within import parse_json, read_text
+from data.within import parse_json
 from trainer.run.outcome import error_with, outcome_of
+from trainer.run.shared_token import TOKEN, TOKEN_FILE
 
 # How long processes wait for each other: on one machine they start together; several may have to
 # fetch an image.
 LOCAL_SECONDS = 60
 SECONDS = 300
 REPORT_SECONDS = 15  # between process 0's lines about absent processes
-# A secret shared by all processes of a run: the environment variable, or the file in the run's
-# folder, that holds it.
-TOKEN, TOKEN_FILE = "LONGSTRIPE_TOKEN", "token"
 _GO = "go"
 _LONGEST_LINE = 4096  # bytes
 _LINE_SECONDS = 5.0  # to receive a connection's line
 _CONNECTIONS = 4096  # served at a time; further connections are turned away
+_PAUSE_SECONDS = 0.1  # after a connection for which this process has no file handle or thread
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -46,27 +46,18 @@ class _Arrival(NamedTuple):
     processes: int
     """The number of processes with which it was started."""
 
-
-def token_of(folder: Path) -> str:
-    """Returns the secret of the processes that train in a run's folder; "" where they have none.
-
-    Raises:
-      UserError: its file is empty, or no plain file of the folder.
-    """
-    if token := os.environ.get(TOKEN, ""):
-        return token
-    # A stage before the last one is in RUN/stages/NUMBER.
-    folder = folder.parent.parent if folder.parent.name == "stages" else folder
-    path = folder / TOKEN_FILE
-    if not os.path.lexists(path):
-        return ""
-    if token := read_text(path, folder, _LONGEST_LINE // 2).strip():
-        return token
-    raise UserError(f"{path}: is empty; a secret, such as openssl rand -hex 32 prints, would work")
+    def proof(self, challenge: str, token: str) -> str:
+        """What only a process with the token can answer to a challenge."""
+        claims = f"{challenge} {self.number} {self.processes}"
+        return hmac.new(token.encode("utf-8", "replace"), claims.encode(), "sha256").hexdigest()
 
 
 def meet(
-    address: str, process: int, processes: int, seconds: float | None = None, token: str = ""
+    address: str,
+    process: int,
+    processes: int,
+    seconds: float | None = None,
+    token: str | Callable[[], str] = "",
 ) -> None:
     """Returns once all processes have called this and the coordinator's port is free again.
 
@@ -75,7 +66,8 @@ def meet(
       process: number of this process.
       processes: number of all processes.
       seconds: how long to wait; LOCAL_SECONDS or SECONDS by default.
-      token: the run's, without which no process is trusted.
+      token: the run's, without which no process is trusted; or a function that returns it, which
+        is called when process 0 has answered.
 
     Raises:
       TransientError: a process does not arrive in time, or the port is in use.
@@ -85,11 +77,12 @@ def meet(
     if seconds is None:
         seconds = LOCAL_SECONDS if host in _LOCAL_HOSTS else SECONDS
     deadline = time.monotonic() + seconds
+    find_token = token if callable(token) else lambda: token
     if process == 0:
-        _Gathering(address, (host, port), processes, deadline, seconds, token).run()
+        _Gathering(address, (host, port), processes, deadline, seconds, find_token()).run()
     else:
-        message = json.dumps({"process": process, "of": processes, "token": token}) + "\n"
-        _report(address, (host, port), process, message, deadline, seconds)
+        arrival = _Arrival(process, processes)
+        _report(address, (host, port), arrival, find_token, deadline, seconds)
 
 
 def bind_address(address: str) -> str:
@@ -244,13 +237,21 @@ class _Gathering:
             try:
                 connection, _ = server.accept()
             except OSError:
-                return
+                if time.monotonic() >= self.deadline:  # `run` has closed the server
+                    return
+                time.sleep(_PAUSE_SECONDS)  # strangers hold all file handles for a moment
+                continue
             if not self.places.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(
-                target=self._serve, args=(connection,), name="rendezvous", daemon=True
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="rendezvous", daemon=True
+                ).start()
+            except RuntimeError:  # no more threads
+                connection.close()
+                self.places.release()
+                time.sleep(_PAUSE_SECONDS)
 
     def _serve(self, connection: socket.socket) -> None:
         """Reads a connection's line; anyone but the run's processes is turned away silently."""
@@ -302,20 +303,20 @@ def _has_left(connection: socket.socket) -> bool:
         return True
 
 
-def _read_arrival(connection: socket.socket, deadline: float, own_token: str) -> _Arrival | None:
+def _read_arrival(connection: socket.socket, deadline: float, token: str) -> _Arrival | None:
     """What a connection says before a deadline; None if it is not one of the run's processes."""
     try:
         message = parse_json(_receive(connection, deadline))
-        number, count, token = message["process"], message["of"], message.get("token", "")
+        arrival = _Arrival(message["process"], message["of"])
+        if any(type(number) is not int for number in arrival):
+            return None
+        challenge = secrets.token_hex()
+        connection.sendall(f"{json.dumps({'challenge': challenge})}\n".encode())
+        answer = _receive(connection, deadline)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    if type(number) is not int or type(count) is not int or not isinstance(token, str):
-        return None
-    if not hmac.compare_digest(
-        token.encode("utf-8", "replace"), own_token.encode("utf-8", "replace")
-    ):
-        return None
-    return _Arrival(number, count)
+    right = hmac.compare_digest(answer.encode(), arrival.proof(challenge, token).encode())
+    return arrival if right else None
 
 
 def _answer(connections: list[socket.socket], answer: str) -> None:
@@ -335,18 +336,22 @@ def _answer(connections: list[socket.socket], answer: str) -> None:
 def _report(
     address: str,
     coordinator: tuple[str, int],
-    process: int,
-    message: str,
+    arrival: _Arrival,
+    find_token: Callable[[], str],
     deadline: float,
     seconds: float,
 ) -> None:
     """Every other process reports to process 0, and waits for its answer."""
-    has_printed, problem = False, "no answer"
+    process, has_printed, problem = arrival.number, False, "no answer"
+    message = json.dumps({"process": process, "of": arrival.processes})
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(coordinator, timeout=min(left, 5)) as connection:
-                connection.sendall(message.encode())
+                connection.sendall(f"{message}\n".encode())
                 answer = _receive(connection, deadline + 5)
+                if challenge := _challenge(answer):
+                    connection.sendall(f"{arrival.proof(challenge, find_token())}\n".encode())
+                    answer = _receive(connection, deadline + 5)
             if answer == _GO:
                 return
             if answer:
@@ -368,6 +373,14 @@ def _report(
         f"within {seconds:.0f} s ({printable(problem)}); start it too, with an address and port "
         "that this machine can reach"
     )
+
+
+def _challenge(answer: str) -> str:
+    """The challenge in process 0's answer; "" if there is none."""
+    try:
+        return str(parse_json(answer)["challenge"])
+    except (ValueError, KeyError, TypeError, IndexError):
+        return ""
 
 
 def _answered(answer: str) -> UserError:

@@ -137,3 +137,10 @@ def test_loops_see_the_length_and_neighbours_of_what_they_go_through(tmp_path):
     )
     ids = [token for segment in render(TURNS, "tokenizer", tokenizer) for token in segment.ids]
     assert tokenizer.decode(ids) == "1/2Falsea2/2Trueb" + "xyzz8"
+
+
+@pytest.mark.parametrize("text", ["'\\ud800'", "'a' ~ '\\udfff' * 40"])
+def test_half_a_surrogate_pair_is_a_replaced_character(text, tmp_path):
+    tokenizer = tokenizer_with("{{ " + text + " }}{{ messages[1].content }}", tmp_path)
+    ids = [token for segment in render(TURNS, "tokenizer", tokenizer) for token in segment.ids]
+    assert tokenizer.decode(ids).strip("a") == "\ufffd" * (1 if "*" not in text else 40) + "b"

@@ -2,6 +2,7 @@
 line, within the limit."""
 
 import contextlib
+import json
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from data.errors import TransientError, UserError
 from scripts.launch_local import free_port
 from trainer.run import rendezvous
-from trainer.run.rendezvous import bind_address, meet, token_of
+from trainer.run.rendezvous import bind_address, meet
 
 
 def together(calls, seconds=5):
@@ -114,7 +115,6 @@ def test_a_stranger_at_the_port_is_ignored(address):
 
 
 JOIN = """
-import pathlib
 import sys
 from trainer import entry
 from trainer.config.schema import DistributedConfig
@@ -122,7 +122,7 @@ from trainer.run import cluster
 
 cluster.JOIN_SECONDS = 2
 config = DistributedConfig(coordinator=sys.argv[1], process_id=0, num_processes=2)
-sys.exit(entry.run(lambda: cluster.join(config, simulated=True, folder=pathlib.Path("none"))))
+sys.exit(entry.run(lambda: cluster.join(config, simulated=True, folder=None)))
 """
 
 
@@ -152,7 +152,9 @@ STRAYS = {
     "escape sequences": b'{"process":"\\u001b[31mx\\u001b]0;t\\u0007","of":9}\n',
     "a huge number": b'{"process":' + b"9" * 6000 + b',"of":2}\n',
     "nothing": b"",
-    "a token of another type": b'{"process":1,"of":2,"token":[]}\n',
+    "two lines at once": b'{"process":1,"of":2}\n' + b"0" * 64 + b"\n",
+    "a process's own line, and no proof": b'{"process":1,"of":2}\n',
+    "the line of a process that was started otherwise": b'{"process":1,"of":9}\n',
 }
 
 
@@ -233,37 +235,57 @@ def test_one_byte_at_a_time_does_not_move_the_deadline(address):
 def test_with_a_token_only_who_has_it_is_counted(address):
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, address, 0, 2, 20, "secret")
-        with connect(address) as stranger:
-            stranger.sendall(b'{"process":1,"of":2}\n{"process":1,"of":9}\n')
-            assert stranger.recv(100) == b""
         with pytest.raises(TransientError, match="RUN/token must be the same for all"):
             meet(address, 1, 2, 1, "another")
+        meet(address, 1, 2, 20, lambda: "secret")
+        assert first.result() is None
+
+
+def test_a_recorded_proof_is_worth_nothing(address):
+    with ThreadPoolExecutor(2) as pool:
+        first, proof = pool.submit(meet, address, 0, 2, 20, "secret"), b""
+        for _ in range(2):
+            with connect(address) as stranger, stranger.makefile("rwb") as lines:
+                lines.write(b'{"process":1,"of":2}\n')
+                lines.flush()
+                challenge = json.loads(lines.readline())["challenge"]
+                right = rendezvous._Arrival(1, 9).proof(challenge, "secret").encode()
+                proof = proof or right  # of another count, then of another challenge
+                lines.write(proof + b"\n")
+                lines.flush()
+                assert lines.readline() == b""
         meet(address, 1, 2, 20, "secret")
         assert first.result() is None
 
 
-def test_the_token_is_in_the_environment_or_in_the_runs_folder(tmp_path, monkeypatch):
-    monkeypatch.delenv("LONGSTRIPE_TOKEN", raising=False)
-    assert token_of(tmp_path) == token_of(tmp_path / "absent") == ""
-    (tmp_path / "token").write_text("of the file\n")
-    assert token_of(tmp_path) == token_of(tmp_path / "stages" / "1") == "of the file"
-    monkeypatch.setenv("LONGSTRIPE_TOKEN", "of the environment")
-    assert token_of(tmp_path) == "of the environment"
-    monkeypatch.delenv("LONGSTRIPE_TOKEN")
-    (tmp_path / "token").write_text("\n")
-    with pytest.raises(UserError, match="token: is empty; a secret"):
-        token_of(tmp_path)
-    (tmp_path / "token").unlink()
-    (tmp_path / "token").symlink_to("/etc/passwd")
-    with pytest.raises(UserError, match="outside of its folder"):
-        token_of(tmp_path)
+FEW_FILES = """
+import resource
+import sys
+from trainer.run.rendezvous import meet
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+meet(sys.argv[1], 0, 2, 30)
+"""
+
+
+def test_strangers_that_take_all_file_handles_are_outlived(address, repository, monkeypatch):
+    process = subprocess.Popen([sys.executable, "-c", FEW_FILES, address], cwd=repository)
+    strangers = [connect(address) for _ in range(100)]
+    meet(address, 1, 2, 30)
+    assert process.wait(30) == 0
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_a_process_that_was_started_again_takes_its_place(address):
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, address, 0, 3, 20)
-        with connect(address) as lost:
-            lost.sendall(b'{"process":1,"of":3}\n')
+        with connect(address) as lost, lost.makefile("rwb") as lines:
+            lines.write(b'{"process":1,"of":3}\n')
+            lines.flush()
+            challenge = json.loads(lines.readline())["challenge"]
+            lines.write(rendezvous._Arrival(1, 3).proof(challenge, "").encode() + b"\n")
+            lines.flush()
             time.sleep(0.3)
         other = pool.submit(meet, address, 1, 3, 20)
         meet(address, 2, 3, 20)

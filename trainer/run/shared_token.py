@@ -1,0 +1,79 @@
+"""The secret that a run's processes share, by which they know each other when they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.errors import UserError
+from data.within import read_text
+
+# The environment variable, or the file in the run's folder, that holds it.
+TOKEN, TOKEN_FILE = "LONGSTRIPE_TOKEN", "token"
+_MOST_BYTES = 2048
+
+
+def token_of(folder: Path | None) -> str:
+    """Returns the secret of the processes that train in a run's folder; "" where they have none.
+
+    Args:
+      folder: of the run or of one of its stages; None where the processes share no folder.
+
+    Raises:
+      UserError: its file is empty, or no plain file of the folder.
+    """
+    token = os.environ.get(TOKEN, "")
+    if token or folder is None or not os.path.lexists(path := _token_file(folder)):
+        return token
+    if token := read_text(path, path.parent, _MOST_BYTES).strip():
+        return token
+    raise UserError(f"{path}: is empty; a secret, such as openssl rand -hex 32 prints, would work")
+
+
+@contextlib.contextmanager
+def offered_token(folder: Path | None) -> Iterator[str]:
+    """Yields process 0's token: `token_of` the folder, or a new one in its file meanwhile.
+
+    The others look for the file once process 0 has answered them. None is made in a folder that is
+    not theirs to share: one with other files than a run's, or that cannot be written to.
+    """
+    token = token_of(folder)
+    if token or folder is None or not _may_hold(path := _token_file(folder)):
+        yield token
+        return
+    new_folders = [parent for parent in path.parents if not parent.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "x", encoding="utf-8", opener=_for_this_user) as file:
+            file.write(secrets.token_hex())
+    except OSError:
+        yield token_of(folder)
+        return
+    try:
+        yield token_of(folder)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+            for parent in new_folders:
+                parent.rmdir()
+
+
+def _token_file(folder: Path) -> Path:
+    # A stage before the last one is in RUN/stages/NUMBER.
+    return (folder.parent.parent if folder.parent.name == "stages" else folder) / TOKEN_FILE
+
+
+def _may_hold(path: Path) -> bool:
+    """Whether a token's folder is a run's, or is empty or absent and may become one."""
+    folder = path.parent
+    try:
+        return not folder.exists() or (folder / "config.yaml").exists() or not any(folder.iterdir())
+    except OSError:
+        return False
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
