@@ -48,7 +48,8 @@ def run_copy(whole_run, tmp_path):
 
 def test_a_loss_that_is_not_finite_names_step_and_records(refused, small_recipe, tmp_path, capfd):
     """A rate of 1e38 spoils the parameters at step 1; step 2 tells, and nothing of it is saved or
-    logged. What the line proposes works in the same folder."""
+    logged. What the line proposes goes on in the same folder, but not to a good end: no later step
+    has a loss either."""
     flags = ("--optimizer.learning_rate", "1e38", "--logging.console", "false")
     said = refused(*flags)
     assert "step 2: loss_nats_per_target is nan" in said and "--train.non_finite skip" in said
@@ -70,10 +71,10 @@ def test_a_loss_that_is_not_finite_names_step_and_records(refused, small_recipe,
         "--train.non_finite",
         "skip",
     ]
-    assert train.main(command) == 0
-    warnings = [
-        line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: step ")
-    ]
+    assert train.main(command) == 2
+    *_, last = lines = capfd.readouterr().err.splitlines()
+    assert "held_out_loss_nats_per_target is nan, so nothing is saved" in last
+    warnings = [line for line in lines if line.startswith("warning: step ")]
     assert (
         len(warnings) == len(metrics.read_text().splitlines()) - 1
         and "step 2: loss_nats_per_target is nan" in warnings[0]
