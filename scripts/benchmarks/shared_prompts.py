@@ -2,20 +2,17 @@
 
     python -m scripts.benchmarks.shared_prompts [--prompt 3072] [--completion 256]
 
-FLOPs are those of LLaMA-3.1-8B by the formula that MFU is counted with. Bytes are of a small
-model's step,
-compiled for four simulated devices in a ring: its temporaries on a device, and what a device
-receives.
+FLOPs are those of LLaMA-3.1-8B by the formula that MFU is counted with. Bytes are those of a small
+model's step, compiled for four simulated devices in a ring: the temporaries of a device, and what
+it receives.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
-from collections.abc import Sequence
 
-from scripts.benchmarks.commands import make_parser
-from trainer import entry
+from trainer.options import Tokens, command, option
 
 DEVICES = 4
 
@@ -91,17 +88,24 @@ def table(prompt: int, completion: int) -> list[str]:
     return lines
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    prompt: Tokens = option("tokens of the prompt", 3072)
+    completion: Tokens = option("tokens of each completion", 256)
+
+
+def work(args: Options) -> None:
     """Prints the table."""
-    parser: argparse.ArgumentParser = make_parser("shared_prompts", __doc__)
-    parser.add_argument("--prompt", type=int, default=3072, help="tokens of the prompt")
-    parser.add_argument("--completion", type=int, default=256, help="tokens of each completion")
-    args = parser.parse_args(argv)
     from trainer.mesh import simulate
 
     simulate(DEVICES)
     print(*table(args.prompt, args.completion), sep="\n")
 
 
+main = command(Options, work)
+
+
 if __name__ == "__main__":
-    sys.exit(entry.run(main))
+    sys.exit(main())
