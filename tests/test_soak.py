@@ -104,6 +104,7 @@ def too_large(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_a_part_that_has_become_too_large_goes_on_in_a_new_process(too_large, tmp_path):
     run = too_large(failing=2)
     assert [run() for _ in range(4)] == [soak.GOES_ON, soak.GOES_ON, 1, 1], (
@@ -112,5 +113,6 @@ def test_a_part_that_has_become_too_large_goes_on_in_a_new_process(too_large, tm
     assert len((tmp_path / "records" / "part.passed").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_and_is_too_large_ends_the_part(too_large):
     assert too_large(failing=0)() == pytest.ExitCode.INTERRUPTED

@@ -19,7 +19,13 @@ PROMPTS = [5, 31, 64]
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"fsdp": 2, "tensor": 2, "sequence": 2}, {"sequence": 8}], ids=str
+    "shape",
+    [
+        {},
+        {"fsdp": 2, "tensor": 2, "sequence": 2},
+        pytest.param({"sequence": 8}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, shape):
     truth = saved_by_transformers(tmp_path, tiny(), None).eval()
@@ -60,7 +66,7 @@ def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, sh
     assert computed[0][last].tolist() == answers[last][:steps] + [0] * (12 - steps) and steps < 12
 
 
-@pytest.mark.parametrize("rule", ["dynamic", "yarn"])
+@pytest.mark.parametrize("rule", ["dynamic", pytest.param("yarn", marks=pytest.mark.slow)])
 def test_tokens_are_those_of_one_forward_over_the_whole_row(tmp_path, rule):
     """Under the rule `dynamic` the row's length, prompt and new tokens, is part of the model:
     cached keys agree with it."""
@@ -120,7 +126,7 @@ def test_a_capacity_without_room_for_a_prompt_is_refused(capacity):
         Generator(llama(tiny()), rows=1, capacity=capacity, new_tokens=4, stop_ids=())
 
 
-@pytest.mark.parametrize("step", ["truncate", "generate"])
+@pytest.mark.parametrize("step", ["generate", pytest.param("truncate", marks=pytest.mark.slow)])
 def test_an_interrupted_call_leaves_nothing_that_counts_as_cached(step, monkeypatch):
     """The next call computes the whole prompt again, though the last one that succeeded had the
     same."""
@@ -283,6 +289,7 @@ def test_each_device_keeps_its_share_of_the_cache():
     assert sizes == [sizes[0], sizes[0] // 2, sizes[0] // 4, sizes[0] // 8]
 
 
+@pytest.mark.slow
 def test_the_longest_prompt_is_that_whose_prefill_takes_the_memory():
     """Told from a short capacity; the truth is what the compiler says of a prefill with a cache of
     the answer's size."""
@@ -348,6 +355,7 @@ def test_sampled_tokens_are_those_of_any_mesh():
     assert answers == others and answers[0] != answers[1]
 
 
+@pytest.mark.slow
 def test_sampled_tokens_do_not_depend_on_the_number_of_rows():
     """Rows without a prompt draw nothing: the prompts of later calls get the same tokens."""
     model, calls, answers = llama(tiny()), ([[5, 9, 77]], [[8] * 5]), []

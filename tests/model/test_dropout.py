@@ -256,6 +256,7 @@ def test_losses_are_those_of_one_device(mesh, layout, options, kind):
     assert np.abs(losses - expected).max() <= 1e-5, (losses, expected)
 
 
+@pytest.mark.slow
 def test_only_training_with_dropout_drops():
     """A rate of 0 leaves the step as it is without dropout, any rate the evaluation."""
     none, zero, some = (

@@ -232,7 +232,7 @@ def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
         pytest.param("contiguous", "nothing", "ring", 1, 1, marks=pytest.mark.slow),
         pytest.param("zigzag", "offload", "all_gather", 2, 1, marks=pytest.mark.slow),
         ("zigzag", "everything", "ring", 1, 1),
-        ("contiguous", "offload_save_attention", "ring", 1, 1),
+        pytest.param("contiguous", "offload_save_attention", "ring", 1, 1, marks=pytest.mark.slow),
         pytest.param(
             "striped", "offload_save_attention", "all_gather", 2, 1, marks=pytest.mark.slow
         ),
@@ -298,7 +298,10 @@ def test_groups_must_divide_a_devices_key_heads():
 
 @pytest.mark.parametrize(
     ("mesh", "remat"),
-    [("data 2 x tensor 4", "save_attention"), ("tensor 2 x sequence 4", "everything")],
+    [
+        pytest.param("data 2 x tensor 4", "save_attention", marks=pytest.mark.slow),
+        ("tensor 2 x sequence 4", "everything"),
+    ],
 )
 def test_tokens_split_over_tensor_too_do_not_change_the_result(mesh, remat):
     assert_same(
@@ -341,7 +344,7 @@ def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
     ("mesh", "remat", "schedule"),
     [
         ("fsdp 2 x tensor 2 x sequence 2", "nothing", "ring"),
-        ("sequence 8", "save_attention", "two ways"),
+        pytest.param("sequence 8", "save_attention", "two ways", marks=pytest.mark.slow),
         pytest.param("tensor 2 x sequence 4", "offload", "ring", marks=pytest.mark.slow),
         pytest.param("sequence 8", "offload_attention", "ring", marks=pytest.mark.slow),
     ],

@@ -51,8 +51,8 @@ def model_of(tmp_path):
     ("mask", "schedule", "layout", "options"),
     [
         (WINDOW, "ring", "striped", {}),
-        (WINDOW, Ring(ordered=True), "contiguous", {}),
-        (BOTH, "ring", "striped", {}),
+        pytest.param(WINDOW, Ring(ordered=True), "contiguous", {}, marks=pytest.mark.slow),
+        pytest.param(BOTH, "ring", "striped", {}, marks=pytest.mark.slow),
         (BOTH, "all_gather", "zigzag", {}),
         (WINDOW, Ring(ordered=True), "contiguous", CHUNKS),
         (BOTH, "ring", "striped", CHUNKS),

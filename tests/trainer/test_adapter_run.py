@@ -303,6 +303,7 @@ def test_tokens_that_a_run_s_adapter_lacks_are_refused(run, command, capfd):
     )
 
 
+@pytest.mark.slow
 def test_stages_train_the_same_adapters_one_after_the_other(command, hf_model):
     """The second begins with those of the first, at its positions and beside the same base."""
     stages = [

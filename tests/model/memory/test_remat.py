@@ -25,6 +25,7 @@ SCHEDULES = [
     {"name": "ulysses", "degree": 2},
     "attention2d",
 ]
+QUICK_SCHEDULES = "ring", "all_gather", "ulysses", "attention2d"
 
 
 @functools.partial(jax.jit, static_argnames=("kernel", "mask", "scale"))
@@ -105,7 +106,14 @@ def kernel_calls(all_equations):
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        name if name in QUICK_SCHEDULES else pytest.param(name, marks=pytest.mark.slow)
+        for name in SCHEDULES
+    ],
+    ids=str,
+)
 def test_save_attention_never_runs_attention_forward_again(schedule):
     """As often as without a gradient; where layers keep nothing but their inputs, twice as
     often."""

@@ -28,9 +28,7 @@ COVERING = [
             ["ring", "ring bidirectional", "balanced split", "attention2d overlap"], (4, 8)
         )
     ),
-    *itertools.product(
-        ["ring window", "ring_self_attention", "all_gather", "ulysses", "attention2d square"], (4,)
-    ),
+    *itertools.product(["ring_self_attention", "all_gather", "ulysses"], (4,)),
 ]
 
 

@@ -37,7 +37,12 @@ KINDS = {
 LENGTH = 32
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=pytest.mark.slow) if kind == "rslora" else kind for kind in KINDS
+    ],
+)
 def adapter(request, hf_model, tmp_path_factory):
     """An adapter's configuration and a folder of it that peft wrote, whose B is not zero."""
     config = KINDS[request.param]

@@ -53,7 +53,12 @@ def save_model(folder, kind, repository, dtype=torch.bfloat16, **fields):
     return folder
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        kind if kind == "phi3" else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS
+    ],
+)
 def folders(request, tmp_path_factory, repository):
     """A model's folder, and the folder of its codes."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -33,7 +33,14 @@ def distflashattn(size):
         ),
         ("ring", "striped", 4, 1.0, 1.07),
         pytest.param("ring", "zigzag", 4, 1.0, 1.07, marks=pytest.mark.slow),
-        ("balanced", "contiguous", 4, distflashattn(4), 1 / (1 - 1 / 4)),
+        pytest.param(
+            "balanced",
+            "contiguous",
+            4,
+            distflashattn(4),
+            1 / (1 - 1 / 4),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("balanced", "contiguous", 3, distflashattn(3), 1.0, marks=pytest.mark.slow),
         pytest.param(
             {"name": "balanced", "split": True}, "contiguous", 4, 1.0, 1.05, marks=pytest.mark.slow
@@ -58,7 +65,14 @@ def test_an_idle_fraction_of_one_in_p_plus_two():
 
 
 @pytest.mark.parametrize(
-    "schedule", ["ring", "balanced", "attention2d", {"name": "ulysses", "degree": 2}], ids=str
+    "schedule",
+    [
+        "ring",
+        pytest.param("balanced", marks=pytest.mark.slow),
+        "attention2d",
+        pytest.param({"name": "ulysses", "degree": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_running_kernels_compute_each_needed_tile_once(schedule):
     """The truth is the visible pairs themselves; USP's two ranks of a line compute each tile for
