@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from data.conversation import (
     Text,
     with_last_answer_trained,
 )
+from data.folders import scratch_folder
 from data.reasons import SPLIT
 from data.splitting import split
 from data.templates import TemplateError, encode_conversation
@@ -316,13 +316,13 @@ def encode_all(
     pending: deque[tuple[list[Record], Future[list[Encoded]]]] = deque()
     # Forking a process in which JAX's threads run may deadlock.
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="longstripe-tokenizer-") as folder:
+    with scratch_folder() as folder:
         # Since not all objects of the tokenizer libraries can be pickled.
         encoder.tokenizer.save(folder)
         tokenizer = encoder.tokenizer
         arguments = (
             replace(encoder, tokenizer=None),  # type: ignore[arg-type]  # sent as files
-            folder,
+            str(folder),
             tokenizer.text_tokens,
             tokenizer.template_date,
             tokenizer.template_kwargs,

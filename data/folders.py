@@ -9,8 +9,10 @@ import os
 import re
 import secrets
 import shutil
+import stat
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -19,6 +21,7 @@ from data.errors import TransientError, UserError, is_transient
 _LOCK = "lock"
 # Unfinished folders of prepared data, .HASH-RANDOM.
 _UNFINISHED = re.compile(r"\.(trajectories-)?[0-9a-f]{20}-\w+")
+_SCRATCH = "longstripe-scratch-"  # what the names of temporary folders begin with
 _ABANDONED_SECONDS = 7 * 24 * 3600  # after which one without a lock is removed
 HASHED_AT_START = (
     1 << 24
@@ -181,6 +184,30 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yields an empty temporary folder, and removes it; also those that killed processes left."""
+    place = Path(tempfile.gettempdir())
+    _remove_unlocked(path for path in place.glob(f"{_SCRATCH}*") if _is_own_folder(path))
+    outer = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+    try:
+        with _locked_file(outer):
+            inner = outer / "files"
+            inner.mkdir()
+            yield inner
+    finally:
+        shutil.rmtree(outer, ignore_errors=True)
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether a path is a folder that this user's `scratch_folder` made, and no link to one."""
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        return is_own and (path / _LOCK).is_file()
+    return False
+
+
 def _publish(scratch: Path, folder: Path, is_whole: Callable[[Path], bool]) -> None:
     if folder.exists() and not is_whole(folder):
         damaged = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
@@ -207,14 +234,20 @@ def _locked_file(scratch: Path) -> TextIO:
 def _remove_abandoned(folder: Path) -> None:
     """Removes unfinished folders next to `folder` whose processes have ended."""
     own = re.compile(rf"\.{re.escape(folder.name)}-[0-9a-f]{{8}}")
-    for path in folder.parent.iterdir():
-        if own.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name):
-            with contextlib.suppress(
-                OSError
-            ):  # locked by a process at work, or another process was faster
-                if (path / _LOCK).exists():
-                    with open(path / _LOCK, "a", encoding="utf-8") as file:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                elif time.time() - path.stat().st_mtime < _ABANDONED_SECONDS:
-                    continue
-                shutil.rmtree(path, ignore_errors=True)
+    _remove_unlocked(
+        path
+        for path in folder.parent.iterdir()
+        if own.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name)
+    )
+
+
+def _remove_unlocked(folders: Iterable[Path]) -> None:
+    """Removes the folders that no process has locked, or long ago without a lock."""
+    for path in folders:
+        with contextlib.suppress(OSError):  # a process is at work, or another one was faster
+            if (path / _LOCK).exists():
+                with open(path / _LOCK, "a", encoding="utf-8") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            elif time.time() - path.stat().st_mtime < _ABANDONED_SECONDS:
+                continue
+            shutil.rmtree(path, ignore_errors=True)

@@ -13,15 +13,14 @@ import importlib.metadata
 import math
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from data.folders import scratch_folder
 from data.trajectories.tasks import get_task
 from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention.kernels import Kernel
@@ -196,8 +195,8 @@ class Job:
         if is_gpu(self.topology) or not dump.NEEDED:
             compiled = self.compile()
             return compiled, compiled.as_text()
-        with tempfile.TemporaryDirectory() as folder:
-            return self.compile(dump.dump_flags(Path(folder))), dump.dumped_text(Path(folder))
+        with scratch_folder() as folder:
+            return self.compile(dump.dump_flags(folder)), dump.dumped_text(folder)
 
     @property
     def policy(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -46,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         # Imported here, so that --help is fast and Ctrl-C ends with one line.
         import jax
 
+        from data.folders import scratch_folder
         from data.paths import checkpoint_path, new_folder
         from model.config import TransformerConfig
         from model.declarations import own_shapes
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         source = resolve_model_path(arguments.hf_dir)
         config = folder_config(source)
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        with tempfile.TemporaryDirectory() as scratch:
+        with scratch_folder() as scratch:
             copy_assets(source, scratch)
             if config != TransformerConfig.from_hf(scratch):  # a separate head
                 write_config(config, scratch)

@@ -33,12 +33,12 @@ import os
 import re
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from data.folders import scratch_folder
 from data.printable import printable_output
 
 from .restarts import CANNOT_PASS, LIMIT, PREEMPTED, STOPPED, TRANSIENT, Restarts
@@ -157,8 +157,8 @@ class Launcher:
         workers = self.slices.workers()
         if self.args.setup:
             self._do(workers, self.args.setup)
-        with tempfile.TemporaryDirectory() as folder:
-            archive, variables = Path(folder, "longstripe.tar.gz"), Path(folder, "longstripe.env")
+        with scratch_folder() as folder:
+            archive, variables = folder / "longstripe.tar.gz", folder / "longstripe.env"
             remote.write_archive(archive)
             # In a file that only its owner may read: every user of the machine sees command lines.
             variables.touch(mode=0o600)

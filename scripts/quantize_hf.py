@@ -45,9 +45,9 @@ def main(argv: list[str] | None = None) -> int:
         # Imported here, so that --help is fast and Ctrl-C ends with one line.
         import contextlib
         import dataclasses
-        import tempfile
 
         from data.errors import UserError
+        from data.folders import scratch_folder
         from data.paths import new_folder
         from model.adapter import AdapterConfig
         from trainer.huggingface.assets import copy_assets
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise UserError(f"{arguments.model}: is already in NF4")
             assets = source.folder / "assets"
             if isinstance(source, HuggingFaceSource):
-                assets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                assets = stack.enter_context(scratch_folder())
                 copy_assets(source.folder, assets)
             write_hf(stored, source.config, assets, out, nf4=True)
         size = sum(path.stat().st_size for path in out.glob("*.safetensors"))

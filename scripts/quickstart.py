@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from data.errors import UserError
+from trainer import entry
 from trainer.config.load import load
 from trainer.config.schema import RunConfig
 
@@ -123,7 +124,4 @@ if __name__ == "__main__":
     argparse.ArgumentParser(
         prog="python -m scripts.quickstart", description=__doc__.splitlines()[0]
     ).parse_args()
-    try:
-        main()
-    except UserError as error:
-        sys.exit(str(error))
+    sys.exit(entry.run(main))

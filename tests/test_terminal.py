@@ -9,7 +9,9 @@ import re
 import pytest
 
 from data.printable import printable
+from tests.conftest import REPOSITORY
 from tests.scripts.test_help import COMMANDS as REGISTRY
+from tests.scripts.test_help import INNER
 
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e\x9b31m"
 MODEL = ["--checkpoint", EVIL, "--output", "{out}"]
@@ -43,7 +45,12 @@ COMMANDS = {
     "eval.harness": [*MODEL, "--tasks", EVIL],
     "scripts.benchmarks.identity": [EVIL, "--unseen", EVIL],
     "scripts.benchmarks.bench_schedules": [EVIL],
+    "trainer.xla_flags": ["gpu", "--plan", EVIL],
 }
+ALL = ["train", "trainer.xla_flags", *REGISTRY]
+# Modules that, started, only say which command to use; and how all others print.
+NO_COMMAND = r'raise SystemExit\(\s*"'
+FRAME = r"entry\.run\(|printable_output\(\)|^main = command\(|from \S*wheel_models import"
 
 
 def obeyed(text: str) -> set[str]:
@@ -80,7 +87,22 @@ def evil_text(rng: random.Random) -> str:
     return "".join(rng.choices(parts, k=12))
 
 
-@pytest.mark.parametrize("command", ["train", *REGISTRY])
+def test_every_program_of_the_tree_prints_through_the_frame():
+    """A new command is one of these as soon as it can be started; it is given evil names below."""
+    programs = {
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts): text
+        for room in ("", "data", "model", "trainer", "planning", "eval", "scripts")
+        for path in (REPOSITORY / room).glob("**/*.py" if room else "*.py")
+        if 'if __name__ == "__main__":' in (text := path.read_text(encoding="utf-8"))
+    }
+    commands = {name for name, text in programs.items() if not re.search(NO_COMMAND, text)}
+    unframed = {name for name in commands if not re.search(FRAME, programs[name], re.MULTILINE)}
+    assert unframed == INNER
+    # These two take no name but a folder's, or none.
+    assert commands - INNER - {"scripts.quickstart", "scripts.make_fixtures"} == set(ALL)
+
+
+@pytest.mark.parametrize("command", ALL)
 def test_evil_names_and_flags(command, tmp_path, capsys, monkeypatch):
     """TEXTS for each command, as its paths and names where it is started with such, and as a flag."""
     monkeypatch.chdir(tmp_path)
@@ -99,8 +121,8 @@ def test_evil_names_and_flags(command, tmp_path, capsys, monkeypatch):
 
 
 def test_there_are_a_thousand():
-    assert TEXTS * sum(1 + (command in COMMANDS) for command in ["train", *REGISTRY]) >= 1000
-    assert set(COMMANDS) <= {"train", *REGISTRY}
+    assert TEXTS * sum(1 + (command in COMMANDS) for command in ALL) >= 1000
+    assert set(COMMANDS) <= set(ALL)
 
 
 def conversations(count: int, seed: int = 0) -> list[dict]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from data.printable import printable_output
 from data.within import read_json
 
 from .devices import GPU_MEMORY_SHARE, GPUS, TPUS
@@ -229,6 +230,7 @@ def read_plan(path: str) -> dict[str, Any]:
     )
 
 
+@printable_output()
 def main(argv: list[str] | None = None) -> int:
     """Prints lines for a shell to evaluate, or with --why each flag and its reason."""
     about = __doc__.splitlines()[0]

@@ -18,12 +18,11 @@ import dataclasses
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from data.folders import scratch_folder
 from planning.memory_options import MEMORY_OPTIONS
 from planning.plan import VARIABLES, made_with
 from scripts.benchmarks.commands import read_json
@@ -101,8 +100,8 @@ def make(name: str, plan: dict[str, Any]) -> dict[str, Any]:
         **{name: value for name, value in os.environ.items() if name not in VARIABLES},
         **flags_of(plan),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        new = Path(folder) / "plan.json"
+    with scratch_folder() as folder:
+        new = folder / "plan.json"
         done = subprocess.run(
             [sys.executable, "-m", "scripts.plan", *command_of(name, plan), "--output", str(new)],
             cwd=ROOT,

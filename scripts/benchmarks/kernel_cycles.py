@@ -21,13 +21,13 @@ import itertools
 import json
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from data.folders import scratch_folder
 from planning.costs.kernel_rates import TABLE
 from scripts.benchmarks.commands import in_own_process, write_json
 from scripts.benchmarks.results import load, measured, row, save, versions
@@ -216,7 +216,7 @@ def compile_case(case: Case, folder: Path) -> dict:
 
 def measure(case: Case) -> Program:
     """Compiles a case in a separate process: a compiler reads its flags when loaded."""
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         flags = (
             f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
             "--xla_jf_dump_llo_pass_label_regex=^final_bundles$"
@@ -226,7 +226,7 @@ def measure(case: Case) -> Program:
                 NAME,
                 "--case",
                 json.dumps(dataclasses.asdict(case)),
-                folder,
+                str(folder),
                 environment={"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu"},
             )
         )

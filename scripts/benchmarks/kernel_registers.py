@@ -21,12 +21,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from data.errors import UserError
+from data.folders import scratch_folder
 from scripts.benchmarks.commands import in_own_process
 from scripts.benchmarks.results import load, measured, row, save, versions
 from trainer.options import command, option
@@ -260,16 +260,16 @@ def cases(backend: str | None) -> list[Case]:
 
 def measure(backend: str | None = None) -> dict[Case, Figures]:
     """Compiles kernels in a new process, with the compilers' dumps enabled."""
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         dumps = {
-            "MOSAIC_GPU_DUMP_TO": folder,
+            "MOSAIC_GPU_DUMP_TO": str(folder),
             "MOSAIC_GPU_DUMP_PTX": "1",
             "MOSAIC_GPU_DUMP_PTXAS": "1",
             "XLA_FLAGS": f"--xla_dump_to={folder}/xla --xla_dump_hlo_as_text=false",
             "JAX_PLATFORMS": "cpu",
         }
         chosen = ("--backend", backend) if backend else ()
-        compiled = in_own_process(NAME, "--into", folder, *chosen, environment=dumps)
+        compiled = in_own_process(NAME, "--into", str(folder), *chosen, environment=dumps)
     return {case: Figures(*values) for case, values in zip(cases(backend), compiled, strict=True)}
 
 

@@ -117,3 +117,31 @@ def test_two_processes_do_not_write_into_one_folder(tmp_path):
     process.wait()
     with folders.exclusive(lock, "collects"):
         pass
+
+
+def test_a_temporary_folder_that_a_killed_process_left_is_removed_by_the_next(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import sys, tempfile, time; from data import folders; tempfile.tempdir = sys.argv[1]\n"
+        "with folders.scratch_folder() as scratch:\n"
+        "    (scratch / 'a').touch(); print(scratch, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    used = process.stdout.readline().strip()
+    mine = [tmp_path / "longstripe-scratch-of-mine", tmp_path / "longstripe-scratch-link"]
+    mine[0].mkdir()
+    mine[1].symlink_to(REPOSITORY)
+    with folders.scratch_folder() as scratch:
+        assert os.path.exists(used) and not any(scratch.iterdir())
+    process.kill()
+    process.wait()
+    with folders.scratch_folder():
+        assert not os.path.exists(used)
+    assert sorted(tmp_path.iterdir()) == sorted(mine)
