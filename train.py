@@ -1,5 +1,6 @@
 """Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command
-again resumes it.
+again resumes it. Without a recipe --model.path and --data.path are enough, and the planner chooses
+mesh and memory for the devices that it finds.
 
 With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. A model or
 data of the Hugging Face hub is downloaded unless it is in the cache; --no-download forbids that.
@@ -139,7 +140,14 @@ def main(argv: list[str] | None = None) -> int:
         entry.keep_compiled(config.compile_cache)
         import jax
 
+        trained = stages_of(config)[-1]
+
         def train_run(config: "RunConfig", stage_follows: bool) -> Path:
+            nonlocal trained
+            if config.auto:
+                from planning.auto import resolve
+
+                config = trained = resolve(config)
             live: list[Evaluation] = []
             if config.evaluations or config.samples.prompts:
                 from eval.live import evaluations_of
@@ -154,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
 
         train_stages(config, train_run)
         if config.logging.console and jax.process_index() == 0:
-            print(next_commands(stages_of(config)[-1], jax.process_count()), file=sys.stderr)
+            print(next_commands(trained, jax.process_count()), file=sys.stderr)
 
     return entry.run(work) or status
 

@@ -32,8 +32,7 @@ def choose(job: Job) -> Job | None:
     """
     best: tuple[tuple[bool, float], Job] | None = None
     for candidate in _first_fitting(job):
-        seconds = _time_range(candidate)
-        rank = estimate_memory(candidate).fits != "yes", seconds.high if seconds else 0.0
+        rank = estimate_memory(candidate).fits != "yes", seconds_of(candidate)
         if best is None or rank < best[0]:
             best = rank, candidate
     return best[1] if best else None
@@ -76,6 +75,12 @@ def _first_fitting(job: Job) -> Iterator[Job]:
             if fits == wanted
         ]
         yield from fitting[:1]
+
+
+def seconds_of(job: Job) -> float:
+    """Returns the high end of the job's time range; 0 where the cost model does not list it."""
+    seconds = _time_range(job)
+    return seconds.high if seconds else 0.0
 
 
 def _time_range(job: Job):
@@ -266,7 +271,7 @@ def advice(job: Job) -> Iterator[str]:
         )
     for times in (2, 4, 8, 16, 32, 64):
         count = device_count(job.topology) * times
-        if _enough(job, count):
+        if enough(job, count):
             yield f"{count:,} such devices hold a row of this length"
             break
 
@@ -301,8 +306,8 @@ def _first(jobs: Iterable[Job]) -> Job | None:
     )
 
 
-def _enough(job: Job, devices: int) -> bool:
-    """Returns the job with its rows split over `count` devices, if that fits."""
+def enough(job: Job, devices: int) -> bool:
+    """Returns whether the job fits with its rows split over so many devices."""
     if job.context % (2 * devices):
         return False
     spread = changed(

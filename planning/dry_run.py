@@ -35,6 +35,7 @@ from trainer.text import TextObjective
 from trainer.trajectories import TrajectoryObjective
 
 from . import answer
+from .auto import machine_named, plan_on
 from .compiled import GIB
 from .machines import ANY_GPU, device_count, gpu_gib, host_gib, topology_of
 from .memory_estimate import estimate_memory
@@ -77,12 +78,17 @@ def dry_run(
         if machine
         else f"{ANY_GPU}:{config.mesh.devices}"
     )
+    usable_gib = None if gpu_memory is None else GPU_MEMORY_SHARE * gpu_gib(gpu_memory)
+    if config.auto:
+        if not machine:
+            raise UserError("--dry-run: found no machine, for which mesh: auto is planned; 8xH100")
+        config, reason = plan_on(config, machine_named(topology, usable_gib))
+        print(reason)
     if device_count(topology) != config.mesh.devices:
         raise UserError(
             f"--dry-run: {machine} has {device_count(topology)} devices, the mesh takes "
             f"{config.mesh.product}; python -m scripts.plan finds a mesh"
         )
-    usable_gib = None if gpu_memory is None else GPU_MEMORY_SHARE * gpu_gib(gpu_memory)
     stages, fits = stages_of(config), True
     for number, stage in enumerate(stages, 1):
         if len(stages) > 1:

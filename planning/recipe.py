@@ -12,6 +12,12 @@ from data.conversation import DEFAULT_TEMPLATE
 from model.adapter import AdapterConfig
 from model.attention.names import MESH_AXES
 from model.config import ADJUSTABLE, POSITIONS
+from trainer.config.load import (
+    ADAPTERS_LEARNING_RATE,
+    EPOCHS,
+    LEARNING_RATE,
+    WARMUP_FRACTION,
+)
 from trainer.config.schema import VERSION, MemoryConfig, RunConfig
 from trainer.devices import GPU_MEMORY_SHARE, TPUS
 
@@ -56,10 +62,6 @@ def launcher(job: Job, options: str) -> str:
             f"scripts/launch_slurm.sbatch {options}"
         )
     return f'eval "$(python -m trainer.xla_flags gpu)" && python train.py {options}'
-
-
-# Defaults of a written recipe, as in the shipped recipes of pretrained models.
-LEARNING_RATE, ADAPTERS_LEARNING_RATE, WARMUP_FRACTION, EPOCHS = 1e-5, 1e-4, 0.03, 1
 
 
 def recipe_of(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from model.attention.schedules.plan import EXCHANGE, PERMUTE, Pairs, Send, groups
+from model.attention.schedules.plan import EXCHANGE, PERMUTE, Pairs, Send, groups, line_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Network:
         shared_bytes, hops, farthest = 0.0, 0, 0
         for send in sends:
             if send.kind != PERMUTE:
-                size = len(groups(send.pairs)[0])
+                size = line_size(send.pairs)
                 # Both directions are used: a gather halves its P - 1 blocks; in an exchange a block
                 # crosses P / 4 links on average.
                 shared_bytes += send.nbytes * (

@@ -25,7 +25,11 @@ CASES = [
     ("train", [*TRAIN, "--max_seq_length", "4096"], "did you mean --data.context_length?"),
     ("train", [*TRAIN, "--context_length", "4096"], "did you mean --data.context_length?"),
     ("train", [*TRAIN, "--output_dir", "here"], "did you mean --run_dir?"),
-    ("train", [*TRAIN, "--mesh", "fsdp=8"], "--mesh is a section; its fields are mesh.data"),
+    (
+        "train",
+        [*TRAIN, "--mesh", "fsdp=8"],
+        "--mesh is a section, found 'fsdp=8'; auto would work, or its fields mesh.data",
+    ),
     ("train", [*TRAIN, "--mesh.sequnce", "8"], "did you mean --mesh.sequence?"),
     ("train", [*TRAIN, "--train.steps", "many"], "train.steps: found many, expects int"),
     ("train", [*TRAIN, "--train.steps"], "--train.steps needs a value"),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from data.errors import UserError
 
-from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, check_list, clean_set, suggestion
+from .fields import AUTO, FIELDS, LISTS, MAPPINGS, SECTIONS, check_list, clean_set, suggestion
 from .yaml_text import InvalidYAML, parse
 
 
@@ -24,10 +24,12 @@ class Flag(NamedTuple):
 
 
 class CommandLine(NamedTuple):
-    """A recipe's path, and the flags that change its fields, in order."""
+    """A recipe's path, "" without one; the flags that change its fields, in order; and the sections
+    that flags leave to the planner."""
 
     recipe: str
     flags: list[Flag]
+    auto: tuple[str, ...] = ()
 
 
 def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
@@ -38,9 +40,9 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
 
     Raises:
       UserError: a flag without value, a word without flag, an unknown field, or not exactly one
-        --config.
+        --config, which only a model and data make unnecessary.
     """
-    recipes, flags = [], []
+    recipes, flags, auto = [], [], []
     words = iter(argv)
     for word in words:
         name, equals, text = word.partition("=")
@@ -59,6 +61,15 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
             )
             raise UserError(f"command line: {word!r} belongs to no flag; write {flag}")
         is_set = name == "--data.clean"  # a section for which the name of a set may stand
+        if (section := name.removeprefix("--")) in AUTO:
+            value = text if equals else next(words, "")
+            if value != "auto":
+                raise UserError(
+                    f"command line: {name} is a section, found {value!r}; auto would work, or its "
+                    f"fields {', '.join(_fields_of(section))}"
+                )
+            auto.append(section)
+            continue
         if not is_set:
             _check_name(name.removeprefix("--"), own)
         value = text if equals else next(words, "--")
@@ -72,10 +83,15 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
             ]
             continue
         flags.append(Flag(name.removeprefix("--"), value))
-    if len(recipes) != 1:
-        raise UserError(f"command line: give one --config RECIPE.yaml, found {len(recipes)}")
+    names = {flag.name for flag in flags}
+    enough = "model.path" in names and {"data.path", "data.sources"} & names
+    if len(recipes) > 1 or not (recipes or enough):
+        raise UserError(
+            f"command line: give one --config RECIPE.yaml, found {len(recipes)}; --model.path and "
+            "--data.path without one would do"
+        )
     _check_values(flags)
-    return CommandLine(recipes[0], flags)
+    return CommandLine(recipes[0] if recipes else "", flags, tuple(auto))
 
 
 def _check_name(name: str, own: Iterable[str]) -> None:

@@ -36,6 +36,8 @@ FIELDS: dict[str, Any] = {
     for field, kind in typing.get_type_hints(cls).items()  # resolves annotations that are strings
     if (name := f"{section}.{field}".lstrip(".")) not in SECTIONS
 }
+# Sections for which `auto` may stand.
+AUTO = ("mesh", "memory")
 # Fields that are lists of sections; the first field of such a section is required.
 LISTS = {"data.sources": SourceConfig, "stages": StageConfig}
 # Fields that are mappings, of which a flag may set one entry: --model.overrides.hidden_size 64.

@@ -18,13 +18,21 @@ from model.config import ADJUSTABLE
 
 from . import command_line
 from .checks import check
-from .fields import check_names, clean_set
+from .fields import AUTO, check_names, clean_set
 from .schema import STAGED, VERSION, RunConfig, SourceConfig
 from .yaml_text import MAX_BYTES, parse
 
+# What stands for a section that the planner fills in, and fields of such a section that it does not
+# choose.
+AUTOMATIC = "auto"
+NOT_PLANNED = ("mesh.simulate",)
+# Of a run without a recipe, and of the recipes that scripts.plan writes.
+LEARNING_RATE, ADAPTERS_LEARNING_RATE, WARMUP_FRACTION, EPOCHS = 1e-5, 1e-4, 0.03, 1
+
 
 def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
-    """Reads the configuration of `--config RECIPE.yaml [--section.field value ...]`.
+    """Reads the configuration of `--config RECIPE.yaml [--section.field value ...]`; a model and
+    data need no recipe.
 
     Args:
       argv: the words of the command line; sys.argv's unless given. --help prints every field, or
@@ -42,13 +50,17 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
         print(parsing.help_text(next(iter(argv[argv.index(asks.pop()) + 1 :]), "")))
         raise SystemExit(0)
     words = command_line.split(argv, own)
-    recipe = _without_replaced(_read(words.recipe), {flag.name: flag.text for flag in words.flags})
+    flags = {flag.name: flag.text for flag in words.flags}
+    recipe = _read(words.recipe) if words.recipe else _without_recipe(flags)
+    recipe = _without_replaced(_with_auto(recipe, words), flags)
     config = _with_one_source(parsing.build(recipe, words))
     _refuse_without_effect({flag.name for flag in words.flags}, config)
     if not config.name:
-        config = dataclasses.replace(config, name=pathlib.Path(words.recipe).stem)
+        name = pathlib.Path(words.recipe or flags["model.path"].partition("@")[0].lower())
+        config = dataclasses.replace(config, name=name.stem if words.recipe else name.name)
     config = _as_begun(config, recipe, {flag.name for flag in words.flags})
-    return check(config, f"{words.recipe} with the command line" if words.flags else words.recipe)
+    source = f"{words.recipe} with the command line" if words.recipe else "command line"
+    return check(config, source if words.flags else words.recipe)
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
@@ -95,8 +107,45 @@ def _read(recipe: str) -> dict[str, Any]:
             **written,
             "data": {**data, "clean": clean_set(data["clean"], f"{recipe}: data.clean")},
         }
+    for section in AUTO:
+        if written.get(section) == AUTOMATIC:
+            auto = [*(written.get("auto") or []), section]
+            written = {**written, section: {}, "auto": list(dict.fromkeys(auto))}
     check_names(written, recipe)
     return written
+
+
+def _without_recipe(flags: Mapping[str, str]) -> dict[str, Any]:
+    """The recipe of a command that names a model and data alone."""
+    rate = ADAPTERS_LEARNING_RATE if "adapter.rank" in flags else LEARNING_RATE
+    warmup = {} if "optimizer.warmup_steps" in flags else {"warmup_fraction": WARMUP_FRACTION}
+    return {
+        "config_version": VERSION,
+        "auto": ["mesh", "memory", "positions"],
+        "optimizer": {"learning_rate": rate, **warmup},
+        "train": {} if "train.steps" in flags else {"epochs": EPOCHS},
+    }
+
+
+def _with_auto(recipe: dict[str, Any], words: command_line.CommandLine) -> dict[str, Any]:
+    """The recipe with `auto` as the command line says.
+
+    --mesh auto replaces the recipe's axes, and a flag of an axis or of memory makes the section the
+    user's again.
+    """
+    auto = [*dict.fromkeys([*(recipe.get("auto") or []), *words.auto])]
+    given = [flag.name for flag in words.flags if flag.name not in NOT_PLANNED]
+    for section in words.auto:
+        if named := [name for name in given if name.startswith(f"{section}.")]:
+            raise UserError(f"command line: --{section} auto and --{named[0]} exclude each other")
+        kept = {
+            name: value
+            for name, value in recipe.get(section, {}).items()
+            if f"{section}.{name}" in NOT_PLANNED
+        }
+        recipe = {**recipe, section: kept}
+    auto = [name for name in auto if not any(each.startswith(f"{name}.") for each in given)]
+    return {**recipe, "auto": auto} if auto or "auto" in recipe else recipe
 
 
 def _without_replaced(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> dict[str, Any]:

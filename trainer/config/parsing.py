@@ -48,7 +48,11 @@ def parser() -> jsonargparse.ArgumentParser:
     made = jsonargparse.ArgumentParser(
         prog="train.py", description="Fine-tune a model.", exit_on_error=False, allow_abbrev=False
     )
-    made.add_argument("--config", metavar="RECIPE.yaml", help="The recipe (required).")
+    made.add_argument(
+        "--config",
+        metavar="RECIPE.yaml",
+        help="The recipe; --model.path and --data.path go without.",
+    )
     made.add_class_arguments(RunConfig)
     return made
 

@@ -254,13 +254,6 @@ class MeshConfig:
             f"all five axes, each once: {', '.join(MESH_AXES)}; expert may be left out where it "
             "is 1",
         )
-        require(
-            self.simulate in (0, self.devices),
-            "mesh.simulate",
-            self.simulate,
-            f"the number of devices that the mesh takes, {self.product}: simulate {self.devices}, "
-            "or change the mesh",
-        )
 
     @property
     def devices(self) -> int:
@@ -659,6 +652,10 @@ class RunConfig:
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     trajectories: TrajectoryConfig = dataclasses.field(default_factory=TrajectoryConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    auto: tuple[Literal["mesh", "memory", "positions"], ...] = ()
+    """What the planner chooses for the devices that it finds: mesh (also written mesh: auto) the
+    axes, and train.accumulation where a batch must be computed in parts; memory (memory: auto) what
+    is kept; positions stretches a pretrained model to data.context_length."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
@@ -701,6 +698,14 @@ class RunConfig:
             "run_dir",
             self.run_dir,
             "a folder, or gs://BUCKET/FOLDER or s3://BUCKET/FOLDER without *, ?, [ and backslash",
+        )
+        mesh = self.mesh
+        require(
+            mesh.simulate in (0, mesh.devices) or "mesh" in self.auto,
+            "mesh.simulate",
+            mesh.simulate,
+            f"the number of devices that the mesh takes, {mesh.product}: simulate {mesh.devices}, "
+            "or change the mesh",
         )
         require(
             not (self.in_bucket and self.stages),

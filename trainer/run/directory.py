@@ -72,6 +72,7 @@ PLACEMENT = (
     "train.epochs",  # the steps define the length of a run
     "train.non_finite",  # a stopped run may continue with another choice
     "mesh",
+    "auto",
     "distributed",
     "memory",
     "attention.kernel",

@@ -11,6 +11,7 @@ array, and in an all-reduce what an all-gather and a reduce-scatter receive toge
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -164,6 +165,12 @@ def groups(pairs: Pairs) -> tuple[tuple[int, ...], ...]:
     for source, target in pairs:
         members.setdefault(source, {source}).add(target)
     return tuple(sorted({tuple(sorted(line)) for line in members.values()}))
+
+
+def line_size(pairs: Pairs) -> int:
+    """The ranks of a line from which `everyone` made these pairs, where all lines are equal."""
+    first = pairs[0][0]
+    return 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == first, pairs))
 
 
 def lines(size: int, inner: int) -> tuple[list[range], list[range]]:

@@ -1,0 +1,317 @@
+"""`mesh: auto` and `memory: auto`: the planner's answer for the devices that a run finds.
+
+Nothing is compiled: the estimates of `planning.answer` decide, in a second. The answer depends on
+the recipe and the machine alone, so a restart on as many devices of the same kind plans the same,
+and one on others goes on with the same batches, in parts where it has to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from data.errors import UserError
+from model.memory.options import MemoryConfig, check_combination
+from model.sharding import TensorParallel
+from trainer.config.checks import check
+from trainer.config.schema import MeshConfig, RunConfig
+from trainer.devices import GPUS, TPUS
+from trainer.host import host_bytes
+from trainer.mesh import start_devices
+from trainer.model_source import choose_model
+from trainer.run.cluster import first_then_others
+
+from . import answer
+from .compiled import GIB
+from .machines import ANY_GPU, device_count, host_gib, is_gpu, split_topology
+from .memory_estimate import estimate_memory
+from .plan import Job
+from .search import meshes, policies
+
+HOST_SHARE = 0.9  # of a host's memory that a run may fill, as the launchers' flags say
+PINNED_GIB = 64.0  # that JAX lets a process pin by default, for GPUs
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The devices of a run.
+
+    Attributes:
+      topology: as `planning.machines` names it; CPUs and unlisted GPUs are `gpu:N`.
+      named: for people.
+      device_gib: memory that a program may use on each; None if it is not known.
+      host_gib: each device's share of its host's memory, for what leaves the device; 0 on CPUs,
+        where that would be the same memory.
+    """
+
+    topology: str
+    named: str
+    device_gib: float | None
+    host_gib: float | None
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Returns the configuration with the planner's answer for its sections `auto`, on the devices
+    of all processes; joins them first.
+
+    Process 0 decides, prints the answer with its reason, and tells the others.
+
+    Raises:
+      UserError: the model cannot be opened, or nothing fits; one line with what would.
+    """
+    if not config.auto:
+        return config
+    start_devices(config)
+
+    def chosen(message: str | None) -> RunConfig:
+        if message is not None:
+            return _with_answer(config, json.loads(message))
+        planned, reason = plan_on(config, machine_of(jax.devices()))
+        print(reason, file=sys.stderr, flush=True)
+        return planned
+
+    return first_then_others(chosen, lambda planned: json.dumps(_answer_of(planned)))
+
+
+def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
+    """Returns the configuration planned for a machine, and the answer in a line; errors as in
+    `resolve`."""
+    if config.trajectories.path:
+        raise UserError(
+            "mesh: found auto, which plans text and preferences; axes such as {fsdp: 8} would work"
+        )
+    if config.stages:
+        raise UserError("mesh: found auto, which plans no stages; axes such as {fsdp: 8} would")
+    model = choose_model(config.model, config.adapter.path, weights=False).config
+    if "positions" in config.auto and (positions := model.extended(config.data.context_length)):
+        overrides = {**config.model.overrides, **positions}
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, overrides=overrides)
+        )
+        model = model.with_positions(**positions)
+    job = Job(
+        config,
+        dataclasses.replace(model, adapter=None),
+        machine.topology,
+        config.name,
+        host_gib=machine.host_gib,
+        own_device_gib=machine.device_gib,
+    )
+    best, tried = _best(job)
+    if best is None:
+        raise UserError(_refusal(job, machine))
+    run = dataclasses.replace(best.run, memory=best.memory)
+    mesh = dataclasses.replace(run.mesh, dcn=_across_slices(run.mesh, machine.topology))
+    run = dataclasses.replace(run, mesh=mesh)
+    return check(run), _reason(best, machine, tried, config)
+
+
+def machine_of(devices: Sequence[jax.Device]) -> Machine:
+    """Returns what is known of JAX's devices."""
+    first, count = devices[0], len(devices)
+    hosts = len({device.process_index for device in devices})
+    here = sum(device.process_index == first.process_index for device in devices)
+    host = HOST_SHARE * host_bytes() / GIB
+    kind = first.device_kind if first.platform != "cpu" else "CPU"
+    named = f"{count} x {kind}" + (f" of {hosts} hosts" if hosts > 1 else "")
+    if first.platform == "cpu":
+        return Machine(f"{ANY_GPU}:{count}", named, host / here, 0.0)
+    limit = (first.memory_stats() or {}).get("bytes_limit")
+    device_gib = limit / GIB if limit else None
+    if first.platform == "tpu":
+        return Machine(_tpu_topology(devices), named, device_gib, host / here)
+    pinned = float(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB") or PINNED_GIB)
+    chip = _listed(kind, GPUS) or ANY_GPU
+    shape = f"{hosts}x{count // hosts}" if hosts > 1 else str(count)
+    return Machine(f"{chip}:{shape}", named, device_gib, min(host, pinned) / here)
+
+
+def machine_named(topology: str, usable_gib: float | None) -> Machine:
+    """Returns what tables say of a machine that is absent; `usable_gib` replaces its memory."""
+    return Machine(topology, topology, usable_gib, host_gib(topology))
+
+
+def _listed(kind: str, table: Any) -> str | None:
+    """Returns the name of a listed device whose longest kind begins JAX's name of it."""
+    found = [
+        (len(prefix), name)
+        for name, device in table.items()
+        for prefix in device.kinds
+        if kind.upper().startswith(prefix.upper())
+    ]
+    return max(found)[1] if found else None
+
+
+def _tpu_topology(devices: Sequence[Any]) -> str:
+    """Returns a topology such as v5p:2x2x4, or 2xv5e:4x4 for two slices."""
+    kind = devices[0].device_kind
+    generation = _listed(kind, TPUS)
+    if generation is None:
+        raise UserError(f"mesh: found auto on {kind}, which the planner does not list; give axes")
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    sizes = [max(axis) + 1 for axis in zip(*(device.coords for device in devices), strict=True)]
+    if generation in ("v3", "v5e", "v6e"):
+        sizes = sizes[:2]
+    shape = "x".join(map(str, sizes))
+    return f"{slices}x{generation}:{shape}" if slices > 1 else f"{generation}:{shape}"
+
+
+def _best(job: Job) -> tuple[Job | None, int]:
+    """Returns the fastest job that fits, and how many were tried.
+
+    The fewest parts of a batch come first, then what certainly fits; without any, the first that
+    may.
+    """
+    perhaps, tried = None, 0
+    rows, least = job.batch, job.run.train.accumulation
+    for parts in (n for n in range(least, rows + 1) if rows % n == n % least == 0):
+        fitting: dict[str, Job] = {}  # of each mesh the first, which is its fastest
+        for candidate in _candidates(job.changed(train={"accumulation": parts})):
+            tried += 1
+            fits = estimate_memory(candidate).fits
+            if fits == "yes":
+                fitting.setdefault(candidate.axes, candidate)
+            elif fits == "perhaps" and perhaps is None:
+                perhaps = candidate
+        if fitting:
+            return min(fitting.values(), key=answer.seconds_of), tried
+    return perhaps, tried
+
+
+def _candidates(job: Job) -> Iterator[Job]:
+    """Yields the meshes and memory options to choose from, those that keep most first."""
+    given = job.run.mesh
+    chosen = meshes(job) if "mesh" in job.run.auto else [given]
+    for mesh in chosen:
+        on_mesh = job.changed(mesh=dataclasses.replace(mesh, simulate=given.simulate))
+        if mesh.devices != device_count(job.topology):
+            continue
+        for candidate in policies(on_mesh) if "memory" in job.run.auto else [on_mesh]:
+            if _is_allowed(candidate):
+                yield candidate
+
+
+def _is_allowed(job: Job) -> bool:
+    """Returns whether the run's own checks let the job pass."""
+    run, model = job.run, job.model
+    try:
+        check(dataclasses.replace(run, memory=job.memory))
+        check_combination(
+            job.memory,
+            layers=model.num_hidden_layers,
+            period=len(model.layer_kinds),
+            key_heads=TensorParallel.of(model, run.mesh.tensor).local_key_heads,
+            sequence=run.mesh.sequence,
+            sequence_parallel=run.mesh.sequence_parallel,
+            schedule=run.attention.schedule,
+        )
+    except ValueError:
+        return False
+    return True
+
+
+def _across_slices(mesh: MeshConfig, topology: str) -> dict[str, int]:
+    """Returns mesh.dcn: the axis that crosses slices of TPUs; GPUs need none."""
+    slices = split_topology(topology)[0]
+    if is_gpu(topology) or slices == 1 or mesh.dcn:
+        return mesh.dcn
+    axes = [axis for axis in ("data", "fsdp", "sequence") if getattr(mesh, axis) % slices == 0]
+    return {axes[0]: slices} if axes else {}
+
+
+def _reason(job: Job, machine: Machine, tried: int, config: RunConfig) -> str:
+    """Returns the answer, and why, in a line."""
+    memory, parts = estimate_memory(job), job.run.train.accumulation
+    limit = "" if memory.device_gib is None else f" of {memory.device_gib:.3g}"
+    parts_text = "" if parts == 1 else f", batches in {parts} parts"
+    certain = "" if memory.fits == "yes" else "; it may not fit, which only the compiler can tell"
+    positions = config.model.overrides if "positions" in config.auto else {}
+    stretched = f"; model.overrides {json.dumps(positions)}" if positions else ""
+    return (
+        f"planned for {machine.named}: {answer.settings(job)}{parts_text}: about "
+        f"{memory.total:.2g}{limit} GiB of each, the fastest of {tried} that were estimated"
+        f"{certain}{stretched}"
+    )
+
+
+def _refusal(job: Job, machine: Machine) -> str:
+    """Returns a line that says that nothing fits, and what would."""
+    least = min(
+        (estimate_memory(candidate) for candidate in _candidates(_in_most_parts(job))),
+        key=lambda memory: memory.low,
+        default=None,
+    )
+    if least is None:
+        shards = 2 * device_count(job.topology)
+        return (
+            f"data.context_length: found {job.context}, which no mesh of {machine.named} divides; "
+            f"a multiple of {shards} would work"
+        )
+    needs = f"{least.low:.3g} GiB of {job.device_gib or 0:.3g}"
+    if machine.host_gib is not None and least.on_host > machine.host_gib:
+        needs += f", and {least.on_host:.3g} GiB of {machine.host_gib:.3g} of the host's"
+    return (
+        f"{job.name}: rows of {job.context:,} tokens do not fit on {machine.named}: at least "
+        f"{needs} for each; {'; '.join(_what_would(job)) or 'a smaller model would'}"
+    )
+
+
+def _in_most_parts(job: Job) -> Job:
+    return job.changed(train={"accumulation": job.batch})
+
+
+def _what_would(job: Job) -> Iterator[str]:
+    """Yields what would fit, as flags of train.py or as a machine."""
+    if not job.run.adapter.rank:
+        for quantize in ("none", "nf4"):
+            adapter = job.run.adapter.with_rank(answer.RANK, quantize)
+            if _fits(job.changed(adapter=adapter)):
+                flag = "" if quantize == "none" else f" --adapter.quantize {quantize}"
+                yield f"--adapter.rank {answer.RANK}{flag} would"
+                break
+    for power in range(1, 12):
+        if job.context % (1 << power) == 0:
+            length = job.context >> power
+            if _fits(job.changed(data={"context_length": length})):
+                yield f"--data.context_length {length} would"
+                break
+    for times in (2, 4, 8, 16, 32, 64):
+        if answer.enough(job, times * device_count(job.topology)):
+            yield f"{times * device_count(job.topology)} such devices would"
+            break
+
+
+def _fits(job: Job) -> bool:
+    try:
+        best, _ = _best(job)
+    except ValueError:  # such as a rank that this model cannot have
+        return False
+    return best is not None and estimate_memory(best).fits == "yes"
+
+
+def _answer_of(config: RunConfig) -> dict[str, Any]:
+    """Returns what the planner has changed, as plain values."""
+    return {
+        "mesh": dataclasses.asdict(config.mesh),
+        "memory": dataclasses.asdict(config.memory),
+        "accumulation": config.train.accumulation,
+        "overrides": config.model.overrides,
+    }
+
+
+def _with_answer(config: RunConfig, found: dict[str, Any]) -> RunConfig:
+    """Returns the configuration with another process's `_answer_of`."""
+    mesh = found["mesh"] | {"order": tuple(found["mesh"]["order"])}
+    return dataclasses.replace(
+        config,
+        mesh=MeshConfig(**mesh),
+        memory=MemoryConfig(**found["memory"]),
+        train=dataclasses.replace(config.train, accumulation=found["accumulation"]),
+        model=dataclasses.replace(config.model, overrides=found["overrides"]),
+    )

@@ -1,0 +1,158 @@
+"""Tests of planning/auto.py: what `mesh: auto` and `memory: auto` choose for the devices found."""
+
+import dataclasses
+import types
+
+import pytest
+import yaml
+
+from data.errors import UserError
+from model.config import TransformerConfig
+from planning.auto import Machine, machine_named, machine_of, plan_on
+from planning.memory_estimate import estimate_memory
+from planning.plan import Job
+from trainer.config.load import dump, load
+from trainer.config.schema import ModelConfig
+
+AUTO = ("--mesh", "auto", "--memory", "auto")
+
+
+@pytest.fixture
+def recipe(small_recipe):
+    """Gives the small recipe with flags, with a preset's shape where one is named."""
+
+    def call(*flags, preset=None):
+        config = load(["--config", str(small_recipe), *AUTO, *flags])
+        if preset is None:
+            return config
+        model = ModelConfig(preset=preset, tokenizer=config.model.tokenizer)
+        return dataclasses.replace(config, model=model)
+
+    return call
+
+
+def cpus(count, gib=1.0):
+    return Machine(f"gpu:{count}", f"{count} x CPU", gib, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "gib", "axes", "parts"),
+    [
+        (8, 1.0, {"fsdp": 4, "sequence": 2}, 1),  # four rows, and then the length
+        (4, 1.0, {"fsdp": 4}, 1),
+        (2, 1.0, {"fsdp": 2}, 1),
+        # All rows at once would take 1.4 MiB of each.
+        (8, 0.001, {"fsdp": 2, "tensor": 2, "sequence": 2}, 2),
+    ],
+)
+def test_other_devices_take_the_same_batch(recipe, devices, gib, axes, parts):
+    planned, reason = plan_on(recipe("--mesh.simulate", str(devices)), cpus(devices, gib))
+    found = {name: getattr(planned.mesh, name) for name in ("fsdp", "tensor", "sequence")}
+    assert {name: size for name, size in found.items() if size > 1} == axes
+    assert planned.train.batch_size == 4 and planned.train.accumulation == parts
+    assert planned.mesh.simulate == devices and planned.auto == ("mesh", "memory")
+    assert reason.startswith(
+        f"planned for {devices} x CPU: mesh {' x '.join(f'{n} {s}' for n, s in axes.items())}"
+    )
+    assert ("batches in 2 parts" in reason) == (parts == 2)
+
+
+@pytest.mark.parametrize(
+    ("machine", "length", "batch", "axes"),
+    [
+        ("h100:8", 131072, 8, {"fsdp": 8}),
+        ("h100:8", 131072, 1, {"sequence": 8}),
+        ("v5p:2x2x4", 131072, 4, {"fsdp": 4, "sequence": 4}),
+    ],
+)
+def test_what_is_chosen_fits_by_the_estimate(recipe, machine, length, batch, axes):
+    flags = ("--data.context_length", str(length), "--train.batch_size", str(batch))
+    config = recipe(*flags, preset="llama-3.1-8b")
+    planned, _ = plan_on(config, machine_named(machine, None))
+    mesh = planned.mesh
+    assert mesh.devices == 16 if machine.startswith("v5p") else 8
+    assert {n: s for n in ("fsdp", "sequence", "tensor") if (s := getattr(mesh, n)) > 1} == axes
+    job = Job(planned, TransformerConfig.preset("llama-3.1-8b"), machine)
+    assert estimate_memory(job).fits == "yes"
+
+
+def test_slices_are_crossed_by_the_outer_axis(recipe):
+    flags = ("--data.context_length", "32768", "--train.batch_size", "8")
+    planned, _ = plan_on(recipe(*flags, preset="llama-3.1-8b"), machine_named("2xv5e:2x4", 31.0))
+    assert planned.mesh.dcn == {"fsdp": 2}
+
+
+def test_what_does_not_fit_is_refused_with_what_would(recipe):
+    config = recipe("--data.context_length", "32768", preset="llama-3.1-8b")
+    with pytest.raises(UserError) as refused:
+        plan_on(config, machine_named("rtx4090:1", None))
+    said = str(refused.value)
+    assert "rows of 32,768 tokens do not fit on rtx4090:1: at least" in said and "\n" not in said
+    assert "--adapter.rank 16 --adapter.quantize nf4 would" in said
+    assert said.endswith("such devices would")
+    named = dataclasses.replace(config, adapter=config.adapter.with_rank(16, "nf4"))
+    assert plan_on(named, machine_named("rtx4090:1", None))[0].mesh.devices == 1
+
+
+def device(**facts):
+    return types.SimpleNamespace(
+        process_index=0, memory_stats=lambda: {"bytes_limit": 16 << 30}, **facts
+    )
+
+
+def test_machines_are_named_by_their_devices():
+    tpus = [
+        device(platform="tpu", device_kind="TPU v5p", coords=(x, y, z), slice_index=0)
+        for x in range(2)
+        for y in range(2)
+        for z in range(4)
+    ]
+    assert machine_of(tpus).topology == "v5p:2x2x4" and machine_of(tpus).device_gib == 16
+    flat = [
+        device(platform="tpu", device_kind="TPU v5 lite", coords=(x, y, 0), slice_index=s)
+        for s in range(2)
+        for x in range(2)
+        for y in range(4)
+    ]
+    assert machine_of(flat).topology == "2xv5e:2x4"
+    gpus = [device(platform="gpu", device_kind="NVIDIA H100 80GB HBM3") for _ in range(8)]
+    for number, gpu in enumerate(gpus):
+        gpu.process_index = number // 4
+    assert machine_of(gpus).topology == "h100:2x4"
+    assert machine_of(gpus[:1]).topology == "h100:1" and machine_of(gpus).host_gib <= 16
+    assert machine_of([device(platform="gpu", device_kind="Other")] * 2).topology == "gpu:2"
+    found = machine_of([device(platform="cpu", device_kind="cpu")] * 2)
+    assert (found.topology, found.host_gib) == ("gpu:2", 0.0)
+
+
+def test_auto_stands_for_a_section(small_recipe, tmp_path):
+    fields = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
+    written = tmp_path / "recipe.yaml"
+    written.write_text(yaml.safe_dump({**fields, "mesh": "auto", "memory": "auto"}))
+    assert load(["--config", str(written), "--mesh.simulate", "3"]).auto == ("mesh", "memory")
+    assert load(["--config", str(small_recipe), *AUTO]).auto == ("mesh", "memory")
+    own = load(["--config", str(small_recipe), "--memory", "auto", "--mesh.simulate", "8"])
+    assert own.auto == ("memory",) and own.mesh.fsdp == 2
+    written.write_text(dump(load(["--config", str(small_recipe), *AUTO])))
+    # Whoever names an axis has the section again.
+    again = load(["--config", str(written), "--mesh.fsdp", "2", "--mesh.simulate", "2"])
+    assert again.auto == ("memory",) and again.mesh.fsdp == 2
+    for flags, words in (
+        (["--mesh", "fsdp"], "is a section, found 'fsdp'; auto would work, or its fields"),
+        (["--mesh", "auto", "--mesh.fsdp", "2"], "--mesh auto and --mesh.fsdp exclude each other"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load(["--config", str(small_recipe), *flags])
+
+
+def test_a_model_and_data_are_a_whole_command(hf_model, small_recipe):
+    data = str(small_recipe.parent / "conversations.json")
+    words = ["--model.path", str(hf_model), "--data.path", data, "--data.context_length", "1024"]
+    config = load(words)
+    assert config.auto == ("mesh", "memory", "positions") and config.train.epochs == 1
+    assert config.name == hf_model.name.lower()
+    planned, reason = plan_on(config, cpus(4))
+    assert planned.mesh.sequence == 4  # of one row
+    assert planned.model.overrides["max_position_embeddings"] >= 1024 and "overrides" in reason
+    with pytest.raises(UserError, match=r"--model\.path and --data\.path without one would do"):
+        load(words[:2])
