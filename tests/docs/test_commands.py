@@ -201,6 +201,9 @@ TESTED = {
     "tests/scripts/benchmarks/test_bench_schedules.py": [
         "python -m scripts.benchmarks.bench_schedules"
     ],
+    "tests/scripts/benchmarks/test_checkpoint_stores.py": [
+        "python -m scripts.benchmarks.checkpoint_stores DISK gs://BUCKET/FOLDER"
+    ],
     "tests/scripts/benchmarks/test_evidence.py": ["python -m scripts.benchmarks.evidence --times"],
     "tests/scripts/benchmarks/test_shared_prompts.py": [
         "python -m scripts.benchmarks.shared_prompts"
