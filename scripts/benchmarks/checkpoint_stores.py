@@ -1,4 +1,4 @@
-"""Prints how long a checkpoint takes to save and to restore on a disk and in buckets, and its bytes.
+"""Prints how long a checkpoint takes to save and restore on a disk and in buckets, and its bytes.
 
     python -m scripts.benchmarks.checkpoint_stores /tmp/here gs://BUCKET/there [--mib 256]
 
