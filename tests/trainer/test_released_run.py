@@ -1,0 +1,37 @@
+"""A run that a release made is opened and continued by this version (tests/fixtures/make_run.py)."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.fixtures.make_run import KILLED, STEPS, losses, sums, train
+from trainer.checkpoint.store import CheckpointStore
+from trainer.config.load import load
+
+RUNS = sorted((REPOSITORY / "tests" / "fixtures").glob("run_*"))
+
+
+def expected(run: Path) -> dict[str, dict[str, float]]:
+    return json.loads((run / "expected.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_its_recipe_and_weights_are_read(run):
+    config = load(["--config", str(run / "config.yaml")])
+    assert config.train.steps == STEPS and config.data.context_length == 64
+    with CheckpointStore(run) as store:
+        assert store.latest_good() == KILLED
+    found = sums(run / "checkpoints" / str(KILLED))
+    assert found == pytest.approx(expected(run)["sums"], rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_it_goes_on_with_the_losses_that_the_release_logged(run, tmp_path):
+    copy = tmp_path / run.name
+    shutil.copytree(run, copy)
+    train(copy / "config.yaml", copy)
+    assert losses(copy) == pytest.approx(expected(run)["losses"], abs=1e-4)
