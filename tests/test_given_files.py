@@ -346,6 +346,29 @@ def test_a_header_that_lies(kind, name, header, given, tmp_path):
     assert str(place) in said and "\n" not in said and len(said) < 500, said
 
 
+ARRAY = "{{'descr': {}, 'fortran_order': False, 'shape': {}}}"
+ARRAYS = {
+    "a shape beyond the file": ARRAY.format("'<i4'", "(1000000000000,)"),
+    "a shape below zero": ARRAY.format("'<i4'", "(-1,)"),
+    "a shape of many digits": ARRAY.format("'<i4'", f"({'9' * 5000},)"),
+    "objects, which would be unpickled": ARRAY.format("'|O'", "(1,)"),
+    "brackets": "(" * 5000,
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("length", [None, 0xFFFFFFFF])
+@pytest.mark.parametrize("header", ARRAYS)
+def test_an_array_of_tokens_that_lies(header, length, tmp_path):
+    """In its header, or about the header's length."""
+    content, path = ARRAYS[header].encode(), tmp_path / "a.npy"
+    size = struct.pack("<I", len(content) if length is None else length)
+    path.write_bytes(b"\x93NUMPY\x02\x00" + size + content + bytes(64))
+    said = said_by(lambda path: read_data(path, "tokens"), path)
+    assert said.startswith(f"{path}: cannot be read as .npy") and "\n" not in said
+    assert len(said) < 500, said
+
+
 LINES = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
 RECIPES = {
     "aliases": f"a0: &a0 [1]\n{LINES}\n",

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from data.errors import UserError
 from data.folders import scratch_folder
+from data.paths import new_folder
 from scripts.benchmarks.commands import in_own_process
 from scripts.benchmarks.results import load, measured, row, save, versions
 from trainer.options import command, option
@@ -392,6 +393,7 @@ class Options:
 def work(args: Options) -> int:
     """Writes the result, or checks it; in a process of its own compiles kernels."""
     if args.into:
+        new_folder(args.into)  # which is emptied after each kernel
         print(json.dumps(compile_all(args.into, args.backend)))
     elif args.backend:
         print(*measure(args.backend).items(), sep="\n")
