@@ -219,6 +219,7 @@ HOURS = "takes minutes to hours of a compiler; tests/planning compiles smaller s
 INSTALLS = "installs from PyPI, as CI and every `make test` do for the CPU"
 NOT_RUN = {
     "python -m tests.soak.hour": "trains for an hour",
+    "python -m tests.soak.large_array": "prepares 1.6 GB in minutes",
     "make test": "is what runs the tests",
     "make check": "runs a part of them",
     "make soak": "takes hours",
