@@ -201,6 +201,9 @@ TESTED = {
     "tests/scripts/benchmarks/test_bench_schedules.py": [
         "python -m scripts.benchmarks.bench_schedules"
     ],
+    "tests/planning/test_auto.py": [
+        "python train.py --model.path org/name --data.path chats.jsonl --data.context_length 131072"
+    ],
     "tests/scripts/benchmarks/test_checkpoint_stores.py": [
         "python -m scripts.benchmarks.checkpoint_stores DISK gs://BUCKET/FOLDER"
     ],
