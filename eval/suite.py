@@ -69,9 +69,12 @@ def match_integer(text: str, expected: Sequence[str]) -> float:
 
 
 def similarity(text: str, expected: Sequence[str]) -> float:
-    """Returns the similarity after the required beginning, else 0 (as OpenAI's MRCR).
+    """Returns how similar an answer is to the expected one, 0 to 1, as OpenAI's MRCR counts it.
+
+    It is difflib's ratio of what follows the required beginning; 0 for an answer without that.
 
     Args:
+      text: the answer.
       expected: the required beginning, and what should follow it.
     """
     beginning, rest = expected

@@ -104,7 +104,12 @@ def collectives(text: str) -> collections.Counter[str]:
 
 
 def received(moved: list[Transfer], kind: str | None = None) -> np.ndarray:
-    """Bytes received by each device, through one kind of collective or all: float64 [devices]."""
+    """Returns the bytes that each device receives in a step: float64 [devices].
+
+    Args:
+      moved: the step's transfers, as `transfers` reads them from compiled text.
+      kind: counts only this kind of collective, such as collective-permute; None counts all.
+    """
     return np.sum(
         [transfer.times * transfer.nbytes for transfer in moved if kind in (None, transfer.kind)],
         axis=0,

@@ -224,7 +224,11 @@ def trained_mask(assets: str | Path) -> Mask:
 
 
 def trained_quantization(assets: str | Path) -> Quantization:
-    """The quantization of the adapters' base in a checkpoint's training, from its run.yaml."""
+    """Returns adapter.quantize of the run that saved a checkpoint: "none", "nf4", ...
+
+    Args:
+      assets: the checkpoint's folder `assets`, whose run.yaml says so.
+    """
     return _recipe(assets).get("adapter", {}).get("quantize", "none")
 
 

@@ -282,7 +282,7 @@ def hf_layout(config: TransformerConfig, stacked: bool = False) -> list[HFEntry]
 
 
 def layout_of(files: Iterable[str], config: TransformerConfig) -> list[HFEntry]:
-    """Returns a folder's `hf_layout`, with stacked experts if the folder stacks them.
+    """Returns what each tensor of a Hugging Face folder is: `hf_layout`, stacked as the folder is.
 
     Args:
       files: names of the folder's tensors, such as `model.layers.0.mlp.experts.gate_up_proj`.

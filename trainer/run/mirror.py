@@ -98,8 +98,14 @@ class Mirror:
 def logs_and_others(
     files: Mapping[str, bytes],
 ) -> tuple[dict[str, tuple[int, bytes]], dict[str, bytes]]:
-    """Returns the logs that a bucket's files are parts of, each with its series and content, and
-    the other files, by name."""
+    """Joins the parts of a run's logs in a bucket.
+
+    Args:
+      files: name -> content of all files.
+
+    Returns:
+      Each log's name -> its newest series and that series' content; and the other files as given.
+    """
     logs: dict[str, tuple[int, bytes]] = {}
     others: dict[str, bytes] = {}
     for name in sorted(files):

@@ -35,10 +35,14 @@ def token_of(folder: Path | None) -> str:
 
 @contextlib.contextmanager
 def offered_token(folder: Path | None) -> Iterator[str]:
-    """Yields process 0's token: `token_of` the folder, or a new one in its file meanwhile.
+    """Yields process 0's token: that of `token_of`, or a new one, kept in its file meanwhile.
 
-    The others look for the file once process 0 has answered them. None is made in a folder that is
-    not theirs to share: one with other files than a run's, or that cannot be written to.
+    The other processes read the file once process 0 has answered them; it is deleted at the end of
+    the context. A folder that has other files than a run's, or that cannot be written to, gets no
+    file: then the token is `token_of`'s, perhaps empty.
+
+    Args:
+      folder: the run's; None for none.
     """
     token = token_of(folder)
     if token or folder is None or not _may_hold(path := _token_file(folder)):

@@ -157,12 +157,12 @@ def _plain_product(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def across(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """A number for each row, along the row."""
+    """Returns `rows` [R] as an array of `shape` [R, C]: each row repeats its number."""
     return lax.broadcast_in_dim(rows, shape, (0,))
 
 
 def down(columns: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """A number for each column, along the column."""
+    """Returns `columns` [C] as an array of `shape` [R, C]: each column repeats its number."""
     return lax.broadcast_in_dim(columns, shape, (1,))
 
 
@@ -235,12 +235,15 @@ def put_all(
     end: jax.Array,
     tiles_of: Callable[[jax.Array], Sequence[Any]],
 ) -> None:
-    """The loader's loop: copies the tiles of each step, one for each of `slots`, and waits until
-    all have been read.
+    """Copies each step's tiles into shared memory, and waits until all have been read.
+
+    This is the loop of the warpgroup that loads; the others read the same steps from `slots`.
 
     Args:
-      begin, end: steps are numbered from the one to before the other; a tile's own number spares
-        those who compute a register.
+      slots: one for each of the arrays whose tiles are loaded.
+      begin, end: the steps are range(begin, end). A step is the number of its tile, which saves
+        the computing warpgroups a register.
+      tiles_of: a step -> its tile in global memory of each array, in the order of `slots`.
     """
 
     def put(step, _):

@@ -148,11 +148,14 @@ class Attention2D(Schedule):
 
 
 def fewest_bytes(ranks: int, query_heads: int, kv_heads: int, itemsize: int) -> int:
-    """The number of columns with which forward and backward receive the fewest bytes, coordinates
-    and lse not counted.
+    """Returns the number of grid columns with which both passes receive the fewest bytes.
 
-    Section 3.2: where the traffic along rows and columns differs, a rectangular grid is better than
-    a square one.
+    Coordinates and lse are not counted. Section 3.2: where the traffic along rows and columns
+    differs, a rectangular grid is better than a square one.
+
+    Args:
+      ranks: of the grid.
+      itemsize: bytes of a number of queries, keys and values.
     """
 
     def received(columns):

@@ -143,7 +143,7 @@ def received(rounds: Iterable[Round], size: int) -> Float[np.ndarray, " P"]:
 
 
 def kinds(rounds: Iterable[Round]) -> set[str]:
-    """The kinds of collectives that appear."""
+    """Returns the kinds of the rounds' collectives as in compiled text: collective-permute, ..."""
     return {send.kind for each in rounds for send in each.sends if send.pairs}
 
 
