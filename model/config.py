@@ -73,7 +73,14 @@ class TransformerConfig:
         num_experts_per_tok; 0 for one feed-forward and no router.
       moe_intermediate_size: the experts' width; None for intermediate_size.
       expert_bias: whether experts' projections and the router have biases.
-      norm_topk_prob: a token's weights of its experts are divided by their sum.
+      router_scores: what a router makes of logits: "softmax" over the experts, or the "sigmoid" of
+        each.
+      router_correction: whether a constant of each expert is added to its score where experts are
+        chosen; their weights do not have it.
+      norm_topk_prob: a token's weights of its experts are divided by their sum;
+        routed_scaling_factor multiplies them.
+      shared_expert_intermediate_size: the width of an expert that every token goes to; 0 for none.
+      shared_expert_gate: whether a sigmoid of the token multiplies its output.
       output_router_logits: router_aux_loss_coef times the balance loss of the routers is trained
         too; router_z_loss_coef, which no config.json has, is that of their z-loss.
       adapter: the adapters beside the projections, if there are any; all other weights are frozen.
@@ -121,7 +128,12 @@ class TransformerConfig:
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
     expert_bias: bool = False
+    router_scores: str = "softmax"
+    router_correction: bool = False
     norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    shared_expert_intermediate_size: int = 0
+    shared_expert_gate: bool = False
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
@@ -217,6 +229,10 @@ class TransformerConfig:
         for name in ("norm_topk_prob", "output_router_logits"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
+        require_number("routed_scaling_factor", self.routed_scaling_factor, above=0)
+        require_int(
+            "shared_expert_intermediate_size", self.shared_expert_intermediate_size, at_least=0
+        )
         if not self.num_experts:
             return
         if self.moe_intermediate_size is not None:
@@ -299,6 +315,7 @@ class TransformerConfig:
                     "hidden_size": self.hidden_size,
                     "head_dim": self.head_dim,
                     "intermediate_size": self.expert_width,
+                    "shared_expert_intermediate_size": self.shared_expert_intermediate_size,
                 }
             )
 
@@ -377,6 +394,12 @@ class TransformerConfig:
     def expert_width(self) -> int:
         """The width of a feed-forward: an expert's, in a mixture."""
         return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def active_width(self) -> int:
+        """The width of all feed-forwards that a token goes to."""
+        routed = (self.num_experts_per_tok or 1) * self.expert_width
+        return routed + self.shared_expert_intermediate_size
 
     @property
     def router_aux_loss(self) -> float:

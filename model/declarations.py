@@ -40,11 +40,15 @@ def _layer_module(config: TransformerConfig) -> tuple[Any, Any]:
 def _declared(state: Any, hf_prefix: str) -> dict[str, Parameter]:
     def parameter(name, leaf):
         metadata = {
-            key: leaf.get_metadata().get(key) for key in ("axes", "stages", "inputs", "hf_name")
+            key: leaf.get_metadata().get(key)
+            for key in ("axes", "stages", "inputs", "hf_name", "constant")
         }
+        constant = bool(metadata["constant"])
         return Parameter(
             leaf.shape,
             metadata["axes"],
+            frozen=constant,
+            constant=constant,
             stages=metadata["stages"] or (),
             inputs=metadata["inputs"],
             hf_name=metadata["hf_name"] or hf_prefix + name,
@@ -75,7 +79,9 @@ def declare(config: TransformerConfig, ends: EndsFactory = TokenEnds) -> dict[st
         )
     if config.adapter is not None:
         parameters = {
-            name: dataclasses.replace(parameter, frozen=not config.adapter.trains(name))
+            name: dataclasses.replace(
+                parameter, frozen=parameter.constant or not config.adapter.trains(name)
+            )
             for name, parameter in parameters.items()
         }
         if config.adapter.quantize != "none":

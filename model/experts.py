@@ -14,14 +14,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from .config import TransformerConfig
 from .dropout import TokenInfo
-from .feedforward import ACTIVATIONS, OUTPUT, Auxiliary, param
+from .feedforward import ACTIVATIONS, OUTPUT, Auxiliary, FeedForward, param
 from .grouped import grouped_product
 from .linear import product
 from .sharding import TensorParallel
+
+# What makes scores of logits, by `TransformerConfig.router_scores`.
+SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+}
 
 
 class Routes(NamedTuple):
@@ -32,17 +39,29 @@ class Routes(NamedTuple):
     weights: Float[Array, "T k"]
 
 
-def route(logits: Float[Array, "T E"], config: TransformerConfig) -> Routes:
+def route(
+    logits: Float[Array, "T E"],
+    config: TransformerConfig,
+    correction: Float[Array, " E"] | None = None,
+) -> Routes:
     """Returns each token's experts, those of the highest scores; of equal ones the first.
 
     Args:
       logits: float32.
+      correction: what is added to the scores where experts are chosen, not to their weights.
     """
     assert config.num_experts_per_tok is not None
-    weights, experts = lax.top_k(jax.nn.softmax(logits, -1), config.num_experts_per_tok)
+    scores = SCORES[config.router_scores](logits)
+    if correction is None:
+        weights, experts = lax.top_k(scores, config.num_experts_per_tok)
+    else:
+        corrected = lax.stop_gradient(scores + correction)
+        experts = lax.top_k(corrected, config.num_experts_per_tok)[1]
+        weights = jnp.take_along_axis(scores, experts, -1)
     if config.norm_topk_prob:
-        weights /= weights.sum(-1, keepdims=True)
-    return Routes(experts, weights)
+        # Sigmoids may all be 0.
+        weights /= weights.sum(-1, keepdims=True) + (1e-20 if correction is not None else 0)
+    return Routes(experts, config.routed_scaling_factor * weights)
 
 
 def router_sums(logits: Float[Array, "T E"], routes: Routes, real: Bool[Array, " T"]) -> Auxiliary:
@@ -74,11 +93,21 @@ class Router(nnx.Module):
         )
         if config.expert_bias:
             self.bias = nnx.Param(jnp.zeros(shape[1:]), axes=("router",), stages=(OUTPUT,))
+        if config.router_correction:
+            self.e_score_correction_bias = nnx.Param(
+                jnp.zeros(shape[1:]), axes=("router",), stages=(OUTPUT,), constant=True
+            )
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T X"]:
         """Returns float32 logits of normalised hidden states."""
         logits = product("te,ex->tx", x, self.weight.get_value(), jnp.float32)
         return logits + self.bias[...] if hasattr(self, "bias") else logits
+
+    @property
+    def correction(self) -> Float[Array, " X"] | None:
+        """What is added to an expert's score where experts are chosen, if anything is."""
+        bias = getattr(self, "e_score_correction_bias", None)
+        return None if bias is None else bias[...]
 
 
 class ExpertProjection(nnx.Module):
@@ -119,7 +148,8 @@ class ExpertProjection(nnx.Module):
         Args:
           experts: the rows' experts.
         """
-        y = grouped_product(x, self.weight.get_value(), sizes)
+        # `memory.remat` finds a product outside a dot by its name.
+        y = checkpoint_name(grouped_product(x, self.weight.get_value(), sizes), "expert_product")
         if not hasattr(self, "bias"):
             return y
         bias = self.bias[...].at[experts].get(mode="fill", fill_value=0)
@@ -197,12 +227,22 @@ class Experts(nnx.Module):
 
 
 class Mixture(nnx.Module):
-    """A router and its experts, in the place of a feed-forward."""
+    """A router and its experts, in the place of a feed-forward; and an expert that all tokens
+    share, if there is one."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.gate = Router(config, rngs=rngs)
         self.experts = Experts(config, rngs=rngs)
+        if config.shared_expert_intermediate_size:
+            self.shared_expert = FeedForward(
+                config, config.shared_expert_intermediate_size, rngs=rngs
+            )
+        if config.shared_expert_gate:
+            shape, axes = (config.hidden_size, 1), ("embed", "router")
+            self.shared_expert_gate = nnx.Dict(
+                weight=param(rngs, shape, axes, config.initializer_range, stages=(OUTPUT,))
+            )
 
     def __call__(
         self, x: Float[Array, "B T E"], parallel: TensorParallel, labels: TokenInfo
@@ -212,12 +252,22 @@ class Mixture(nnx.Module):
         x = parallel.whole(x)
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.gate(tokens)
-        routes = route(logits, self.config)
+        routes = route(logits, self.config, self.gate.correction)
         y = self.experts(tokens, routes, parallel).reshape(x.shape)
+        if self.config.shared_expert_intermediate_size:
+            y += self._shared(x, parallel)
         # In decoding nothing is trained, and nobody asks for sums.
         real = labels.real
         sums = {} if real is None else router_sums(logits, routes, real.reshape(-1))
         return parallel.combine(y, "mlp"), sums
+
+    def _shared(self, x: Float[Array, "B T E"], parallel: TensorParallel) -> Float[Array, "B T E"]:
+        """Returns this tensor rank's summand of the shared expert's output."""
+        y = self.shared_expert.summand(x, parallel)
+        if not self.config.shared_expert_gate:
+            return y
+        gate = product("bte,eo->bto", x, self.shared_expert_gate.weight[...], jnp.float32)
+        return (jax.nn.sigmoid(gate) * y).astype(y.dtype)
 
 
 @jax.custom_vjp

@@ -303,11 +303,13 @@ QK_NORMS: dict[str, type[HeadNorm] | type[AllHeadsNorm] | None] = {
 
 
 class FeedForward(nnx.Module):
-    """down(activation(gate(x)) * up(x)); the width F is split over `tensor`."""
+    """down(activation(gate(x)) * up(x)); the width F, intermediate_size unless given, is split over
+    `tensor`."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, width: int | None = None, *, rngs: nnx.Rngs):
         self.activation = ACTIVATIONS[config.activation]
-        hidden, width, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        hidden, std = config.hidden_size, config.initializer_range
+        width = width or config.intermediate_size
         width_bias = ((width,), ("mlp",)) if config.mlp_bias else ()
         hidden_bias = ((hidden,), ("norm",)) if config.mlp_bias else ()
         inward = ("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias)
@@ -322,9 +324,13 @@ class FeedForward(nnx.Module):
     ) -> tuple[Float[Array, "B T E"], Auxiliary]:
         """Returns the feed-forward of normalised hidden states, summed over the tensor ranks, and
         no auxiliary sums."""
-        dropout = labels.dropout
-        x = parallel.whole(x)
+        down = self.summand(parallel.whole(x), parallel, labels.dropout)
+        return self.down_proj.add_bias(parallel.combine(down, "mlp")), {}
+
+    def summand(
+        self, x: Float[Array, "B T E"], parallel: TensorParallel, dropout: DropoutKeys = None
+    ) -> Float[Array, "B T E"]:
+        """Returns this tensor rank's summand, without the last bias."""
         gate = self.gate_proj.add_bias(self.gate_proj(x, parallel, dropout))
         up = self.up_proj.add_bias(self.up_proj(x, parallel, dropout))
-        down = self.down_proj(self.activation(gate) * up, parallel, dropout)
-        return self.down_proj.add_bias(parallel.combine(down, "mlp")), {}
+        return self.down_proj(self.activation(gate) * up, parallel, dropout)

@@ -116,6 +116,8 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
         }
         if "num_experts" in family.takes:
             biases |= {"num_experts": 1, "num_experts_per_tok": 1}
+        if "shared_expert_intermediate_size" in family.takes:
+            biases["shared_expert_intermediate_size"] = 1
         config = TransformerConfig(
             family=name, tie_word_embeddings=False, **biases, **family.computes
         )

@@ -83,10 +83,10 @@ class ModelParameters(abc.ABC):
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter as it is in memory, padding included. Frozen ones are stored in
-        the compute dtype, in which they are sent."""
+        the compute dtype, in which they are sent; constants stay float32."""
         return {
             name: dataclasses.replace(parameter, dtype=jnp.dtype(self.dtype).name)
-            if parameter.frozen and weight_of(name) == name
+            if parameter.frozen and not parameter.constant and weight_of(name) == name
             else parameter
             for name, parameter in declare(self.in_memory, self.ends).items()
         }

@@ -71,6 +71,7 @@ class Parameter:
     frozen: whether it has no gradient in any run of the model; `trainable` may freeze others.
     granularity: along each axis how many numbers stay on one device; () for 1 along all.
     stages: of a layer, those that read it (`modules.STAGES`).
+    constant: whether no run trains it; it is frozen, and stays in its dtype wherever it goes.
     inputs: of a matrix, how many of its axes, after that of the layers, are the inputs of a
     product; 0 for a table of rows;
       None for vectors.
@@ -81,6 +82,7 @@ class Parameter:
     axes: tuple[str, ...]
     dtype: str = "float32"
     frozen: bool = False
+    constant: bool = False
     granularity: tuple[int, ...] = ()
     stages: tuple[str, ...] = ()
     inputs: int | None = None
@@ -132,12 +134,13 @@ class TensorParallel:
             query = group * key
         kv_heads = key % tensor == 0
         # The blocks of a quantized down_proj lie along the width, and ranks have whole ones.
-        width = config.expert_width // (config.adapter.block if config.adapter else 1)
+        block = config.adapter.block if config.adapter else 1
+        widths = config.expert_width, config.shared_expert_intermediate_size
         return cls(
             tensor,
             kv_heads or shared,
             kv_heads,
-            width % tensor == 0,
+            all(width // block % tensor == 0 for width in widths),
             -(-config.vocab_size // tensor) * tensor,
             query,
             key,

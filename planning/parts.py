@@ -30,11 +30,10 @@ def parts_gib(run: RunConfig, model: TransformerConfig) -> dict[str, float]:
     heads, key_heads = model.num_attention_heads / tensor, model.num_key_value_heads / tensor
     layers, hidden = model.num_hidden_layers, model.hidden_size
     device_inputs, _ = _kept_inputs(memory, layers)
-    widths = (
-        (heads + 2 * key_heads) * model.head_dim
-        + 2 * (model.num_experts_per_tok or 1) * model.expert_width / tensor
-        + hidden
-    )
+    # Of a mixture each expert's output is one.
+    outputs = (model.num_experts_per_tok or 1) + bool(model.shared_expert_intermediate_size)
+    widths = (heads + 2 * key_heads) * model.head_dim + 2 * model.active_width / tensor
+    widths += outputs * hidden
     parameters, moments = state_bytes(run, model)
     parts = {
         "parameters": 0 if memory.parameters_on_host else parameters,

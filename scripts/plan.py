@@ -156,7 +156,9 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
     from planning import answer
     from planning.machines import device_count
     from planning.memory_estimate import estimate_memory
-    from trainer.build import run_notes
+    from planning.plan import changed
+    from trainer.build import build_language_model, run_notes
+    from trainer.mesh import abstract_mesh
 
     mesh, devices = job.run.mesh, device_count(job.topology)
     if mesh.devices != devices and not args.best:
@@ -168,6 +170,9 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
         job = answer.longest(job, choose_mesh=chooses(args)) or job
     elif chooses(args):
         job = answer.choose(job) or job
+    # Refuses what training would refuse.
+    whole = changed(job.run, memory=job.memory)
+    build_language_model(whole, job.model, abstract_mesh(job.run.mesh))
     memory = estimate_memory(job)
     times = {"tokens": args.tokens, "price": args.price_per_device_hour}
     print(answer.heading(job), answer.settings(job), *run_notes(job.run, job.model), "", sep="\n")

@@ -1,6 +1,10 @@
 """What the tests look for in compiled texts beside what planning.compiled reads from them."""
 
+import math
 import re
+from collections.abc import Iterator
+
+from planning.compiled.text import Instruction, Module, parse
 
 
 def arrays_with(text: str, size: int) -> set[str]:
@@ -11,3 +15,54 @@ def arrays_with(text: str, size: int) -> set[str]:
         for match in re.finditer(r"\b(?:pred|bf16|[suf]\d+|c64|c128|f8\w+)\[([\d,]*)\]", text)
         if sum(int(axis) >= size for axis in match[1].split(",") if axis) >= 2
     }
+
+
+def product_flops(text: str, where: str, steps: float) -> float:
+    """The FLOPs of all matrix products in a compiled text.
+
+    Args:
+      where: loops whose number of steps is not in the text count if an operation of them has this
+        in its name; others, which are attention's, do not.
+      steps: the number of steps of such a loop.
+    """
+    module = parse(text)
+
+    def of(name: str) -> float:
+        types = {instruction.name: instruction.type for instruction in module.computations[name]}
+        total = 0.0
+        for instruction in module.computations[name]:
+            if instruction.opcode == "dot":
+                total += _product(instruction, types[instruction.operands[0]])
+            times = 1.0
+            if instruction.opcode == "while":
+                times = module.trip_count(name, instruction)
+                if math.isnan(times):
+                    times = steps if _named(module, instruction, where) else 0.0
+            inner = [called for called in instruction.called if called in module.computations]
+            total += times * sum(map(of, inner)) if times else 0.0
+        return total
+
+    return of(module.entry)
+
+
+def _product(dot: Instruction, left: str) -> float:
+    summed = [int(i) for i in re.findall(r"\d+", dot.required("lhs_contracting_dims"))]
+    sizes = _sizes(left)
+    return 2.0 * math.prod(_sizes(dot.type)) * math.prod(sizes[i] for i in summed)
+
+
+def _sizes(type_: str) -> list[int]:
+    found = re.search(r"\[([\d,]*)\]", type_)
+    assert found
+    return [int(size) for size in found[1].split(",") if size]
+
+
+def _named(module: Module, loop: Instruction, where: str) -> bool:
+    def inside(name: str) -> Iterator[Instruction]:
+        for instruction in module.computations[name]:
+            yield instruction
+            for called in instruction.called:
+                if called in module.computations:
+                    yield from inside(called)
+
+    return any(where in x.rest for x in inside(loop.required("body").lstrip("%")))

@@ -51,14 +51,17 @@ def pairs_per_layer(
 def layer_weights(config: TransformerConfig) -> int:
     """The weights of one layer that a token passes through.
 
-    These are attention's projections, and the feed-forward network or the router and the token's
-    experts.
+    These are attention's projections, and the feed-forward network or the router, the token's
+    experts and those that all tokens share.
     """
     query_width = config.num_attention_heads * config.head_dim
     key_value_width = config.num_key_value_heads * config.head_dim
-    widths = (config.num_experts_per_tok or 1) * config.expert_width
     return config.hidden_size * (
-        2 * query_width + 2 * key_value_width + 3 * widths + config.num_experts
+        2 * query_width
+        + 2 * key_value_width
+        + 3 * config.active_width
+        + config.num_experts
+        + config.shared_expert_gate
     )
 
 

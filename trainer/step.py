@@ -143,7 +143,7 @@ class StepBuilder:
     @property
     def saves_trainable_only(self) -> bool:
         """Whether checkpoints hold only the trained parameters: adapters without their base."""
-        return any(parameter.frozen for parameter in self.model.parameters.values())
+        return self.model.config.adapter is not None
 
     @property
     def abstract_saved(self) -> dict[str, jax.ShapeDtypeStruct]:

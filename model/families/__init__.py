@@ -18,9 +18,11 @@ from .olmo2 import OLMO2
 from .olmoe import OLMOE
 from .phi3 import PHI3
 from .qwen2 import QWEN2
+from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
+from .solar_open import SOLAR_OPEN
 
 __all__ = ["FAMILIES", "Family", "family_of", "find_preset"]
 FAMILIES: Mapping[str, Family] = {
@@ -41,6 +43,8 @@ FAMILIES: Mapping[str, Family] = {
         OLMOE,
         GRANITEMOE,
         GPT_OSS,
+        QWEN2_MOE,
+        SOLAR_OPEN,
     )
 }
 

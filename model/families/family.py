@@ -26,6 +26,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "embd_pdrop": (0, None),
         "embedding_multiplier": (1, None),
         "expert_capacity": (None,),
+        "first_k_dense_replace": (0, None),
         "final_logit_softcapping": (None,),
         "hidden_act": ("silu", None),
         "hidden_activation": ("silu", None),
@@ -36,6 +37,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "mlp_bias": (False, None),
         "mlp_only_layers": ([], None),
         "moe_intermediate_size": (None,),
+        "n_group": (1, None),
         "n_shared_experts": (0, None),
         "no_rope_layers": (None,),
         "norm_topk_prob": (False, None),
@@ -49,6 +51,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "query_pre_attn_scalar": (None,),
         "resid_pdrop": (0, None),
         "residual_multiplier": (1, None),
+        "routed_scaling_factor": (1, None),
         "router_aux_loss_coef": (0, None),
         "router_jitter_noise": (0, None),
         "router_z_loss_coef": (0, None),
@@ -56,6 +59,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "sliding_window": (None,),
         "swiglu_alpha": (1.702, None),
         "swiglu_limit": (7.0, None),
+        "topk_group": (1, None),
         "use_bidirectional_attention": (False, None),
         "use_qk_norm": (False, None),
         "use_sliding_window": (False, None),
@@ -71,6 +75,9 @@ BY_FAMILY = (
     "scaled_embeddings",
     "attention_sinks",
     "expert_bias",
+    "router_scores",
+    "router_correction",
+    "shared_expert_gate",
 )
 # Fields of NEUTRAL that every mixture of experts takes.
 MIXTURE = (

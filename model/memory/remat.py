@@ -37,7 +37,7 @@ def _layer_policy(policy: RematPolicy) -> Callable[..., Any]:
     # whole model on each device.
     policies = jax.checkpoint_policies
     return policies.save_from_both_policies(
-        policies.dots_saveable, policies.save_only_these_names(*device)
+        policies.dots_saveable, policies.save_only_these_names(*device, "expert_product")
     )
 
 

@@ -119,8 +119,8 @@ def test_both_spellings_of_rope():
             ["images", "text model alone", "Gemma3ForCausalLM"],
         ),
         (
-            {"architectures": ["Qwen2MoeForCausalLM"]},
-            ["Qwen2MoeForCausalLM", "mixtures of experts"],
+            {"architectures": ["Glm4MoeForCausalLM"]},
+            ["Glm4MoeForCausalLM", "mixtures of experts"],
         ),
         ({"architectures": ["Qwen3ForCausalLM"]}, ["model_type", "'llama'", "'qwen3'"]),
         ({"model_type": "gpt2"}, ["model_type", "gpt2", "llama"]),

@@ -1,5 +1,6 @@
 """Mixtures of experts: each token's experts one by one, the router losses, and metrics."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from model.adapter import AdapterConfig
 from model.config import TransformerConfig
 from model.dropout import TokenInfo
 from model.experts import Mixture, RouterTotals, route, router_measures, router_sums
+from model.families import FAMILIES
 from model.sharding import TensorParallel
 from tests.model.build import llama, packed_batch, permuted, tiny
 from trainer.config.schema import OptimizerConfig, TrainConfig
@@ -178,6 +180,68 @@ def test_a_router_without_tokens_gives_nothing():
     assert all(np.isfinite(float(value)) for value in measures.values())
 
 
+@pytest.mark.parametrize(("remat", "forward"), [("everything", 3), ("save_attention", 6)])
+def test_products_of_experts_that_are_kept_run_once(remat, forward):
+    """A step has three products of experts forward, again where they are not kept, and twice as
+    many backward."""
+    config = mixture()
+    model = llama(config, remat=remat)
+    batch = packed_batch(config, rows=2, length=32)
+    step = jax.make_jaxpr(jax.grad(lambda params: model.loss(params, batch).trained))
+    params = {
+        name: jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
+        for name, parameter in model.parameters.items()
+    }
+    assert grouped_products(step(params).jaxpr) == forward + 6
+
+
+def grouped_products(jaxpr):
+    """How many products of a jaxpr choose their way by platform, a TPU's among them."""
+    count = 0
+    for equation in jaxpr.eqns:
+        inner = jax.core.jaxprs_in_params(equation.params)
+        if equation.primitive.name == "cond":
+            count += any(
+                e.primitive.name == "ragged_dot_general" for branch in inner for e in branch.eqns
+            )
+        count += sum(map(grouped_products, inner))
+    return count
+
+
+def corrected(**changes):
+    """The shape of a small mixture with a shared expert, whose router's scores are corrected."""
+    computes = FAMILIES["solar_open"].computes
+    sizes = {"family": "solar_open", "qk_norm": "none", "shared_expert_intermediate_size": 40}
+    return mixture(**{**sizes, **computes, **changes})
+
+
+@pytest.mark.parametrize("adapter", [None, AdapterConfig(rank=4)])
+def test_corrections_of_scores_are_float32_and_never_trained(adapter):
+    """In bfloat16 and beside adapters too; a full fine-tune's checkpoints hold them."""
+    model = llama(corrected(adapter=adapter), dtype=jnp.bfloat16)
+    builder = StepBuilder(model, model.loss, text_batch(2, 32, model.mesh))
+    name = "layers.mlp.gate.e_score_correction_bias"
+    assert model.parameters[name].dtype == "float32"
+    assert name not in builder.trainable
+    assert (name in builder.abstract_saved) == (adapter is None)
+
+
+def test_a_corrected_score_chooses_and_does_not_weigh():
+    logits = jnp.array([[2.0, 1.0, 0.0, -1.0]])
+    config = corrected(num_experts=4, num_experts_per_tok=2, routed_scaling_factor=2.5)
+    routes = route(logits, config, jnp.array([-9.0, 0.0, 0.0, 9.0]))
+    assert routes.experts.tolist() == [[3, 1]]
+    chosen = 2.5 / (1 + np.exp([1.0, -1.0]))
+    np.testing.assert_allclose(routes.weights[0], chosen, rtol=1e-6)
+    normalised = route(logits, dataclasses.replace(config, norm_topk_prob=True), jnp.zeros(4))
+    assert float(normalised.weights.sum()) == pytest.approx(2.5)
+
+
+def test_tensor_splits_all_widths_of_a_mixture_or_none():
+    assert TensorParallel.of(corrected(), 8).mlp
+    assert not TensorParallel.of(corrected(), 16).mlp  # 16 divides 48, not 40
+
+
 def test_an_axis_that_does_not_divide_the_experts_is_refused():
     with pytest.raises(ValueError, match=r"mesh\.expert: found 4, .* 6 experts; 1, 2, 3, 6 do"):
         llama(mixture(num_experts=6), {"expert": 4})
@@ -211,6 +275,8 @@ def test_what_no_mixture_is_or_does_is_refused(change, words):
         {"decoder_sparse_step": 2},
         {"mlp_only_layers": [0]},
         {"shared_expert_intermediate_size": 128},
+        {"first_k_dense_replace": 1},
+        {"n_group": 8},
     ],
 )
 def test_a_config_that_drops_tokens_or_has_other_layers_is_refused_by_name(field):
@@ -222,16 +288,19 @@ def _best(gate):
     return np.argsort(-gate.numpy(), -1)[:, :3].reshape(-1)
 
 
+ROWS = 16
+
+
 @functools.cache
 def steps(mesh, parts, memory=(), count=20):
     """Losses and router losses of some steps, and the router metrics of the last."""
     config = mixture(**LOSSES)
-    batch = packed_batch(config, rows=8, length=32)
+    batch = packed_batch(config, rows=ROWS, length=32)
     model = llama(config, dict(mesh), **dict(memory))
     builder = StepBuilder(
         model,
         model.loss,
-        text_batch(8, 32, model.mesh),
+        text_batch(ROWS, 32, model.mesh),
         OptimizerConfig(learning_rate=1e-3, schedule="constant"),
         TrainConfig(steps=20, accumulation=parts),
         model.memory,
@@ -254,26 +323,17 @@ def steps(mesh, parts, memory=(), count=20):
     ("mesh", "parts", "memory"),
     [
         ({"expert": 4, "tensor": 2}, 2, {"feed_forward_chunk": 8}),
-        pytest.param({"sequence": 4}, 1, {"prefetch": True}, marks=pytest.mark.slow),
-        pytest.param(
-            {"fsdp": 2, "tensor": 2, "sequence": 2},
-            2,
-            {"remat": "everything"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"expert": 8}, 1, {}, marks=pytest.mark.slow),
-        pytest.param(
-            {"fsdp": 2, "expert": 2, "sequence": 2},
-            1,
-            {"prefetch": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({}, 4, {"feed_forward_chunk": 8}, marks=pytest.mark.slow),
-        pytest.param(
-            {"data": 2, "sequence": 2},
-            2,
-            {"query_chunks": 2, "remat": "nothing"},
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(({"expert": ranks}, parts, {}) for ranks in (2, 4, 8) for parts in (1, 2)),
+                ({"sequence": 4}, 1, {"prefetch": True}),
+                ({"fsdp": 2, "tensor": 2, "sequence": 2}, 2, {"remat": "everything"}),
+                ({"fsdp": 2, "expert": 2, "sequence": 2}, 1, {"prefetch": True}),
+                ({}, 2, {}),
+                ({}, 4, {"feed_forward_chunk": 8}),
+                ({"data": 2, "sequence": 2}, 2, {"query_chunks": 2, "remat": "nothing"}),
+            )
         ),
     ],
 )

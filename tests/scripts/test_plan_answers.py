@@ -272,6 +272,15 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
             ["--machine", "8xH100", "--context", "64K", "--model", "meta/none"],
             "hf download meta/none",
         ),
+        (
+            ["--machine", "8xH100", "--context", "64K", "--attention-groups", "3"],
+            "memory.attention_groups: 3 does not divide the 8 key/value heads",
+        ),
+        (
+            ["--machine", "h100:3", "--context", "64K", "--model", "olmoe-1b-7b"]
+            + ["--batch", "3", "--mesh", "expert=3"],
+            "mesh.expert: found 3, which does not divide the model's 64 experts",
+        ),
     ],
 )
 def test_a_typo_is_one_line_before_anything_compiles(argv, mend, capsys, monkeypatch):

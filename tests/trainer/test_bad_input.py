@@ -339,9 +339,9 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (cut, ["model.safetensors"]),
         (
             lambda folder: change_config(
-                folder, model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"]
+                folder, model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"]
             ),
-            ["Qwen2MoeForCausalLM", "of mixtures of experts only", "LlamaForCausalLM"],
+            ["Glm4MoeForCausalLM", "of mixtures of experts only", "LlamaForCausalLM"],
         ),
         (
             lambda folder: change_config(folder, model_type="gpt2", architectures=None),

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import re
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -124,6 +125,21 @@ KINDS = {
         "residual_multiplier": 0.22,
         "logits_scaling": 4.0,
     },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
+    "solar_open": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+    },
 }
 
 
@@ -159,6 +175,9 @@ def saved(kind: str, folder):
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")) or "norm" in name:
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.3)
     model.save_pretrained(folder)
     return model
 
@@ -178,6 +197,14 @@ OF_EACH_FAMILY = (
     "olmoe",
     "granitemoe",
     "gpt_oss",
+    "qwen2_moe",
+    "solar_open",
+)
+
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "qwen2_moe", "solar_open")
+EXPERT_MESHES = (
+    {"fsdp": 2, "expert": 2, "sequence": 2},
+    {"expert": 2, "tensor": 2, "sequence": 2},
 )
 
 
@@ -247,6 +274,9 @@ def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **
     assert float(loss) == pytest.approx(total.item(), rel=1e-5)
     theirs = dict(truth.named_parameters())
     for entry in hf_layout(config, stacked=bool(config.num_experts)):
+        if own.parameters[entry.name].constant:
+            assert not np.any(gradients[entry.name])
+            continue
         for layer, name in enumerate(entry.hf_names()):
             gradient = np.asarray(gradients[entry.name])[() if entry.layers is None else layer]
             gradient = entry.to_hf(gradient[tuple(map(slice, entry.layer_shape))])
@@ -259,17 +289,25 @@ def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **
 
 
 @pytest.mark.parametrize(
-    "model", marked(*(kind for kind in OF_EACH_FAMILY if kind != "smollm3")), indirect=True
+    "model",
+    marked(*(kind for kind in OF_EACH_FAMILY if kind not in ("smollm3", "qwen2_moe"))),
+    indirect=True,
 )
 def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
     check_packed_documents(model, MESH)
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)], indirect=True
+    ("model", "shape"),
+    [
+        pytest.param(kind, shape, marks=[pytest.mark.slow] * (kind != "qwen3_moe" or number))
+        for kind in MIXTURES
+        for number, shape in enumerate(EXPERT_MESHES)
+    ],
+    indirect=["model"],
 )
-def test_loss_and_gradients_where_devices_share_the_experts(model):
-    check_packed_documents(model, {"fsdp": 2, "expert": 2, "sequence": 2})
+def test_loss_and_gradients_where_devices_share_the_experts(model, shape):
+    check_packed_documents(model, shape)
 
 
 @pytest.mark.parametrize(
@@ -324,9 +362,20 @@ def test_every_schedule_layout_and_policy_serves_every_family(model, schedule, l
 @pytest.mark.parametrize("model", marked(*OF_EACH_FAMILY), indirect=True)
 def test_the_logits_are_transformers(model, shape):
     """On a mesh, whose ring is striped, too."""
+    check_logits(model, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", EXPERT_MESHES)
+@pytest.mark.parametrize("model", MIXTURES, indirect=True)
+def test_the_logits_where_devices_share_the_experts(model, shape):
+    check_logits(model, shape)
+
+
+def check_logits(model, shape):
     truth, folder, config = model
     length = 96  # beyond the original length of every RoPE rule
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, length), np.int32)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, length), np.int32)
     index = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
     own, params = ours(config, folder, shape)
     batch, order = permuted(
@@ -351,16 +400,23 @@ def test_greedy_decoding_beyond_the_original_length_of_longrope(model):
     check_greedy_decoding(model, (70, 90))
 
 
-def check_greedy_decoding(model, lengths):
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", EXPERT_MESHES)
+@pytest.mark.parametrize("model", MIXTURES, indirect=True)
+def test_greedy_decoding_where_devices_share_the_experts(model, shape):
+    check_greedy_decoding(model, (5, 30), shape)
+
+
+def check_greedy_decoding(model, lengths, shape=MappingProxyType({"sequence": 2})):
     """The answers to two prompts of these lengths, against transformers' logits of prompt and
     answer."""
     truth, folder, config = model
     prompts = [
         np.random.default_rng(length).integers(3, 128, length).tolist() for length in lengths
     ]
-    own, params = ours(config, folder, {"sequence": 2})
+    own, params = ours(config, folder, shape)
     capacity = max(lengths) + 10
-    answers = Generator(own, rows=2, capacity=capacity, new_tokens=8, stop_ids=(), chunk=16)(
+    answers = Generator(own, rows=4, capacity=capacity, new_tokens=8, stop_ids=(), chunk=16)(
         params, prompts
     )
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -442,7 +498,7 @@ MEMORY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", ["smollm3", "gemma3_text", "granitemoe", "gpt_oss"], indirect=True
+    "model", ["smollm3", "gemma3_text", "qwen3_moe", "granitemoe", "gpt_oss"], indirect=True
 )
 @pytest.mark.parametrize("memory", MEMORY)
 def test_layers_are_the_same_however_they_run(model, memory):

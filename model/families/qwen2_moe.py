@@ -1,0 +1,83 @@
+"""Qwen1.5 and Qwen2 (mixtures of experts): Qwen2's attention, experts in the place of every
+feed-forward, and one that all tokens share, behind a gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .family import MIXTURE, WindowedFamily
+
+
+def _sizes(hidden: int, width: int, shared: int, layers: int, heads: int, **more: Any) -> dict:
+    return {
+        "hidden_size": hidden,
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": shared,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "attention_bias": True,
+        "router_aux_loss_coef": 0.001,
+        "vocab_size": 151936,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "rope": {"theta": 1e6},
+        **more,
+    }
+
+
+QWEN2_MOE = WindowedFamily(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    computes={"output_bias": False, "shared_expert_gate": True},
+    defaults={
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 32768,
+        "attention_bias": True,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "router_aux_loss_coef": 0.001,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    takes=(
+        "attention_bias",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "shared_expert_intermediate_size",
+        *MIXTURE,
+    ),
+    spelled={"attention_bias": "qkv_bias"},
+    constants={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    presets={
+        "qwen1.5-moe-a2.7b": _sizes(
+            2048,
+            1408,
+            5632,
+            24,
+            16,
+            intermediate_size=5632,
+            num_experts=60,
+            num_experts_per_tok=4,
+            max_position_embeddings=8192,
+        ),
+        "qwen2-57b-a14b": _sizes(
+            3584,
+            2560,
+            20480,
+            28,
+            28,
+            intermediate_size=18944,
+            num_key_value_heads=4,
+            num_experts=64,
+            num_experts_per_tok=8,
+            max_position_embeddings=32768,
+        ),
+    },
+)

@@ -1,0 +1,79 @@
+"""Solar Open: experts in every layer, chosen by sigmoids that constants correct, and one that all
+tokens share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..checks import require_int
+from .family import STACKED, Family
+
+_SHARED = {
+    f"mlp.shared_expert.{name}.weight": f"mlp.shared_experts.{name}.weight"
+    for name in ("gate_proj", "up_proj", "down_proj")
+}
+_SIZES = {
+    "vocab_size": 196608,
+    "hidden_size": 4096,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1280,
+    "norm_topk_prob": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+class SolarOpen(Family):
+    """A family whose configs count the shared experts, which are one of their width together."""
+
+    def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.normalise`."""
+        config = dict(config)
+        shared = config.pop("n_shared_experts", 1)
+        require_int("n_shared_experts", shared, at_least=0)
+        width = config.get("moe_intermediate_size", _SIZES["moe_intermediate_size"])
+        require_int("moe_intermediate_size", width, at_least=1)
+        return {**config, "shared_expert_intermediate_size": shared * width}
+
+    def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.write`."""
+        written = super().write(fields)
+        width = written.pop("shared_expert_intermediate_size")
+        return {**written, "n_shared_experts": width // written["moe_intermediate_size"]}
+
+
+SOLAR_OPEN = SolarOpen(
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    computes={"router_scores": "sigmoid", "router_correction": True},
+    defaults=_SIZES,
+    takes=(
+        "attention_bias",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_experts",
+        "num_experts_per_tok",
+        "routed_scaling_factor",
+        "shared_expert_intermediate_size",
+    ),
+    theta=1e6,
+    constants={"n_group": 1, "topk_group": 1},
+    spelled={"num_experts": "n_routed_experts"},
+    tensors=_SHARED,
+    stacked={**STACKED, **_SHARED},
+    presets={
+        "solar-open-100b": {
+            **_SIZES,
+            "shared_expert_intermediate_size": 1280,
+            "rope": {"theta": 1e6},
+        },
+    },
+)
