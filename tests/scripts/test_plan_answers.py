@@ -277,8 +277,10 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
             "memory.attention_groups: 3 does not divide the 8 key/value heads",
         ),
         (
-            ["--machine", "h100:3", "--context", "64K", "--model", "olmoe-1b-7b"]
-            + ["--batch", "3", "--mesh", "expert=3"],
+            [
+                *("--machine", "h100:3", "--context", "64K", "--model", "olmoe-1b-7b"),
+                *("--batch", "3", "--mesh", "expert=3"),
+            ],
             "mesh.expert: found 3, which does not divide the model's 64 experts",
         ),
     ],
