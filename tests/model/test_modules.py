@@ -8,6 +8,7 @@ import re
 import pytest
 
 from model.declarations import LAYERS, declare, declare_layer, read_by
+from model.families import FAMILIES
 from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
 from model.padding import fits, logical_axes, vocabulary_axes
 
@@ -61,7 +62,8 @@ def test_shapes_may_differ_by_padding_alone(name, shape, other, own, expected):
 def test_the_page_lists_what_is_declared():
     """Every name with its shape and logical axes; a row may stand for several parameters, such as
     {k,v}_proj."""
-    sizes = {"N": 2, "V": 128, "E": 64, "F": 96, "Hq": 8, "Hkv": 2, "D": 8}
+    sizes = {"N": 2, "V": 128, "E": 64, "F": 96, "Hq": 8, "Hkv": 2, "D": 8, "X": 4, "S": 40}
+    sizes["1"] = 1
     listed, row = {}, re.compile(r"^\| `(\S+)` \|.* `\[(.+)\]` \| (.+) \|$", re.MULTILINE)
     for names, shape, axes in row.findall(PAGE.read_text(encoding="utf-8")):
         parts = [part.split(",") for part in re.split(r"[{}]", names)]
@@ -73,5 +75,20 @@ def test_the_page_lists_what_is_declared():
             ).split(", ")
             listed[name] = tuple(sizes[letter] for letter in letters), tuple(axes_of)
     assert listed == {
-        name: (parameter.shape, parameter.axes) for name, parameter in declare(EVERYTHING).items()
+        name: (parameter.shape, parameter.axes)
+        for config in (EVERYTHING, *mixtures())
+        for name, parameter in declare(config).items()
     }
+
+
+def mixtures():
+    """Shapes that have all arrays of mixtures together."""
+    for family, shared in (("gpt_oss", 0), ("qwen2_moe", 40), ("solar_open", 40)):
+        yield tiny(
+            family=family,
+            num_experts=4,
+            num_experts_per_tok=2,
+            shared_expert_intermediate_size=shared,
+            attention_bias=True,
+            **FAMILIES[family].computes,
+        )
