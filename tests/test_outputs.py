@@ -93,6 +93,7 @@ PASS_ON = {
     "scripts.benchmarks.curriculum",
     "scripts.benchmarks.extension",
     "scripts.benchmarks.in_context",
+    "scripts.benchmarks.preference",
     "scripts.benchmarks.evidence",
     "scripts.benchmarks.retrieval",
     "scripts.benchmarks.__main__",

@@ -81,9 +81,14 @@ def train(args: Options) -> Path:
     return folder
 
 
-def book_losses(run_folder: Path, args: Options) -> list[float]:
-    """Returns the mean loss on a book before and after, nats per token: is text forgotten?"""
-    table = Path(args.output) / "book" / "loss_by_position.json"
+def book_losses(run_folder: Path, model: str, book: str, folder: Path) -> list[float]:
+    """Returns the mean loss on a book before and after, nats per token: is text forgotten?
+
+    Args:
+      model: the folder of the model that training began with.
+      folder: keeps what was measured, in `book`.
+    """
+    table = folder / "book" / "loss_by_position.json"
     if not table.exists():
         python(
             "-m scripts.loss_by_position --config {recipe} --checkpoint {model} {run} "
@@ -91,10 +96,10 @@ def book_losses(run_folder: Path, args: Options) -> list[float]:
             "--data.sources {sources} --data.held_out_fraction 0 --data.context_length 1024 "
             "--train.batch_size 1 --train.steps 8",
             recipe=RECIPE,
-            model=args.model,
+            model=model,
             run=run_folder,
             output=table.parent,
-            sources=json.dumps([{"path": args.book, "format": "text"}]),
+            sources=json.dumps([{"path": book, "format": "text"}]),
         )
     curves = json.loads(table.read_text(encoding="utf-8"))["curves"]
     totals = [
@@ -220,7 +225,13 @@ def work(args: Options) -> None:
         short_tasks(checkpoint, args, name)
         for checkpoint, name in ((args.model, "before"), (str(trained), "after"))
     ]
-    save_result(before, after, book_losses(trained, args), short, seconds(trained))
+    save_result(
+        before,
+        after,
+        book_losses(trained, args.model, args.book, Path(args.output)),
+        short,
+        seconds(trained),
+    )
     plot(
         {"before": before, "after": after},
         ROOT / "docs" / "retrieval.png",

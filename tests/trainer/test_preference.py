@@ -30,10 +30,7 @@ from tests.small_preference import (
 )
 from trainer.config.checks import check
 from trainer.config.preference import PreferenceConfig
-from trainer.config.schema import (
-    MeshConfig,
-    SourceConfig,
-)
+from trainer.config.schema import AdapterConfig, MeshConfig, SourceConfig
 from trainer.preference_loss import Pairs, pair_losses
 from trainer.reference import _write
 from trainer.source_kinds import HuggingFaceSource
@@ -314,6 +311,9 @@ def test_the_reference_is_computed_once_and_goes_on_where_it_was(
     other = dataclasses.replace(other, data=config.data)
     others = open_objective(other).loader.references
     assert (others != whole).all(), "another model's are its own"
+    adapted = dataclasses.replace(config, adapter=AdapterConfig(rank=4))
+    switched_off = open_objective(adapted).loader.references
+    np.testing.assert_allclose(switched_off, whole, rtol=1e-5)
     by_path = make_config(folder, models[0], loss="sigmoid", ref_model=str(models[1]))
     by_path = dataclasses.replace(by_path, data=config.data)
     objective = open_objective(by_path)
