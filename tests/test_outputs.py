@@ -69,6 +69,7 @@ WRITERS = {
         ("bench_kernels.json", "bench_kernels.txt"),
     ),
     "scripts.benchmarks.bench_step": ("--output {out}", ("step.json",)),
+    "scripts.profile_step": ("--output {out}", ("profile.json", "profile.png")),
     "scripts.benchmarks.bench_data": ("--output {out}", ("bench_data.json", "dropped.jsonl")),
     "scripts.benchmarks.kernel_parts": ("--output {out}", ("kernel_parts.json",)),
     "scripts.benchmarks.kernel_exactness": ("--output {out}", ("kernel_exactness.json",)),

@@ -239,7 +239,8 @@ class StepBuilder:
             lambda x: x / jnp.maximum(sums.weight, 1e-9),
             (sums.total, sums.auxiliary, sums.measures, gradient),
         )
-        norm = optax.global_norm(gradient)
+        with jax.named_scope("optimizer"):
+            norm = optax.global_norm(gradient)
         rate = learning_rate(self.optimizer_config, self.train_config.steps, step)
         by_source = sums.by_source.total / sums.by_source.weight
         finite = (
@@ -248,7 +249,9 @@ class StepBuilder:
             else True
         )
         metrics = StepMetrics(loss, sums.weight, norm, rate, by_source, auxiliary, measures)
-        return *self._update(trainable, optimizer_state, gradient, finite), metrics
+        with jax.named_scope("optimizer"):
+            updated = self._update(trainable, optimizer_state, gradient, finite)
+        return *updated, metrics
 
     def _whole_batch(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
         """Returns what a part's loss needs of the whole batch, by a forward pass over all parts."""

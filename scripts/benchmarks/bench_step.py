@@ -54,7 +54,7 @@ def document_lengths(length: int, count: int) -> list[int]:
     return np.diff([0, *ends]).tolist()
 
 
-def preset(args: Options):
+def preset(args: StepOptions):
     """Returns the configuration of the measured model, with --layers layers if that is given."""
     from model.config import TransformerConfig
 
@@ -62,7 +62,7 @@ def preset(args: Options):
     return dataclasses.replace(config, num_hidden_layers=args.layers) if args.layers else config
 
 
-def make_builder(length: int, args: Options):
+def make_builder(length: int, args: StepOptions):
     """Returns the StepBuilder of the measured step, on the first device."""
     import jax
     import jax.numpy as jnp
@@ -92,6 +92,30 @@ def make_builder(length: int, args: Options):
     return StepBuilder(model, model.loss, text_batch(1, length, mesh), memory_config=memory)
 
 
+def make_batch(builder, length: int, documents: int) -> dict[str, Any]:
+    """Returns a row of random tokens in `documents` documents, placed as the step takes it."""
+    import jax
+
+    tokens = np.random.default_rng(0).integers(
+        0, builder.model.config.vocab_size, (1, length + 1), np.int32
+    )
+    index = np.arange(length, dtype=np.int32)[None]
+    lengths = document_lengths(length, documents)
+    positions = np.concatenate([np.arange(document, dtype=np.int32) for document in lengths])[None]
+    segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[None]
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "index": index,
+        "positions": positions,
+        "segment_ids": segments,
+        "loss_weights": np.ones(index.shape, np.float32),
+    }
+    return {
+        name: jax.device_put(x, builder.abstract_batch[name].sharding) for name, x in batch.items()
+    }
+
+
 def ours(length: int, args: Options) -> dict:
     """Returns our step's seconds, loss, plan and device facts."""
     import jax
@@ -104,24 +128,7 @@ def ours(length: int, args: Options) -> dict:
     start = time.perf_counter()
     step = builder.lower_train().compile()
     compile_seconds, plan = time.perf_counter() - start, planned_memory(step)
-    tokens = np.random.default_rng(0).integers(
-        0, builder.model.config.vocab_size, (1, length + 1), np.int32
-    )
-    index = np.arange(length, dtype=np.int32)[None]
-    lengths = document_lengths(length, args.documents)
-    positions = np.concatenate([np.arange(document, dtype=np.int32) for document in lengths])[None]
-    segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[None]
-    batch = {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "index": index,
-        "positions": positions,
-        "segment_ids": segments,
-        "loss_weights": np.ones(index.shape, np.float32),
-    }
-    batch = {
-        name: jax.device_put(x, builder.abstract_batch[name].sharding) for name, x in batch.items()
-    }
+    batch = make_batch(builder, length, args.documents)
     params = builder.model.init(0)
     moments = builder.init_optimizer(params)
     seconds = []
@@ -261,13 +268,9 @@ def _percent(share: float | None) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's options."""
+class StepOptions:
+    """The options of our step, which `make_builder` reads, and how many documents a row has."""
 
-    lengths: tuple[Tokens, ...] = option("tokens in the row", (2048, 4096))
-    steps: int = option("timed steps per turn, after an untimed one; 0 times that one", 3)
-    turns: int = option("processes of each side, in turns", 2)
-    side: tuple[str, ...] = option("whose step", ("theirs", "ours"), choices=("theirs", "ours"))
     model: str = option("a preset", "smollm2-135m")
     layers: int = option("number of layers; 0 for all", 0)
     dtype: str = option("our compute precision", "float32", choices=("float32", "bfloat16"))
@@ -277,6 +280,16 @@ class Options:
     loss_chunk: TokensOr0 = option("tokens of a chunk of the loss", 1024)
     moments_on_host: bool = option("keep AdamW's moments on the host")
     documents: AtLeastOne = option("documents in the row", 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(StepOptions):
+    """The command's options."""
+
+    lengths: tuple[Tokens, ...] = option("tokens in the row", (2048, 4096))
+    steps: int = option("timed steps per turn, after an untimed one; 0 times that one", 3)
+    turns: int = option("processes of each side, in turns", 2)
+    side: tuple[str, ...] = option("whose step", ("theirs", "ours"), choices=("theirs", "ours"))
     torch_attention: str = option("their attention: sdpa, flex_attention", "sdpa")
     torch_recompute: bool = option("they recompute layers (gradient checkpointing)")
     torch_liger: bool = option("they use Liger's kernels (pip install liger-kernel)")

@@ -93,6 +93,7 @@ TESTED = {
         "python -m scripts.inspect_data configs/sharegpt_smollm2.yaml --model.path HuggingFaceTB/SmolLM2-135M-Instruct --data.path YOUR_SHAREGPT.json",
         "python -m scripts.inspect_data CONFIG.yaml",
     ],
+    "tests/scripts/test_profile_step.py": ["python -m scripts.profile_step --trace RUN/profile"],
     "tests/scripts/test_prepare.py": [
         "python -m scripts.prepare --config RECIPE.yaml",
         "python -m scripts.prepare --config RECIPE.yaml --model.path HF_DIR --data.path FILE.json",

@@ -1,0 +1,243 @@
+"""Prints where a training step's time goes: by part, beside the least that each part can take.
+
+    python -m scripts.profile_step --model llama-3.2-1b --dtype bfloat16 --length 32768   # on a GPU
+    python -m scripts.profile_step --length 2048 --steps 2            # on a CPU: SmolLM2 135M
+    python -m scripts.profile_step --trace RUN/profile       # a trace of a run (profile_steps)
+
+Compiles the step of bench_step, traces some steps with jax.profiler, reads the trace, and measures
+this device's rates of products and of memory. The floor of products and attention is their FLOPs,
+recomputation included, over the rate of products; the optimizer's is its state read and written
+and the gradient read twice, over the rate of memory; that of the others is the bytes that their
+compiled instructions read and write. Writes OUTPUT/profile.json, the trace,
+and the compiled text; with --picture also OUTPUT/profile.png. On a CPU with libtpu installed set
+JAX_PLATFORMS=cpu.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data.errors import UserError
+from data.paths import PICTURE, PICTURE_METADATA, output_files
+from data.printable import printable
+from scripts.benchmarks.bench_step import (
+    StepOptions,
+    document_lengths,
+    jax_matmul_rate,
+    make_batch,
+    make_builder,
+    preset,
+)
+from scripts.benchmarks.step_parts import (
+    ATTENTION,
+    OPTIMIZER,
+    PARTS,
+    PRODUCTS,
+    CompiledParts,
+    is_communication,
+)
+from scripts.benchmarks.step_trace import DeviceTrace, read_trace
+from trainer.options import AtLeastOne, Tokens, command, option
+
+TRACE, TEXT, RESULT, PICTURE_NAME = "trace", "compiled.txt", "profile.json", "profile.png"
+MARK = b'"floor_ms"'
+LISTED = 3  # kernels that are named for each part
+
+
+def trace_steps(args: Options) -> dict[str, Any]:
+    """Traces the step, and returns what the floors need: rates, FLOPs and bytes by part."""
+    import jax
+
+    builder = make_builder(args.length, args)
+    step = builder.lower_train().compile()
+    text = step.as_text() or ""
+    (args.output / TEXT).write_text(text, encoding="utf-8")
+    batch = make_batch(builder, args.length, args.documents)
+    params = builder.model.init(0)
+    moments = builder.init_optimizer(params)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it slows the host, whose waiting would count as idle
+    for number in range(args.steps + 1):
+        if number == 1:  # the first step warms up
+            jax.profiler.start_trace(str(args.output / TRACE), profiler_options=options)
+        params, moments, metrics = step(params, {}, moments, batch, number)
+    float(metrics.loss)
+    jax.block_until_ready(params)
+    jax.profiler.stop_trace()
+    state, weights = (
+        sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in ((params, moments), params)
+    )
+    del params, moments
+    # The gradient is read for its norm and for the update.
+    work = {**step_flops(args), OPTIMIZER: 2.0 * state + 2.0 * weights}
+    return {
+        "rates": {"flops": jax_matmul_rate(args.dtype), "bytes": memory_rate()},
+        "work": {**CompiledParts(text).bytes_moved(), **work},
+    }
+
+
+def step_flops(args: Options) -> dict[str, float]:
+    """Returns the FLOPs of a step's matrix products, and of its attention: what the remat policy
+    computes again counts; attention's backward pass has five products."""
+    from planning.costs.step import REMAT
+    from trainer.flops import head_weights, layer_weights
+
+    config = preset(args)
+    pairs = sum(n * (n + 1) // 2 for n in document_lengths(args.length, args.documents))
+    work, forwards = REMAT[args.remat]
+    weights = config.num_hidden_layers * work * layer_weights(config) + 3 * head_weights(config)
+    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return {
+        PRODUCTS: 2.0 * args.length * weights,
+        ATTENTION: (4 * forwards + 10) * float(width) * pairs,
+    }
+
+
+def memory_rate() -> float:
+    """Returns the bytes/s of a sum over a large array, read and written."""
+    import jax
+    import jax.numpy as jnp
+
+    numbers = (1 if jax.default_backend() == "cpu" else 8) << 25
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = add(jnp.zeros(numbers, jnp.float32)).block_until_ready()
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        x = add(x)
+        x.block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 8.0 * numbers / min(seconds)
+
+
+def part_rows(
+    devices: Mapping[str, DeviceTrace],
+    steps: int,
+    parts: CompiledParts,
+    measured: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Returns a row for each part: milliseconds of a step, mean of the devices, share and floor."""
+    share = 1e-6 / steps / len(devices)
+    by_part: dict[str, dict[str, float]] = {part: {} for part in PARTS}
+    for device in devices.values():
+        for kernel, nanoseconds in device.nanoseconds.items():
+            kernels = by_part[parts.part(kernel)]
+            kernels[kernel] = kernels.get(kernel, 0.0) + nanoseconds * share
+    idle = share * sum(device.idle for device in devices.values())
+    span = share * sum(device.span for device in devices.values())
+    rows: list[dict[str, Any]] = []
+    for part, kernels in by_part.items():
+        ms, floor = sum(kernels.values()), None
+        if measured:
+            rate = measured["rates"]["flops" if part in (PRODUCTS, ATTENTION) else "bytes"]
+            floor = 1e3 * measured["work"].get(part, 0.0) / rate
+        rows.append(
+            {
+                "part": part,
+                "ms": ms,
+                "share": ms / span,
+                "floor_ms": floor if floor or not ms else None,
+                "kernels": sorted(kernels.items(), key=lambda item: -item[1])[:LISTED],
+            }
+        )
+    rows.append({"part": "idle", "ms": idle, "share": idle / span, "floor_ms": 0.0, "kernels": []})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the lines of the table, its sums last."""
+    lines = [f"{'part':20} {'ms':>10} {'share':>7} {'floor ms':>10}  longest kernels"]
+    for row in rows:
+        names = ", ".join(f"{printable(name)[:40]} {took:.1f}" for name, took in row["kernels"])
+        lines.append(_line(row["part"], row["ms"], row["share"], row["floor_ms"], names))
+    floors = [row["floor_ms"] for row in rows]
+    whole = sum(floors) if None not in floors else None
+    lines.append(_line("step", sum(row["ms"] for row in rows), 1.0, whole, ""))
+    return lines
+
+
+def _line(part: str, ms: float, share: float, floor: float | None, rest: str) -> str:
+    least = "-" if floor is None else f"{floor:.1f}"
+    return f"{part:20} {ms:10.1f} {share:7.1%} {least:>10}  {rest}".rstrip()
+
+
+def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Draws each part's time as a bar, and its floor as the bar's filled beginning."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    names = [row["part"] for row in rows]
+    axes.barh(names, [row["ms"] for row in rows], color="#c9d6e8", label="measured")
+    floors = [min(row["floor_ms"] or 0.0, row["ms"]) for row in rows]
+    axes.barh(names, floors, color="#2f5d94", label="of it, what the device's rates allow")
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds of a step", title=title)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150, metadata=PICTURE_METADATA)
+
+
+def work(args: Options) -> None:
+    """Runs the command."""
+    if args.trace is not None:
+        report_trace(args, args.trace)
+        return
+    output_files(args.output, {RESULT: MARK, PICTURE_NAME: PICTURE})
+    measured = trace_steps(args)
+    devices = read_trace(args.output / TRACE, is_communication)
+    text = (args.output / TEXT).read_text(encoding="utf-8")
+    rows = part_rows(devices, args.steps, CompiledParts(text), measured)
+    rates = measured["rates"]
+    print(
+        f"{args.model}, {args.length} tokens, {args.dtype}, {args.remat}: {args.steps} steps; "
+        f"products {rates['flops'] / 1e12:.2f} TFLOP/s, memory {rates['bytes'] / 1e9:.1f} GB/s"
+    )
+    print(*table(rows), sep="\n")
+    names = ("model", "layers", "length", "documents", "dtype", "remat", "kernel", "steps")
+    result = {
+        "settings": {name: getattr(args, name) for name in names},
+        "devices": list(devices),
+        "rates": rates,
+        "parts": rows,
+    }
+    (args.output / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if args.picture:
+        worst = max(rows, key=lambda row: row["ms"] - (row["floor_ms"] or 0.0))
+        title = f"{args.model}, {args.length} tokens: most is to be gained in {worst['part']}"
+        draw(rows, title, args.output / PICTURE_NAME)
+
+
+def report_trace(args: Options, trace: Path) -> None:
+    """Prints the table of a trace that is there; a compiled text beside it names parts better."""
+    if not trace.is_dir():
+        raise UserError(f"--trace: found no folder {trace}; give RUN/profile of a run")
+    texts = [folder / TEXT for folder in (trace, trace.parent)]
+    text = next((path.read_text(encoding="utf-8") for path in texts if path.is_file()), "")
+    devices = read_trace(trace, is_communication)
+    print(*table(part_rows(devices, args.steps, CompiledParts(text))), sep="\n")
+    if not text:
+        print(f"no {TEXT} beside the trace: the optimizer's kernels count as elementwise")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(StepOptions):
+    """The command's options."""
+
+    length: Tokens = option("tokens in the row", 2048)
+    steps: AtLeastOne = option("traced steps, after an untraced one; of --trace, those in it", 3)
+    trace: Path | None = option("read this folder's trace instead of running", None)
+    picture: bool = option("draw the table too")
+    output: Path = option("folder for results", Path("runs/profile_step"))
+
+
+main = command(Options, work, output="output")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
