@@ -150,7 +150,7 @@ class _Training:
         self.frozen: Params = {}
         self.optimizer_state: Any = None
         self.steps_seen = self.store.steps_for_all()
-        newest = self.store.latest_good()
+        newest = self.store.latest_good(meanwhile=True)
         if newest is None:
             self._begin()
         else:

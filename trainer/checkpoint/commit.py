@@ -30,6 +30,7 @@ from trainer.run.bucket import Bucket, in_bucket
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
+DAMAGED = "damaged"  # what was found in the background, in a file of the checkpoint's folder
 DATA_FILE_BYTES = 1 << 28  # of a file of arrays in a bucket, which is read whole to be verified
 _STEP = re.compile(r"\d+")
 # Folders of saves and removals that were killed.

@@ -76,6 +76,7 @@ class Saving:
         after: Callable[[Path], None] | None = None,
         before: Callable[[], None] | None = None,
         copy: bool = True,
+        ready: Callable[[], None] | None = None,
     ) -> None:
         """Begins to save.
 
@@ -84,6 +85,7 @@ class Saving:
             and when it counts.
           before: called by process 0 when all is written, just before the checkpoint counts.
           after: called with `target` by process 0 when the checkpoint counts.
+          ready: waited for, by every process, before the checkpoint can count.
           copy: arrays on the CPU are copied first, because the caller may donate them; see
             `_host_copy`.
         """
@@ -95,7 +97,7 @@ class Saving:
         self.local = None if orbax_reaches(target) else _local_scratch(target)
         self.parameter_shapes = contents.shapes
         self.number = next(_saves)
-        self.before = before
+        self.before, self.ready = before, ready
         if jax.process_index() == 0 and not contents.assets.is_dir():
             raise ValueError(
                 f"{contents.assets}: no such folder; a checkpoint holds the assets of its model"
@@ -163,6 +165,8 @@ class Saving:
         try:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
+            if self.ready is not None:
+                self.ready()
             if self.local is not None:
                 _upload(self.local, self.scratch)
             records = seal_together(self.scratch, self.number)

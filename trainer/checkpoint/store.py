@@ -20,9 +20,11 @@ manifest does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
+from data.errors import UserError
 from data.paths import new_folder
 from data.within import parse_json
 from model.config import TransformerConfig
@@ -41,6 +44,7 @@ from model.padding import fits
 from trainer.checkpoint.arrays import open_arrays, read_arrays, stored_shapes
 from trainer.checkpoint.commit import (
     CHECKPOINTS,
+    DAMAGED,
     MANIFEST,
     Files,
     located,
@@ -51,9 +55,11 @@ from trainer.checkpoint.commit import (
 from trainer.checkpoint.fetch import MODEL, local_copy
 from trainer.checkpoint.manifest import DamagedError, ForeignError, read_manifest, verify
 from trainer.checkpoint.saving import Contents, Saving, flatten
-from trainer.run.cluster import exchange, first_then_others
+from trainer.run.cluster import end_now, exchange, first_then_others
 
 _STEP = re.compile(r"\d+")
+# Of a process's share of a checkpoint, which it digests before the restore; more of it meanwhile.
+DIGESTED_BEFORE = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,9 @@ class CheckpointStore:
         self.protected: int | None = None  # a step whose checkpoint is kept whatever `keep` says
         # Called by process 0 just before a checkpoint counts.
         self.before: Callable[[], None] | None = None
+        # Called, with a line, by the thread that finds damage after training has gone on from it.
+        self.on_damage: Callable[[str], object] = end_now
+        self._digesting: threading.Thread | None = None
         self._damaged: set[int] = set()
         self._saving: Saving | None = None
         self.save_seconds = 0.0  # that the last save took; 0 before the first
@@ -135,6 +144,7 @@ class CheckpointStore:
             Contents(model, Path(assets), optimizer, data, shapes),
             after=self._retain,
             before=self.before,
+            ready=self.finish_digests,
         )
 
     def wait(self) -> None:
@@ -158,14 +168,21 @@ class CheckpointStore:
         reach this call."""
         if kind is None:
             self.wait()
+            self.finish_digests()
         elif self._saving is not None:
             self._saving.thread.join()
 
-    def latest_good(self) -> int | None:
+    def latest_good(self, meanwhile: bool = False) -> int | None:
         """The newest step whose files are all as they were written; None if there is no checkpoint
         at all.
 
         A damaged checkpoint is named by a warning on standard error, and the one before is tried.
+
+        Args:
+          meanwhile: of a checkpoint of which a process has more than DIGESTED_BEFORE to read, only
+            the sizes are compared, and a thread compares the digests while training goes on. What
+            it finds is kept in the checkpoint, and given to `on_damage`; until it is done no other
+            checkpoint counts.
 
         Raises:
           ValueError: there are checkpoints, and none is good.
@@ -173,8 +190,12 @@ class CheckpointStore:
         self.wait()
         problems: list[ValueError] = []
         for step in reversed(self.steps_for_all()):
-            problem = _problem_in_any(self.path(step))
+            folder = self.path(step)
+            later = meanwhile and _share_of(folder) > DIGESTED_BEFORE
+            problem = _problem_in_any(folder, digests=not later)
             if problem is None:
+                if later:
+                    self._digest(folder)
                 for found in problems if jax.process_index() == 0 else ():
                     print(f"warning: {found}; using the checkpoint before", file=sys.stderr)
                 return step
@@ -188,6 +209,30 @@ class CheckpointStore:
                 "start again in another run directory, or restore them from a copy"
             )
         return None
+
+    def _digest(self, folder: Path) -> None:
+        """Begins to compare this process's share of the digests."""
+
+        def compare() -> None:
+            try:
+                verify(folder, share=(jax.process_index(), jax.process_count()))
+            except DamagedError as error:
+                with contextlib.suppress(OSError, UserError):
+                    Files(folder).write(DAMAGED, str(error).encode())
+                self.on_damage(
+                    f"{error}; this was found after training had gone on from it, and another "
+                    "start uses the checkpoint before"
+                )
+            except (OSError, UserError) as error:
+                print(f"warning: {folder}: digests not compared ({error})", file=sys.stderr)
+
+        self._digesting = threading.Thread(target=compare, name="digests", daemon=True)
+        self._digesting.start()
+
+    def finish_digests(self) -> None:
+        """Waits for digests that are compared in the background."""
+        if (thread := self._digesting) is not None:
+            thread.join()
 
     def restore(
         self, step: int, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None
@@ -228,12 +273,32 @@ def save_checkpoint(
     ).wait()
 
 
-def _problem_in_any(folder: Path, items: Sequence[str] | None = None) -> ValueError | None:
+def _share_of(folder: Path) -> float:
+    """Returns the bytes of a checkpoint that each process reads to verify it; 0 if its manifest
+    cannot be read."""
+    try:
+        files = read_manifest(folder)["files"].values()
+    except (DamagedError, ForeignError):
+        return 0
+    return sum(record["size"] for record in files) / jax.process_count()
+
+
+def _require_unmarked(folder: Path) -> None:
+    """Raises DamagedError if damage was found in the background, which sizes do not show."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        raise DamagedError(Files(folder).read(DAMAGED).decode(errors="replace"))
+
+
+def _problem_in_any(
+    folder: Path, items: Sequence[str] | None = None, digests: bool = True
+) -> ValueError | None:
     """Returns what is wrong with a checkpoint, None if nothing; alike in all processes, each of
     which reads its share of it."""
     problem: ValueError | None = None
     try:
-        verify(folder, items, share=(jax.process_index(), jax.process_count()))
+        if not digests:
+            _require_unmarked(folder)
+        verify(folder, items, (jax.process_index(), jax.process_count()), digests)
     except (DamagedError, ForeignError) as error:
         problem = error
     for kind, text in exchange([type(problem).__name__, str(problem)] if problem else ["", ""]):

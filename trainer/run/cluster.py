@@ -318,6 +318,14 @@ def end_others(code: int, line: str) -> None:
         time.sleep(4 * _LOOK_SECONDS)
 
 
+def end_now(line: str) -> None:
+    """Prints why, and ends all processes at once, of which another start may pass; from any
+    thread."""
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    end_others(TRY_AGAIN, line)
+    os._exit(TRY_AGAIN)
+
+
 def end_all(message: str) -> None:
     """Tells the others that all are stalled: each prints its stacks and ends with TRY_AGAIN."""
     state = distributed.global_state

@@ -23,9 +23,8 @@ from typing import NamedTuple
 
 from data.errors import TransientError, UserError
 from data.printable import printable
-from trainer.run import cluster
 from trainer.run.bucket import Bucket, Version
-from trainer.run.outcome import TRY_AGAIN
+from trainer.run.cluster import end_now
 
 LOCK = "lock"
 LEASE_SECONDS = 60.0
@@ -54,7 +53,7 @@ class Lease:
           on_loss: called by a thread, with the line that says so, when another has the lease or may
             have it; unless given, this process and the others end.
         """
-        self._bucket, self._on_loss = bucket, on_loss or _end
+        self._bucket, self._on_loss = bucket, on_loss or end_now
         self._token = secrets.token_hex(8)
         self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._beats = 0
@@ -172,9 +171,3 @@ def _holder(bucket: Bucket, found: Version) -> str:
     except (ValueError, KeyError, TypeError):
         holder = "another process is training there"
     return f"{bucket.url}: {printable(str(holder))}"
-
-
-def _end(line: str) -> None:
-    print(f"error: {line}", file=sys.stderr, flush=True)
-    cluster.end_others(TRY_AGAIN, line)
-    os._exit(TRY_AGAIN)

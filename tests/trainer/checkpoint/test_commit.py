@@ -110,3 +110,15 @@ def test_a_folder_without_a_checkpoint_is_told(store, path, words):
     path = store.url.replace("/mine", "/other") if "other" in path else store.url + path
     with pytest.raises(ForeignError, match=f"{path}: .*{words}"):
         local_copy(path)
+
+
+def test_of_large_ones_names_are_compared_first(server, store, monkeypatch, capsys):
+    monkeypatch.setattr("trainer.checkpoint.store.DIGESTED_BEFORE", 0)
+    save(store, 1)
+    save(store, 2)
+    assert store.latest_good(meanwhile=True) == 2
+    store.finish_digests()
+    del server.store.objects["bucket", "runs/mine/checkpoints/2/optimizer/manifest.ocdbt"]
+    assert store.latest_good(meanwhile=True) == 1
+    assert "/2: optimizer/manifest.ocdbt is missing" in capsys.readouterr().err
+    store.finish_digests()

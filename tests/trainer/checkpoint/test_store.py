@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -474,6 +475,7 @@ def test_who_ends_by_an_error_finishes_its_save_and_waits_for_nobody(tmp_path, a
 
 SAVER = """
 import sys
+import threading
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 from trainer.checkpoint.store import CheckpointStore
@@ -508,3 +510,39 @@ def test_killed_at_any_moment(tmp_path, assets, repository):
         assert read_data(run) == {"step": step}
         assert (restore_model(run)["w"] == step).all()
     shutil.rmtree(run)
+
+
+def test_of_large_ones_digests_are_compared_while_training_goes_on(
+    run, assets, monkeypatch, warned
+):
+    monkeypatch.setattr(checkpoint, "DIGESTED_BEFORE", 0)
+    with CheckpointStore(run) as store:
+        assert store.latest_good(meanwhile=True) == 20  # of which all is well
+    files = (run / "checkpoints/20/model/ocdbt.process_0/d").iterdir()
+    damaged = max(files, key=lambda path: path.stat().st_size)
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    lines, compared = [], threading.Event()
+    record = Files.record
+
+    def waits(files, name, expected=None):
+        return (expected in (None, -1) or compared.wait()) and record(files, name, expected)
+
+    monkeypatch.setattr(Files, "record", waits)
+    store = CheckpointStore(run)
+    store.on_damage = lines.append
+    assert store.latest_good(meanwhile=True) == 20 and not lines
+    store.save(30, model=placed((2, 4), values()), assets=assets)
+    time.sleep(0.3)
+    assert store.steps() == [10, 20], "nothing counts before the digests are known"
+    compared.set()
+    store.wait()
+    (line,) = lines
+    assert "d/" in line and line.endswith("another start uses the checkpoint before")
+    shutil.rmtree(run / "checkpoints/30")  # on_damage ends the processes before it counts
+    with warned(r"checkpoints/20: model/.* is damaged"):
+        assert CheckpointStore(run).latest_good(meanwhile=True) == 10
+    damaged.write_bytes(content[:-1])
+    (run / "checkpoints/20/damaged").unlink()
+    with warned(r"checkpoints/20: .* is damaged \(\d+ bytes, written with"):
+        assert CheckpointStore(run).latest_good(meanwhile=True) == 10
