@@ -2,6 +2,7 @@
 model's arrays."""
 
 import dataclasses
+import math
 import re
 
 import jax
@@ -10,8 +11,10 @@ import pytest
 from model.config import TransformerConfig
 from planning import plan
 from planning.plan import DEFAULT_RECIPE, changed, compile_run
+from scripts.benchmarks.plan_store import read_plans
 from trainer.config.preference import PreferenceConfig
 from trainer.config.schema import AdapterConfig, MeshConfig, SourceConfig
+from trainer.huggingface.table import hf_layout
 
 LENGTH, VOCABULARY, CHUNK = 512, 1024, 32
 MODEL = TransformerConfig(
@@ -64,6 +67,19 @@ def test_a_step_has_no_second_model_and_no_whole_logits(loss):
     assert CHUNK in rows <= {CHUNK, MODEL.hidden_size}, "logits exist for one chunk at a time"
     copy = text.argument_size_in_bytes
     assert memory.temp_size_in_bytes < text.temp_size_in_bytes + copy / 2, "no copy of the model"
+
+
+def test_the_plan_at_128k_tokens_has_no_whole_logits_and_no_reference():
+    """The CUDA compiler's figures for the recipe, of one of its eight GPUs."""
+    plan = read_plans()["preference/llama31_8b_128k_qlora"]
+    shape = TransformerConfig.preset(plan["model"])
+    logits = plan["context"] / 8 * shape.vocab_size * 4 / 2**30
+    assert plan["temporaries_gib"] < logits / 2
+    both_embeddings = 2 * shape.vocab_size * shape.hidden_size
+    others = sum(math.prod(entry.shape) for entry in hf_layout(shape)) - both_embeddings
+    base = (2 * both_embeddings + others / 2) / 8 / 2**30  # bfloat16, and codes of 4 bits
+    arguments = plan["peak_gib"] - plan["temporaries_gib"]
+    assert base < arguments < 1.5 * base, "one base, adapters and their moments"
 
 
 def test_the_planned_batch_is_that_of_the_run():
