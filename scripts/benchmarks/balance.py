@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Int
 
 from model.attention import Mask, TokenCoords, attention, get_schedule
-from model.attention.kernels.counted import counted_kernel
+from model.attention.kernels.xla import XlaKernel
 from model.attention.layout import inverse, permutation
 from model.attention.schedules.plan import Block, Round
 
 # Tokens on a tile's side: two or more, so that a striped diagonal tile has a visible pair.
 TILE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedKernel(XlaKernel):
+    """Calls `report(rank, query, key)` on the host for each tile that it computes, either way.
+
+    rank is the index on the mesh axis `sequence`; query and key are the coordinate `index` of the
+    tile's first query and first key in the first row of the batch. A skipped tile is never
+    reported, because the call stands where the scores are computed.
+    """
+
+    report: Callable[..., None] | None = None
+
+    def _scores(self, q, k, q_coords, kv_coords, *options):
+        assert self.report is not None
+        rank = lax.axis_index("sequence")
+        jax.debug.callback(self.report, rank, q_coords.index[0, 0], kv_coords.index[0, 0])
+        return super()._scores(q, k, q_coords, kv_coords, *options)
 
 
 def computed_tiles(
@@ -35,7 +57,7 @@ def computed_tiles(
     order = permutation(length, size, layout)
     local_order = inverse(order)
     computed: list[tuple[int, ...]] = []  # rank, index of the first query and of the first key
-    kernel = counted_kernel(lambda *tile: computed.append(tuple(map(int, tile))), TILE, TILE)
+    kernel = CountedKernel(TILE, TILE, lambda *tile: computed.append(tuple(map(int, tile))))
     mesh = Mesh(np.array(jax.devices()[:size]), ("sequence",))
     # As many heads as ranks, so every schedule can divide them.
     q = jnp.ones((1, length, size, 2))

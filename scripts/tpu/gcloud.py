@@ -72,6 +72,11 @@ class Refused(Exception):
     """A user's error, in one line."""
 
 
+def split(text: str) -> list[str]:
+    """Returns the words of a command."""
+    return text.split()
+
+
 def say(text: str) -> None:
     """Prints a line from the launcher."""
     print(f"launch_tpu: {text}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .gcloud import Gcloud, GcloudError, Kind, Refused, say, sleep
+from .gcloud import Gcloud, GcloudError, Kind, Refused, say, sleep, split
 
 
 @dataclass
@@ -204,10 +204,7 @@ class QueuedSlices(Slices):
             else ["--node-count", str(request.slices), "--node-prefix", request.name]
         )
         self._unless_there(
-            "compute",
-            "tpus",
-            "queued-resources",
-            "create",
+            *split("compute tpus queued-resources create"),
             request.name,
             *nodes,
             "--accelerator-type",
@@ -225,10 +222,7 @@ class QueuedSlices(Slices):
         if self._tpus("queued-resources", "describe", self.request.name) is not None:
             # --force also deletes its TPU VMs.
             self.gcloud(
-                "compute",
-                "tpus",
-                "queued-resources",
-                "delete",
+                *split("compute tpus queued-resources delete"),
                 self.request.name,
                 "--force",
                 *self.gcloud.where,
@@ -250,10 +244,7 @@ class QueuedSlices(Slices):
     def ssh(self, worker: Worker, command: str) -> list[str]:
         """As of Slices."""
         return [
-            "compute",
-            "tpus",
-            "tpu-vm",
-            "ssh",
+            *split("compute tpus tpu-vm ssh"),
             worker.node,
             *self.gcloud.where,
             f"--worker={worker.number}",
@@ -265,10 +256,7 @@ class QueuedSlices(Slices):
     def scp(self, worker: Worker, path: str, name: str) -> list[str]:
         """As of Slices."""
         return [
-            "compute",
-            "tpus",
-            "tpu-vm",
-            "scp",
+            *split("compute tpus tpu-vm scp"),
             path,
             f"{worker.node}:{name}",
             *self.gcloud.where,
@@ -337,20 +325,15 @@ class GroupSlices(Slices):
             return ["--provisioning-model", "SPOT", "--instance-termination-action", "STOP"]
         if self.request.flex_start:
             return [
-                "--provisioning-model",
-                "FLEX_START",
-                "--max-run-duration",
+                *split("--provisioning-model FLEX_START --max-run-duration"),
                 self.request.flex_start,
                 "--instance-termination-action",
                 "DELETE",
             ]
         if self.request.reservation:
             return [
-                "--provisioning-model",
-                "RESERVATION_BOUND",
-                "--reservation-affinity",
-                "specific",
-                "--reservation",
+                *split("--provisioning-model RESERVATION_BOUND"),
+                *split("--reservation-affinity specific --reservation"),
                 self.request.reservation,
             ]
         return []
@@ -399,14 +382,9 @@ class GroupSlices(Slices):
         name, policy = self.request.name, []
         if self._hosts > 1:
             self._unless_there(
-                "compute",
-                "resource-policies",
-                "create",
-                "workload-policy",
+                *split("compute resource-policies create workload-policy"),
                 name,
-                "--type",
-                "HIGH_THROUGHPUT",
-                "--accelerator-topology",
+                *split("--type HIGH_THROUGHPUT --accelerator-topology"),
                 self.request.topology,
                 "--region",
                 self.gcloud.region,
@@ -419,22 +397,14 @@ class GroupSlices(Slices):
             if self.request.machine_type.startswith(prefix)
         )
         self._unless_there(
-            "compute",
-            "instance-templates",
-            "create",
+            *split("compute instance-templates create"),
             name,
             "--machine-type",
             self.request.machine_type,
-            "--maintenance-policy",
-            "TERMINATE",
-            "--image-family",
+            *split("--maintenance-policy TERMINATE --image-family"),
             family,
-            "--image-project",
-            "ubuntu-os-accelerator-images",
-            "--boot-disk-size",
-            "200GB",
-            "--scopes",
-            "cloud-platform",
+            *split("--image-project ubuntu-os-accelerator-images"),
+            *split("--boot-disk-size 200GB --scopes cloud-platform"),
             *self._bought(),
             *self.request.options,
             *self.gcloud.project,
@@ -443,20 +413,14 @@ class GroupSlices(Slices):
             # All hosts at once or none; a lost one is not replaced alone, since the slice's links
             # are lost too.
             self._unless_there(
-                "compute",
-                "instance-groups",
-                "managed",
-                "create",
+                *split("compute instance-groups managed create"),
                 node,
                 "--template",
                 name,
                 "--size",
                 str(self._hosts),
                 *policy,
-                "--target-size-policy-mode",
-                "bulk",
-                "--default-action-on-vm-failure",
-                "do-nothing",
+                *split("--target-size-policy-mode bulk --default-action-on-vm-failure do-nothing"),
                 *self.gcloud.where,
             )
 
