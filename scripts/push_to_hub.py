@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from data.errors import UserError
 from data.printable import printable
 from data.within import file_within
-from trainer import entry
+from trainer.options import FreeText, command, option
 
 # Weights may be in several files.
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
@@ -24,37 +23,6 @@ _OTHERS = (
     "LICENSE.txt",
     "NOTICE",
 )
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.push_to_hub",
-        allow_abbrev=False,
-        description=(
-            "Uploads a folder of scripts.export_hf to the Hugging Face hub, into a new "
-            "repository, private unless --public is given, or an existing one. Only an export's "
-            "files are sent, with LICENSE and NOTICE, and listed first. The token comes from `hf "
-            "auth login` or HF_TOKEN."
-        ),
-    )
-    parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="an exported folder, with its README.md"
-    )
-    parser.add_argument(
-        "repository", metavar="OWNER/NAME", help="the repository; created if it does not exist"
-    )
-    parser.add_argument("--public", action="store_true", help="make a new repository public")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only list what would be sent; needs no token"
-    )
-    parser.add_argument(
-        "--message",
-        type=entry.free_text,
-        default="Upload by Longstripe",
-        help="the commit's message",
-    )
-    return parser
 
 
 def export_files(folder: Path) -> tuple[list[Path], list[str]]:
@@ -149,18 +117,36 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
     return str(address)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    args = make_parser().parse_args(argv)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Uploads a folder of scripts.export_hf to the Hugging Face hub.
 
-    def work() -> None:
-        check_name(args.repository)
-        print(listing(args.folder, args.repository), flush=True)
-        if not args.dry_run:
-            address = push(args.folder, args.repository, args.public, args.message)
-            print(f"{args.folder}: pushed to {printable(address)}")
+    The repository is an existing one, or a new one, private unless --public is given. Only an
+    export's files are sent, with LICENSE and NOTICE, and listed first. The token comes from
+    `hf auth login` or HF_TOKEN.
+    """
 
-    return entry.run(work)
+    folder: Path = option(
+        "an exported folder, with its README.md", positional=True, metavar="FOLDER"
+    )
+    repository: str = option(
+        "the repository; created if it does not exist", positional=True, metavar="OWNER/NAME"
+    )
+    public: bool = option("make a new repository public")
+    dry_run: bool = option("only list what would be sent; needs no token")
+    message: FreeText = option("the commit's message", "Upload by Longstripe")
+
+
+def work(arguments: Options) -> None:
+    """See Options."""
+    check_name(arguments.repository)
+    print(listing(arguments.folder, arguments.repository), flush=True)
+    if not arguments.dry_run:
+        address = push(arguments.folder, arguments.repository, arguments.public, arguments.message)
+        print(f"{arguments.folder}: pushed to {printable(address)}")
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

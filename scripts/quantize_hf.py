@@ -2,87 +2,77 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
-from trainer import entry
+from trainer.options import command, no_download, option
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.quantize_hf",
-        allow_abbrev=False,
-        description=(
-            "Writes a Hugging Face folder whose layers' projections are in NF4 with double "
-            "quantization. transformers loads it with bitsandbytes, and training adapters "
-            "(adapter.quantize nf4) reads the codes directly, without quantizing at its start. "
-            "Needs no accelerator, and memory for one matrix."
-        ),
-    )
-    parser.add_argument(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Writes a Hugging Face folder whose layers' projections are in NF4 with double quantization.
+
+    transformers loads it with bitsandbytes, and training adapters (adapter.quantize nf4) reads the
+    codes directly, without quantizing at its start. Needs no accelerator, and memory for one
+    matrix.
+    """
+
+    model: str = option(
+        "a Hugging Face folder, org/name[@revision] on the hub, or a checkpoint or run of a whole "
         "model",
+        positional=True,
         metavar="MODEL",
-        help="a Hugging Face folder, org/name[@revision] on the hub, or a "
-        "checkpoint or run of a whole model",
     )
-    parser.add_argument(
-        "hf_dir",
-        metavar="HF_DIR",
-        type=Path,
-        help="folder to write; must be empty or not exist",
+    hf_dir: Path = option(
+        "folder to write; must be empty or not exist", positional=True, metavar="HF_DIR"
     )
-    parser.add_argument("--no-download", action=entry.NoDownload)
-    return parser
+    no_download: bool = no_download()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    arguments = make_parser().parse_args(argv)
+def work(arguments: Options) -> None:
+    """See Options."""
+    # Imported here, so that --help is fast and Ctrl-C ends with one line.
+    import contextlib
 
-    def work() -> None:
-        # Imported here, so that --help is fast and Ctrl-C ends with one line.
-        import contextlib
-        import dataclasses
+    from data.errors import UserError
+    from data.folders import scratch_folder
+    from data.paths import new_folder
+    from model.adapter import AdapterConfig
+    from trainer.huggingface.assets import copy_assets
+    from trainer.huggingface.read import StoredCodes
+    from trainer.huggingface.write import write_hf
+    from trainer.model_source import open_model
+    from trainer.source_kinds import HuggingFaceSource, StoredSource
 
-        from data.errors import UserError
-        from data.folders import scratch_folder
-        from data.paths import new_folder
-        from model.adapter import AdapterConfig
-        from trainer.huggingface.assets import copy_assets
-        from trainer.huggingface.read import StoredCodes
-        from trainer.huggingface.write import write_hf
-        from trainer.model_source import open_model
-        from trainer.source_kinds import HuggingFaceSource, StoredSource
+    out = new_folder(arguments.hf_dir)  # before the slow comparison of all checksums
+    source = open_model(arguments.model)
+    if not isinstance(source, StoredSource):
+        raise UserError(
+            f"{arguments.model}: is an adapter, not a whole model; python -m "
+            "scripts.export_hf --merge makes one, which can be quantized"
+        )
+    if source.config.num_experts:
+        raise UserError(
+            f"{arguments.model}: a mixture of experts, which transformers 5 opens in NF4 in no "
+            "layout; adapter.quantize quantizes its matrices as they are read"
+        )
+    # Refuses sizes that are not multiples of a block.
+    dataclasses.replace(source.config, adapter=AdapterConfig(rank=1, quantize="nf4"))
+    with contextlib.ExitStack() as stack:
+        stored = source.stored(stack)
+        if any(isinstance(parameter, StoredCodes) for parameter in stored.values()):
+            raise UserError(f"{arguments.model}: is already in NF4")
+        assets = source.folder / "assets"
+        if isinstance(source, HuggingFaceSource):
+            assets = stack.enter_context(scratch_folder())
+            copy_assets(source.folder, assets)
+        write_hf(stored, source.config, assets, out, nf4=True)
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    print(f"{arguments.hf_dir}: {size / 1e9:,.2f} GB of weights, from {arguments.model}")
 
-        out = new_folder(arguments.hf_dir)  # before the slow comparison of all checksums
-        source = open_model(arguments.model)
-        if not isinstance(source, StoredSource):
-            raise UserError(
-                f"{arguments.model}: is an adapter, not a whole model; python -m "
-                "scripts.export_hf --merge makes one, which can be quantized"
-            )
-        if source.config.num_experts:
-            raise UserError(
-                f"{arguments.model}: a mixture of experts, which transformers 5 opens in NF4 in no "
-                "layout; adapter.quantize quantizes its matrices as they are read"
-            )
-        # Refuses sizes that are not multiples of a block.
-        dataclasses.replace(source.config, adapter=AdapterConfig(rank=1, quantize="nf4"))
-        with contextlib.ExitStack() as stack:
-            stored = source.stored(stack)
-            if any(isinstance(parameter, StoredCodes) for parameter in stored.values()):
-                raise UserError(f"{arguments.model}: is already in NF4")
-            assets = source.folder / "assets"
-            if isinstance(source, HuggingFaceSource):
-                assets = stack.enter_context(scratch_folder())
-                copy_assets(source.folder, assets)
-            write_hf(stored, source.config, assets, out, nf4=True)
-        size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-        print(f"{arguments.hf_dir}: {size / 1e9:,.2f} GB of weights, from {arguments.model}")
 
-    return entry.run(work)
+main = command(Options, work)
 
 
 if __name__ == "__main__":

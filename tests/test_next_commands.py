@@ -1,5 +1,6 @@
 """The line that ends a training names commands that exist, with flags that they take."""
 
+import functools
 import shlex
 
 import pytest
@@ -8,12 +9,13 @@ import train
 from eval import in_context, needle, report
 from scripts import export_hf
 from trainer.config.load import load
+from trainer.options import parse
 
 
 def parsed(line):
     """The module and the parsed flags of each command of the line."""
     parsers = {
-        "scripts.export_hf": export_hf.make_parser().parse_args,
+        "scripts.export_hf": functools.partial(parse, export_hf.Options),
         "eval.needle": needle.parse,
         "eval.report": report.parse,
         "eval.in_context": in_context.parse,

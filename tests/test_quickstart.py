@@ -58,6 +58,7 @@ def test_the_quickstarts_commands_exist_with_their_flags(tmp_path):
     from eval import line_retrieval
     from scripts import export_hf, quickstart
     from trainer.config.load import load
+    from trainer.options import parse
 
     config = load(["--config", quickstart.RECIPE])
     _, module, *flags = quickstart.evaluation_command(
@@ -76,7 +77,7 @@ def test_the_quickstarts_commands_exist_with_their_flags(tmp_path):
         config.mesh.simulate,
     )
     assert (
-        export_hf.make_parser().parse_args([str(tmp_path / "1"), str(tmp_path / "exported")]).hf_dir
+        parse(export_hf.Options, [str(tmp_path / "1"), str(tmp_path / "exported")]).hf_dir
         == tmp_path / "exported"
     )
 

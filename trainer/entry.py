@@ -74,13 +74,10 @@ class NoDownload(argparse.Action):
     """The argparse action of --no-download: the hub's models are read only from its cache."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
-        super().__init__(
-            option_strings,
-            dest,
-            nargs=0,
-            default=False,
-            help="use only models and data in the hub's local cache, as HF_HUB_OFFLINE=1 does",
+        options.setdefault(
+            "help", "use only models and data in the hub's local cache, as HF_HUB_OFFLINE=1 does"
         )
+        super().__init__(option_strings, dest, nargs=0, default=False, **options)
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any

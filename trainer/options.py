@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import sys
 import types
 import typing
@@ -43,6 +44,11 @@ def option(text: str, default: Any = REQUIRED, *, positional: bool = False, **mo
     return dataclasses.field(metadata=about)
 
 
+def no_download() -> Any:
+    """Returns the field of --no-download, which takes effect as soon as it is parsed."""
+    return option("", action=entry.NoDownload)
+
+
 def command(
     options: type[T], work: Callable[[T], object], output: str | None = None
 ) -> Callable[..., int]:
@@ -66,12 +72,16 @@ def command(
 
 
 def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
-    """Returns the options of a command line. Raises SystemExit(2) after one line if it is wrong."""
+    """Returns the options of a command line. Raises SystemExit(2) after one line if it is wrong.
+
+    The help begins with the class's docstring if that says more than "The command's options.",
+    otherwise with the first line of its module's.
+    """
     module = sys.modules[options.__module__]
     name = module.__spec__.name if module.__spec__ else module.__name__
     parser = entry.CommandParser(
         prog=f"python -m {name.removesuffix('.__main__')}",
-        description=(module.__doc__ or "").partition("\n")[0],
+        description=_description(options, module),
         allow_abbrev=False,
     )
     add_options(parser, options)
@@ -90,7 +100,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             more.setdefault("nargs", "+")
             hint = typing.get_args(hint)[0]
         if hint is bool:
-            more["action"] = "store_true"
+            more.setdefault("action", "store_true")
         else:
             more["type"] = hint.__metadata__[0] if typing.get_origin(hint) is Annotated else hint
             if default is REQUIRED and not about["positional"]:
@@ -102,7 +112,15 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
         if text != argparse.SUPPRESS and "default" not in text:
             text = f"{text} {_default_text(default)}".strip()
         flag = field.name if about["positional"] else "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, help=text, **more)
+        if text:
+            more["help"] = text
+        parser.add_argument(flag, **more)
+
+
+def _description(options: type, module: types.ModuleType) -> str:
+    if options.__doc__ and not options.__doc__.startswith(("The command's", options.__name__)):
+        return inspect.cleandoc(options.__doc__)
+    return (module.__doc__ or "").partition("\n")[0]
 
 
 def _default_text(default: Any) -> str:
