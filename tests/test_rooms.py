@@ -189,6 +189,6 @@ def test_every_folder_of_code_is_a_package():
 
 
 def test_tests_mirror_the_tree():
-    of_all = {Path("soak"), Path("mutants")}
+    of_all = {Path("soak"), Path("mutants"), Path("fixtures")}
     folders = {path.parent.relative_to(ROOT / "tests") for path in tracked("tests/*.py")} - of_all
     assert [str(folder) for folder in sorted(folders) if not (ROOT / folder).is_dir()] == []
