@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from data import shapes
-from data.conversation import Message
+from data.conversation import Message, Order
 from data.errors import UserError
 from data.fields import FieldMap, first_present, has_value, renamed, unread_of
 from data.reasons import (
@@ -110,8 +110,8 @@ class Cleaner:
     """Cleans the records of one source, in order; keeps 16 bytes of each to find duplicates."""
 
     config: CleanConfig = CleanConfig()
-    alternating: bool = False
-    """Whether the template requires user and assistant to alternate."""
+    order: Order = "any"
+    """The order of turns that the template requires."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Maps the records' field names to those that are read, see `data.fields.FieldMap`."""
     _seen: set[bytes] = field(default_factory=set)
@@ -160,7 +160,7 @@ class Cleaner:
         is_scrape = shapes.is_sharegpt(raw)
         if self.config.html == "always" or (self.config.html == "detect" and is_scrape):
             messages = [self._without_html(message, findings.changes) for message in messages]
-        messages = in_order(messages, self.alternating, findings.changes)
+        messages = in_order(messages, self.order, findings.changes)
         if self.config.rate_limits and is_scrape:
             messages = before_rate_limit(messages, findings.changes)
         self._filter(messages)
@@ -231,7 +231,7 @@ def _with_system(
     if not isinstance(text, str | list) or (has_turn and messages[0].content):
         return messages, None
     _, system = read_message({"role": "system", "content": text}, findings)
-    return [system, *messages[has_turn:]], name
+    return [system, *messages[has_turn:]] if system.content else messages, name
 
 
 def _tools(

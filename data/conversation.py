@@ -3,12 +3,15 @@ labelled completions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
 ROLES = ("system", "user", "assistant", "tool")
+# What a template requires of the turns after a system turn: nothing, no answer before the first
+# question, or `user assistant (tool assistant)* user ...`.
+Order = Literal["any", "question first", "alternating"]
 # The chat template of recipes and sources that name none: the model's own.
 DEFAULT_TEMPLATE = "tokenizer"
 
@@ -30,6 +33,8 @@ class Message:
     """In a tool's turn, the name of the tool."""
     reasoning: str | None = None
     """An assistant's reasoning, if a record keeps it apart; `reasoning_content` in templates."""
+    reasoning_field: str = "reasoning_content"
+    """The field of the record that the reasoning was in; some templates read `reasoning` alone."""
 
     def __post_init__(self):
         if self.role not in ROLES:

@@ -16,7 +16,7 @@ from typing import Any
 
 from data import shapes
 from data.clean import TEMPLATE_KWARGS, CleanConfig, Cleaned, Cleaner, own_id
-from data.conversation import Conversation, Labelled, Message, Preference
+from data.conversation import Conversation, Labelled, Message, Order, Preference
 from data.fields import first_present, renamed, shown_fields, unread_of
 from data.reasons import DUPLICATE, NOT_A_RECORD, Drop
 from data.turns import role_of
@@ -48,12 +48,12 @@ class PreferenceReader:
 
     Attributes:
         clean: the cleaning rules, which both conversations of a record pass.
-        alternating: see `data.clean.Cleaner`.
+        order: see `data.clean.Cleaner`.
         fields: what the records' names of fields stand for, out of TARGETS.
     """
 
     clean: CleanConfig = CleanConfig()
-    alternating: bool = False
+    order: Order = "any"
     fields: Mapping[str, str] = field(default_factory=dict)
     _seen: set[bytes] = field(default_factory=set)
 
@@ -148,7 +148,7 @@ class PreferenceReader:
     def _clean(self, record: Mapping, turns: list, name: str) -> Cleaned:
         """Returns the turns of the conversation with one completion, cleaned as any other."""
         context = {key: record[key] for key in _CONTEXT if key in record}
-        cleaner = Cleaner(replace(self.clean, duplicates=False), self.alternating)
+        cleaner = Cleaner(replace(self.clean, duplicates=False), self.order)
         try:
             return cleaner.clean({**context, "messages": turns})
         except Drop as drop:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from data import paths, prepared, tables
 from data import sources as source_readers
 from data.clean import CleanConfig
-from data.conversation import Record, Tokens
+from data.conversation import Order, Record, Tokens
 from data.encode import Encoder, encode_all
 from data.errors import UserError
 from data.folders import building
@@ -24,12 +24,12 @@ from data.record_store import write_records
 from data.report import MOST_DROPPED, Report
 from data.sources import Source
 from data.templates import jinja_template
-from data.templates.alternation import needs_alternation
+from data.templates.alternation import order_of
 from data.templates.sandbox import compile_template
 from data.tokenizer import Tokenizer
 
 # To be changed with every change to the documents, so that existing folders are not reused.
-RULES = "prepare-7"
+RULES = "prepare-8"
 WORTH_PROCESSES = (
     1 << 23
 )  # bytes of a source from which on several processes, which take seconds to start, encode it
@@ -155,10 +155,10 @@ class _Job:
     share_prompts: bool
 
     @cached_property
-    def alternating(self) -> list[bool]:
-        """Whether each source's template requires user and assistant to alternate."""
+    def orders(self) -> list[Order]:
+        """The order of turns that each source's template requires."""
         return [
-            source.has_turns and needs_alternation(source.template, self.tokenizer)
+            order_of(source.template, self.tokenizer) if source.has_turns else "any"
             for source in self.sources
         ]
 
@@ -244,7 +244,7 @@ class _Job:
         )
         for number, source in enumerate(self.sources):
             records = source_readers.read(
-                source, report, number, progress_bar.advance, self.clean, self.alternating[number]
+                source, report, number, progress_bar.advance, self.clean, self.orders[number]
             )
             encoded_records = encode_all(encoder, records, _processes_for(source))
             if self.unpaired:

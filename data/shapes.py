@@ -28,8 +28,9 @@ ROLE_FIELDS = ("from", "role", "speaker", "author", "sender")
 TEXT_FIELDS = ("value", "content", "text", "message", "utterance", "parts")
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "systemInstruction")
 TOOL_FIELDS = ("tools", "functions")
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-_SWITCHES = ("on", "off", "yes", "no", "true", "false")  # a `reasoning` that says whether, not what
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
+# A record's `reasoning` that says whether, not what, or is an unused column's.
+_NO_REASONING = ("", "on", "off", "yes", "no", "true", "false")
 # Fields of a question and its answer, in a record or in an entry of a list of exchanges; the first
 # pair that is there is read.
 PAIRS = (
@@ -261,7 +262,7 @@ def _exchange(record: dict, pair: tuple[str, str]) -> RawTurns:
     reasoning = [
         name
         for name in REASONING_FIELDS
-        if isinstance(record.get(name), str) and record[name].strip().lower() not in _SWITCHES
+        if isinstance(record.get(name), str) and record[name].strip().lower() not in _NO_REASONING
     ]
     if reasoning and isinstance(sides[1], str):
         answer[-1].update({name: record[name] for name in reasoning})

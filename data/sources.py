@@ -11,7 +11,7 @@ import numpy as np
 
 from data import hub, paths, preference, tables
 from data.clean import CleanConfig, Cleaner
-from data.conversation import DEFAULT_TEMPLATE, Conversation, Record
+from data.conversation import DEFAULT_TEMPLATE, Conversation, Order, Record
 from data.errors import UserError
 from data.fields import (
     RECORD_TARGETS,
@@ -27,7 +27,7 @@ from data.printable import printable
 from data.reasons import NO_SHAPE, TREE_MESSAGE, Drop
 from data.records import MAX_BYTES, Advance, read_records, would_fit
 from data.report import Report, SourceReport
-from data.templates.alternation import needs_alternation
+from data.templates.alternation import order_of
 from data.trees import Forest, is_row
 
 # Reasons to drop what is no record at all.
@@ -174,7 +174,7 @@ def read(
     number: int = 0,
     advance: Advance | None = None,
     clean: CleanConfig = CleanConfig(),
-    alternating: bool | None = None,
+    order: Order | None = None,
 ) -> Iterator[Record]:
     """Yields the usable records of a source, and counts every record in `report`.
 
@@ -184,17 +184,15 @@ def read(
       number: number of the source in the recipe.
       advance: called with the number of bytes of each read.
       clean: the cleaning rules for conversations.
-      alternating: whether the template requires user and assistant to alternate;
-        of a tokenizer's own template it is taken not to, unless given.
+      order: the order of turns that the template requires; a tokenizer's own template is taken to
+        write any, unless given.
 
     Raises:
       UserError: a file is missing, empty or not in the source's format; at the end, if no record
         was usable.
     """
     source_report = report.add_source(str(source.path))
-    if alternating is None:
-        alternating = needs_alternation(source.template)
-    parse = _parser(source, clean, alternating, source_report)
+    parse = _parser(source, clean, order or order_of(source.template), source_report)
     forest = Forest(clean.replies == "all")
     files = source.files()
     for file in files:
@@ -346,18 +344,18 @@ def _read_text(file: File, source: Source) -> str:
         ) from None
 
 
-def _parser(source: Source, clean: CleanConfig, alternating: bool, report: SourceReport) -> Parse:
+def _parser(source: Source, clean: CleanConfig, order: Order, report: SourceReport) -> Parse:
     """Returns what parses the records of a source, and counts what it changes or does not read.
 
     A source's number below 0 only asks whether a record is one: then nothing is counted or
     remembered.
     """
     if source.format == "preference":
-        reader = PreferenceReader(clean, alternating, source.fields)
+        reader = PreferenceReader(clean, order, source.fields)
 
         def parse_preference(raw: object, number: int, record_number: int) -> Record:
             if number < 0:
-                return PreferenceReader(clean, alternating, source.fields).read(raw)[0]
+                return PreferenceReader(clean, order, source.fields).read(raw)[0]
             pair, changes, unread = reader.read(raw)
             report.count_kept(changes, unread)
             return replace(pair, source=number, record=record_number)
@@ -373,11 +371,11 @@ def _parser(source: Source, clean: CleanConfig, alternating: bool, report: Sourc
             return record
 
         return parse_fields
-    cleaner = Cleaner(clean, alternating, source.fields)
+    cleaner = Cleaner(clean, order, source.fields)
 
     def parse_conversation(raw: object, number: int, record_number: int) -> Conversation:
         if number < 0:
-            cleaned = Cleaner(clean, alternating, source.fields).clean(raw)
+            cleaned = Cleaner(clean, order, source.fields).clean(raw)
         else:
             cleaned = cleaner.clean(raw)
             report.count_kept(cleaned.changes, cleaned.unread)

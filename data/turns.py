@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from data.conversation import Message
+from data.conversation import Message, Order
 from data.fields import first_present, unread_of
 from data.printable import printable
 from data.reasons import (
@@ -16,12 +16,16 @@ from data.reasons import (
     BAD_PART,
     BAD_TURN,
     CALL_OF_ANOTHER,
+    DEVELOPER,
+    EMPTY_SYSTEM,
     EMPTY_TURN,
     FRACTION,
+    JOINED_PARTS,
     LATE_SYSTEM,
     LEADING_ASSISTANT,
     LONE_SURROGATE,
     NO_ANSWER,
+    NO_CONTENT,
     NO_HUMAN,
     NOT_ALTERNATING,
     OPENING_ANSWER,
@@ -163,15 +167,18 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
         content = _joined(content, role, thoughts, findings)
     if role == "tool" and isinstance(content, dict | list):
         content = json.dumps(content, ensure_ascii=False, default=str)
-    reasoning_fields: set[str] = set()
+    reasoning_fields: list[str] = []
     if role == "assistant" and (thoughts or len(turn) > _USUAL_FIELDS):
         reasoning_fields = _add_reasoning(turn, thoughts)
     if content is None and (calls or thoughts):
         content = ""
+        findings.changes.add(NO_CONTENT)
     if not isinstance(content, str):
         raise Drop(BAD_TURN)
     if role is None:
         raise Drop(UNKNOWN_ROLE + (printable(raw_role.strip())[:60] or "(empty)"))
+    if raw_role.strip().lower() == "developer":
+        findings.changes.add(DEVELOPER)
     if (
         not calls
         and raw_role.strip().lower().replace("-", "_") in _CALL_ROLES
@@ -185,9 +192,9 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     stripped = content.strip()
     if len(stripped) != len(content):
         findings.changes.add(WHITE_SPACE)
-    reasoning = _unicode("\n\n".join(thoughts), findings) if thoughts else ""
+    reasoning = _unicode("\n\n".join(thoughts), findings) if thoughts else None
     named = (role_field, text_field, call_field, CONTEXT)
-    read = {field for field in named if isinstance(field, str)} | reasoning_fields
+    read = {field for field in named if isinstance(field, str)} | {*reasoning_fields}
     train, call_id, name = True, None, None
     if len(turn) > _USUAL_FIELDS:
         train = _trained(turn, role, read, findings)
@@ -201,7 +208,8 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
         calls,
         call_id,
         name,
-        reasoning=reasoning if reasoning.strip() else None,
+        reasoning=reasoning,
+        reasoning_field=(reasoning_fields or REASONING_FIELDS)[0],
     )
 
 
@@ -247,17 +255,22 @@ def _joined(parts: list, role: str | None, thoughts: list[str], findings: Findin
         else:
             shown = kind if isinstance(kind, str) else type(part).__name__
             raise Drop(BAD_PART + printable(shown)[:60])
+    if len(texts) > 1:
+        findings.changes.add(JOINED_PARTS)
     return "".join(texts)
 
 
-def _add_reasoning(turn: dict, thoughts: list[str]) -> set[str]:
-    """Appends an answer's reasoning to `thoughts`; returns the fields it was in, equal ones too."""
-    read: set[str] = set()
+def _add_reasoning(turn: dict, thoughts: list[str]) -> list[str]:
+    """Appends an answer's reasoning to `thoughts`; returns the fields it was in, equal ones too.
+
+    An empty text is reasoning too, which some templates write as an empty block.
+    """
+    read: list[str] = []
     for name in REASONING_FIELDS:
         text = turn.get(name)
-        if isinstance(text, str) and text.strip() and (not thoughts or thoughts == [text]):
+        if isinstance(text, str) and (not thoughts or thoughts == [text]):
             thoughts[:] = [text]
-            read.add(name)
+            read.append(name)
     return read
 
 
@@ -347,31 +360,34 @@ def with_call_ids(messages: list[Message]) -> list[Message]:
     return result
 
 
-def in_order(messages: list[Message], alternating: bool, changes: set[str]) -> list[Message]:
-    """Returns the turns up to the last answer, without an empty system turn at the beginning.
+def in_order(messages: list[Message], order: Order, changes: set[str]) -> list[Message]:
+    """Returns the turns up to the last answer.
 
     Args:
       messages: the turns.
-      alternating: whether the template takes `[system] user assistant (tool assistant)* user ...`
-        alone: then answers before the first question are left out too. Otherwise any order is kept,
-        and these answers are context.
+      order: what the template requires. Where it takes any order, answers before the first
+        question are kept as context; otherwise they are left out. An empty system turn, of which a
+        model's own template makes what it will, is left out where turns must alternate.
       changes: receives what was changed.
 
     Raises:
-      Drop: an empty turn, no answer or no question, or another order than the template takes.
+      Drop: an empty turn that is no tool's, no answer or no question, or another order than an
+        alternating template takes.
     """
     system: list[Message] = []
     if messages[0].role == "system":
-        # Exports often have an empty system turn; without it, the template uses its default.
-        system = [messages[0]] if messages[0].content else []
-        messages = messages[1:]
-    messages = (
-        _alternating(messages, changes)
-        if alternating
-        else _with_opening_as_context(messages, changes)
-    )
+        system, messages = messages[:1], messages[1:]
+        if order == "alternating" and not system[0].content:
+            system = []
+            changes.add(EMPTY_SYSTEM)
+    if order == "any":
+        messages = _with_opening_as_context(messages, changes)
+    else:
+        messages = _without_opening(messages, changes)
+    if order == "alternating":
+        _check_alternation(messages)
     if any(
-        not message.content and not message.tool_calls and not message.reasoning
+        not (message.content or message.tool_calls or message.reasoning or message.role == "tool")
         for message in messages
     ):
         raise Drop(EMPTY_TURN)
@@ -383,7 +399,7 @@ def in_order(messages: list[Message], alternating: bool, changes: set[str]) -> l
     return system + messages[: answers[-1] + 1]
 
 
-def _alternating(messages: list[Message], changes: set[str]) -> list[Message]:
+def _without_opening(messages: list[Message], changes: set[str]) -> list[Message]:
     first = next(
         (number for number, message in enumerate(messages) if message.role != "assistant"),
         len(messages),
@@ -391,8 +407,12 @@ def _alternating(messages: list[Message], changes: set[str]) -> list[Message]:
     if first:
         messages = messages[first:]
         changes.add(LEADING_ASSISTANT)
-    if not messages:
+    if all(message.role != "user" for message in messages):
         raise Drop(NO_HUMAN)
+    return messages
+
+
+def _check_alternation(messages: list[Message]) -> None:
     if any(message.role == "system" for message in messages):
         raise Drop(LATE_SYSTEM)
     if messages[0].role != "user":
@@ -405,7 +425,6 @@ def _alternating(messages: list[Message], changes: set[str]) -> list[Message]:
     for message, following in pairwise(messages):
         if following.role not in may_follow[message.role]:
             raise Drop(NOT_ALTERNATING)
-    return messages
 
 
 def _with_opening_as_context(messages: list[Message], changes: set[str]) -> list[Message]:

@@ -1,6 +1,6 @@
-"""Which chat templates require user and assistant to alternate."""
+"""Which orders of turns a chat template can write."""
 
-from data.conversation import Message
+from data.conversation import Message, Order
 from data.templates import TemplateError, render
 from data.tokenizer import Tokenizer
 
@@ -10,19 +10,20 @@ ALTERNATING = frozenset({"vicuna_v1.1", "koala", "llama-2", "alpaca", "plain"})
 _OPENING_ANSWER = [Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")]
 
 
-def needs_alternation(template: str, tokenizer: Tokenizer | None = None) -> bool:
-    """Returns whether a chat template requires `[system] user assistant user assistant ...`.
+def order_of(template: str, tokenizer: Tokenizer | None = None) -> Order:
+    """Returns the order of turns that a chat template requires.
 
-    Of the tokenizer's own template, that is whether it refuses an answer before the first question.
+    A tokenizer's own template is asked for an answer before the first question only: any other
+    order that it does not take, it refuses by itself.
 
     Args:
       template: name of the template.
       tokenizer: the tokenizer; without it, its own template is taken for one that writes any order.
     """
     if template != "tokenizer" or tokenizer is None:
-        return template in ALTERNATING
+        return "alternating" if template in ALTERNATING else "any"
     try:
         render(_OPENING_ANSWER, template, tokenizer)
     except TemplateError:
-        return True
-    return False
+        return "question first"
+    return "any"

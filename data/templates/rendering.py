@@ -136,6 +136,7 @@ def _fields(message: Message, turn: int, sources: list) -> dict[str, Any]:
     if message.reasoning is not None:
         reasoning = track(message.reasoning, turn, "reasoning", sources)
         fields.update(thinking=reasoning, reasoning_content=reasoning)
+        fields[message.reasoning_field] = reasoning
     if message.tool_calls:
         fields["tool_calls"] = track(message.tool_calls, turn, "tool_calls", sources)
     for name in ("tool_call_id", "name"):

@@ -190,11 +190,11 @@ KEYS = ["id", "conversations", "messages", "instruction", "output", "system", "h
     st.builds(
         CleanConfig, html=st.sampled_from(["detect", "always", "never"]), refusals=st.booleans()
     ),
-    st.booleans(),
+    st.sampled_from(["any", "question first", "alternating"]),
 )
-def test_any_json_is_turns_in_order_or_a_reason(record, config, alternating):
+def test_any_json_is_turns_in_order_or_a_reason(record, config, order):
     try:
-        identity, messages, *_ = Cleaner(config, alternating).clean(record)
+        identity, messages, *_ = Cleaner(config, order).clean(record)
     except Drop as drop:
         assert str(drop)
         return
@@ -202,9 +202,14 @@ def test_any_json_is_turns_in_order_or_a_reason(record, config, alternating):
     roles = [message.role for message in messages]
     roles = roles[1:] if roles[0] == "system" else roles
     assert roles[-1] == "assistant" and "user" in roles
-    if alternating:
+    if order != "any":
+        assert roles[0] != "assistant"
+    if order == "alternating":
         assert roles[0] == "user" and "system" not in roles
-    assert all(message.content.encode() or message.reasoning for message in messages)
+    assert all(
+        message.content.encode() or message.reasoning or message.role in ("system", "tool")
+        for message in messages
+    )
 
 
 def test_duplicates_are_told_by_what_is_said():

@@ -7,7 +7,7 @@ from data.clean import Cleaner
 from data.conversation import Conversation
 from data.encode import Encoder
 from data.reasons import Drop
-from data.templates.alternation import needs_alternation
+from data.templates.alternation import order_of
 from data.tokenizer import Tokenizer
 from data.turns import role_of
 from tests.conftest import REPOSITORY
@@ -53,7 +53,8 @@ def test_a_turn_of_reasoning_belongs_to_the_answer_after_it():
 
 def test_reasoning_that_has_no_place_is_named():
     cleaned = clean({**USER, "thinking": "hm"}, {**ANSWER, "reasoning": "a", "thinking": "b"})
-    assert cleaned.messages[1].reasoning == "a" and cleaned.unread == {"turn field `thinking`"}
+    assert cleaned.messages[1].reasoning == "b"
+    assert cleaned.unread == {"turn field `thinking`", "turn field `reasoning`"}
     beside_call = clean(
         USER,
         {
@@ -147,7 +148,7 @@ def test_any_order_is_kept_where_the_template_can_write_it(turns, roles):
         Encoder(("chatml",), tokenizer, 512).encode(Conversation("a", cleaned.messages)).documents
     )
     assert tokenizer.decode(document.tokens, skip_control=False).count("<|im_start|>") == len(roles)
-    alternating = Cleaner(alternating=True)
+    alternating = Cleaner(order="alternating")
     if roles[0] == "assistant":
         assert alternating.clean({"messages": turns}).changes == {"leading assistant turns dropped"}
     else:
@@ -155,18 +156,54 @@ def test_any_order_is_kept_where_the_template_can_write_it(turns, roles):
             alternating.clean({"messages": turns})
 
 
-def test_templates_say_whether_they_need_alternation(tmp_path):
+def test_templates_say_which_order_they_require(tmp_path):
     tokenizer = Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer")
-    assert [
-        needs_alternation(name) for name in ("vicuna_v1.1", "llama-2", "chatml", "llama-3")
-    ] == [True, True, False, False]
+    assert [order_of(name) for name in ("vicuna_v1.1", "llama-2", "chatml", "llama-3")] == [
+        "alternating",
+        "alternating",
+        "any",
+        "any",
+    ]
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
-    for template, needs in (("", False), (refusing, True)):
+    for template, order in (("", "any"), (refusing, "question first")):
         tokenizer.save(
             tmp_path,
             template + "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}",
         )
-        assert needs_alternation("tokenizer", Tokenizer.load(tmp_path)) == needs
+        assert order_of("tokenizer", Tokenizer.load(tmp_path)) == order
+
+
+def test_a_template_that_needs_a_question_first_refuses_other_orders_by_itself():
+    cleaner = Cleaner(order="question first")
+    for turns in ([USER, USER, ANSWER], [USER, ANSWER, SYSTEM, USER, ANSWER]):
+        assert cleaner.clean({"messages": turns}).changes == set()
+    opened = cleaner.clean({"messages": [ANSWER, USER, ANSWER]})
+    assert [turn.role for turn in opened.messages] == ["user", "assistant"]
+    assert opened.changes == {"leading assistant turns dropped"}
+
+
+def test_what_a_template_would_read_otherwise_is_kept_or_counted():
+    """An empty system turn and reasoning, a developer's turn, a missing content, joined parts."""
+    empty = {"role": "system", "content": ""}
+    assert clean(empty, USER, ANSWER).messages[0].role == "system"
+    left_out = Cleaner(order="alternating").clean({"messages": [empty, USER, ANSWER]})
+    assert left_out.messages[0].role == "user"
+    assert left_out.changes == {"empty system turn left out"}
+    assert clean(USER, {**ANSWER, "reasoning_content": ""}).messages[-1].reasoning == ""
+    assert clean({**SYSTEM, "role": "developer"}, USER, ANSWER).changes == {
+        "a developer's turn read as a system turn"
+    }
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    silent = {"role": "tool", "content": ""}
+    called = clean(USER, call, silent, ANSWER)
+    assert [turn.content for turn in called.messages[1:3]] == ["", ""]
+    assert called.changes == {
+        "a `content` that is null, or missing, next to calls or reasoning: taken as empty"
+    }
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert clean({"role": "user", "content": parts}, ANSWER).changes == {
+        "parts of a content joined to one text"
+    }
 
 
 def test_a_split_conversation_keeps_its_opening_and_late_system_turns():

@@ -241,20 +241,35 @@ def check_nothing_vanished(raw: dict, kept: Conversation, report: SourceReport) 
             )
             if not named and not (words and all(word in said for word in words)):
                 trailing = where == "turn" and "unanswered last turn dropped" in report.repaired
-                is_answer = (
-                    where == "turn"
-                    and role_of(str(fields.get("from", fields.get("role")))) == "assistant"
+                nothing = (
+                    _takes_no_answer_out(value, turns)
+                    if name == "loss_mask"
+                    else _changes_nothing(name, value, where == "turn" and _is_answer(fields))
                 )
-                if not (is_flag and _changes_nothing(name, value, is_answer)) and not trailing:
+                if not (is_flag and nothing) and not trailing:
                     raise Fell(
                         f"the {where}'s field {name!r} with {value!r} vanished; counted: {counted}"
                     )
 
 
+def _is_answer(turn: dict) -> bool:
+    return role_of(str(turn.get("from", turn.get("role")))) == "assistant"
+
+
+def _takes_no_answer_out(mask: object, turns: list[dict]) -> bool:
+    """Returns whether a record's `loss_mask` says what holds without it."""
+    if not isinstance(mask, list):
+        return False
+    of_answers = (
+        [flag for flag, turn in zip(mask, turns, strict=True) if _is_answer(turn)]
+        if len(mask) == len(turns)
+        else mask
+    )
+    return all(of_answers)
+
+
 def _changes_nothing(name: str, value: object, is_answer: bool) -> bool:
     """Returns whether a flag says what holds without it, so that there is nothing to count."""
-    if name == "loss_mask":
-        return isinstance(value, list) and all(value)
     return (
         bool(value) == (is_answer == (name != "mask"))
         or (name == "mask" and not is_answer)

@@ -6,6 +6,7 @@ from datetime import datetime
 
 import pytest
 
+from data.clean import Cleaner
 from data.conversation import Message
 from data.errors import UserError
 from data.templates import encode_conversation
@@ -265,6 +266,29 @@ def test_harmony_trains_on_what_its_training_form_marks(pair):
             if begins and ids[i : i + len(prompt)] == prompt:
                 masks[1][i : i + len(prompt)] = [0] * len(prompt)
         assert masks[0] == masks[1], case
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("text", ["Easy.", ""])
+def test_reasoning_has_the_names_that_transformers_gives_it(pair, name, text):
+    """Each template reads one of the names; an empty text is not a missing one."""
+    tokenizer, theirs = pair
+    turns = [FIRST, _answer("Four.", **{name: text}), SECOND, _answer("Six.")]
+    messages = Cleaner().clean({"messages": turns}).messages
+    for read in ("reasoning_content", "thinking", "reasoning"):
+        ours = copy.copy(tokenizer)
+        ours.chat_template = (
+            "{% for m in messages %}{{ m.content }}{% if m."
+            + read
+            + " is defined %}[{{ m."
+            + read
+            + " }}]{% endif %}{% endfor %}"
+        )
+        expected = theirs.apply_chat_template(
+            copy.deepcopy(turns), chat_template=ours.chat_template, return_dict=False
+        )
+        segments = encode_conversation(messages, "tokenizer", ours).segments
+        assert ids_and_mask(segments)[0] == expected, read
 
 
 VARIABLES = {
