@@ -7,11 +7,23 @@ from data.printable import printable
 from data.reasons import NOT_TEXT, Drop
 
 SHOWN_FIELDS = 12  # names of fields in a message
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
+# A record's `reasoning` that says whether, not what, or is an unused column's.
+_NO_REASONING = ("", "on", "off", "yes", "no", "true", "false")
 
 
 def has_value(value: object) -> bool:
     """Returns whether a field has a value; tables have None or empties in unused columns."""
     return value is not None and value != "" and value != [] and value != {}
+
+
+def reasoning_of(record: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the fields of a record that hold the reasoning of its answer."""
+    return {
+        name: record[name]
+        for name in REASONING_FIELDS
+        if isinstance(record.get(name), str) and record[name].strip().lower() not in _NO_REASONING
+    }
 
 
 def first_present(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
@@ -81,7 +93,8 @@ class FieldMap:
                 raise Drop(f"{NOT_TEXT}`{printable(name)}`")
             turns.append({"role": role, "content": text})
         answers = [turn for turn in turns if turn["role"] == "assistant"]
-        for name, target in self._turns.items() if answers else ():
+        of_answer = {**{name: name for name in reasoning_of(record)}, **self._turns}
+        for name, target in of_answer.items() if answers else ():
             if name in record:
                 answers[-1][target] = record.pop(name)
         if has_value(record.get("messages")):

@@ -8,7 +8,6 @@ and assistant, dialogues of `Human:` and `Assistant:` several.
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -28,9 +27,6 @@ COMPLETIONS = ("completion", "response")
 LABEL = "label"
 TARGETS = ("prompt", "chosen", "rejected", "completion", LABEL, "system", "tools", "id")
 """What a source's `fields` may stand for."""
-# A dialogue as a text, as Anthropic's HH-RLHF has it.
-_DIALOGUE = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
-_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _CONTEXT = (*shapes.SYSTEM_FIELDS, *shapes.TOOL_FIELDS, TEMPLATE_KWARGS)
 NO_PREFERENCE = "no `chosen` and `rejected`, and no `completion` and `label`: it has "
 NO_LABEL = "a `label` that is neither true nor false"
@@ -176,10 +172,8 @@ def _turns_of(value: object, role: str) -> list[Any] | None:
     have."""
     if isinstance(value, dict) and _role(value):
         return [value]
-    if isinstance(value, str) and _DIALOGUE.match(value.strip()):
-        _, *parts = _DIALOGUE.split(value.strip())
-        pairs = zip(parts[::2], parts[1::2], strict=True)
-        return [{"role": _SPEAKERS[speaker], "content": text.strip()} for speaker, text in pairs]
+    if turns := shapes.dialogue_turns(value):
+        return turns
     if isinstance(value, list | dict):
         try:
             return shapes.read_turns({"messages": value}).turns

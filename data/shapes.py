@@ -11,7 +11,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from data import trees
-from data.fields import first_present, has_value, shown_fields
+from data.fields import (
+    REASONING_FIELDS,
+    first_present,
+    has_value,
+    reasoning_of,
+    shown_fields,
+)
 from data.reasons import (
     BAD_HISTORY,
     NO_SHAPE,
@@ -28,15 +34,13 @@ ROLE_FIELDS = ("from", "role", "speaker", "author", "sender")
 TEXT_FIELDS = ("value", "content", "text", "message", "utterance", "parts")
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "systemInstruction")
 TOOL_FIELDS = ("tools", "functions")
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
-# A record's `reasoning` that says whether, not what, or is an unused column's.
-_NO_REASONING = ("", "on", "off", "yes", "no", "true", "false")
 # Fields of a question and its answer, in a record or in an entry of a list of exchanges; the first
 # pair that is there is read.
 PAIRS = (
     ("prompt", "completion"),
     ("instruction", "output"),
     ("instruction", "response"),
+    ("question", "solution"),  # before `answer`, which is then a solution's last line
     ("question", "answer"),
     ("question", "response"),
     ("query", "response"),
@@ -48,7 +52,6 @@ PAIRS = (
     ("prompt", "answer"),
     ("instruction", "answer"),
     ("problem", "answer"),
-    ("question", "solution"),
     ("input", "output"),
     ("input", "target"),
     ("message", "response"),
@@ -71,6 +74,9 @@ _KNOWN = frozenset(
     )
 )
 _SPEAKERS = re.compile(r"(?:\A|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):\s*")
+# A dialogue as a text, as Anthropic's HH-RLHF has it.
+_DIALOGUE = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+_DIALOGUE_ROLES = {"Human": "user", "Assistant": "assistant"}
 _LONGEST_PRINTED = 1 << 20  # characters, which Python's parser takes without running out of stack
 _END_OF_TEXT = "<|endoftext|>"
 _CALL = re.compile(  # the arguments are JSON, between single quotes or none
@@ -259,13 +265,9 @@ def _exchange(record: dict, pair: tuple[str, str]) -> RawTurns:
     )
     if question is None or answer is None:
         raise Drop(f"{NOT_TEXT}`{pair[0]}` and `{pair[1]}`")
-    reasoning = [
-        name
-        for name in REASONING_FIELDS
-        if isinstance(record.get(name), str) and record[name].strip().lower() not in _NO_REASONING
-    ]
-    if reasoning and isinstance(sides[1], str):
-        answer[-1].update({name: record[name] for name in reasoning})
+    if isinstance(sides[1], str):
+        reasoning = reasoning_of(record)
+        answer[-1].update(reasoning)
         fields.update(reasoning)
     history = record.get("history")
     if history is not None:
@@ -296,12 +298,21 @@ def _side(value: object, role: str) -> list[dict] | None:
 
 def _preferred(record: dict) -> RawTurns | None:
     """The better one of two answers, or a whole conversation that ends with it."""
-    turns = _as_list(record.get("chosen"))
+    turns = dialogue_turns(record.get("chosen")) or _as_list(record.get("chosen"))
     if turns and isinstance(turns[0], dict) and len(turns) > 1:
         return RawTurns(turns, {"chosen"})
     if record.get("prompt") is None or record.get("chosen") is None:
         return None
     return _exchange(record, ("prompt", "chosen"))
+
+
+def dialogue_turns(value: object) -> list[dict[str, str]]:
+    """Returns the turns of a text of `Human:` and `Assistant:`, empty if it is none."""
+    if not isinstance(value, str) or not _DIALOGUE.match(value.strip()):
+        return []
+    _, *parts = _DIALOGUE.split(value.strip())
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": _DIALOGUE_ROLES[speaker], "content": text.strip()} for speaker, text in pairs]
 
 
 def _asked_calls(record: dict) -> RawTurns | None:

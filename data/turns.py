@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from data.conversation import Message, Order
-from data.fields import first_present, unread_of
+from data.fields import REASONING_FIELDS, first_present, unread_of
 from data.printable import printable
 from data.reasons import (
     BAD_LOSS_MASK,
@@ -37,7 +37,7 @@ from data.reasons import (
     WHITE_SPACE,
     Drop,
 )
-from data.shapes import CONTEXT, REASONING_FIELDS, ROLE_FIELDS, TEXT_FIELDS
+from data.shapes import CONTEXT, ROLE_FIELDS, TEXT_FIELDS
 from data.tool_calls import new_id, parse_call_text, parse_calls, unread_call_fields
 
 # The names of roles in public dumps, in lower case and with _ for a hyphen or space.
@@ -193,8 +193,7 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     if len(stripped) != len(content):
         findings.changes.add(WHITE_SPACE)
     reasoning = _unicode("\n\n".join(thoughts), findings) if thoughts else None
-    named = (role_field, text_field, call_field, CONTEXT)
-    read = {field for field in named if isinstance(field, str)} | {*reasoning_fields}
+    read = {role_field, text_field, call_field, CONTEXT, *reasoning_fields}
     train, call_id, name = True, None, None
     if len(turn) > _USUAL_FIELDS:
         train = _trained(turn, role, read, findings)

@@ -82,6 +82,8 @@ def turns(record, **options):
             )
         ),
         ({"instruction": "Hi?", "context": "", "response": "Hello."}, ONE),
+        ({"question": "Hi?", "solution": "Hello.", "answer": "lo"}, ONE),
+        ({"chosen": "\n\nHuman: Hi?\n\nAssistant: Hello.", "rejected": "x"}, ONE),
         (
             {"instruction": "Hi?", "context": "A text.", "response": "Hello."},
             [("user", "Hi?\n\nA text."), ONE[1]],
@@ -250,10 +252,19 @@ def test_a_mapping_of_fields_reads_any_shape():
     assert [(turn.role, turn.content) for turn in cleaned.messages] == [("system", "Be."), *ONE]
     assert cleaned.unread == {"turn field `content, for which another is named`"}
     names = {"q": "user", "t": "reasoning_content", "a": "assistant"}
-    thought = Cleaner(fields=names).clean({"q": "Hi?", "t": "so", "a": "Ho"})
-    assert thought.messages[1].reasoning == "so" and not thought.unread
+    named = {"q": "user", "a": "assistant"}
+    for field, mapping in (("t", names), ("reasoning_content", named)):
+        thought = Cleaner(fields=mapping).clean({"q": "Hi?", field: "so", "a": "Ho"})
+        assert thought.messages[1].reasoning == "so" and not thought.unread
     with pytest.raises(Drop, match="`a`"):
         turns({"q": "Hi?"}, fields={"q": "user", "a": "assistant"})
+
+
+def test_a_prompt_of_turns_has_no_field_that_is_not_read():
+    hi, hello = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
+    cleaned = Cleaner().clean({"prompt": [hi], "completion": [hello]})
+    assert [turn.train for turn in cleaned.messages] == [False, True]
+    assert not cleaned.unread and not cleaned.changes
 
 
 def test_what_is_not_read_is_named():
