@@ -1,18 +1,18 @@
 """Trains, evaluates and exports a small model, then prints the results and what to try next.
 
-python -m scripts.quickstart        (what `make quickstart` runs)
+python -m scripts.quickstart [--run_dir DIR]       (what `make quickstart` runs)
 """
 
-import argparse
+import dataclasses
 import json
 import pathlib
 import subprocess
 import sys
 
 from data.errors import UserError
-from trainer import entry
 from trainer.config.load import load
 from trainer.config.schema import RunConfig
+from trainer.options import command, option
 
 RECIPE = "configs/quickstart.yaml"
 CASES = "data/fixtures/line_cases.jsonl"  # held out of training
@@ -90,10 +90,18 @@ def describe(row: dict) -> str:
     )
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    run_dir: str = option("folder of the run (default the recipe's)", "")
+
+
+def work(options: Options) -> None:
     """Trains, evaluates and exports the model."""
-    config = load(["--config", RECIPE])
-    run("train.py", "--config", RECIPE)
+    training = ["--config", RECIPE, *(["--run_dir", options.run_dir] if options.run_dir else [])]
+    config = load(training)
+    run("train.py", *training)
     checkpoint = newest_checkpoint(config.folder / "checkpoints")
     exported = config.folder / "exported"
     output = config.folder / "evaluation"
@@ -120,8 +128,8 @@ def main() -> None:
     )
 
 
+main = command(Options, work)
+
+
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        prog="python -m scripts.quickstart", description=__doc__.splitlines()[0]
-    ).parse_args()
-    sys.exit(entry.run(main))
+    sys.exit(main())

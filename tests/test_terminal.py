@@ -98,8 +98,8 @@ def test_every_program_of_the_tree_prints_through_the_frame():
     commands = {name for name, text in programs.items() if not re.search(NO_COMMAND, text)}
     unframed = {name for name in commands if not re.search(FRAME, programs[name], re.MULTILINE)}
     assert unframed == INNER
-    # These two take no name but a folder's, or none.
-    assert commands - INNER - {"scripts.quickstart", "scripts.make_fixtures"} == set(ALL)
+    # It takes no name but a folder's.
+    assert commands - INNER - {"scripts.make_fixtures"} == set(ALL)
 
 
 @pytest.mark.parametrize("command", ALL)

@@ -203,6 +203,18 @@ MEASUREMENTS = {
         summaries.dirty_data,
         "docs/notes/training.md",
     ),
+    "quickstart": Measurement(
+        "A small LLaMA from scratch on 8 simulated devices (fsdp 2 x tensor 2 x sequence 2, "
+        "striped ring)",
+        (("-m", "scripts.quickstart", "--run_dir", "{out}/run"),),
+        ("configs/quickstart.yaml", "scripts/quickstart.py", MODEL, TRAINER, DATA),
+        summaries.quickstart,
+        "docs/notes/training.md",
+        facts=(
+            "3,000 steps of 2,048 tokens; neither question nor answer of the evaluation is in "
+            "training. One seed. Without the install, which takes as long as the downloads do.",
+        ),
+    ),
     "identity": Measurement(
         "SmolLM2-135M-Instruct fine-tuned on 500 identity conversations: ten unseen questions, "
         "asked by transformers, greedy",

@@ -287,6 +287,38 @@ def dirty_data(out: Path) -> Rows:
     }
 
 
+def quickstart(out: Path) -> Rows:
+    """Reads the run's losses and evaluation, and how long the command took."""
+    run = out / "run"
+    lines = (run / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    before, after = (
+        json.loads(line)["held_out_loss_nats_per_target"] for line in (lines[0], lines[-1])
+    )
+    seconds = sum(read_json(out / "progress.json")["seconds"])
+    (score,) = read_json(run / "evaluation" / "results.json")["within_trained_length"]
+    return {
+        "time": row(
+            "quickstart: train, evaluate, export, after the install",
+            f"{seconds // 60:.0f} min {seconds % 60:.0f} s",
+            "6 min",
+            seconds <= 360,
+        ),
+        "loss": row(
+            "quickstart: held-out loss, nats per target token",
+            f"{before:.2f} -> {after:.2f}",
+            "falls",
+            after < before,
+        ),
+        "retrieval": row(
+            f"quickstart: line retrieval, {score['num_lines']} lines, {score['cases']} unseen "
+            "cases",
+            f"{score['right']} of {score['cases']} ({score['low']:.0%} to {score['high']:.0%})",
+            f"95% interval above {score['chance']:.0%}",
+            score["low"] > score["chance"],
+        ),
+    }
+
+
 def identity(out: Path) -> Rows:
     """Reads what the full recipe, LoRA and QLoRA logged and answered."""
 

@@ -24,7 +24,7 @@ COMMITTED = load_all()
 PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # The figures of README.md: NAME.ROW of a result, and the words around its beginning.
 README_FIGURES = {
-    "quickstart.time": "The quickstart took {} in three runs on two CPU cores",
+    "quickstart.time": "The quickstart took {} on two CPU cores (AMD EPYC)",
     "quickstart.retrieval": "its model retrieved {} lines that it had never seen",
     "retrieval.lines_20": "one line among 20: correct answers improve {}.",
     "curriculum.lines_2700": "finds one line among 2,700 in {} cases",
