@@ -1,10 +1,12 @@
 """Plans a training step on an absent machine: memory, time, price; with --compile exactly.
 
     python -m scripts.plan --model llama-3.1-8b --machine 8xH100 --context 128K
-    python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 1M
-    --price-per-device-hour 4.2 --write my_recipe.yaml python -m scripts.plan --config
-    configs/sharegpt_llama7b_1m.yaml --model llama-7b --machine v4:4x4x4 --compile python -m
-    scripts.plan --model llama-7b --machine v5e-256 --context 1M --search --compile --output plan
+    python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 1M \\
+        --price-per-device-hour 4.2 --write my_recipe.yaml
+    python -m scripts.plan --config configs/sharegpt_llama7b_1m.yaml --model llama-7b \\
+        --machine v4:4x4x4 --compile
+    python -m scripts.plan --model llama-7b --machine v5e-256 --context 1M --search --compile \\
+        --output plan
 
 The answer is an estimate, in seconds. With --compile the machine's real compiler compiles
 train.py's step: memory and communication are then its figures. --config plans a recipe; other

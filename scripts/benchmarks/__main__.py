@@ -1,7 +1,7 @@
 """Measures stale results, writes docs/results and makes BENCHMARKS.md: `make bench`.
 
-    python -m scripts.benchmarks                       # all stale ones; resumes an interrupted
-    start python -m scripts.benchmarks --only step kernels   # these, fresh or not
+    python -m scripts.benchmarks                       # stale ones; continues an interrupted start
+    python -m scripts.benchmarks --only step kernels   # these, fresh or not
     python -m scripts.benchmarks --stale               # lists stale results, measures nothing
 
 A result is fresh while the programs that it depends on are unchanged since its measurement: see

@@ -1,16 +1,15 @@
 """Counts the cycles of the TPU kernels' tiles, ours and splash attention's, by the compiler.
 
-    python -m scripts.benchmarks.kernel_cycles            # compiles all, writes the result and, for
-                                                          # the cost model,
-                                                          planning/costs/kernel_cycles.json
+    python -m scripts.benchmarks.kernel_cycles            # compiles all and writes the result
     python -m scripts.benchmarks.kernel_cycles --check    # fails if one of ours is slower
 
-Needs no TPU. The compiler schedules a kernel into bundles, each of which takes a cycle if nothing
-waits, and prints them (`--xla_jf_dump_llo_text`). A kernel's tile of scores is a separate region
-there. Ours have three: a tile without a mask, a part (a quarter) of a masked tile with tokens of
-one document, and a part with tokens of several. On the causal diagonal three of four parts are
-computed. Splash attention masks all tiles or none; it is compiled without a mask, for the
-generations that have goals.
+The cost model reads what the first writes to planning/costs/kernel_cycles.json. Needs no TPU. The
+compiler schedules a kernel into bundles, each of which takes a cycle if nothing waits, and prints
+them (`--xla_jf_dump_llo_text`). A kernel's tile of scores is a separate region there. Ours have
+three: a tile without a mask, a part (a quarter) of a masked tile with tokens of one document, and a
+part with tokens of several. On the causal diagonal three of four parts are computed. Splash
+attention masks all tiles or none; it is compiled without a mask, for the generations that have
+goals.
 """
 
 from __future__ import annotations
