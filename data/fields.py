@@ -1,6 +1,6 @@
 """Fields of records and turns: which have values, which are renamed, which nothing reads."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from data.printable import printable
@@ -121,7 +121,7 @@ def renamed(fields: dict, names: Mapping[str, str]) -> dict:
     return {**kept, **moved}
 
 
-def unread_of(fields: Mapping[Any, Any], read: set[str] | frozenset[str], where: str) -> set[str]:
+def unread_of(fields: Mapping[Any, Any], read: Collection[object], where: str) -> set[str]:
     """Returns the fields with a value that are not read, such as "record field `source`"."""
     return {
         f"{where} field `{printable(str(name))[:80]}`"
