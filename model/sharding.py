@@ -337,11 +337,11 @@ _fetch.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(shard: Float[Array, ...], spec: PartitionSpec, dtype: Any) -> Float[Array, ...]:
-    """Returns the whole parameter (of this tensor rank) from its float32 shard. Runs inside
-    `shard_map`.
+    """Returns the whole parameter (of this tensor rank) from its shard. Runs inside `shard_map`.
 
     It is sent in `dtype` and float32 by type: a cotangent has its primal's dtype, so the gradients,
-    one from each device, are float32 until the reduce-scatter has added them up.
+    one from each device, are float32 until the reduce-scatter has added them up. Their sum has the
+    shard's dtype.
     """
     return gather_frozen(shard.astype(dtype), spec).astype(jnp.float32)
 
@@ -397,6 +397,7 @@ def _device_kind(mesh: Any) -> str:
 
 
 gather.defvjp(
-    lambda shard, spec, dtype: (gather(shard, spec, dtype), None),
-    lambda spec, dtype, _, gradient: (reduce_scatter(spec, gradient),),
+    # The empty array tells the shard's dtype.
+    lambda shard, spec, dtype: (gather(shard, spec, dtype), jnp.zeros(0, shard.dtype)),
+    lambda spec, dtype, like, gradient: (reduce_scatter(spec, gradient).astype(like.dtype),),
 )

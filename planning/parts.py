@@ -12,7 +12,7 @@ from model.declarations import declare
 from model.quantized_weights import weight_of
 from model.sharding import Parameter
 from trainer.config.schema import MemoryConfig, RunConfig
-from trainer.optimizer import moment_count, split_trainable
+from trainer.optimizer import moment_bits, moment_count, split_trainable
 
 from .compiled import GIB
 
@@ -92,8 +92,9 @@ def device_tokens(run: RunConfig) -> float:
 def state_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]:
     """Bytes per device of (parameters, moments of trained ones).
 
-    Parameters are float32; an adapter's base is in the compute dtype, or quantized. An average of
-    the trained weights, in float32, counts as a moment.
+    Trained parameters and moments are in the dtypes of the section optimizer; an adapter's base is
+    in the compute dtype, or quantized. An average of the trained weights, in float32, counts as a
+    moment.
     """
     declared, mesh = declared_once(model.with_adapter(run.adapter)), run.mesh
     trained = trained_names(run, model)
@@ -105,22 +106,28 @@ def state_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]
             / mesh.devices
         )
 
-    moment_bytes = 2 if run.optimizer.moment_dtype == "bfloat16" else 4
+    weight_bytes = np.dtype(run.optimizer.weight_dtype).itemsize
     frozen_bytes = 2 if run.model.compute_dtype == "bfloat16" else 4
 
     def number_bytes(name: str) -> int:
         if weight_of(name) != name:  # codes and their scales
             return np.dtype(declared[name].dtype).itemsize
+        if name in trained:
+            return weight_bytes
         return frozen_bytes if declared[name].frozen else 4
+
+    def moment_bytes(name: str) -> float:
+        bits = moment_bits(run.optimizer, name, declared[name].shape)
+        return moment_count(run.optimizer, name) * bits / 8
 
     parameter_bytes = per_device(declared, number_bytes)
     average_bytes = 4 * per_device(trained) if run.optimizer.average_decay else 0
-    moments = moment_bytes * per_device(trained, functools.partial(moment_count, run.optimizer))
+    moments = per_device(trained, moment_bytes)
     return parameter_bytes, moments + average_bytes
 
 
 def checkpoint_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, float]:
-    """A checkpoint's bytes of (float32 parameters, moments); an adapter's base is not saved."""
+    """A checkpoint's bytes of (parameters, moments); an adapter's base is not saved."""
     parameters, moments = (
         size * run.mesh.devices / run.mesh.data for size in state_bytes(run, model)
     )

@@ -157,7 +157,7 @@ class _Training:
             self._restore(newest)
 
     def _begin(self) -> None:
-        params = self.objective.read_params()
+        params = self.builder.stored(self.objective.read_params())
         self.optimizer_state = self.builder.init_optimizer(
             {name: params[name] for name in self.builder.trainable}
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import math
 import re
 from collections.abc import Iterable
@@ -17,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from data.errors import UserError
 from model.adapter import MAGNITUDE
 
+from . import rounding
 from .config.schema import OptimizerConfig
 from .streaming import in_host_memory
 
@@ -54,11 +57,13 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     Weight decay applies to matrices, not to norms, biases and DoRA's magnitudes.
     """
     optimizer = _optimizer(config, lambda step: learning_rate(config, steps, step))
+    if config.moment_dtype == "8bit":
+        optimizer = _with_moments_in_8_bits(optimizer)
+    elif config.moment_dtype != "float32":
+        optimizer = _with_moments_in(jnp.dtype(config.moment_dtype), optimizer)
     return optax.chain(
         clipping(config),
-        optimizer
-        if config.moment_dtype == "float32"
-        else _with_moments_in(jnp.dtype(config.moment_dtype), optimizer),
+        optimizer if config.weight_dtype == "float32" else _in_float32(optimizer),
         *([_averaging(config.average_decay)] if config.average_decay else []),
     )
 
@@ -89,9 +94,8 @@ def _averaging(decay: float) -> optax.GradientTransformation:
     def update(updates, state, params=None):
         steps = state.steps + 1
         share = 1 - jnp.minimum(decay, (1 + steps) / (10 + steps))
-        average = optax.incremental_update(
-            optax.apply_updates(params, updates), state.average, share
-        )
+        updated = jax.tree.map(lambda x, update: x.astype(jnp.float32) + update, params, updates)
+        average = optax.incremental_update(updated, state.average, share)
         return updates, WeightAverage(steps, average)
 
     return optax.GradientTransformation(init, update)
@@ -133,6 +137,36 @@ def _optimizer(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientT
         weight_decay=config.weight_decay,
         mask=is_matrix,
     )
+
+
+def apply_updates(
+    params: dict[str, jax.Array], updates: dict[str, jax.Array], step: Int[Array, ""]
+) -> dict[str, jax.Array]:
+    """Returns the updated parameters in their dtypes; bfloat16 is rounded stochastically.
+
+    Args:
+      step: number of finished steps, which the random bits depend on.
+    """
+
+    def updated(name, x):
+        if x.dtype != jnp.bfloat16:
+            return optax.apply_updates(x, updates[name])
+        random = rounding.random_bits(x.shape, step, f"{name} weight")
+        return rounding.to_bfloat16(x.astype(jnp.float32) + updates[name], random)
+
+    return {name: updated(name, x) for name, x in params.items()}
+
+
+def moment_bits(config: OptimizerConfig, name: str, shape: tuple[int, ...]) -> float:
+    """Returns the bits of each number of a parameter's moments, their scales included."""
+    if config.moment_dtype == "8bit" and _takes_8_bits(name, shape):
+        return 8 + 32 * -(-shape[-1] // rounding.BLOCK) / shape[-1]
+    return 16 if config.moment_dtype == "bfloat16" else 32
+
+
+def _takes_8_bits(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter's moments may be in 8 bits: few are not, and their blocks are short."""
+    return _is_matrix(name) and shape[-1] >= rounding.BLOCK // 2
 
 
 def moment_count(config: OptimizerConfig, name: str) -> int:
@@ -184,6 +218,18 @@ def _on_matrices(optimizer: optax.GradientTransformation) -> optax.GradientTrans
     return optax.GradientTransformation(lambda params: optimizer.init(matrices(params)), update)
 
 
+def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Hands the optimizer gradients and weights in float32; optax's moments have their dtype."""
+
+    def cast(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(gradient, state, params=None):
+        return optimizer.update(cast(gradient), state, cast(params))
+
+    return optax.GradientTransformation(lambda params: optimizer.init(cast(params)), update)
+
+
 def _with_moments_in(
     dtype: jnp.dtype, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
@@ -203,6 +249,64 @@ def _with_moments_in(
     def update(gradient, state, params=None):
         updates, state = optimizer.update(gradient, cast(state, jnp.float32), params)
         return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(init, update)
+
+
+class EightBitMoments(NamedTuple):
+    """State of `_with_moments_in_8_bits`."""
+
+    steps: Int[Array, ""]
+    """Number of updates, which the random bits of their rounding depend on."""
+    moments: Any
+    """The optimizer's state with codes in place of the large moments."""
+    scales: dict[str, dict[str, Float[Array, ...]]]
+    """The codes' scales: place in the state -> parameter -> array."""
+
+
+def _with_moments_in_8_bits(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """Stores the matrices' moments in 8 bits between steps and computes with them in float32."""
+
+    def place(path) -> tuple[str, str]:
+        """Returns where a moment is in the state, and its parameter's name."""
+        return jax.tree_util.keystr(path[:-1], simple=True, separator="."), path[-1].key
+
+    def is_signed(path) -> bool:
+        return not any(getattr(key, "name", "") == "nu" for key in path)
+
+    def encoded(state, steps):
+        scales = collections.defaultdict(dict)
+
+        def encode(path, x):
+            if not (
+                jnp.issubdtype(x.dtype, jnp.floating)
+                and isinstance(path[-1], jax.tree_util.DictKey)
+                and _takes_8_bits(path[-1].key, x.shape)
+            ):
+                return x
+            within, name = place(path)
+            random = rounding.random_bits(x.shape, steps, f"{name} {within}")
+            codes, scales[within][name] = rounding.encode(x, random, is_signed(path))
+            return codes
+
+        moments = jax.tree_util.tree_map_with_path(encode, state)
+        return EightBitMoments(steps, moments, dict(scales))
+
+    def decode(state, path, x):
+        if x.dtype != jnp.uint8:
+            return x
+        within, name = place(path)
+        return rounding.decode(x, state.scales[within][name], is_signed(path))
+
+    def init(params):
+        return encoded(optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    def update(gradient, state, params=None):
+        moments = jax.tree_util.tree_map_with_path(functools.partial(decode, state), state.moments)
+        updates, moments = optimizer.update(gradient, moments, params)
+        return updates, encoded(moments, state.steps + 1)
 
     return optax.GradientTransformation(init, update)
 
@@ -250,9 +354,22 @@ def abstract_state(
         ]
         parameter = params[names[-1]] if names else None
         # A counter; a row or a column of Adafactor's.
-        if parameter is None or parameter.shape != x.shape:
+        if parameter is None or parameter.shape[:-1] != x.shape[:-1]:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
-        sharding = in_host_memory(parameter.sharding) if on_host else parameter.sharding
+        sharding = _fitting(parameter.sharding, x.shape)
+        sharding = in_host_memory(sharding) if on_host else sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(abstract, jax.eval_shape(optimizer.init, params))
+
+
+def _fitting(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Returns a parameter's sharding for its moments, or for their fewer scales, whose last axis
+    stays whole where the mesh does not divide it."""
+    spec = tuple(sharding.spec)
+    last = spec[-1] if len(spec) == len(shape) else None
+    if last is None:
+        return sharding
+    axes = (last,) if isinstance(last, str) else last
+    parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    return sharding if shape[-1] % parts == 0 else sharding.update(spec=(*spec[:-1], None))

@@ -29,7 +29,14 @@ from model.transformer import ROUTER_TOTALS
 
 from .config.schema import OptimizerConfig, RunConfig, TrainConfig
 from .objective import AbstractBatch, DeviceBatch, LossParams, Params, TrainableModel
-from .optimizer import abstract_state, clipping, learning_rate, make_optimizer, split_trainable
+from .optimizer import (
+    abstract_state,
+    apply_updates,
+    clipping,
+    learning_rate,
+    make_optimizer,
+    split_trainable,
+)
 from .streaming import in_host_memory, keep_unless_finite, streamed_update
 
 
@@ -119,13 +126,20 @@ class StepBuilder:
 
     @functools.cached_property
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """All parameters with their shardings: float32, or frozen in the compute dtype."""
+        """All parameters with their shardings: trained ones in `optimizer.weight_dtype`, frozen
+        adapters' bases in the compute dtype."""
         shardings = self.model.shardings
         if self.memory_config.parameters_on_host:
             shardings = {name: in_host_memory(sharding) for name, sharding in shardings.items()}
         return {
             name: jax.ShapeDtypeStruct(
-                parameter.shape, jnp.dtype(parameter.dtype), sharding=shardings[name]
+                parameter.shape,
+                jnp.dtype(
+                    self.optimizer_config.weight_dtype
+                    if name in self.trainable
+                    else parameter.dtype
+                ),
+                sharding=shardings[name],
             )
             for name, parameter in self.model.parameters.items()
         }
@@ -172,6 +186,14 @@ class StepBuilder:
             self.model.mesh,
             self.memory_config.moments_on_host,
         )
+
+    def stored(self, params: Params) -> Params:
+        """Returns parameters in the dtypes in which the step keeps them."""
+        dtypes = {name: x.dtype for name, x in self.abstract_params.items()}
+        return {
+            name: x if x.dtype == dtypes[name] else x.astype(dtypes[name])
+            for name, x in params.items()
+        }
 
     def init_optimizer(self, trainable: Params) -> Any:
         """Returns a new state of the optimizer, created in its shards."""
@@ -250,7 +272,7 @@ class StepBuilder:
         )
         metrics = StepMetrics(loss, sums.weight, norm, rate, by_source, auxiliary, measures)
         with jax.named_scope("optimizer"):
-            updated = self._update(trainable, optimizer_state, gradient, finite)
+            updated = self._update(trainable, optimizer_state, gradient, finite, step)
         return *updated, metrics
 
     def _whole_batch(self, params: LossParams, batch: DeviceBatch) -> dict[str, Any]:
@@ -267,7 +289,12 @@ class StepBuilder:
         return {ROUTER_TOTALS: self._over_parts(count, batch)}
 
     def _update(
-        self, trainable: Params, state: Any, gradient: Params, finite: Bool[Array, ""] | bool
+        self,
+        trainable: Params,
+        state: Any,
+        gradient: Params,
+        finite: Bool[Array, ""] | bool,
+        step: Int[Array, ""],
     ) -> tuple[Params, Any]:
         """Returns new parameters and optimizer state; the old ones if the step is not finite."""
         if self.memory_config.moments_on_host or self.memory_config.parameters_on_host:
@@ -277,7 +304,7 @@ class StepBuilder:
             return streamed_update(elementwise, clipped, state, trainable, finite)
         updates, new_state = self.optimizer.update(gradient, state, trainable)
         return keep_unless_finite(
-            finite, (optax.apply_updates(trainable, updates), new_state), (trainable, state)
+            finite, (apply_updates(trainable, updates, step), new_state), (trainable, state)
         )
 
     def _sums_and_gradient(

@@ -31,7 +31,7 @@ def keep_unless_finite(finite: Bool[Array, ""] | bool, new: Any, old: Any) -> An
 
     Args:
       finite: True selects `new` without a test.
-      new, old: trees of the same structure; leaves that are not floating-point are counters.
+      new, old: trees of the same structure; single integers are counters.
     """
     if finite is True:
         return new
@@ -39,7 +39,7 @@ def keep_unless_finite(finite: Bool[Array, ""] | bool, new: Any, old: Any) -> An
     def select(new_leaf, old_leaf):
         return (
             jnp.where(finite, new_leaf, old_leaf)
-            if jnp.issubdtype(new_leaf.dtype, jnp.floating)
+            if new_leaf.ndim or jnp.issubdtype(new_leaf.dtype, jnp.floating)
             else new_leaf
         )
 

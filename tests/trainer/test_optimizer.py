@@ -20,7 +20,15 @@ from trainer.config.schema import (
     RunConfig,
     SourceConfig,
 )
-from trainer.optimizer import abstract_state, learning_rate, make_optimizer, moment_count
+from trainer.optimizer import (
+    abstract_state,
+    apply_updates,
+    learning_rate,
+    make_optimizer,
+    moment_bits,
+    moment_count,
+)
+from trainer.streaming import keep_unless_finite
 
 STEPS, WARMUP, PEAK = 20, 4, 0.5
 MESH = {"fsdp": 2, "tensor": 2, "sequence": 2}
@@ -133,6 +141,65 @@ def test_a_sharded_optimizer_is_that_of_one_device(name):
         np.testing.assert_allclose(
             sharded[parameter], value, rtol=1e-4, atol=1e-5, err_msg=parameter
         )
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_moments_of_8_bits_are_the_same_on_any_mesh(name):
+    """To the bit, since each number's rounding depends on its place in the whole array alone."""
+    config = OptimizerConfig(
+        name=name, learning_rate=0.1, schedule="constant", clip_norm=0.0, moment_dtype="8bit"
+    )
+    sharded, alone = trained(config, mesh_of(MESH)), trained(config, mesh_of({}))
+    for parameter, value in alone.items():
+        np.testing.assert_array_equal(sharded[parameter], value, err_msg=parameter)
+
+
+def test_weights_in_bfloat16_move_by_steps_that_they_cannot_hold():
+    """A thousandth of the distance to the next number, a thousand times: one distance on average,
+    where rounding to the nearest would stay."""
+    params = {"w.weight": jnp.ones((64, 64), jnp.bfloat16)}
+    updates = {"w.weight": jnp.full((64, 64), 2.0**-7 / 1000, jnp.float32)}
+
+    def step(i, params):
+        return apply_updates(params, updates, i)
+
+    moved = jax.lax.fori_loop(0, 1000, step, params)["w.weight"]
+    assert moved.dtype == jnp.bfloat16
+    assert float(moved.astype(jnp.float32).mean()) == pytest.approx(1 + 2.0**-7, abs=2.0**-7 / 20)
+
+
+def test_a_step_that_is_not_finite_leaves_moments_of_8_bits():
+    """Codes are integers, as counters are, but are kept."""
+    config = OptimizerConfig(moment_dtype="8bit", schedule="constant")
+    optimizer = make_optimizer(config, STEPS)
+    params = {"w.weight": jnp.ones((8, 128))}
+    old = optimizer.init(params)
+    gradient = {"w.weight": jax.random.normal(jax.random.key(0), (8, 128))}
+    _, new = optimizer.update(gradient, old, params)
+    kept = keep_unless_finite(jnp.bool_(False), new, old)
+    for x, before, after in zip(*map(jax.tree.leaves, (kept, old, new)), strict=True):
+        np.testing.assert_array_equal(x, before if x.ndim else after)
+    assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (old, new)), strict=True))
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+def test_the_planned_bytes_of_moments_are_the_states(moments):
+    mesh, config = mesh_of({}), OptimizerConfig(moment_dtype=moments)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    abstract = {
+        parameter: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        for parameter, shape in SHAPES.items()
+    }
+    held = sum(
+        x.size * x.dtype.itemsize
+        for x in jax.tree.leaves(abstract_state(make_optimizer(config, STEPS), abstract, mesh))
+        if x.ndim
+    )
+    planned = sum(
+        moment_count(config, name) * np.prod(shape) * moment_bits(config, name, shape) / 8
+        for name, shape in SHAPES.items()
+    )
+    assert held == planned
 
 
 def test_lions_step_is_the_sign_of_its_interpolated_moment():

@@ -203,27 +203,49 @@ def test_frozen_parameters_have_no_moments_and_no_gradients():
     )
 
 
-def test_bfloat16_moments():
-    """Both are stored in bfloat16, and training hardly differs: within 1% of what the float32 run
-    has learned."""
+def test_moments_and_weights_of_fewer_bits(tmp_path):
+    """They are stored so, training hardly differs, and from a checkpoint it goes on bitwise."""
     batch = packed_batch(tiny(), ROWS, LENGTH)
-    final = {}
-    for dtype in ("float32", "bfloat16"):
-        model, builder, step = built(optimizer=dataclasses.replace(OPTIMIZER, moment_dtype=dtype))
-        params, losses = model.init(0), []
-        state = builder.init_optimizer(params)
-        for number in range(20):
-            params, state, metrics = step(
-                params, {}, state, place_batch(batch, model.mesh), np.int32(number)
-            )
-            losses.append(float(metrics.loss))
-        assert {x.dtype.name for x in jax.tree.leaves(state) if x.ndim} == {dtype}
-        assert all(x.dtype == jnp.float32 for x in params.values())
-        final[dtype] = losses
+    final, kinds = {}, [("float32", "float32"), ("bfloat16", "float32"), ("8bit", "bfloat16")]
+    for moments, weights in kinds:
+        model, builder, step = built(
+            optimizer=dataclasses.replace(OPTIMIZER, moment_dtype=moments, weight_dtype=weights)
+        )
+        params = builder.stored(model.init(0))
+        state, placed = builder.init_optimizer(params), place_batch(batch, model.mesh)
+
+        def run(params, state, numbers, step=step, placed=placed):
+            losses = []
+            for number in numbers:
+                params, state, metrics = step(params, {}, state, placed, np.int32(number))
+                losses.append(float(metrics.loss))
+            return params, state, losses
+
+        params, state, losses = run(params, state, range(10))
+        stored = {x.dtype.name for x in jax.tree.leaves(state) if x.ndim}
+        assert stored == ({"uint8", "float32"} if moments == "8bit" else {moments})
+        assert {x.dtype.name for x in params.values()} == {weights}
+        if moments == "8bit":
+            with CheckpointStore(tmp_path, keep=1) as store:
+                data = {"step": 10, "fingerprint": ""}
+                (tmp_path / "assets").mkdir()
+                assets = tmp_path / "assets"
+                store.save(10, model=params, optimizer=state, data=data, assets=assets)
+                store.wait()
+                restored = store.restore(10, builder.abstract_params, builder.abstract_optimizer)
+        params, state, more = run(params, state, range(10, 20))
+        final[moments] = [*losses, *more]
+        if moments == "8bit":
+            again = run(restored.model, restored.optimizer, range(10, 20))
+            for x, y in zip(
+                jax.tree.leaves((params, state)), jax.tree.leaves(again[:2]), strict=True
+            ):
+                assert x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
     learned = final["float32"][0] - final["float32"][-1]
     assert learned > 0.5
-    assert abs(final["bfloat16"][-1] - final["float32"][-1]) <= 0.01 * learned
-    assert final["bfloat16"] != final["float32"]
+    for moments, share in (("bfloat16", 0.01), ("8bit", 0.03)):
+        assert abs(final[moments][-1] - final["float32"][-1]) <= share * learned
+        assert final[moments] != final["float32"]
 
 
 @pytest.mark.slow  # equal to the bit only with the compiler's default flags, which soak uses

@@ -155,6 +155,34 @@ def _check_optimizer(config: RunConfig) -> None:
         config.optimizer.name,
         f"adamw or lion with memory.{on_host}",
     )
+    # Their random bits depend on a number's place in the whole array, not in a layer of it.
+    rounded = next(
+        (
+            f"optimizer.{name} {getattr(config.optimizer, name)}"
+            for name, value in (("moment_dtype", "8bit"), ("weight_dtype", "bfloat16"))
+            if getattr(config.optimizer, name) == value
+        ),
+        None,
+    )
+    require(
+        rounded is None or on_host is None,
+        f"memory.{on_host}",
+        True,
+        f"to be left out with {rounded}, whose rounding needs whole arrays on the device",
+    )
+    if config.optimizer.weight_dtype == "bfloat16":
+        require(
+            not config.memory.prefetch,
+            "memory.prefetch",
+            True,
+            "to be left out with optimizer.weight_dtype bfloat16",
+        )
+        require(
+            not config.adapter.rank,
+            "optimizer.weight_dtype",
+            "bfloat16",
+            "float32 with adapters, whose base is in model.compute_dtype already",
+        )
 
 
 def _check_data(data: DataConfig) -> None:

@@ -365,8 +365,13 @@ class OptimizerConfig:
     """Decoupled weight decay of the matrices."""
     clip_norm: float = 1.0
     """The gradient is scaled down to this global norm; 0 never clips."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which both moments are stored; updates compute in float32."""
+    moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """Precision in which both moments are stored; updates compute in float32. 8bit: floats of 8
+    bits with a scale for each 128 numbers, rounded stochastically; those of norms and biases stay
+    float32."""
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which the trained weights, and their gradients, are stored. bfloat16 rounds each
+    update stochastically, so that steps too small for its 8 bits move weights on average."""
     average_decay: float = 0.0
     """Decay of an exponential moving average of the trained weights, such as 0.999; it takes 4
     bytes per parameter, and `scripts.export_hf --average` writes it. The first steps decay less: (1
@@ -400,11 +405,17 @@ class OptimizerConfig:
             "a number from 0 to below 1",
         )
         require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
+        require(
+            self.moment_dtype != "8bit" or self.name in ("adamw", "lion"),
+            "optimizer.moment_dtype",
+            self.moment_dtype,
+            f"float32 or bfloat16 with optimizer.name {self.name}",
+        )
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             require(0 <= beta < 1, f"optimizer.{name}", beta, "a number from 0 to below 1")
             # bfloat16 has 8 bits: a moment that loses less than 1/256 per step would never shrink.
             require(
-                self.moment_dtype == "float32" or beta <= 0.99,
+                self.moment_dtype != "bfloat16" or beta <= 0.99,
                 f"optimizer.{name}",
                 beta,
                 "at most 0.99 with optimizer.moment_dtype bfloat16",

@@ -362,6 +362,14 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
             "--optimizer.moment_dtype bfloat16 --optimizer.beta2 0.999",
             ["optimizer.beta2: found 0.999", "at most 0.99"],
         ),
+        (
+            "--optimizer.moment_dtype 8bit --optimizer.name muon",
+            ["optimizer.moment_dtype: found '8bit'", "float32 or bfloat16", "muon"],
+        ),
+        (
+            "--optimizer.weight_dtype bfloat16 --memory.moments_on_host true",
+            ["memory.moments_on_host: found True", "optimizer.weight_dtype bfloat16"],
+        ),
         ("--mesh.tensor 0", ["mesh.tensor: found 0"]),
         (
             '--mesh.data 3 --mesh.dcn {"data":2} --train.batch_size 3',
