@@ -2,6 +2,7 @@
 python -m tests.soak.large_array [--tokens 400000000]."""
 
 import argparse
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -49,7 +50,8 @@ def prepare(folder: pathlib.Path, array: pathlib.Path) -> tuple[float, float, fl
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         if pid:
             break
-        most = max(most, sample(process.pid)["memory_mib"])
+        with contextlib.suppress(KeyError):  # it has ended just now
+            most = max(most, sample(process.pid)["memory_mib"])
         time.sleep(SAMPLE_SECONDS)
     if status:
         raise SystemExit(f"scripts.prepare ended with {os.waitstatus_to_exitcode(status)}")
