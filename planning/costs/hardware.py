@@ -7,6 +7,9 @@ after the papers' rows had been compared with the model's; a comment at each say
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from trainer.devices import DEVICES, Device
 
@@ -29,6 +32,11 @@ class Hardware:
       matrix_units: of a TPU's core; None on GPUs.
       fused_cores: cores of a chip that share the pairs of a batch row and a key head, if one kernel
         computes attention's whole backward pass when they divide evenly; 0 if two kernels do.
+      small_heads: (largest size, forward, backward): attention's rates for heads up to a size,
+        whose softmax takes as long as their products; None if one rate holds for all.
+      between_products: bytes that a layer's forward pass moves outside its products and attention
+        (norms, rotary embedding, activations, casts, copies), for each token and hidden number; 0
+        where none was measured.
       network: the connections between devices.
       sources: figure -> its source, those of the device included.
     """
@@ -42,6 +50,14 @@ class Hardware:
     sources: dict[str, str] = dataclasses.field(compare=False, hash=False)
     matrix_units: MatrixUnits | None = None
     fused_cores: int = 0
+    small_heads: tuple[int, float, float] | None = None
+    between_products: float = 0.0
+
+    def attention_rates(self, head_dim: int) -> tuple[float, float]:
+        """The shares of the peak that attention reaches with such heads, forward and backward."""
+        if self.small_heads and head_dim <= self.small_heads[0]:
+            return self.small_heads[1:]
+        return self.attention, self.attention_backward
 
     def filled(self, head_dim: int) -> float:
         """The share of a matrix unit that an attention kernel's products use; 1 on GPUs."""
@@ -135,19 +151,26 @@ def _tpu(
 
 
 def _gpu(
-    name: str, rates: tuple[float, float], latency: float, sources: dict[str, str], **between_nodes
+    name: str,
+    rates: tuple[float, float],
+    latency: float,
+    sources: dict[str, str],
+    measured: Mapping[str, Any] = MappingProxyType({"matmul": 0.80}),
+    **between_nodes,
 ) -> Hardware:
     """A GPU, in one box or in several.
 
     Args:
       rates: attention's shares of the peak, forward and backward.
       latency: within a box.
+      measured: `matmul`, and further fields of Hardware that a profile of this GPU gave.
       between_nodes: further fields of Network.
     """
     device = DEVICES[name]
+    further = dict(measured)
     return Hardware(
         device,
-        0.80,
+        further.pop("matmul"),
         *rates,
         (128, 128),
         Network(device.link, latency, **between_nodes),
@@ -162,19 +185,23 @@ def _gpu(
             ),
             **sources,
         },
+        **further,
     )
 
 
 _A100_RATES, _FA2_H100_RATES = (0.73, 0.63), (0.35, 0.35)
-# Of 989 TFLOP/s, the backward counted as the seven products that our kernels make: 590 forward, 640
-# backward.
-_OUR_RATES = (0.60, 0.65)
-_OURS = (
-    "our kernel on an H200, a causal row of 128K tokens, as called by a model "
-    "(docs/results/gpu.json); set after the machine's steps had been seen"
+# From profiles by kernel of two steps on an H200 (docs/notes/h200.md), of 989 TFLOP/s. Eight layers
+# of 8B at 32K: attention forward 128.1 ms, backward (seven products) 414.7, products 588, and 128
+# between them beside the optimizer's 16, which over three passes, 8 layers, 32,768 tokens and a
+# width of 4,096 are 190 bytes at 4.8 TB/s. Llama 3.2 1B at 32K, heads of 64: 177.6 and 492.3 ms.
+_OUR_RATES = (0.556, 0.600)
+_OUR_PROFILE = MappingProxyType(
+    {"matmul": 0.767, "small_heads": (64, 0.400, 0.506), "between_products": 190.0}
 )
+_PROFILE = "a profile by kernel of our step on an H200 (docs/notes/h200.md)"
+_OURS = {"attention": _PROFILE, "matmul": _PROFILE}
 _TAKEN_OVER = "no published figure of such a kernel on this GPU was found; assumed: "
-_INFINIBAND = {"node": 8, "far_latency": 9.6 * MICRO}
+_INFINIBAND: dict[str, Any] = {"node": 8, "far_latency": 9.6 * MICRO}
 
 HARDWARE: dict[str, Hardware] = {
     "v3": _tpu("v3", MatrixUnits(2, 128), 1024, fused_cores=0),
@@ -216,9 +243,10 @@ HARDWARE: dict[str, Hardware] = {
         _OUR_RATES,
         3.4 * MICRO,
         {
-            "attention": _OURS + "; the H100 has the same cores",
+            **dict.fromkeys(_OURS, _PROFILE + "; the H100 has the same cores"),
             "flow": "NVIDIA DGX H100 user guide: NDR 400 Gbit/s, one card per GPU",
         },
+        _OUR_PROFILE,
         flow=50 * GIGA,
         uplink=400 * GIGA,
         **_INFINIBAND,
@@ -237,7 +265,8 @@ HARDWARE: dict[str, Hardware] = {
         "h200",
         _OUR_RATES,
         3.4 * MICRO,
-        {"attention": _OURS, "flow": "NVIDIA DGX H200 user guide: NDR 400 Gbit/s"},
+        {**_OURS, "flow": "NVIDIA DGX H200 user guide: NDR 400 Gbit/s"},
+        _OUR_PROFILE,
         flow=50 * GIGA,
         uplink=400 * GIGA,
         **_INFINIBAND,

@@ -198,7 +198,12 @@ def full_rate(job: TrainingStep) -> Estimate:
         dataclasses.replace(
             job,
             hardware=dataclasses.replace(
-                job.hardware, matmul=1.0, attention=1.0, attention_backward=1.0
+                job.hardware,
+                matmul=1.0,
+                attention=1.0,
+                attention_backward=1.0,
+                small_heads=None,
+                between_products=0.0,
             ),
         )
     )

@@ -291,7 +291,7 @@ def estimate(job: TrainingStep) -> Estimate:
         for passes, flops, rate in zip(
             job.rounds(),
             (tile_flops, backward_flops),
-            (hardware.attention, hardware.attention_backward),
+            hardware.attention_rates(sizes.head_dim),
             strict=True,
         )
     )
@@ -299,6 +299,7 @@ def estimate(job: TrainingStep) -> Estimate:
     work, attention_forwards = REMAT[job.remat]
 
     # Without weight gradients a backward pass is one product, not two.
+    between = _between_products(job)
     matrices, saved, scatters = (
         functools.partial(_matrices, job),
         int(job.frozen),
@@ -316,10 +317,15 @@ def estimate(job: TrainingStep) -> Estimate:
     exchange, exchange_backward = (_exchange(job, gathers, scatters=1) for gathers in (1, 2))
     sums = BACKWARD_SUMS + EVERY_K_SUMS * POLICIES[job.remat].every_k
     layer_forward = (
-        of_layers(1, FORWARD_SUMS, gathers=1) + _dequantization(job, 1) + forward + exchange
+        of_layers(1, FORWARD_SUMS, gathers=1)
+        + between
+        + _dequantization(job, 1)
+        + forward
+        + exchange
     )
     layer_backward = (
         of_layers(work - 1 - saved, sums, gathers=1, scatters=scatters)
+        + between * (work - 1)
         + _dequantization(job, work - 2)
         + forward * (attention_forwards - 1)
         + backward
@@ -365,6 +371,13 @@ def _round(job: TrainingStep, planned: Round, seconds_per_tile: float) -> Phase:
     waited = (*planned.exposed, *(send for send in planned.hidden if send not in overlapped))
     hidden, exposed = (network.seconds(sends, job.sequence) for sends in (overlapped, waited))
     return Phase((max(compute, hidden) if job.overlap else compute + hidden) + exposed, compute)
+
+
+def _between_products(job: TrainingStep) -> Phase:
+    """The time of a layer's forward pass outside its products and attention, bound by memory."""
+    moved = job.hardware.between_products * job.tokens * job.sizes.hidden
+    seconds = moved / job.hardware.memory_bandwidth
+    return Phase(seconds, seconds)
 
 
 def _dequantization(job: TrainingStep, passes: int) -> Phase:

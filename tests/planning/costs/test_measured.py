@@ -1,5 +1,6 @@
 """The ranges of step times, against the steps that were measured."""
 
+import dataclasses
 import json
 import re
 
@@ -91,6 +92,49 @@ def test_a_system_left_out_does_not_set_its_own_range():
     held_out = time_range(llama3.job, without="MaxText, llama3")
     assert held_out.high == pytest.approx(max(end, estimate(llama3.job).seconds))
     assert held_out.high < time_range(llama3.job).high
+
+
+ONE_B = Sizes.of(TransformerConfig.preset("llama-3.2-1b"))
+EIGHT_LAYERS = Sizes.of(
+    dataclasses.replace(TransformerConfig.preset("llama-3.1-8b"), num_hidden_layers=8)
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length", "rows", "remat", "seconds"),
+    [
+        (EIGHT_LAYERS, 32768, 1, "everything", 1.276),
+        (EIGHT_LAYERS, 131072, 1, "save_attention", 11.87),
+        (ONE_B, 32768, 1, "everything", 1.101),
+        (ONE_B, 32768, 1, "save_attention", 1.258),
+        (ONE_B, 8192, 1, "everything", 0.174),
+        (ONE_B, 2048, 16, "everything", 0.518),  # measured as one row of 16 documents
+    ],
+)
+def test_steps_of_one_h200_are_estimated_within_a_tenth(sizes, length, rows, remat, seconds):
+    """Of these the profile gave the rates of the first, and the third's of heads of 64."""
+    job = TrainingStep(sizes, HARDWARE["h200-infiniband"], length, batch=rows, remat=remat)
+    assert estimate(job).seconds == pytest.approx(seconds, rel=0.1)
+    assert estimate(job).seconds <= time_range(job).high
+
+
+def test_an_h200s_rates_are_those_of_its_profile():
+    """Products and attention of the profiled steps, in milliseconds by kernel: no fit to steps."""
+    hardware, tokens = HARDWARE["h200-infiniband"], 32768
+    pairs = tokens * (tokens + 1) / 2
+    forward = 2 * 2 * 32 * 128 * 8 * pairs  # as many for 1B: half the head, twice the layers
+    products = 6 * tokens * (8 * EIGHT_LAYERS.weights + EIGHT_LAYERS.head_weights)
+    for rate, flops, ms in (
+        (hardware.matmul, products, 588),
+        (hardware.attention_rates(128)[0], forward, 128.07),
+        (hardware.attention_rates(128)[1], 3.5 * forward, 263.37 + 151.37),
+        (hardware.attention_rates(64)[0], forward, 177.63),
+        (hardware.attention_rates(64)[1], 3.5 * forward, 284.47 + 207.80),
+    ):
+        assert rate == pytest.approx(flops / (ms * 1e-3) / hardware.peak, rel=0.01)
+    optimizer = 28 * EIGHT_LAYERS.parameters / 4.8e12
+    between = (1.2751 - 0.588 - 0.5428 - optimizer) * 4.8e12 / (3 * 8 * tokens * 4096)
+    assert hardware.between_products == pytest.approx(between, rel=0.01)
 
 
 def test_a_range_begins_below_the_estimate_and_below_what_was_measured():
