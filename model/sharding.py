@@ -396,8 +396,15 @@ def _device_kind(mesh: Any) -> str:
     return getattr(mesh.abstract_device, "device_kind", "")
 
 
-gather.defvjp(
-    # The empty array tells the shard's dtype.
-    lambda shard, spec, dtype: (gather(shard, spec, dtype), jnp.zeros(0, shard.dtype)),
-    lambda spec, dtype, like, gradient: (reduce_scatter(spec, gradient).astype(like.dtype),),
-)
+def _gather_forward(shard: Float[Array, ...], spec: PartitionSpec, dtype: Any):
+    # An empty array tells the shard's dtype.
+    like = None if shard.dtype == jnp.float32 else jnp.zeros(0, shard.dtype)
+    return gather(shard, spec, dtype), like
+
+
+def _gather_backward(spec: PartitionSpec, dtype: Any, like: jax.Array | None, gradient: jax.Array):
+    shard_gradient = reduce_scatter(spec, gradient)
+    return (shard_gradient if like is None else shard_gradient.astype(like.dtype),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)

@@ -370,8 +370,8 @@ class OptimizerConfig:
     bits with a scale for each 128 numbers, rounded stochastically; those of norms and biases stay
     float32."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which the trained weights, and their gradients, are stored. bfloat16 rounds each
-    update stochastically, so that steps too small for its 8 bits move weights on average."""
+    """Precision in which the trained weights are stored. bfloat16 rounds each update
+    stochastically, so that steps too small for its 8 bits move weights on average."""
     average_decay: float = 0.0
     """Decay of an exponential moving average of the trained weights, such as 0.999; it takes 4
     bytes per parameter, and `scripts.export_hf --average` writes it. The first steps decay less: (1

@@ -1,0 +1,143 @@
+"""Measures on one GPU what a short loan of it allows: rows by importance, each in its own process.
+
+    python -m scripts.benchmarks.gpu_call                    # five minutes
+    python -m scripts.benchmarks.gpu_call --tiny             # the same rows at tiny sizes, on a CPU
+
+Steps of Llama 3.2 1B's shape beside transformers + Liger (pip install liger-kernel), of eight
+layers of 8B with their profile, and kernels beside cuDNN and torch. A row that does not fit into
+what is left of the time is left out by name. OUTPUT/rows.jsonl gets a line after each row, and each
+row's folder what its command wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from data.paths import output_files
+from scripts.benchmarks.results import ROOT
+from trainer.options import AtLeastOne, command, option
+
+ONE_B = "bench_step --model llama-3.2-1b --dtype bfloat16 --turns 1 --loss-chunk 4096 --torch-liger"
+EIGHT_B = "--model llama-3.1-8b --layers 8 --dtype bfloat16 --loss-chunk 4096"
+KERNELS = "bench_kernels --dtype bfloat16 --heads 32 --kv-heads 8 --rounds 1 --repeats 5"
+KERNEL_PEERS = "--blocks diagonal packed --peers ours jax-cudnn torch-sdpa"
+
+
+class Row(NamedTuple):
+    """One measurement.
+
+    Attributes:
+      least: seconds that it takes, its start and compiling included; it is not begun with fewer.
+      words: of its command, without --output; tiny: what replaces its sizes with --tiny.
+    """
+
+    name: str
+    least: int
+    words: str
+    tiny: str
+
+
+_STEP, _KERNEL = "--model tiny --lengths 128 --dtype float32", "--lengths 64 --heads 2 --kv-heads 2"
+ROWS = (
+    Row("8b_32k_profile", 45, f"profile_step {EIGHT_B} --length 32K", "--model tiny --length 128"),
+    Row("1b_32k", 60, f"{ONE_B} --lengths 32768", _STEP),
+    Row("1b_8k", 60, f"{ONE_B} --lengths 8192", _STEP),
+    Row("kernels_128", 50, f"{KERNELS} --head-dim 128 --lengths 32768 {KERNEL_PEERS}", _KERNEL),
+    Row(
+        "1b_32k_packed",
+        90,
+        f"{ONE_B} --lengths 32768 --documents 16 --torch-attention flex_attention",
+        f"{_STEP} --documents 4 --torch-attention sdpa",
+    ),
+    Row("kernels_64", 50, f"{KERNELS} --head-dim 64 --lengths 32768 {KERNEL_PEERS}", _KERNEL),
+    Row(
+        "8b_128k",
+        75,
+        f"bench_step --side ours --turns 1 --steps 1 {EIGHT_B} --lengths 131072 "
+        "--remat save_attention",
+        _STEP,
+    ),
+    Row(
+        "exactness",
+        60,
+        "kernel_exactness --kernels auto --dtypes bfloat16",
+        "--kernels xla --head-dims 64",
+    ),
+)
+
+
+def module(words: str) -> list[str]:
+    """Returns Python's arguments of a row's command."""
+    name, *options = words.split()
+    package = "scripts" if name == "profile_step" else "scripts.benchmarks"
+    return ["-m", f"{package}.{name}", *options]
+
+
+def measure(row: Row, args: Options, seconds: float) -> dict:
+    """Runs a row for at most so many seconds; returns what became of it."""
+    words = module(row.words)
+    if args.tiny:  # Liger needs a GPU
+        words = [*(word for word in words if word != "--torch-liger"), *row.tiny.split()]
+    folder, begin = args.output / row.name, time.monotonic()
+    folder.mkdir(exist_ok=True)
+    with (folder / "log.txt").open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            [sys.executable, *words, "--output", str(folder.absolute())],
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"} if args.tiny else None,
+            start_new_session=True,
+        )
+        try:
+            status = f"exit {process.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)  # its own processes too
+            process.wait()
+            status = "out of time"
+    took = time.monotonic() - begin
+    return {"row": row.name, "status": status, "seconds": took, "command": " ".join(words)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    seconds: AtLeastOne = option("that all rows may take together", 290)
+    only: tuple[str, ...] = option("rows", (), choices=tuple(row.name for row in ROWS))
+    tiny: bool = option("at tiny sizes on a CPU, to see that each row runs")
+    output: Path = option("folder for results", Path("runs/gpu_call"))
+
+
+def work(args: Options) -> int:
+    """Measures the rows; returns 1 if any failed or was left out."""
+    output_files(args.output, {"rows.jsonl": b'"status"'})
+    end, complete = time.monotonic() + args.seconds, True
+    for row in ROWS:
+        if args.only and row.name not in args.only:
+            continue
+        left = end - time.monotonic()
+        result = (
+            measure(row, args, left)
+            if left >= (1 if args.tiny else row.least)
+            else {"row": row.name, "status": "left out for want of time", "seconds": 0.0}
+        )
+        complete &= result["status"] == "exit 0"
+        print(f"{row.name:16} {result['seconds']:6.1f} s  {result['status']}", flush=True)
+        with (args.output / "rows.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+    return 0 if complete else 1
+
+
+main = command(Options, work, output="output")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The rows of a short loan: each command takes its options, and time that is short is said."""
+
+import importlib
+import json
+
+import pytest
+
+from scripts.benchmarks import gpu_call
+from trainer.options import parse
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("row", gpu_call.ROWS, ids=lambda row: row.name)
+def test_a_rows_command_takes_its_options(row, tiny):
+    _, name, *words = gpu_call.module(row.words)
+    options = importlib.import_module(name).Options
+    parsed = parse(options, [*words, *(row.tiny.split() if tiny else [])])
+    assert str(parsed.output).startswith("runs/")
+
+
+def test_rows_are_written_as_they_come_and_what_does_not_fit_is_named(
+    tmp_path, monkeypatch, capsys
+):
+    """The first row ends, the second is stopped, and for the third no time is left."""
+    rows = [
+        gpu_call.Row("ends", 1, "", ""),
+        gpu_call.Row("hangs", 1, "", ""),
+        gpu_call.Row("late", 60, "", ""),
+    ]
+    monkeypatch.setattr(gpu_call, "ROWS", rows)
+    programs = iter(["print('seen')", "import time; time.sleep(60)"])
+    monkeypatch.setattr(gpu_call, "module", lambda words: ["-c", next(programs)])
+    assert gpu_call.main(["--seconds", "4", "--output", str(tmp_path)]) == 1
+    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["row"], row["status"]) for row in written] == [
+        ("ends", "exit 0"),
+        ("hangs", "out of time"),
+        ("late", "left out for want of time"),
+    ]
+    assert (tmp_path / "ends" / "log.txt").read_text() == "seen\n"
+    assert len(capsys.readouterr().out.splitlines()) == 3
