@@ -7,11 +7,11 @@ RUN := $(VENV)/bin/python
 REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test slow check harness lint lock cycles registers bench evidence mutants soak
+.PHONY: help install quickstart test slow check harness beam lint lock cycles registers bench evidence mutants soak
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make install PLATFORM=cpu|tpu|cuda   make the environment in $(VENV); EXTRAS=rl adds the simulator, eval lm-eval"
+	@echo "make install PLATFORM=cpu|tpu|cuda   make the environment in $(VENV); EXTRAS=rl adds the simulator, eval lm-eval, beam Apache Beam"
 	@echo "make quickstart                      train, evaluate and export a small model on simulated devices"
 	@echo "make check | test | lint             a minute's checks | run the tests | check style and types"
 	@echo "make slow SHARE=3/80                 a share of the slow tests, by their names"
@@ -64,6 +64,15 @@ lint: $(VENV)/.requirements-test.stamp
 # The tests of eval.harness, which needs lm-eval.
 harness: $(VENV)/.requirements-eval.stamp $(VENV)/.requirements-test.stamp
 	$(RUN) -m pytest tests/eval/test_harness.py --skips /dev/null
+
+# The tests of data.beam. Not in the tests' environment: apache-beam needs an older protobuf than sentencepiece.
+beam: $(VENV)-beam/bin/python
+	$(VENV)-beam/bin/python -m pytest tests/data/test_beam.py --skips /dev/null
+
+$(VENV)-beam/bin/python: requirements-beam.txt requirements.txt
+	$(PYTHON) -m venv $(VENV)-beam
+	$(VENV)-beam/bin/python -m pip install --quiet --disable-pip-version-check -r $< pytest pytest-xdist hypothesis
+	@touch $@
 
 # The same versions on every worker, also on one that is made again weeks later. uv is no requirement of ours.
 lock:

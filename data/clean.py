@@ -114,7 +114,8 @@ class Cleaner:
     """The order of turns that the template requires."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Maps the records' field names to those that are read, see `data.fields.FieldMap`."""
-    _seen: set[bytes] = field(default_factory=set)
+    seen: set[bytes] = field(default_factory=set)
+    """Hashes of the conversations that were read before, of which a repetition is dropped."""
 
     def __post_init__(self):
         self._names = FieldMap(self.fields) if self.fields else None
@@ -169,9 +170,9 @@ class Cleaner:
         content = json.dumps(said + [template_kwargs] * bool(template_kwargs), ensure_ascii=True)
         digest = hashlib.sha256(content.encode()).digest()[:16]
         if self.config.duplicates:
-            if digest in self._seen:
+            if digest in self.seen:
                 raise Drop(DUPLICATE)
-            self._seen.add(digest)
+            self.seen.add(digest)
         return Cleaned(
             record_id or digest.hex()[:16],
             tuple(messages),

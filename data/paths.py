@@ -1,25 +1,28 @@
 """Files and folders, local or in a store (gs://, s3://, hf://, ... through fsspec)."""
 
 import bz2
+import errno
 import gzip
 import hashlib
 import json
 import lzma
 import os
 import re
+import secrets
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import fsspec
 
 from data import hub
-from data.errors import UserError, first_line
+from data.errors import UserError, first_line, is_transient
 from data.folders import building, is_unfinished
 from data.within import check_within
 
@@ -45,6 +48,8 @@ STORES = (
     "memory",
 )
 
+_Result = TypeVar("_Result")
+_ATTEMPTS, _FIRST_WAIT = 7, 0.1  # of an access to a store; seconds, doubled each time
 COPIED_BYTES = 1 << 22  # at a time
 LARGE_BYTES = 1 << 24
 """Files of at least this size have their digest kept."""
@@ -469,3 +474,53 @@ def upload(local: Path, remote: str, last: str) -> None:
         for name in names:
             file_system.makedirs(f"{path}/{name}".rsplit("/", 1)[0], exist_ok=True)
             file_system.put_file(str(local / name), f"{path}/{name}")
+
+
+def retried(action: Callable[[], _Result]) -> _Result:
+    """Returns what an access to a store returns; it is tried again if that may help."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            return action()
+        except Exception as error:
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if full or not is_transient(error) or attempt == _ATTEMPTS - 1:
+                raise
+            time.sleep(_FIRST_WAIT * 2**attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def put_file(local: Path, target: str) -> None:
+    """Copies a file to a folder of this machine or a store, where it appears whole."""
+
+    def put() -> None:
+        with _open_file_system(target) as (file_system, path):
+            file_system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+            if is_remote(target):
+                file_system.put_file(str(local), path)
+                return
+            scratch = f"{path}.{secrets.token_hex(4)}"
+            shutil.copyfile(local, scratch)
+            os.replace(scratch, path)
+
+    retried(put)
+
+
+def get_file(source: str, local: Path) -> None:
+    """Copies a file of this machine or a store to `local`."""
+
+    def get() -> None:
+        with _open_file_system(source) as (file_system, path):
+            file_system.get_file(path, str(local))
+
+    retried(get)
+
+
+def remove_tree(path: str | Path) -> None:
+    """Removes a folder on this machine or in a store, if it is there."""
+
+    def remove() -> None:
+        with _open_file_system(path) as (file_system, name):
+            if file_system.exists(name):
+                file_system.rm(name, recursive=True)
+
+    retried(remove)

@@ -46,12 +46,13 @@ class PreferenceReader:
         clean: the cleaning rules, which both conversations of a record pass.
         order: see `data.clean.Cleaner`.
         fields: what the records' names of fields stand for, out of TARGETS.
+        seen: hashes of the records that were read before, of which a repetition is dropped.
     """
 
     clean: CleanConfig = CleanConfig()
     order: Order = "any"
     fields: Mapping[str, str] = field(default_factory=dict)
-    _seen: set[bytes] = field(default_factory=set)
+    seen: set[bytes] = field(default_factory=set)
 
     def read(self, raw: object) -> tuple[Preference | Labelled, set[str], set[str]]:
         """Returns a record, what was changed in it, and its fields that have a value and were not
@@ -136,9 +137,9 @@ class PreferenceReader:
     def _digest(self, said: list) -> bytes:
         """Returns a hash of what a record says; raises Drop where an earlier one said it."""
         digest = hashlib.sha256(json.dumps(said).encode()).digest()[:16]
-        if self.clean.duplicates and digest in self._seen:
+        if self.clean.duplicates and digest in self.seen:
             raise Drop(DUPLICATE)
-        self._seen.add(digest)
+        self.seen.add(digest)
         return digest
 
     def _clean(self, record: Mapping, turns: list, name: str) -> Cleaned:

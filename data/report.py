@@ -1,8 +1,10 @@
 """Counts records per source: kept, dropped, repaired; and fields that were not read."""
 
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +49,39 @@ def _as_text(value: object) -> str:
 
 
 OnDrop = Callable[[DroppedRecord], object]
+_NUMBERS = re.compile(r'\{"source": (\d+), "record": (\d+)')  # how to_json begins
+
+
+@contextmanager
+def dropped_file(path: Path) -> Iterator[OnDrop]:
+    """Yields a function that adds a record to a file of JSON lines, the first MOST_DROPPED.
+
+    At the end the lines are sorted by source and record: reading is ahead of encoding, by a number
+    of records that depends on the number of processes.
+    """
+    places: list[tuple[int, int, int]] = []  # source, record, offset of the line
+    with path.open("w+", encoding="ascii") as file:
+
+        def add(record: DroppedRecord) -> None:
+            if len(places) < MOST_DROPPED:
+                places.append((record.source, record.record, file.tell()))
+                file.write(record.to_json() + "\n")
+
+        yield add
+        if places == sorted(places):
+            return
+        with path.with_suffix(".sorted").open("w", encoding="ascii") as ordered:
+            for _, _, offset in sorted(places):
+                file.seek(offset)
+                ordered.write(file.readline())
+    path.with_suffix(".sorted").replace(path)
+
+
+def renumbered(line: str, before: int) -> str:
+    """Returns a line of dropped.jsonl whose record comes after `before` others of its source."""
+    return _NUMBERS.sub(
+        lambda match: f'{{"source": {match[1]}, "record": {int(match[2]) + before}', line, count=1
+    )
 
 
 @dataclass
@@ -72,6 +107,8 @@ class SourceReport:
     """The file that is being read."""
     line: int = field(default=0, repr=False, compare=False)
     """Line, row or number in the file of the record that was read last; see DroppedRecord.line."""
+    most_names: int = field(default=MOST_NAMES, repr=False, compare=False)
+    """Reasons, changes and fields that are counted by themselves."""
 
     def keep(self) -> None:
         """Counts the next record as kept."""
@@ -94,15 +131,33 @@ class SourceReport:
 
     def count_kept(self, changes: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
         """Counts what was changed in a record that is kept, and its fields that are not read."""
-        for change in changes:
-            self.repaired[_bounded(change, self.repaired, change.split(":")[0])] += 1
-        for name in unread:
-            self.unread[_bounded(name, self.unread, OTHER_FIELDS)] += 1
+        # Sorted, since only the first names are counted by themselves.
+        for change in sorted(changes):
+            self._count(self.repaired, change, change.split(":")[0])
+        for name in sorted(unread):
+            self._count(self.unread, name, OTHER_FIELDS)
+
+    def add(self, part: "SourceReport") -> None:
+        """Adds the counts of the source's next files, in which every name is counted by itself."""
+        self.records += part.records
+        self.kept += part.kept
+        self.notes += part.notes
+        for reason, count in part.dropped.items():
+            self._count(self.dropped, reason, reason.split(":")[0], count)
+        for change, count in part.repaired.items():
+            self._count(self.repaired, change, change.split(":")[0], count)
+        for name, count in part.unread.items():
+            self._count(self.unread, name, OTHER_FIELDS, count)
 
     def _count_dropped(self, record: DroppedRecord) -> None:
-        self.dropped[_bounded(record.reason, self.dropped, record.reason.split(":")[0])] += 1
+        self._count(self.dropped, record.reason, record.reason.split(":")[0])
         if self.on_drop:
             self.on_drop(record)
+
+    def _count(self, counter: Counter[str], name: str, common: str, count: int = 1) -> None:
+        """Adds to the count of a name, or to that of `common` if the counter is full."""
+        is_counted = name in counter or len(counter) < self.most_names
+        counter[name if is_counted else common] += count
 
     def reasons(self) -> str:
         """Returns reasons for drops by frequency, such as `3 x empty record, 1 x no human turn`."""
@@ -129,9 +184,9 @@ class SourceReport:
             "path": self.path,
             "records": self.records,
             "kept": self.kept,
-            "dropped": dict(self.dropped),
-            "repaired": dict(self.repaired),
-            "unread": dict(self.unread),
+            "dropped": dict(sorted(self.dropped.items())),
+            "repaired": dict(sorted(self.repaired.items())),
+            "unread": dict(sorted(self.unread.items())),
             "notes": list(self.notes),
         }
 
@@ -142,11 +197,6 @@ class SourceReport:
             name: Counter(state.get(name, {})) for name in ("dropped", "repaired", "unread")
         }  # earlier ones lack some
         return cls(**{**state, **counters})
-
-
-def _bounded(name: str, counter: Counter[str], common: str) -> str:
-    """Returns the name to count, or `common` if the counter is full."""
-    return name if name in counter or len(counter) < MOST_NAMES else common
 
 
 @dataclass

@@ -192,25 +192,57 @@ def read(
         was usable.
     """
     source_report = report.add_source(str(source.path))
-    parse = _parser(source, clean, order or order_of(source.template), source_report)
-    forest = Forest(clean.replies == "all")
-    files = source.files()
-    for file in files:
-        source_report.file, source_report.line = str(file), 0
-        raw_records = _raw_records(file, source, source_report, advance)
-        if len(files) > 1:
-            raw_records = _without_metadata(raw_records, parse, source_report)
-        for raw in raw_records:
-            yield from _parsed_records(raw, parse, number, source_report, forest)
-    for tree in forest.trees(source_report):
-        yield from _parsed_records(tree, parse, number, source_report, forest)
-    if not source_report.records:
+    reader = FileReader(source, number, clean, order)
+    yield from reader.read(source.files(), source_report, advance)
+    check_usable(source, source_report)
+
+
+@dataclass
+class FileReader:
+    """Reads some or all files of a source, in order; other processes may read the others."""
+
+    source: Source
+    number: int = 0
+    """Number of the source in the recipe."""
+    clean: CleanConfig = CleanConfig()
+    order: Order | None = None
+    """See `read`."""
+    among_others: bool | None = None
+    """Whether the source has several files; by default whether several are read."""
+    seen: set[bytes] = field(default_factory=set)
+    """Hashes of records in files before these; those of the records that are read are added."""
+    has_tree_rows: bool = False
+    """Whether rows of trees of messages were among the records; they need all files at once."""
+
+    def read(
+        self, files: list[File], report: SourceReport, advance: Advance | None = None
+    ) -> Iterator[Record]:
+        """Yields the usable records of files, and counts every record in `report`."""
+        order = self.order or order_of(self.source.template)
+        parse = _parser(self.source, self.clean, order, report, self.seen)
+        forest = Forest(self.clean.replies == "all")
+        among_others = len(files) > 1 if self.among_others is None else self.among_others
+        for file in files:
+            report.file, report.line = str(file), 0
+            raw_records = _raw_records(file, self.source, report, advance)
+            if among_others:
+                raw_records = _without_metadata(raw_records, parse, report)
+            for raw in raw_records:
+                yield from _parsed_records(raw, parse, self.number, report, forest)
+        self.has_tree_rows = forest.has_rows
+        for tree in forest.trees(report):
+            yield from _parsed_records(tree, parse, self.number, report, forest)
+
+
+def check_usable(source: Source, report: SourceReport) -> None:
+    """Raises UserError if no record of a source can be used."""
+    if not report.records:
         raise UserError(f"{source.path}: holds no records; {source.would_work}")
-    if not source_report.kept:
+    if not report.kept:
         kind = "conversation" if source.format == "sharegpt" else source.format
         raise UserError(
-            f"{source.path}: none of its {source_report.records} records is a usable {kind} "
-            f"({source_report.reasons()}); {source.would_work}"
+            f"{source.path}: none of its {report.records} records is a usable {kind} "
+            f"({report.reasons()}); {source.would_work}"
         )
 
 
@@ -344,14 +376,16 @@ def _read_text(file: File, source: Source) -> str:
         ) from None
 
 
-def _parser(source: Source, clean: CleanConfig, order: Order, report: SourceReport) -> Parse:
+def _parser(
+    source: Source, clean: CleanConfig, order: Order, report: SourceReport, seen: set[bytes]
+) -> Parse:
     """Returns what parses the records of a source, and counts what it changes or does not read.
 
     A source's number below 0 only asks whether a record is one: then nothing is counted or
     remembered.
     """
     if source.format == "preference":
-        reader = PreferenceReader(clean, order, source.fields)
+        reader = PreferenceReader(clean, order, source.fields, seen)
 
         def parse_preference(raw: object, number: int, record_number: int) -> Record:
             if number < 0:
@@ -371,7 +405,7 @@ def _parser(source: Source, clean: CleanConfig, order: Order, report: SourceRepo
             return record
 
         return parse_fields
-    cleaner = Cleaner(clean, order, source.fields)
+    cleaner = Cleaner(clean, order, source.fields, seen)
 
     def parse_conversation(raw: object, number: int, record_number: int) -> Conversation:
         if number < 0:

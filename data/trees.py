@@ -92,6 +92,11 @@ class Forest:
         self._rows: dict[str | int, _Row] = {}  # by the id of the message
         self._characters = 0
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows were added."""
+        return bool(self._rows)
+
     def records(self, raw: object) -> Iterator[object]:
         """Yields a raw record, or one for each path of the tree that it holds."""
         root = root_of(raw) if self._every_path else None

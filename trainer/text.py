@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from data.batch import DTYPES, Batch, permute
+from data.engine import PROCESSES, Engine
 from data.errors import UserError
 from data.loader import Loader
 from data.prepare import prepare
@@ -64,6 +65,7 @@ def prepare_text(
     tokenizer: Tokenizer,
     progress: bool = True,
     key: str | None = None,
+    engine: Engine = PROCESSES,
 ) -> Prepared:
     """Returns the run's tokenized data, from the folder `data.prepared` if they exist there.
 
@@ -71,6 +73,7 @@ def prepare_text(
       model: the model's shape, whose windows decide whether preference pairs share their prompts.
       progress: whether to show a progress bar if standard error is a terminal.
       key: opens the data set of this name instead, without reading the sources.
+      engine: what runs the work.
     """
     data = config.data
 
@@ -112,6 +115,7 @@ def prepare_text(
         held_out_fraction=0.0 if held_out else data.held_out_fraction,
         progress=progress and sys.stderr.isatty(),
         key=key,
+        engine=engine,
     )
 
 

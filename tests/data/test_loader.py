@@ -353,9 +353,9 @@ def test_a_process_is_started_for_each_core_that_may_be_used(
     small, tokenizer, tmp_path, monkeypatch
 ):
     started, cores = [], os.sched_getaffinity(0)
-    monkeypatch.setattr("data.prepare.WORTH_PROCESSES", 1)
+    monkeypatch.setattr("data.job.WORTH_PROCESSES", 1)
     monkeypatch.setattr(
-        "data.prepare.encode_all",
+        "data.job.encode_all",
         lambda encoder, items, processes: (
             started.append(processes) or ((item, encoder.encode(item)) for item in items)
         ),
@@ -377,7 +377,7 @@ def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatc
     sources = [Source(str(path), template="vicuna_v1.1") for path in paths]
     made = {}
     for min_bytes in (1 << 30, 1):
-        monkeypatch.setattr("data.prepare.WORTH_PROCESSES", min_bytes)
+        monkeypatch.setattr("data.job.WORTH_PROCESSES", min_bytes)
         tokenizer = (
             Tokenizer.load(FIXTURES / name).with_controls(["<think>"]).with_text_tokens(["<think>"])
         )

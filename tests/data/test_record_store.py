@@ -6,7 +6,7 @@ import numpy as np
 from tensorflow_datasets.core import shuffle
 
 from data.prepared import document_features
-from data.record_store import open_records, write_records
+from data.record_store import open_records, serialize, write_records
 
 
 def test_records_beyond_the_librarys_buffer_are_written_and_are_not_kept_in_memory(
@@ -37,3 +37,13 @@ def test_records_beyond_the_librarys_buffer_are_written_and_are_not_kept_in_memo
     for number in (0, 7, count - 1):
         assert stored[number]["source"] == number and (stored[number]["tokens"] == number).all()
         assert stored[number]["record_id"].decode() == f"r{number}"
+
+
+def test_every_process_writes_the_same_bytes():
+    """Protocol buffers have maps in another order in each process, unless asked not to."""
+    tokens, mask = np.array([1, 2], np.int32), np.array([0, 1], np.uint8)
+    record = {"tokens": tokens, "loss_mask": mask, "source": 3, "record_id": "r"}
+    [stored] = serialize(document_features, [record])
+    names = ("loss_mask", "record_id", "source", "tokens")
+    places = [stored.index(name.encode()) for name in names]
+    assert places == sorted(places)

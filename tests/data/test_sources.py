@@ -596,7 +596,6 @@ def test_dropped_records_are_listed_with_file_and_line(tmp_path, monkeypatch):
     )
     assert cut.startswith('{"conversations": [') and cut.endswith(" characters)") and len(cut) < 450
     monkeypatch.setattr("data.report.MOST_DROPPED", 2)
-    monkeypatch.setattr("data.prepare.MOST_DROPPED", 2)
     summary, dropped = listed("bounded")
     assert len(dropped) == 2 and "the first 2 of 7 dropped records" in summary
 

@@ -64,6 +64,10 @@ EXECUTED_SLOWLY = {
 # Test file -> the commands that it runs with other arguments: placeholders, small models, stand-ins of a cloud's tools.
 TESTED = {
     "tests/test_quickstart.py": ["make quickstart"],
+    "tests/data/test_beam.py": [
+        "python -m scripts.prepare --config RECIPE.yaml --engine beam --runner direct",
+        "python -m scripts.prepare --config RECIPE.yaml --engine beam --runner dask -- --dask_client_address=tcp://HOST:8786",
+    ],
     "tests/soak/test_slow_store.py": ["python -m tests.soak.slow_store"],
     "tests/soak/test_attacks.py": [
         "python -m tests.soak.attacks records --cases 1000 --seed 100000"
@@ -236,6 +240,7 @@ NOT_RUN = {
     "make install PLATFORM=tpu": INSTALLS,
     "make install EXTRAS=eval": INSTALLS,
     "make install EXTRAS=rl": INSTALLS,
+    "make install EXTRAS=beam": INSTALLS,
     "scripts/launch_tpu.sh delete NAME --zone Z": CLOUD,
     "pip install wandb": INSTALLS,
     "pip install '.[cuda]'": INSTALLS,

@@ -1,0 +1,106 @@
+"""Prepares data with Apache Beam; the only module that uses it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from data.engine import GROUP, Step
+from data.errors import TransientError, UserError, first_line, is_transient
+from data.printable import printable
+
+RUNNERS = {
+    # Not Beam's DirectRunner, which downloads another runner, Prism, where it can.
+    "direct": "apache_beam.runners.portability.fn_api_runner.FnApiRunner",
+    "dask": "apache_beam.runners.dask.dask_runner.DaskRunner",
+    "flink": "FlinkRunner",
+    "spark": "SparkRunner",
+    "dataflow": "DataflowRunner",
+}
+
+
+@dataclass(frozen=True)
+class Beam:
+    """The workers of a runner of Beam. They need the sources, and the folder `data.prepared`, at
+    the same paths as this process."""
+
+    runner: str = "direct"
+    """One of RUNNERS."""
+    options: tuple[str, ...] = ()
+    """Flags for the runner, such as --flink_master=HOST:8081."""
+
+    in_parts = True
+
+    def __post_init__(self) -> None:
+        if self.runner not in RUNNERS:
+            raise UserError(f"--runner: found {self.runner}; {', '.join(RUNNERS)} would work")
+        _check_flags(self.runner, self.options)
+
+    def run(self, items: Sequence[Any], *steps: Step) -> None:
+        if not items:
+            return
+        beam = library()
+        options = beam.options.pipeline_options.PipelineOptions(
+            [f"--runner={RUNNERS[self.runner]}", *self.options]
+        )
+        try:
+            with beam.Pipeline(options=options) as pipeline:
+                values = pipeline | beam.Create(list(items)) | beam.Reshuffle()
+                for number, step in enumerate(steps):
+                    transform = beam.GroupByKey() if step == GROUP else beam.FlatMap(step)
+                    values = values | f"step {number}" >> transform
+        except UserError:
+            raise
+        except Exception as error:  # each runner has its own types
+            raise _failure(self.runner, error) from error
+
+
+def _failure(runner: str, error: Exception) -> UserError:
+    """Returns an error of one line for a runner's, whose text may hold a worker's traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [first_line(error)]
+    kind = TransientError if is_transient(error) else UserError
+    return kind(f"Beam's {runner} runner failed: {printable(lines[-1].strip())}")
+
+
+def _check_flags(runner: str, flags: Sequence[str]) -> None:
+    """Raises UserError for a flag that Beam does not have; it would only log a warning."""
+    options = library().options.pipeline_options
+    if "." in RUNNERS[runner]:
+        importlib.import_module(RUNNERS[runner].rsplit(".", 1)[0])  # defines flags of its own
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, conflict_handler="resolve", exit_on_error=False
+    )
+    kinds = [options.PipelineOptions]
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if "_add_argparse_args" in vars(kind):
+            kind._add_argparse_args(parser)
+    try:
+        unknown = parser.parse_known_args(list(flags))[1]
+    except argparse.ArgumentError as error:
+        raise UserError(f"flags of Beam's {runner} runner: {printable(str(error))}") from None
+    if unknown:
+        raise UserError(
+            f"flags of Beam's {runner} runner: {printable(unknown[0])} is unknown; those of "
+            "apache_beam.options.pipeline_options would work"
+        )
+
+
+def library() -> ModuleType:
+    """Returns the module apache_beam.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    try:
+        import apache_beam
+    except ImportError:
+        raise UserError(
+            "--engine beam needs apache-beam; `make install EXTRAS=beam` installs it"
+        ) from None
+    return apache_beam

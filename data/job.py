@@ -1,0 +1,314 @@
+"""What a prepared folder contains: the arguments that decide it, its name, and its documents."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+from data import paths, prepared, tables
+from data import sources as source_readers
+from data.clean import CleanConfig
+from data.conversation import Order, Record, Tokens
+from data.encode import Encoded, Encoder, encode_all
+from data.errors import UserError
+from data.mismatched import with_mismatched
+from data.paths import File
+from data.records import Advance
+from data.report import Report, SourceReport
+from data.sources import FileReader, Source
+from data.templates import jinja_template
+from data.templates.alternation import order_of
+from data.templates.sandbox import compile_template
+from data.tokenizer import Tokenizer
+
+# To be changed with every change to the documents, so that existing folders are not reused.
+RULES = "prepare-8"
+WORTH_PROCESSES = (
+    1 << 23
+)  # bytes of a source from which on several processes, which take seconds to start, encode it
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Files of a source that one worker reads in order."""
+
+    source: int
+    """Number of the source in the recipe."""
+    first: int
+    """Number of the first file in the source."""
+    files: tuple[File, ...]
+    among_others: bool
+    """Whether the source has several files."""
+
+    @property
+    def name(self) -> str:
+        """The unit's name in the folder that workers share."""
+        return f"{self.source}-{self.first}"
+
+
+@dataclass
+class Job:
+    """The arguments of `prepare` that decide what the folder contains."""
+
+    sources: list[Source]
+    """The sources to train on, then the held-out ones."""
+    train_sources: int
+    """Number of sources to train on."""
+    tokenizer: Tokenizer
+    context_length: int
+    held_out_fraction: float
+    clean: CleanConfig
+    train_on: str
+    cut_prompts: bool
+    unpaired: bool
+    share_prompts: bool
+
+    @cached_property
+    def orders(self) -> list[Order]:
+        """The order of turns that each source's template requires."""
+        return [
+            order_of(source.template, self.tokenizer) if source.has_turns else "any"
+            for source in self.sources
+        ]
+
+    @cached_property
+    def add_bos(self) -> tuple[bool, ...]:
+        """Whether each source's texts begin with BOS."""
+        return tuple(
+            source.format == "text"
+            and (self.tokenizer.adds_bos if source.add_bos is None else source.add_bos)
+            for source in self.sources
+        )
+
+    def key(self) -> str:
+        """Returns the folder's name, a hash of contents, which moving a file does not change."""
+        parts = {
+            "rules": RULES,
+            "tokenizer": self.tokenizer.fingerprint,
+            "context_length": self.context_length,
+            "held_out_fraction": self.held_out_fraction,
+            "train_sources": self.train_sources,
+            "clean": asdict(self.clean),
+            "train_on": self.train_on,
+            "cut_prompts": self.cut_prompts,
+            "unpaired": self.unpaired,
+            "share_prompts": self.share_prompts,
+            "template_date": self._template_date(),
+            "template_kwargs": dict(self.tokenizer.template_kwargs),
+            "sources": [
+                [
+                    _content_hash(source),
+                    source.format,
+                    template_text(source, self.tokenizer),
+                    dict(source.fields),
+                    add_bos,
+                ]
+                for source, add_bos in zip(self.sources, self.add_bos, strict=True)
+            ],
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+
+    def _template_date(self) -> str | None:
+        """Returns the date that the templates write, or None if none writes one."""
+        texts = [template_text(source, self.tokenizer) or "" for source in self.sources]
+        return (
+            self.tokenizer.template_date.date().isoformat()
+            if any("strftime_now" in text for text in texts)
+            else None
+        )
+
+    def whole(self, number: int) -> Unit:
+        """Returns all files of a source."""
+        files = tuple(self.sources[number].files())
+        return Unit(number, 0, files, len(files) > 1)
+
+    def units(self) -> list[Unit]:
+        """Returns the files of all sources, in order; those that need each other are together."""
+        units = []
+        for number in range(len(self.sources)):
+            whole = self.whole(number)
+            # Completions for the KL term come from the record before, whatever its file is.
+            if self.unpaired:
+                units.append(whole)
+                continue
+            units += [
+                Unit(number, first, (file,), whole.among_others)
+                for first, file in enumerate(whole.files)
+            ]
+        return units
+
+    def reader(self, unit: Unit, seen: set[bytes]) -> FileReader:
+        """Returns what reads a unit's records; `seen` has hashes of records that come before."""
+        number = unit.source
+        return FileReader(
+            self.sources[number],
+            number,
+            self.clean,
+            self.orders[number],
+            unit.among_others,
+            seen,
+        )
+
+    def is_held_out(self, source: int, record_id: str) -> bool:
+        """Returns whether a record belongs to the split held_out."""
+        if source >= self.train_sources:
+            return True
+        number = int.from_bytes(
+            hashlib.sha256(f"held-out\0{record_id}".encode()).digest()[:8], "big"
+        )
+        return number < self.held_out_fraction * 2**64
+
+    def documents(
+        self,
+        unit: Unit,
+        report: SourceReport,
+        index: prepared.Index,
+        seen: set[bytes],
+        advance: Advance | None = None,
+        processes: int = 1,
+    ) -> Iterator[dict]:
+        """Yields the fields of each document of a unit, as they are stored.
+
+        Args:
+          report: receives the counts of records.
+          index: receives an entry for each document.
+          seen: hashes of the source's records before this unit, of which repetitions are dropped.
+          advance: called with the number of bytes of each read.
+          processes: how many processes encode records.
+        """
+        records = self.reader(unit, seen).read(list(unit.files), report, advance)
+        for record, encoded in self._encoded(records, unit.source, processes):
+            if encoded.drop_reason is not None:
+                content = (
+                    None if isinstance(record, Tokens) else asdict(replace(record, file="", line=0))
+                )
+                report.reject(encoded.drop_reason, record, content)
+                continue
+            report.count_kept(encoded.changes)
+            held_out = self.is_held_out(unit.source, record.id)
+            for tokens, mask, chosen, label, shared in encoded.documents:
+                index.add(
+                    len(tokens),
+                    int(mask[1:].sum()),
+                    unit.source,
+                    held_out,
+                    chosen,
+                    int(mask[1:chosen].sum()),
+                    label,
+                    shared,
+                )
+                yield {
+                    "tokens": tokens,
+                    "loss_mask": mask,
+                    "source": unit.source,
+                    "record_id": record.id,
+                }
+
+    def _encoded(
+        self, records: Iterator[Record], source: int, processes: int
+    ) -> Iterator[tuple[Record, Encoded]]:
+        """Yields the records of a source with their encodings."""
+        encoder = Encoder(
+            tuple(source.template for source in self.sources),
+            self.tokenizer,
+            self.context_length,
+            self.clean.split,
+            self.train_on,
+            self.cut_prompts,
+            self.add_bos,
+            self.unpaired,
+            self.share_prompts,
+        )
+        encoded_records = encode_all(encoder, records, processes)
+        if not self.unpaired:
+            return encoded_records
+        return with_mismatched(
+            encoded_records,
+            lambda record: self.is_held_out(source, record.id),
+            self.context_length,
+            self.cut_prompts,
+            self.share_prompts,
+        )
+
+    def finish_source(self, number: int, report: SourceReport) -> None:
+        """Checks the report of a whole source, and notes what it reads of other splits.
+
+        Raises:
+          UserError: no record can be used.
+        """
+        source = self.sources[number]
+        source_readers.check_usable(source, report)
+        others = source.other_splits() if number < self.train_sources else []
+        if others:
+            names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+            report.notes.append(
+                f"also reads {names}; name the folder or file of the training split to leave "
+                "them out"
+            )
+
+    def check_split(self, all_held_out: bool, report: Report) -> None:
+        """Raises UserError if no document is left to train on."""
+        if all_held_out:
+            raise UserError(
+                f"data.held_out_fraction: found {self.held_out_fraction}, which takes all of "
+                f"{report.kept} records and leaves nothing to train on; a smaller one would work"
+            )
+
+
+def processes_for(source: Source) -> int:
+    """Returns how many processes encode a source: one per core, or a single one for little work."""
+    size = sum(file.size() for file in source.files())
+    return _cores() if source.format != "tokens" and size >= WORTH_PROCESSES else 1
+
+
+def _cores() -> int:
+    """Returns the cores that this process may use; Slurm, containers and taskset may limit them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def template_text(source: Source, tokenizer: Tokenizer) -> str | None:
+    """Returns the Jinja chat template of a source, or None if it has no conversations.
+
+    Raises:
+      UserError: there is no such template, or it uses what is not allowed.
+    """
+    if not source.has_turns:
+        return None
+    text = jinja_template(source.template, tokenizer)
+    compile_template(text)
+    return text
+
+
+def check_arrays(source: Source, tokenizer: Tokenizer) -> None:
+    """Raises UserError early for an array of tokens that would be refused as a whole later."""
+    for file in source.files() if source.format == "tokens" else ():
+        if file.suffix != ".npy" or paths.is_remote(file.path) or not file.exists():
+            continue
+        array = tables.open_npy(file, source.would_work)
+        if array.dtype.kind not in "iu":
+            raise UserError(f"{file}: holds {array.dtype}, not integers; {source.would_work}")
+        if (
+            array.ndim == 1
+            and len(array)
+            and not 0 <= array.min() <= array.max() < tokenizer.vocab_size
+        ):
+            raise UserError(
+                f"{file}: holds ids from {array.min()} to {array.max()}, and the tokenizer has 0 "
+                f"to {tokenizer.vocab_size - 1}; ids of this tokenizer would work"
+            )
+
+
+def _content_hash(source: Source) -> str:
+    """Returns a hash of the contents of the source's files, in their order."""
+    digest = hashlib.sha256()
+    for file in source.files():
+        if not file.exists():
+            next(
+                source_readers.read(source, Report()), None
+            )  # raises the error about the missing file
+        with file.open() as opened:
+            digest.update(hashlib.file_digest(cast(Any, opened), "sha256").digest())
+    return digest.hexdigest()

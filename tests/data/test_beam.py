@@ -1,0 +1,217 @@
+"""Prepared data are the same, to the byte, whether one process or the workers of Beam made them."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from data import record_store
+from data.clean import SETS, CleanConfig
+from data.errors import UserError
+from data.prepare import prepare
+from data.report import SourceReport
+from data.sources import Source
+from data.tokenizer import Tokenizer
+from scripts.prepare import main
+
+pytest.importorskip("apache_beam")
+from data.beam import Beam
+
+LENGTH = 64
+FIXTURES = Path(__file__).parents[2] / "data/fixtures"
+CLEAN = CleanConfig(**SETS["scraped"])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(FIXTURES / "tiny_tokenizer")
+
+
+def _chat(question, answer, **more):
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return {"conversations": turns, **more}
+
+
+def _row(name, parent, role, text):
+    return {"message_id": name, "parent_id": parent, "role": role, "text": text}
+
+
+def _contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _both(tmp_path, sources, tokenizer, length=LENGTH, **options):
+    """Returns what one process and Beam prepare."""
+    made = [
+        prepare(sources, tokenizer, length, tmp_path / name, clean=CLEAN, progress=False, **more)
+        for name, more in (("one", options), ("beam", {**options, "engine": Beam()}))
+    ]
+    assert not list((tmp_path / "beam").glob(".*")), "the workers' folder is removed"
+    assert [prepared.folder.name for prepared in made[:1]] == [made[1].folder.name]
+    return made
+
+
+def _write_every_shape(folder):
+    """Writes files that repeat each other's conversations, hold trees' rows, and cannot all be
+    used."""
+    chats = [_chat(f"Question {number}?", f"Answer {number}. " * 9) for number in range(20)]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, [*chats[:8], {"x": 1}, chats[2]])))
+    (folder / "b.json.gz").write_bytes(gzip.compress(json.dumps([*chats[5:14], 3]).encode()))
+    table = pyarrow.Table.from_pylist([*chats[10:], {"conversations": []}])
+    parquet.write_table(table, folder / "c.parquet")
+    (folder / "d.json").write_text(json.dumps({"version": 1}))
+
+
+@pytest.fixture
+def sources(tmp_path):
+    folders = {name: tmp_path / "in" / name for name in ("chats", "trees", "texts", "ids")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    _write_every_shape(folders["chats"])
+    question = _row("1", None, "prompter", "Who?")
+    (folders["trees"] / "a.jsonl").write_text(json.dumps(question))
+    answers = [_row(str(number), "1", "assistant", f"Me {number}.") for number in (2, 3)]
+    (folders["trees"] / "b.jsonl").write_text("\n".join(map(json.dumps, [*answers, answers[0]])))
+    for number in range(3):
+        (folders["texts"] / f"{number}.txt").write_text(f"Book {number}. " * 60 + "é" * number)
+    np.save(folders["ids"] / "0.npy", np.arange(200, dtype=np.uint16))
+    (folders["ids"] / "1.jsonl").write_text(
+        "\n".join(json.dumps({"tokens": [1, 2, 3 + n], "labels": [-100, 2, 3]}) for n in range(3))
+    )
+    return [
+        Source(str(folders["chats"]), template="vicuna_v1.1", weight=0.5),
+        Source(str(folders["trees"]), template="vicuna_v1.1"),
+        Source(str(FIXTURES / "dirty.json"), template="vicuna_v1.1"),
+        Source(str(folders["texts"]), "text"),
+        Source(str(folders["ids"]), "tokens"),
+    ]
+
+
+def test_every_shape_gives_the_files_that_one_process_writes(
+    sources, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(record_store, "RECORDS_IN_A_FILE", 7)  # shards begin and end within parts
+    held_out = [Source(str(FIXTURES / "dirty.json"), template="vicuna_v1.1")]
+    one, beam = _both(
+        tmp_path, sources, tokenizer, held_out_fraction=0.2, held_out_sources=held_out
+    )
+    contents = _contents(one.folder)
+    assert contents == _contents(beam.folder)
+    assert sum("array_record" in name for name in contents) > 5
+    chats, trees = one.report.sources[:2]
+    # By hand: of 20 conversations, those of a.jsonl come again in b, and those of b in c.
+    assert chats.kept == 20 and chats.dropped["duplicate"] == 1 + 3 + 4
+    assert trees.kept == 1 and one.train.sources.tolist().count(1) in (0, 1)
+    dropped = [json.loads(line) for line in contents["dropped.jsonl"].splitlines()]
+    numbers = [(entry["source"], entry["record"]) for entry in dropped]
+    assert numbers == sorted(numbers) and len(set(numbers)) == len(numbers)
+    last = [beam.train[number].tokens.tolist() for number in range(len(beam.train))][-9:]
+    assert [1, 2, 3] in last or [1, 2, 4] in last or [1, 2, 5] in last
+
+
+def test_unpaired_preferences_go_to_the_record_before_in_another_file(tokenizer, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for file in range(3):
+        records = [
+            {"prompt": f"{file} {number}?", "completion": f"It is {number}.", "label": number > 0}
+            for number in range(3)
+        ]
+        (folder / f"{file}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    source = Source(str(folder), "preference", template="vicuna_v1.1")
+    one, beam = _both(tmp_path, [source], tokenizer, 512, unpaired=True)
+    assert len(one.train) == 9 and _contents(one.folder) == _contents(beam.folder)
+
+
+def test_what_one_process_refuses_is_refused_in_the_same_words(tokenizer, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.json").write_text(json.dumps([_chat("a", "b")]))
+    broken, unusable = folder / "b.json", tmp_path / "none.json"
+    broken.write_bytes(b"\xff\xfe\x00")
+    unusable.write_text(json.dumps([_chat("a", "")]))
+    for path in (folder, unusable):
+        messages = []
+        for name, options in (("one", {}), ("beam", {"engine": Beam()})):
+            with pytest.raises(UserError) as error:
+                prepare(
+                    [Source(str(path), template="vicuna_v1.1")],
+                    tokenizer,
+                    LENGTH,
+                    tmp_path / name,
+                    progress=False,
+                    **options,
+                )
+            messages.append(str(error.value))
+        assert messages[0] == messages[1] and "\n" not in messages[0]
+
+
+def test_a_failure_keeps_what_is_done_and_the_same_command_goes_on(
+    sources, tokenizer, tmp_path, monkeypatch
+):
+    write, made = record_store.write_shard, []
+
+    def write_few(path, serialized):
+        made.append(path.name)
+        if len(made) in (3, 12):
+            raise RuntimeError("the machine is gone")
+        return write(path, serialized)
+
+    monkeypatch.setattr(record_store, "RECORDS_IN_A_FILE", 7)
+    one = prepare(sources, tokenizer, LENGTH, tmp_path / "one", clean=CLEAN, progress=False)
+    monkeypatch.setattr(record_store, "write_shard", write_few)
+    options = {"clean": CLEAN, "progress": False, "engine": Beam()}
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"direct runner failed: .*the machine is gone"):
+            prepare(sources, tokenizer, LENGTH, tmp_path / "beam", **options)
+    beam = prepare(sources, tokenizer, LENGTH, tmp_path / "beam", **options)
+    assert _contents(one.folder) == _contents(beam.folder)
+    parts = 3 + 1 + 1 + 3 + 2 + 1  # files; a source of trees' rows is one part
+    shards = sum("array_record" in name for name in _contents(one.folder))
+    assert len(made) == parts + shards + 2, "only what failed is made again"
+
+
+def test_unknown_flags_and_runners_are_refused():
+    with pytest.raises(UserError, match=r"--no_such_flag=1 is unknown"):
+        Beam("direct", ("--no_such_flag=1",))
+    with pytest.raises(UserError, match=r"--runner: found fast; direct, dask, flink"):
+        Beam("fast")
+    assert Beam("flink", ("--flink_master=host:8081",)).runner == "flink"
+    assert Beam("dataflow", ("--project=p", "--region=r", "--temp_location=gs://b/t")).options
+
+
+def test_the_command_prepares_by_beam_what_a_run_then_finds(small_recipe, tmp_path, capsys):
+    command = ["--config", str(small_recipe), "--data.prepared", str(tmp_path / "made")]
+    assert main([*command, "--engine", "beam", "--runner", "direct", "--", "--workers=1"]) == 2
+    assert "--workers=1 is unknown" in capsys.readouterr().err
+    assert main([*command, "--runner", "dask"]) == 2
+    assert "--runner dask: is for --engine beam" in capsys.readouterr().err
+    assert main([*command, "--engine", "beam", "--", "--direct_num_workers=1"]) == 0
+    said = capsys.readouterr().out
+    assert main(command) == 0 and capsys.readouterr().out == said
+
+
+def test_counts_of_parts_add_up_to_those_of_one_process(monkeypatch):
+    """Only the first names are counted by themselves, in whichever part they are."""
+    monkeypatch.setattr("data.report.MOST_NAMES", 3)
+    names = ["b: 1", "a: 2", "a: 3", "a: 2", "c", "d: 1", "a: 3", "b: 2"]
+    whole, merged = (SourceReport("", most_names=3) for _ in range(2))
+    for name in names:
+        whole.drop(name)
+        whole.count_kept([name], [name])
+    for first in (0, 3):
+        part = SourceReport("", most_names=100)
+        for name in names[first : first + 3 if not first else None]:
+            part.drop(name)
+            part.count_kept([name], [name])
+        merged.add(part)
+    assert whole.to_dict() == merged.to_dict()
+    assert whole.unread["other fields"] == 3 and whole.dropped["d"] == 1
