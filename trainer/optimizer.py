@@ -301,7 +301,11 @@ def _with_moments_in_8_bits(
         return rounding.decode(x, state.scales[within][name], is_signed(path))
 
     def init(params):
-        return encoded(optimizer.init(params), jnp.zeros((), jnp.int32))
+        # Moments begin at zero, and so do their codes and scales, which the compiler would fold as
+        # constants to find out.
+        begin = jnp.zeros((), jnp.int32)
+        state = jax.eval_shape(lambda params: encoded(optimizer.init(params), begin), params)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
 
     def update(gradient, state, params=None):
         moments = jax.tree_util.tree_map_with_path(functools.partial(decode, state), state.moments)
