@@ -17,6 +17,8 @@ from scripts.plan_options import parser
 from trainer.config.schema import MeshConfig
 
 PLANS = read_plans()
+# Their recipes say more than a plan's own fields.
+OF_RECIPES = {name for name in PLANS if name.startswith(("adapters/", "preference/"))}
 OF_ADAPTERS = {name: plan for name, plan in PLANS.items() if name.startswith("adapters/")}
 
 
@@ -28,7 +30,7 @@ def stored():
         cell for cell in read_cells() if cell["column"] == "ring" and cell["memory"] in MEMORIES
     ]
     rings = [cell["plan"] for cell in cells if "plan" in cell]
-    return [plan for name, plan in PLANS.items() if name not in OF_ADAPTERS] + rings
+    return [plan for name, plan in PLANS.items() if name not in OF_RECIPES] + rings
 
 
 def job_of(plan) -> Job:

@@ -41,6 +41,7 @@ def test_the_recipe_trains_and_evaluates(tmp_path, hf_model, repository, rank):
         f"--data.prepared={tmp_path}/prepared",
         f"--run_dir={tmp_path}/run",
         f"--adapter.rank={rank}",
+        "--preference.sft_weight=0",
         "--mesh.sequence=2",
         "--mesh.tensor=2",
         "--mesh.fsdp=2",

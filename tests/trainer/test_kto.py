@@ -129,7 +129,7 @@ def test_loss_metrics_and_gradients_are_trls(folder, models, trl):
     params = open_objective(make_config(folder, models[1], loss="kto")).read_params()
     batch = objective.to_device(next(objective.batches(0)))
     found = examples(objective)
-    assert len(found) == RECORDS > ROWS, "several records share a row"
+    assert len(found) > ROWS, "several records share a row"
     value, measures, gradient = loss_and_gradient(objective, params, batch)
     trl.model.zero_grad()
     expected = trl._compute_loss(trl.model, trl.data_collator(found), False)

@@ -232,7 +232,7 @@ def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
         ),
         (
             {"context_length": 64, "mesh": {"sequence": 4}},
-            "stages[0]: mesh.simulate: found 8, needs the number of devices",
+            "stages[0].mesh: found data 1 x fsdp 2 x tensor 2 x sequence 4 = 16 devices, needs 8",
         ),
         (
             {"context_length": 64, "mesh": {"rows": 4}},
