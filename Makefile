@@ -64,6 +64,7 @@ lint: $(VENV)/.requirements-test.stamp
 # The tests of eval.harness, which needs lm-eval.
 harness: $(VENV)/.requirements-eval.stamp $(VENV)/.requirements-test.stamp
 	$(RUN) -m pytest tests/eval/test_harness.py --skips /dev/null
+	$(RUN) -m pytest tests/test_outputs.py -k eval.harness --skips /dev/null
 
 # The tests of data.beam. Not in the tests' environment: apache-beam needs an older protobuf than sentencepiece.
 beam: $(VENV)-beam/bin/python
