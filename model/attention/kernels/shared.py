@@ -1,14 +1,11 @@
 """Attention of documents that share the beginning of an earlier one, by any kernel.
 
 A kernel decides by `index` and `segment_ids` what is visible: a query sees keys of its own
-document alone. Of
-a block whose tokens also say which beginnings are shared (`TokenCoords.shared`) it is called
-twice: for what
-each query sees of its own document, and for what it sees of a shared beginning. The two sets of
-keys are
-disjoint, so that the results merge exactly, and their gradients add up. Tiles that one of the
-calls does not
-need are skipped in it as everywhere.
+document alone. Of a block whose tokens also say which beginnings are shared
+(`TokenCoords.shared`) it is called twice: for what each query sees of its own document, and for
+what it sees of a shared beginning. The two sets of keys are disjoint, so the results merge
+exactly and their gradients add up. Tiles that one of the calls does not need are skipped in it,
+as everywhere.
 """
 
 from __future__ import annotations
