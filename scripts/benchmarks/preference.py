@@ -71,7 +71,7 @@ def training(args: Options, run: Path, prompts: list[str]) -> list[str]:
 
 
 def train(words: list[str]) -> None:
-    """Runs a training to its end; one that is done ends at once.
+    """Runs train.py with the arguments `words` to its end; a run that is done ends at once.
 
     Raises:
       ProcessFailed: its exit status is not 0.

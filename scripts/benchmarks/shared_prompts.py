@@ -71,7 +71,13 @@ def compiled_bytes(tokens: int, share: bool) -> tuple[float, float]:
 
 
 def table(prompt: int, completion: int) -> list[str]:
-    """Returns the lines that compare the two forms."""
+    """Returns the lines of a table of a pair whose prompt is computed twice, and once: its tokens,
+    FLOPs, memory and bytes received.
+
+    Args:
+      prompt: tokens of the prompt.
+      completion: tokens of each completion.
+    """
     both, shared = 2 * (prompt + completion), prompt - 1  # the prompt's last token is there twice
     tokens = [-(-count // DEVICES) * DEVICES for count in (both, both - shared)]
     sizes = [compiled_bytes(row, share) for row, share in zip(tokens, (False, True), strict=True)]
