@@ -59,8 +59,8 @@ class Options:
         "with --merge, for adapters of quantized weights: add them to the dequantized weights"
     )
     base: str | None = option(
-        "the adapters' base: a hub name, which the export then names, or a folder, if it is not at "
-        "the recorded path",
+        "the model that was trained, if it is not at the recorded path: a hub name, which the "
+        "export then names, or, for adapters, a folder",
         None,
         metavar="MODEL",
     )
@@ -83,11 +83,12 @@ def work(arguments: Options) -> None:
 
     from data.errors import UserError
     from data.paths import new_folder
+    from data.printable import printable
     from model.config import TransformerConfig
     from trainer.checkpoint.store import find_checkpoint, stored_average, stored_parameters
     from trainer.huggingface import peft
     from trainer.huggingface.assets import trained_quantization
-    from trainer.huggingface.card import write_card
+    from trainer.huggingface.card import base_without_hub_name, write_card
     from trainer.huggingface.folder import hub_name
     from trainer.huggingface.merge import dequantized, merged
     from trainer.huggingface.verify import check_config, check_tokenizer, compare_logits
@@ -104,9 +105,14 @@ def work(arguments: Options) -> None:
         params = {**params, **stored_average(checkpoint)}
     is_adapter = (checkpoint / "assets" / peft.CONFIG).is_file()
     library = "peft" if is_adapter and not arguments.merge else "transformers"
-    if not is_adapter and (arguments.merge or arguments.base or arguments.dequantize):
-        flag = "merge" if arguments.merge else "base" if arguments.base else "dequantize"
+    if not is_adapter and (arguments.merge or arguments.dequantize):
+        flag = "merge" if arguments.merge else "dequantize"
         raise UserError(f"--{flag}: {checkpoint} holds a whole model, without adapters")
+    if not is_adapter and arguments.base and not hub_name(arguments.base):
+        raise UserError(
+            f"--base: {checkpoint} holds a whole model, so that this is only a name for its card: "
+            f"found {printable(arguments.base)}, expected a hub name, OWNER/NAME"
+        )
     if arguments.fuse_experts and not (config.num_experts and library == "transformers"):
         found = "a model without experts" if library == "transformers" else "adapters alone"
         raise UserError(f"--fuse-experts: {checkpoint} holds {found}; leave it out")
@@ -114,7 +120,7 @@ def work(arguments: Options) -> None:
         raise UserError(
             "--verify: compares whole models, found adapters alone; add --merge, or leave it out"
         )
-    base = None
+    base = arguments.base
 
     def finish(folder: Path) -> None:
         write_card(checkpoint, config, folder, library=library, base=base)
@@ -127,17 +133,11 @@ def work(arguments: Options) -> None:
         write(params, checkpoint / "assets")
     else:
         adapter, named = peft.read_config(checkpoint / "assets")
-        base = arguments.base or hub_name(named)
+        base = base or hub_name(named)
         adapter = dataclasses.replace(adapter, quantize=trained_quantization(checkpoint / "assets"))
         config = dataclasses.replace(config, adapter=adapter)
         _check_quantized(adapter.quantize, arguments)
         if not arguments.merge:
-            if base is None:
-                warnings.warn(
-                    f"the base is a local folder ({named}), which {peft.CONFIG} does not "
-                    "name; --base OWNER/NAME names it on the hub",
-                    stacklevel=2,
-                )
             peft.write_adapter(params, config, base, out, finish)
         else:
             with contextlib.ExitStack() as stack:
@@ -145,6 +145,12 @@ def work(arguments: Options) -> None:
                 stored = source.base.stored(stack)
                 base_weights = dequantized(stored, config) if arguments.dequantize else stored
                 write(merged(base_weights, params, config), checkpoint / "assets")
+    if unnamed := base_without_hub_name(checkpoint, base):
+        warnings.warn(
+            f"the base is a local folder ({printable(unnamed)}), which the export does not name; "
+            "--base OWNER/NAME names it on the hub",
+            stacklevel=2,
+        )
     print("opening the folder with transformers", file=sys.stderr, flush=True)
     if library == "transformers":
         check_config(out, config)

@@ -273,7 +273,8 @@ class _Training:
         ):
             # Takes seconds, and raises most errors of a configuration.
             lowered = self.builder.lower_train()
-            self._print(f"compiling for {self.objective.model.mesh.size} devices")
+            count = self.objective.model.mesh.size
+            self._print(f"compiling for {count} device{'s' if count > 1 else ''}")
             self.compiled_step = lowered.compile()
             for evaluation in self.evaluations:
                 evaluation.prepare(self.objective, self.builder)

@@ -336,9 +336,20 @@ class TextObjective(Objective):
             if templates
             else self.tokenizer.chat_template
         )
-        self.source.write_assets(folder, self.tokenizer, template, configuration.dump(self.config))
+        resolved = configuration.dump(_with_absolute_model(self.config))
+        self.source.write_assets(folder, self.tokenizer, template, resolved)
         if self.config.adapter.rank:
             base = self.source.config
             peft.write_config(
                 self.config.adapter, base.family, self.source.name, folder, base.tie_word_embeddings
             )
+
+
+def _with_absolute_model(config: RunConfig) -> RunConfig:
+    """Returns a recipe whose model is not a relative folder: elsewhere, `models/mine` would be
+    taken for a name on the hub."""
+    path = config.model.path
+    if not path or not Path(path).expanduser().is_dir():
+        return config
+    absolute = str(Path(path).expanduser().absolute())
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=absolute))

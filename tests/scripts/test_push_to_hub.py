@@ -4,6 +4,7 @@ refused in one line."""
 import base64
 import http.server
 import json
+import shutil
 import threading
 
 import huggingface_hub.constants
@@ -11,10 +12,12 @@ import pytest
 import yaml
 
 from model.config import TransformerConfig
-from scripts import push_to_hub
+from scripts import export_hf, push_to_hub
+from tests.conftest import REPOSITORY
 from trainer.config import load
-from trainer.config.schema import ModelConfig, RunConfig, TrainConfig
-from trainer.huggingface.card import model_card, write_card
+from trainer.config.schema import DataConfig, ModelConfig, RunConfig, SourceConfig, TrainConfig
+from trainer.huggingface.card import base_without_hub_name, model_card, write_card
+from trainer.text import _with_absolute_model
 
 CARD = "---\nlibrary_name: transformers\n---\n# mine\n"
 
@@ -240,3 +243,44 @@ def test_a_card_lists_the_fields_that_are_no_defaults_and_the_base_by_its_name_o
     listed = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert listed == {"name": "mine", "model": {"path": "0123"}, "train": {"steps": 7}}
     assert "/home/me" not in card
+
+
+def test_a_card_lists_the_sources_without_their_defaults(tmp_path):
+    recipe = RunConfig(
+        data=DataConfig(sources=(SourceConfig(path="chats.jsonl", weight=2.0),)),
+    )
+    (tmp_path / "5/assets").mkdir(parents=True)
+    (tmp_path / "5/assets/run.yaml").write_text(load.dump(recipe))
+    card = model_card(tmp_path / "5", TransformerConfig.preset("llama-7b"))
+    listed = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert listed["data"]["sources"] == [{"path": "chats.jsonl", "weight": 2.0}]
+    assert "stages" not in listed
+
+
+def test_an_export_says_that_it_cannot_name_a_local_base(tmp_path, monkeypatch):
+    """Also for a whole model, whose folder was relative to where training ran: elsewhere, `models/mine`
+    looks like a name on the hub."""
+    run = REPOSITORY / "tests/fixtures/run_0_1_0"
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (tmp_path / "models/mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    recipe = _with_absolute_model(RunConfig(name="mine", model=ModelConfig(path="models/mine")))
+    (copy / "assets/run.yaml").write_text(load.dump(recipe))
+    monkeypatch.chdir("/")
+    unnamed = base_without_hub_name(copy, None)
+    assert unnamed == str(tmp_path / "models/mine")
+    assert base_without_hub_name(copy, "org/base") is None
+    assert base_without_hub_name(copy, "/models/base") == "/models/base"
+    config = TransformerConfig.preset("llama-7b")
+    assert "base_model" not in yaml.safe_load(model_card(copy, config).split("---")[1])
+    named = yaml.safe_load(model_card(copy, config, base="org/base@v1").split("---")[1])
+    assert named["base_model"] == "org/base"
+
+
+def test_the_base_of_a_whole_model_is_a_hub_name(tmp_path, capsys):
+    run = str(REPOSITORY / "tests/fixtures/run_0_1_0")
+    assert export_hf.main([run, str(tmp_path / "named"), "--base", "org/base"]) == 0
+    assert "base_model: org/base\n" in (tmp_path / "named/README.md").read_text()
+    assert export_hf.main([run, str(tmp_path / "other"), "--base", "/models/base"]) == 2
+    assert "expected a hub name, OWNER/NAME" in capsys.readouterr().err

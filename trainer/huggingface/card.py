@@ -75,6 +75,19 @@ def model_card(
     return "\n\n".join(sections) + "\n"
 
 
+def base_without_hub_name(checkpoint: Path, base: str | None) -> str | None:
+    """Returns the local folder of the model that was trained, which a card cannot name.
+
+    None where the model has a hub name, or was trained from scratch.
+
+    Args:
+      base: the path or name of that model; None for the recipe's.
+    """
+    run = read_recipe(checkpoint / "assets" / "run.yaml", checkpoint)
+    base = base or (run.get("model") or {}).get("path")
+    return base if base and not hub_name(base) else None
+
+
 def write_card(checkpoint: Path, config: TransformerConfig, folder: Path, **options: Any) -> None:
     """Writes the card into an exported folder as README.md."""
     (folder / "README.md").write_text(model_card(checkpoint, config, **options), encoding="utf-8")
@@ -191,9 +204,17 @@ def _without_defaults(values: Mapping[str, Any], section: type) -> dict[str, Any
         if isinstance(value, Mapping) and dataclasses.is_dataclass(kinds.get(name)):
             if changed := _without_defaults(value, kinds[name]):
                 kept[name] = changed
+        elif value and isinstance(value, list) and (kind := _dataclass_of_items(kinds.get(name))):
+            kept[name] = [_without_defaults(item, kind) for item in value]
         elif name not in fields or value != _plain(_default(fields[name])):
             kept[name] = value
     return kept
+
+
+def _dataclass_of_items(kind: Any) -> type | None:
+    """Returns the dataclass of a sequence's items, or None where they are something else."""
+    items = [item for item in typing.get_args(kind) if dataclasses.is_dataclass(item)]
+    return items[0] if items and typing.get_origin(kind) in (tuple, list) else None
 
 
 def _default(field: dataclasses.Field) -> Any:
