@@ -269,7 +269,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from data.trajectories.tasks import get_task, make_environment
     from model.agentic import TrajectorySizes
     from trainer.build import build_agentic
-    from trainer.checkpoint.store import assets_dir, restore_model
+    from trainer.checkpoint.readers import assets_dir, restore_model
     from trainer.config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
     from trainer.huggingface.assets import trained_mask
     from trainer.mesh import make_mesh, simulate

@@ -85,7 +85,7 @@ def work(arguments: Options) -> None:
     from data.paths import new_folder
     from data.printable import printable
     from model.config import TransformerConfig
-    from trainer.checkpoint.store import find_checkpoint, stored_average, stored_parameters
+    from trainer.checkpoint.readers import find_checkpoint, stored_average, stored_parameters
     from trainer.huggingface import peft
     from trainer.huggingface.assets import trained_quantization
     from trainer.huggingface.card import base_without_hub_name, write_card

@@ -28,7 +28,8 @@ from tests.conftest import REPOSITORY
 from tests.data.trajectories import made
 from tests.test_terminal import evil_text, obeyed
 from trainer import entry
-from trainer.checkpoint import store
+from trainer.checkpoint import readers
+from trainer.checkpoint.arrays import stored_shapes
 from trainer.config import load as configuration
 from trainer.huggingface import assets, card, folder, peft
 from trainer.model_source import open_model
@@ -68,12 +69,12 @@ def read_model(path):
 
 
 def read_checkpoint(path):
-    found = store.find_checkpoint(path, ["model", "assets", "data"])
+    found = readers.find_checkpoint(path, ["model", "assets", "data"])
     open_model(str(path))
     assets.trained_date(found / "assets")
     assets.source_dtype(found / "assets")
-    store.stored_shapes(found, "model")
-    store.read_data(path)
+    stored_shapes(found, "model")
+    readers.read_data(path)
     card.model_card(found, small_model.CONFIG)
 
 

@@ -62,7 +62,7 @@ FLOORS = (
 # place.
 ONE_HOME = {
     "tensorflow_datasets": {"data/record_store.py"},
-    "orbax": {"trainer/checkpoint/saving.py", "trainer/checkpoint/store.py"},
+    "orbax": {"trainer/checkpoint/items.py", "trainer/checkpoint/saving.py"},
     "jax.experimental.topologies": {"planning/topology.py"},
 }
 

@@ -14,7 +14,7 @@ from model.config import TransformerConfig
 from model.language_model import LanguageModel
 
 from .checkpoint.manifest import fingerprint
-from .checkpoint.store import read_data, restore_model
+from .checkpoint.readers import read_data, restore_model
 from .huggingface import peft
 from .huggingface.assets import trained_mask
 from .source_kinds import ModelSource, Params, StoredSource

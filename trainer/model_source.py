@@ -18,7 +18,7 @@ from model.config import POSITIONS, TransformerConfig
 from .adapted_source import AdaptedSource, AdapterSource, CheckpointAdapter, PeftAdapter
 from .checkpoint.commit import MANIFEST
 from .checkpoint.fetch import local_copy
-from .checkpoint.store import assets_dir, best_or_itself
+from .checkpoint.readers import assets_dir, best_or_itself
 from .config.schema import DataConfig, ModelConfig
 from .huggingface import peft
 from .huggingface.assets import trained_quantization

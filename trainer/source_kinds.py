@@ -20,7 +20,7 @@ from model.language_model import LanguageModel
 from model.sharding import Parameter
 
 from .checkpoint.manifest import fingerprint
-from .checkpoint.store import restore_model, stored_parameters
+from .checkpoint.readers import restore_model, stored_parameters
 from .huggingface.assets import (
     copy_assets,
     trained_date,

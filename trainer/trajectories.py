@@ -28,7 +28,7 @@ from model.loss import LossSums
 
 from .build import build_agentic
 from .checkpoint.manifest import fingerprint
-from .checkpoint.store import assets_dir, restore_model
+from .checkpoint.readers import assets_dir, restore_model
 from .config import load as configuration
 from .config.schema import RunConfig
 from .mesh import LocalPart, batch_sharding, is_abstract, local_part, place_batch

@@ -113,7 +113,9 @@ def same_metrics(runs: list[Path]) -> bool:
 
 def same_checkpoints(runs: list[Path]) -> bool:
     """Whether the last checkpoints of two runs hold the same arrays, bit for bit."""
-    from trainer.checkpoint.store import CheckpointStore, stored_arrays, verify
+    from trainer.checkpoint.manifest import verify
+    from trainer.checkpoint.readers import stored_arrays
+    from trainer.checkpoint.store import CheckpointStore
 
     arrays = []
     for run in runs:

@@ -160,8 +160,10 @@ def test_every_episodes_return_stands_in_its_own_column_and_contexts_begin_anew(
     monkeypatch.setattr(in_context, "Agent", lambda *arguments: agent)
     monkeypatch.setattr(in_context, "play", play_one)
     monkeypatch.setattr("data.trajectories.tasks.make_environment", lambda task, seed: seed)
-    monkeypatch.setattr("trainer.checkpoint.store.assets_dir", lambda path: tmp_path / "assets")
-    monkeypatch.setattr("trainer.checkpoint.store.restore_model", lambda *arguments, **options: {})
+    monkeypatch.setattr("trainer.checkpoint.readers.assets_dir", lambda path: tmp_path / "assets")
+    monkeypatch.setattr(
+        "trainer.checkpoint.readers.restore_model", lambda *arguments, **options: {}
+    )
     monkeypatch.setattr("trainer.huggingface.assets.trained_mask", lambda assets: Mask())
     monkeypatch.setattr(
         "trainer.trajectories.stored_shape",

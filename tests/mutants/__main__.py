@@ -41,6 +41,8 @@ TESTS = {
     "trainer/step.py": ("tests/trainer/test_step.py", "tests/trainer/test_optimizer.py"),
     "trainer/optimizer.py": ("tests/trainer/test_optimizer.py", "tests/trainer/test_step.py"),
     "trainer/checkpoint/store.py": ("tests/trainer/checkpoint/test_store.py",),
+    "trainer/checkpoint/items.py": ("tests/trainer/checkpoint/test_store.py",),
+    "trainer/checkpoint/readers.py": ("tests/trainer/checkpoint/test_store.py",),
     "trainer/checkpoint/manifest.py": (
         "tests/trainer/checkpoint/test_manifest.py",
         "tests/trainer/checkpoint/test_store.py",

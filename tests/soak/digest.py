@@ -7,7 +7,9 @@ import sys
 
 import numpy as np
 
-from trainer.checkpoint.store import CheckpointStore, stored_arrays, verify
+from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.readers import stored_arrays
+from trainer.checkpoint.store import CheckpointStore
 
 # What a checkpoint records of time, which no two runs share, and of the logs, which are compared by
 # themselves.

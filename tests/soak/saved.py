@@ -15,7 +15,8 @@ from data.tokenizer import Tokenizer
 from tests import small_run
 from tests.soak.attacks import ROOT, Case, Fell, refusal
 from tests.soak.damage import WAYS, copied, damage_file
-from trainer.checkpoint.store import CheckpointStore, restore
+from trainer.checkpoint.readers import restore
+from trainer.checkpoint.store import CheckpointStore
 
 OPTIMIZER = optax.adamw(1e-3)
 

@@ -7,7 +7,7 @@ from data.report import Report
 from data.sources import read
 from tests.soak import attacks, folders, records, saved
 from tests.soak.attacks import Fell, Impossible, attack, merge, refusal
-from trainer.checkpoint.store import restore
+from trainer.checkpoint.readers import restore
 
 QUICK = [name for name in attacks.CLASSES if name not in (*attacks.LONGER, "commands")]
 

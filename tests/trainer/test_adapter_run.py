@@ -16,7 +16,7 @@ import train
 from model.config import TransformerConfig
 from scripts import export_hf
 from tests.model.build import llama
-from trainer.checkpoint.store import restore_model, stored_arrays, stored_average
+from trainer.checkpoint.readers import restore_model, stored_arrays, stored_average
 from trainer.config.load import load
 from trainer.config.schema import DataConfig, ModelConfig, SourceConfig
 from trainer.huggingface import peft

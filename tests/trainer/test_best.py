@@ -12,7 +12,7 @@ import train
 from tests import small_run
 from trainer import loop
 from trainer.best import BestCheckpoint
-from trainer.checkpoint.store import find_checkpoint, restore_model
+from trainer.checkpoint.readers import find_checkpoint, restore_model
 from trainer.config.load import load
 from trainer.config.schema import CheckpointConfig
 from trainer.evaluation import HeldOutLoss

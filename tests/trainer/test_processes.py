@@ -28,7 +28,7 @@ from data.tokenizer import Tokenizer
 from model.attention.layout import permutation
 from scripts import launch_local
 from tests import small_run
-from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint import readers as checkpoint
 from trainer.config.schema import DistributedConfig, MeshConfig
 from trainer.mesh import batch_sharding, local_order, make_mesh, part_of_slices, simulate
 from trainer.reporting.metrics import MEASURED

@@ -18,7 +18,7 @@ from model.adapter import AdapterConfig
 from model.config import TransformerConfig
 from scripts import export_hf, import_hf, quantize_hf
 from tests.model.build import llama
-from trainer.checkpoint.store import stored_arrays
+from trainer.checkpoint.readers import stored_arrays
 from trainer.huggingface.assets import write_source_dtype
 from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf

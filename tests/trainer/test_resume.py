@@ -14,7 +14,7 @@ import train
 from data.errors import UserError
 from tests import small_run
 from tests.soak.digest import NOT_TRAINED
-from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint import readers as checkpoint
 from trainer.checkpoint.saving import flatten
 from trainer.config import load as config
 from trainer.loop import _Training

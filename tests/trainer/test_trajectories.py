@@ -12,7 +12,7 @@ import pytest
 from data.errors import UserError
 from data.trajectories.options import TrajectoryConfig
 from tests.data.trajectories.made import folder_of
-from trainer.checkpoint.store import restore_model
+from trainer.checkpoint.readers import restore_model
 from trainer.config import load as configuration
 from trainer.config.checks import check
 from trainer.config.schema import (

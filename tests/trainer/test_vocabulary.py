@@ -17,7 +17,8 @@ from model.declarations import own_shapes
 from model.padding import PADDED, logical_axes, vocabulary_axes
 from scripts import export_hf
 from tests.model.build import llama
-from trainer.checkpoint.store import CheckpointStore, restore, restore_model
+from trainer.checkpoint.readers import restore, restore_model
+from trainer.checkpoint.store import CheckpointStore
 from trainer.huggingface.assets import copy_assets
 from trainer.huggingface.read import read_hf
 from trainer.huggingface.write import write_hf

@@ -11,7 +11,8 @@ import pytest
 from data.errors import UserError
 from trainer.checkpoint.fetch import local_copy
 from trainer.checkpoint.manifest import ForeignError
-from trainer.checkpoint.store import CheckpointStore, restore_model, stored_parameters
+from trainer.checkpoint.readers import restore_model, stored_parameters
+from trainer.checkpoint.store import CheckpointStore
 
 
 @pytest.fixture

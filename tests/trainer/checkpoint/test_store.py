@@ -21,20 +21,19 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from data.errors import UserError
 from tests.soak.slow_store import slow_store
-from trainer.checkpoint import manifest
-from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint import manifest, saving
+from trainer.checkpoint import store as run_store
 from trainer.checkpoint.commit import MANIFEST, Files
 from trainer.checkpoint.manifest import DamagedError, ForeignError
-from trainer.checkpoint.store import (
-    CheckpointStore,
+from trainer.checkpoint.readers import (
     assets_dir,
     find_checkpoint,
     read_data,
     restore,
     restore_model,
-    save_checkpoint,
     stored_parameters,
 )
+from trainer.checkpoint.store import CheckpointStore, save_checkpoint
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
@@ -232,8 +231,8 @@ def test_every_file_is_compared_once(run, read, use):
 def test_each_process_compares_a_share_and_all_believe_each_other(run, read, monkeypatch):
     newest, shares = run / "checkpoints/20", []
     told = ["", ""]
-    monkeypatch.setattr(checkpoint, "exchange", lambda found: [["", ""], told, found])
-    monkeypatch.setattr(checkpoint, "first_then_others", lambda work, tell: work("[10, 20]"))
+    monkeypatch.setattr(run_store, "exchange", lambda found: [["", ""], told, found])
+    monkeypatch.setattr(run_store, "first_then_others", lambda work, tell: work("[10, 20]"))
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     for number in range(3):
         monkeypatch.setattr(jax, "process_index", lambda number=number: number)
@@ -252,7 +251,7 @@ def test_each_process_compares_a_share_and_all_believe_each_other(run, read, mon
 
 def test_all_processes_go_by_the_steps_that_the_first_sees(tmp_path, run, monkeypatch):
     monkeypatch.setattr(
-        checkpoint, "first_then_others", lambda work, tell: work(None) and work(tell([10]))
+        run_store, "first_then_others", lambda work, tell: work(None) and work(tell([10]))
     )
     assert CheckpointStore(run).steps_for_all() == [10]
 
@@ -424,13 +423,13 @@ def test_a_save_that_cannot_be_read_back_neither_counts_nor_removes_older_ones(
 ):
     """Orbax leaves out the index of its arrays, without an error, where it does not find what its
     processes wrote."""
-    finish = checkpoint.ocp.AsyncCheckpointer.wait_until_finished
+    finish = saving.ocp.AsyncCheckpointer.wait_until_finished
 
     def without_index(checkpointer):
         finish(checkpointer)
         (run / "checkpoints/30.tmp/model/manifest.ocdbt").unlink(missing_ok=True)
 
-    monkeypatch.setattr(checkpoint.ocp.AsyncCheckpointer, "wait_until_finished", without_index)
+    monkeypatch.setattr(saving.ocp.AsyncCheckpointer, "wait_until_finished", without_index)
     store = CheckpointStore(run, keep=1)
     store.save(30, model=placed((2, 4), values()), assets=assets)
     with pytest.raises(
@@ -515,7 +514,7 @@ def test_killed_at_any_moment(tmp_path, assets, repository):
 def test_of_large_ones_digests_are_compared_while_training_goes_on(
     run, assets, monkeypatch, warned
 ):
-    monkeypatch.setattr(checkpoint, "DIGESTED_BEFORE", 0)
+    monkeypatch.setattr(run_store, "DIGESTED_BEFORE", 0)
     with CheckpointStore(run) as store:
         assert store.latest_good(meanwhile=True) == 20  # of which all is well
     files = (run / "checkpoints/20/model/ocdbt.process_0/d").iterdir()

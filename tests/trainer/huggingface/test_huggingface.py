@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from data.errors import UserError
 from model.config import TransformerConfig
 from tests.model.test_config import NAMES as PRESETS
-from trainer.checkpoint.store import save_checkpoint, stored_parameters
+from trainer.checkpoint.readers import stored_parameters
+from trainer.checkpoint.store import save_checkpoint
 from trainer.huggingface.assets import copy_assets
 from trainer.huggingface.folder import resolve_model_path
 from trainer.huggingface.read import read_hf

@@ -1,0 +1,208 @@
+"""Finds checkpoints by the paths that users give, and reads them: what evaluations, exports and
+new runs start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import tensorstore
+
+from trainer.checkpoint.arrays import open_arrays
+from trainer.checkpoint.commit import CHECKPOINTS, MANIFEST
+from trainer.checkpoint.fetch import MODEL, local_copy
+from trainer.checkpoint.items import (
+    Restored,
+    data_of,
+    require_item,
+    restore_folder,
+    restore_item,
+    stored_item,
+)
+from trainer.checkpoint.manifest import ForeignError
+from trainer.checkpoint.store import CheckpointStore, problem_in_any
+
+
+def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
+    """The checkpoint folder at `path`, or the newest good one of the run folder at `path`; of
+    RUN/best the best one.
+
+    Args:
+      items: the items of a checkpoint at `path` that are verified. That of a run folder is verified
+        as a whole.
+
+    Raises:
+      ForeignError: the folder is neither; the message names what it is, if it is known.
+      DamagedError: a verified file has changed.
+    """
+    path = best_or_itself(local_copy(path).absolute())
+    if not path.is_dir():
+        raise ForeignError(f"{path}: no such folder")
+    if (path / MANIFEST).exists():
+        if items and (problem := problem_in_any(path, items)):
+            raise problem
+        return path
+    run = path.parent if path.name == CHECKPOINTS else path
+    store = CheckpointStore(run)
+    if store.steps():
+        step = store.latest_good()
+        if step is not None:
+            return store.path(step)
+    if path.name.endswith(".tmp"):
+        raise ForeignError(
+            f"{path}: a checkpoint that was never finished; its run's folder finds the last good "
+            "one"
+        )
+    if (path / "config.json").exists():
+        raise ForeignError(
+            f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes "
+            "one of it"
+        )
+    raise ForeignError(
+        f"{path}: no {MANIFEST} (a checkpoint), no {CHECKPOINTS}/ (a run) and no config.json (a "
+        "Hugging Face model) is in this folder"
+    )
+
+
+def best_or_itself(path: Path) -> Path:
+    """RUN/best as the folder of the run's best checkpoint, by the metric that its `checkpoint.best`
+    names; others unchanged.
+
+    Raises:
+      ForeignError: the run measured none.
+    """
+    run = path.parent
+    if path.name != "best" or path.exists() or not (run / CHECKPOINTS).is_dir():
+        return path
+    best = (read_data(run) or {}).get("best") or {}
+    if best.get("step") is None:
+        raise ForeignError(
+            f"{path}: this run has measured no best checkpoint; checkpoint.best names the metric "
+            "for one"
+        )
+    return CheckpointStore(run).path(best["step"])
+
+
+def assets_dir(path: str | Path) -> Path:
+    """The verified assets folder of the checkpoint or run at `path`; errors as in
+    `find_checkpoint`."""
+    return find_checkpoint(path, ["assets"]) / "assets"
+
+
+def read_data(path: str | Path) -> dict[str, Any] | None:
+    """The item `data` of the checkpoint at `path`; None if it has none."""
+    return data_of(find_checkpoint(path))
+
+
+def restore(
+    path: str | Path,
+    abstract_model: Mapping[str, Any],
+    abstract_optimizer: Any = None,
+    *,
+    verified: bool = False,
+) -> Restored:
+    """Restores a checkpoint, or a run's newest good one, onto the shardings of the abstract trees,
+    on any mesh.
+
+    Args:
+      abstract_model: parameter name -> array or jax.ShapeDtypeStruct with a sharding. One without
+        comes back as numpy.
+      abstract_optimizer: a pytree of the same, of the state's structure; None: the moments are not
+        read.
+      verified: the checkpoint has been compared with its manifest already.
+
+    Raises:
+      ForeignError, DamagedError: as in `find_checkpoint`.
+      ValueError: names the parameter whose name, shape or dtype differs.
+    """
+    items = ["model", "data", "assets", *(["optimizer"] if abstract_optimizer is not None else [])]
+    return restore_folder(
+        find_checkpoint(path, [] if verified else items), abstract_model, abstract_optimizer
+    )
+
+
+def restore_model(
+    path: str | Path,
+    shardings: Mapping[str, Any] | jax.sharding.Sharding | None = None,
+    *,
+    dtype: Any = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    verified: bool = False,
+) -> dict[str, Any]:
+    """Restores the parameters alone: for evaluation and export, which never read moments.
+
+    Args:
+      shardings: by name (a sharding, or a ShapeDtypeStruct that has one), one for all, or None for
+        numpy arrays on the host.
+      dtype: what the arrays are cast to: by name, or one for all; None keeps the stored dtypes.
+      shapes: by name, where parameters are padded for another mesh than the one that the checkpoint
+        was saved from.
+      verified: the checkpoint has been compared with its manifest already.
+
+    Raises:
+      As `restore`.
+    """
+    folder = find_checkpoint(path, [] if verified else ["model", "assets"])
+    abstract = {}
+    for name, stored in stored_item(folder, "model").items():
+        sharding = shardings.get(name) if isinstance(shardings, Mapping) else shardings
+        if isinstance(shardings, Mapping) and sharding is None:
+            raise ValueError(
+                f"{folder}: parameter {name} is in the checkpoint, but not in the model asked for"
+            )
+        if isinstance(sharding, jax.ShapeDtypeStruct):
+            abstract[name] = sharding
+        else:
+            shape = stored.shape if shapes is None else shapes[name]
+            abstract[name] = jax.ShapeDtypeStruct(shape, stored.dtype, sharding=sharding)
+    if isinstance(shardings, Mapping):
+        for name in shardings:
+            if name not in abstract:
+                raise ValueError(f"{folder}: parameter {name} is not in the checkpoint")
+    params = restore_item(folder, "model", abstract)
+    if dtype is None:
+        return params
+    return {
+        name: value.astype(dtype[name] if isinstance(dtype, Mapping) else dtype)
+        for name, value in params.items()
+    }
+
+
+def stored_parameters(
+    path: str | Path, *, verified: bool = False
+) -> dict[str, tensorstore.TensorStore]:
+    """`stored_arrays` of the parameters, for export, which needs one layer's tensor at a time."""
+    return stored_arrays(path, "model", verified=verified)
+
+
+def stored_average(path: str | Path) -> dict[str, tensorstore.TensorStore]:
+    """`stored_arrays` of the trained parameters' moving average (optimizer.average_decay), by
+    parameter name.
+
+    Raises:
+      ForeignError: the checkpoint holds none; others as in `restore`.
+    """
+    folder, mark = find_checkpoint(local_copy(path, [*MODEL, "optimizer"])), ".average."
+    arrays = stored_arrays(folder, "optimizer") if (folder / "optimizer").is_dir() else {}
+    average = {name.partition(mark)[2]: array for name, array in arrays.items() if mark in name}
+    if not average:
+        raise ForeignError(
+            f"{folder}: holds no average of the weights; training keeps one with "
+            "optimizer.average_decay"
+        )
+    return average
+
+
+def stored_arrays(
+    path: str | Path, item: str, *, verified: bool = False
+) -> dict[str, tensorstore.TensorStore]:
+    """The arrays of an item (model, optimizer) by name, on disk: indexing one reads that part
+    (`numpy.asarray(array[layer])`).
+
+    Errors as in `restore`.
+    """
+    folder = find_checkpoint(path, [] if verified else [item, "assets"])
+    require_item(folder, item)
+    return open_arrays(folder, item)
