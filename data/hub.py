@@ -5,20 +5,23 @@ A data set is hf://datasets/OWNER/NAME[@REVISION][/FILE OR FOLDER].
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import fcntl
 import glob
 import os
 import re
 import sys
+import threading
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from data.errors import UserError, first_line
 from data.printable import printable
 
+T = TypeVar("T")
 PREFIX = "hf://datasets/"
 WOULD_WORK = f"{PREFIX}OWNER/NAME[@REVISION][/FILE] would work"
 NOT_RECORDS = (
@@ -73,13 +76,15 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
     try:
         # Imported libraries know the hub's address as a constant, which HF_ENDPOINT sets.
         snapshot = Path(
-            snapshot_download(
-                repository,
-                repo_type="dataset",
-                revision=revision,
-                endpoint=constants.ENDPOINT,
-                allow_patterns=[escaped, *endings] if inner else endings,
-                ignore_patterns=[*left_out, *(f"*/{name}" for name in left_out)],
+            _interruptible(
+                lambda: snapshot_download(
+                    repository,
+                    repo_type="dataset",
+                    revision=revision,
+                    endpoint=constants.ENDPOINT,
+                    allow_patterns=[escaped, *endings] if inner else endings,
+                    ignore_patterns=[*left_out, *(f"*/{name}" for name in left_out)],
+                )
             )
         )
     except HFValidationError as error:
@@ -181,12 +186,14 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
 
     def fetch(**options: Any) -> Any:
         try:
-            return snapshot_download(
-                name,
-                revision=revision,
-                endpoint=constants.ENDPOINT,
-                allow_patterns=list(files),
-                **options,
+            return _interruptible(
+                lambda: snapshot_download(
+                    name,
+                    revision=revision,
+                    endpoint=constants.ENDPOINT,
+                    allow_patterns=list(files),
+                    **options,
+                )
             )
         except DryRunError as error:
             raise error.__cause__ or error from None  # what the hub answered
@@ -211,8 +218,8 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
                 size = sum(file.file_size for file in missing)
                 print(
                     printable(
-                        f"{name}: downloading {size:,} bytes in {len(missing)} files from {hub} to "
-                        f"{cache}"
+                        f"{name}: downloading {size:,} bytes in {len(missing)} "
+                        f"file{'s' if len(missing) > 1 else ''} from {hub} to {cache}"
                     ),
                     file=sys.stderr,
                     flush=True,
@@ -236,6 +243,24 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
         raise
     except Exception as error:  # disk errors, and those of whichever HTTP library the hub uses
         raise _not_downloaded(name, hub, error) from None
+
+
+def _interruptible(download: Callable[[], T]) -> T:
+    """Returns what `download` returns; Ctrl-C ends the wait for it at once.
+
+    The hub's library downloads in threads, which it joins after Ctrl-C too: for hours, if a large
+    file is on its way. Here they end with the process.
+    """
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(download())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="download", daemon=True).start()
+    return outcome.result()
 
 
 def _not_downloaded(name: str, hub: str, error: Exception) -> UserError:

@@ -81,7 +81,10 @@ def dry_run(
     usable_gib = None if gpu_memory is None else GPU_MEMORY_SHARE * gpu_gib(gpu_memory)
     if config.auto:
         if not machine:
-            raise UserError("--dry-run: found no machine, for which mesh: auto is planned; 8xH100")
+            raise UserError(
+                "--dry-run: mesh: auto is planned for a machine, found none; "
+                "--dry-run 8xH100 would work"
+            )
         config, reason = plan_on(config, machine_named(topology, usable_gib))
         print(reason)
     if device_count(topology) != config.mesh.devices:

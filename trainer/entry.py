@@ -164,6 +164,8 @@ class CommandParser(argparse.ArgumentParser):
         if not name.startswith("-"):
             return ""
         own = [option for option in self._option_string_actions if option.startswith("--")]
+        if name == "--cases" and "--count" in own:  # other tests take a file of cases
+            return " (did you mean --count?)"
         field = MEANT.get(name.lstrip("-").replace("-", "_").lower())
         if field and (option := "--" + field.rpartition(".")[2].replace("_", "-")) in own:
             return f" (did you mean {option}?)"

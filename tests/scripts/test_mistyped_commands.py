@@ -1,4 +1,4 @@
-"""Thirty mistyped or half-right commands: each is answered by one line that names the mend, before
+"""Mistyped or half-right commands: each is answered by one line that names the mend, before
 anything runs."""
 
 import importlib
@@ -62,6 +62,7 @@ CASES = [
     ),
     ("scripts.chat", ["runs/none", "--documnt", "book.txt"], "did you mean --document?"),
     ("eval.line_retrieval", [*LINES, "--case", "cases.jsonl"], "did you mean --cases?"),
+    ("eval.needle", [*LINES, "--cases", "4"], "did you mean --count?"),
     ("eval.report", ["runs/none", "--outptu", "report.html"], "did you mean --output?"),
 ]
 

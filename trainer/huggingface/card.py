@@ -197,7 +197,7 @@ def _results(checkpoint: Path) -> str:
 
 def _without_defaults(values: Mapping[str, Any], section: type) -> dict[str, Any]:
     """Returns the fields of a recipe or section that differ from their defaults."""
-    kept = {}
+    kept: dict[str, Any] = {}
     fields = {field.name: field for field in dataclasses.fields(section)}
     kinds = typing.get_type_hints(section)
     for name, value in values.items():
@@ -213,8 +213,10 @@ def _without_defaults(values: Mapping[str, Any], section: type) -> dict[str, Any
 
 def _dataclass_of_items(kind: Any) -> type | None:
     """Returns the dataclass of a sequence's items, or None where they are something else."""
-    items = [item for item in typing.get_args(kind) if dataclasses.is_dataclass(item)]
-    return items[0] if items and typing.get_origin(kind) in (tuple, list) else None
+    if typing.get_origin(kind) not in (tuple, list):
+        return None
+    item = typing.get_args(kind)[0]
+    return item if isinstance(item, type) and dataclasses.is_dataclass(item) else None
 
 
 def _default(field: dataclasses.Field) -> Any:

@@ -3,7 +3,10 @@ and what is refused."""
 
 import http.server
 import json
+import os
+import signal
 import threading
+import time
 
 import huggingface_hub.constants
 import numpy as np
@@ -56,6 +59,9 @@ class Hub(HubHandler):
             return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"}, body)
         if body:
             self.server.sent.append(name)
+            if name == "model.safetensors":
+                self.server.sending.set()
+                self.server.stalled.wait(30)
         return self.answer(200, files[name], headers, body)
 
 
@@ -65,6 +71,8 @@ def hub(monkeypatch, tmp_path, hf_model):
     empty cache."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.sent, server.requests, server.refused = [], [], set()
+        server.sending, server.stalled = threading.Event(), threading.Event()
+        server.stalled.set()
         server.content = {
             path.name: path.read_bytes() for path in hf_model.iterdir() if path.is_file()
         }
@@ -135,6 +143,21 @@ def test_an_interrupted_download_goes_on(hub, capsys):
     assert (folder / "model.safetensors").read_bytes() == hub.content["model.safetensors"]
     assert hub.sent[len(before) :].count("model.safetensors") == 1
     assert len(hub.sent) == len(set(hub.sent)), "nothing is downloaded twice"
+
+
+def test_ctrl_c_does_not_wait_for_the_file_that_is_on_its_way(hub):
+    hub.stalled.clear()
+    interrupted = threading.Thread(
+        target=lambda: hub.sending.wait(20) and os.kill(os.getpid(), signal.SIGINT), daemon=True
+    )
+    interrupted.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            resolve_model_path("me/tiny")
+        assert hub.sending.is_set() and time.monotonic() - began < 10
+    finally:
+        hub.stalled.set()
 
 
 def test_an_adapter_is_downloaded_by_its_name(hub, hf_model):
