@@ -166,7 +166,12 @@ MEASUREMENTS = {
     "bytes": Measurement(
         "Bytes received per device and layer in units of its own q, from texts compiled for TPU "
         "pods",
-        (benchmark("bench_schedules bytes --output {out}/bytes.json"),),
+        (
+            benchmark(
+                "bench_schedules bytes --ranks 4 16 64 --schedules ring all_gather balanced "
+                "ulysses attention2d --output {out}/bytes.json"
+            ),
+        ),
         (ATTENTION, "planning/compiled/*.py", HERE + "bench_schedules.py"),
         summaries.bytes_received,
         "docs/notes/schedules.md",

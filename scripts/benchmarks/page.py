@@ -89,7 +89,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "exactness": (
         "Exactness",
         {
-            "Against references": ("exactness", "exactness_by_hand", "gemma3"),
+            "Against references": ("exactness", "gemma3"),
             "The tests": ("suite",),
             "Attacks, an hour of training, a slow store": ("robustness", "hour", "slow_store"),
         },
@@ -117,15 +117,13 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "What schedules send, and what hides it": (
                 "bytes",
                 "overlap",
-                "placement",
-                "launch_flags",
             ),
         },
     ),
     "memory": (
         "Memory and contexts",
         {
-            "Memory": ("activation_memory", "memory_1m", "megatron_memory", "export_memory"),
+            "Memory": ("activation_memory", "memory_1m"),
             "Longest contexts": ("contexts", "adapter_contexts"),
             "Ring Attention's Table 3": ("table3",),
             "Plans of recipes and pods": ("recipes", "pods"),
@@ -141,7 +139,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "learning": (
         "What models learned",
         {
-            "The quickstart, identity conversations, books": ("quickstart", "identity", "books"),
+            "The quickstart, identity conversations": ("quickstart", "identity"),
             "SmolLM2-135M before and after practising retrieval": ("retrieval",),
             "SmolLM2-135M at twice the length it knows": ("extension",),
             "A curriculum of lengths, from scratch": ("curriculum",),
@@ -165,29 +163,6 @@ TERMS = {
 }
 # Results of which the page shows only these rows.
 SELECTED = {
-    "exactness": (
-        "smollm2_logits",
-        "small_logits",
-        "all_pairs",
-        "pallas_kernels",
-        "tpu_kernel_compiles",
-        "five_meshes",
-        "twenty_steps_loss",
-        "twenty_steps_end",
-        "collectives",
-        "rope_angles",
-        "templates",
-        "resume",
-        "import_export",
-        "ten_kills",
-    ),
-    "exactness_by_hand": (
-        "one_two_four_processes",
-        "axis_of_eight",
-        "float32_text",
-        "float32_random",
-    ),
-    "bytes": ("ring", "all_gather", "balanced", "ulysses", "attention2d"),
     "pods": (
         "ring_hidden",
         "llama_3_1_8b_1048576_v5e_16x16",
@@ -286,13 +261,14 @@ def machine(result: Result) -> str:
 
 
 def section(heading: str, names: Iterable[str], results: Mapping[str, Result]) -> str:
-    """Returns one heading, the table of all rows of its results, and notes."""
+    """Returns one heading, the table of its results' rows that have a goal, and notes."""
     names = list(names)
     rows = [
         (row["what"], row["goal"], row["found"], verdict(row), f"[{name}]")
         for name in names
         for row_id, row in results[name].rows.items()
-        if row_id in SELECTED.get(name, results[name].rows) and not row_id.startswith("ours_")
+        if row["goal"] and row_id in SELECTED.get(name, results[name].rows)
+        if not row_id.startswith("ours_")
     ]
     notes = list(dict.fromkeys(note(results[name]) for name in names if results[name].note))
     more = f"\nAttempts and reasons: {', '.join(notes)}.\n" if notes else ""

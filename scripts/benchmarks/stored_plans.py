@@ -39,7 +39,7 @@ CONTEXTS = {
     "h100_8_16m": ("llama_3_1_8b_16m_h100_8", "8 x H100", 8 << 20, "8M (best known 5M)"),
     "h100_8_8m": ("llama_3_1_8b_8m_h100_8", "8 x H100", 8 << 20, "8M (best known 5M)"),
     "h200_1_2m": ("llama_3_1_8b_2m_h200_1", "1 x H200", 2 << 20, "2M (best known 1.2M)"),
-    "h100_8_4m": ("llama_3_1_8b_h100_8", "8 x H100", 0, ""),
+    "h100_8_4m": ("llama_3_1_8b_h100_8", "8 x H100", 3_700_000, "3.7M (ALST)"),
 }
 # Row -> plan of LLaMA-7B, 1,048,576 tokens on v4:4x4x4, nothing offloaded.
 MEMORY_1M = {
@@ -80,6 +80,8 @@ def save_recipes(plans: dict[str, dict[str, Any]]) -> None:
         rows[recipe] = row(
             f"{recipe}, {plan['topology']}: GiB per device; host GiB per device",
             f"{memory_text(plan)}; {plan['host_gib']:.1f}",
+            "fits",
+            plan["peak_gib"] <= plan["device_gib"],
         )
         rows[f"{recipe}_seconds"] = row(
             f"{recipe}: seconds a step, by the cost model", seconds_text(plan)
@@ -119,6 +121,8 @@ def save_pods(stored: dict[str, dict[str, Any]]) -> None:
         "ring_hidden": row(
             "256 chips, ring: bytes of all permutes that are sent beside compute",
             f"{min(hidden):.1%} to {max(hidden):.1%}",
+            "all",
+            min(hidden) == 1,
         )
     }
     for plan in sorted(plans.values(), key=lambda plan: plan["context"]):
@@ -127,6 +131,8 @@ def save_pods(stored: dict[str, dict[str, Any]]) -> None:
             f"{plan['model']}, {plan['context']:,} tokens, {plan['topology']}: GiB a chip; seconds "
             "a step",
             f"{memory_text(plan)}; {seconds_text(plan)}",
+            "fits",
+            plan["peak_gib"] <= plan["device_gib"],
         )
     _save(
         "pods",
@@ -146,7 +152,7 @@ def save_contexts(stored: dict[str, dict[str, Any]]) -> None:
             f"8B, {gpus}, {policy(plan)}, {plan['host_gib']:.1f} GiB of host a GPU",
             f"{plan['context']:,}",
             words,
-            plan["context"] >= goal if goal else None,
+            plan["context"] >= goal,
         )
     _save(
         "contexts",

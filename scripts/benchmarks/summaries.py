@@ -135,16 +135,14 @@ def balance_time(out: Path) -> Rows:
         what = f"striped ring at 16K, {tiles} tiles, of the bound ({of})"
         return row(what, f"{share:.1%}", "95%", share >= 0.95)
 
-    def speedup(case: str, tiles: int, goal: float | None) -> dict[str, str]:
+    def speedup(case: str, tiles: int, goal: float) -> dict[str, str]:
         entry = measured[case, 16384, tiles]
         what = f"{case}, over contiguous ring at 16K, {tiles} tiles (bound {entry['bound']:.3f})"
-        held = None if goal is None else entry["speedup"] >= goal
-        return row(what, f"{entry['speedup']:.3f}", str(goal or ""), held)
+        return row(what, f"{entry['speedup']:.3f}", str(goal), entry["speedup"] >= goal)
 
     return {
         "striped_16384": of_bound(16),
         "striped_32_tiles": of_bound(32),
-        "zigzag_16384": speedup("zigzag ring", 16, None),
         "balanced_16384": speedup("balanced, split", 16, 1.3),
         "balanced_32_tiles": speedup("balanced, split", 32, 1.3),
     }
@@ -250,7 +248,7 @@ def measured_steps(out: Path) -> Rows:
 
 def dirty_data(out: Path) -> Rows:
     measured = read_json(out / "data" / "bench_data.json")
-    peaks, speed = measured["peak_mib_at_each_tenth"], measured["megabytes_per_second"]
+    peaks, speed = measured["peak_mib_at_each_tenth"], measured["megabytes_per_cpu_second"]
     padding = [entry["padding_percent"] for entry in measured["packing"]]
     records, not_human = measured["complete_records"], measured["first_turn_is_not_human"]
     return {
@@ -267,7 +265,7 @@ def dirty_data(out: Path) -> Rows:
             not_human == 6_258,
         ),
         "speed": row(
-            "dirty dump: cleaning without a language filter, MB/s",
+            "dirty dump: cleaning without a language filter, MB per CPU second",
             f"{speed:.0f}",
             "20",
             speed >= 20,

@@ -170,7 +170,7 @@ ONCE = ["scp", "scp", "install", "start"]
 def test_run_creates_installs_starts_and_follows(launch):
     command = [
         "--config",
-        "configs/books.yaml",
+        "configs/quickstart.yaml",
         "--data.sources",
         "[{path: a b.txt, format: text}]",
     ]

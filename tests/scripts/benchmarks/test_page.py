@@ -57,6 +57,13 @@ def test_every_result_is_on_the_page():
         assert set(ids) <= set(COMMITTED[name].rows), name
 
 
+def test_rows_without_a_goal_are_on_no_page():
+    text = "".join(page.render(COMMITTED, mark_old=False).values())
+    rows = [cells for result in COMMITTED.values() for cells in result.rows.values()]
+    without = [cells for cells in rows if not cells["goal"] and cells["verdict"] == "no goal"]
+    assert without and not any(f"| {cells['what']} |" in text for cells in without)
+
+
 @pytest.mark.parametrize("name", COMMITTED)
 def test_a_result_names_what_is_needed_to_repeat_it(name):
     result = COMMITTED[name]
