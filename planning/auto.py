@@ -109,7 +109,8 @@ def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     run = dataclasses.replace(best.run, memory=best.memory)
     mesh = dataclasses.replace(run.mesh, dcn=_across_slices(run.mesh, machine.topology))
     run = dataclasses.replace(run, mesh=mesh)
-    return check(run), _reason(best, machine, tried, config)
+    reason = _reason(best, machine, tried, config)
+    return check(dataclasses.replace(run, planned=reason)), reason
 
 
 def machine_of(devices: Sequence[jax.Device]) -> Machine:
@@ -175,9 +176,11 @@ def _best(job: Job) -> tuple[Job | None, int]:
         for candidate in _candidates(job.changed(train={"accumulation": parts})):
             tried += 1
             fits = estimate_memory(candidate).fits
+            if fits == "no" or not _is_allowed(candidate):
+                continue
             if fits == "yes":
                 fitting.setdefault(candidate.axes, candidate)
-            elif fits == "perhaps" and perhaps is None:
+            elif perhaps is None:
                 perhaps = candidate
         if fitting:
             return min(fitting.values(), key=answer.seconds_of), tried
@@ -185,16 +188,15 @@ def _best(job: Job) -> tuple[Job | None, int]:
 
 
 def _candidates(job: Job) -> Iterator[Job]:
-    """Yields the meshes and memory options to choose from, those that keep most first."""
+    """Yields the meshes and memory options to choose from, those that keep most first; some may
+    not be allowed."""
     given = job.run.mesh
     chosen = meshes(job) if "mesh" in job.run.auto else [given]
     for mesh in chosen:
         on_mesh = job.changed(mesh=dataclasses.replace(mesh, simulate=given.simulate))
         if mesh.devices != device_count(job.topology):
             continue
-        for candidate in policies(on_mesh) if "memory" in job.run.auto else [on_mesh]:
-            if _is_allowed(candidate):
-                yield candidate
+        yield from policies(on_mesh) if "memory" in job.run.auto else [on_mesh]
 
 
 def _is_allowed(job: Job) -> bool:
@@ -242,8 +244,9 @@ def _reason(job: Job, machine: Machine, tried: int, config: RunConfig) -> str:
 
 def _refusal(job: Job, machine: Machine) -> str:
     """Returns a line that says that nothing fits, and what would."""
+    smallest = _candidates(_in_most_parts(job))
     least = min(
-        (estimate_memory(candidate) for candidate in _candidates(_in_most_parts(job))),
+        (estimate_memory(candidate) for candidate in smallest if _is_allowed(candidate)),
         key=lambda memory: memory.low,
         default=None,
     )
@@ -288,11 +291,14 @@ def _what_would(job: Job) -> Iterator[str]:
 
 
 def _fits(job: Job) -> bool:
+    """Returns whether the job certainly fits, its batch in as many parts as it has rows."""
     try:
-        best, _ = _best(job)
+        return any(
+            estimate_memory(candidate).fits == "yes" and _is_allowed(candidate)
+            for candidate in _candidates(_in_most_parts(job))
+        )
     except ValueError:  # such as a rank that this model cannot have
         return False
-    return best is not None and estimate_memory(best).fits == "yes"
 
 
 def _answer_of(config: RunConfig) -> dict[str, Any]:
@@ -300,6 +306,7 @@ def _answer_of(config: RunConfig) -> dict[str, Any]:
     return {
         "mesh": dataclasses.asdict(config.mesh),
         "memory": dataclasses.asdict(config.memory),
+        "planned": config.planned,
         "accumulation": config.train.accumulation,
         "overrides": config.model.overrides,
     }
@@ -310,6 +317,7 @@ def _with_answer(config: RunConfig, found: dict[str, Any]) -> RunConfig:
     mesh = found["mesh"] | {"order": tuple(found["mesh"]["order"])}
     return dataclasses.replace(
         config,
+        planned=found["planned"],
         mesh=MeshConfig(**mesh),
         memory=MemoryConfig(**found["memory"]),
         train=dataclasses.replace(config.train, accumulation=found["accumulation"]),

@@ -5,10 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from model.attention.schedules.plan import EXCHANGE, PERMUTE, Pairs, Send, groups, line_size
+
+Lines = tuple[tuple[int, ...], ...]
+
+
+class Collective(NamedTuple):
+    """A gather or scatter within equal lines of ranks; a `Send` whose millions of pairs, on
+    thousands of devices, are not listed.
+
+    Attributes:
+      kind, nbytes: as of `Send`.
+      lines: the ranks of each line.
+    """
+
+    kind: str
+    nbytes: float
+    lines: Lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +62,7 @@ class Network:
     uplink: float = 0.0
     far_latency: float = 0.0
 
-    def seconds(self, sends: Sequence[Send], ranks: int) -> float:
+    def seconds(self, sends: Sequence[Send | Collective], ranks: int) -> float:
         """The time of simultaneous transfers: that of the busiest link, plus the latencies.
 
         The latencies of permutes overlap; other collectives follow one another.
@@ -54,7 +71,9 @@ class Network:
           sends: the transfers, between ranks numbered from 0.
           ranks: how many ranks share the network.
         """
-        sends = tuple(send for send in sends if send.pairs and send.nbytes)
+        sends = tuple(
+            send for send in sends if send.nbytes and (isinstance(send, Collective) or send.pairs)
+        )
         if not sends:
             return 0.0
         return self._torus_seconds(sends, ranks) if self.torus else self._node_seconds(sends, ranks)
@@ -67,14 +86,14 @@ class Network:
             (target - source) % ranks in (1, ranks - 1) for source, target in send.pairs
         )
 
-    def _torus_seconds(self, sends: Sequence[Send], ranks: int) -> float:
+    def _torus_seconds(self, sends: Sequence[Send | Collective], ranks: int) -> float:
         # load_change[direction, i]: the load of link i less that of link i - 1, on the ring
         # unrolled twice.
         load_change = np.zeros((2, 2 * ranks + 1))
         shared_bytes, hops, farthest = 0.0, 0, 0
         for send in sends:
             if send.kind != PERMUTE:
-                size = line_size(send.pairs)
+                size = _line_size(send)
                 # Both directions are used: a gather halves its P - 1 blocks; in an exchange a block
                 # crosses P / 4 links on average.
                 shared_bytes += send.nbytes * (
@@ -82,7 +101,7 @@ class Network:
                 )
                 hops += size // 2
                 continue
-            sources, targets, *_ = _route(send.kind, send.pairs)
+            sources, targets, *_ = _route(send)
             ahead = (targets - sources) % ranks
             backwards = 2 * ahead > ranks
             distance = np.where(backwards, ranks - ahead, ahead)
@@ -94,7 +113,7 @@ class Network:
         load = load[:, :ranks] + load[:, ranks:-1]
         return float((load.max() + shared_bytes) / self.link + (hops + farthest) * self.latency)
 
-    def _node_seconds(self, sends: Sequence[Send], ranks: int) -> float:
+    def _node_seconds(self, sends: Sequence[Send | Collective], ranks: int) -> float:
         node = np.arange(ranks) // (self.node or ranks)
         near_bytes, permuted_bytes, node_bytes = (
             np.zeros(ranks),
@@ -103,7 +122,7 @@ class Network:
         )
         collective_latency, permute_latency = 0.0, 0.0
         for send in sends:
-            sources, targets, times, steps = _route(send.kind, send.pairs)
+            sources, targets, times, steps = _route(send)
             far = node[sources] != node[targets]
             np.add.at(near_bytes, targets[~far], times * send.nbytes)
             np.add.at(node_bytes, node[targets[far]], times * send.nbytes)
@@ -119,22 +138,34 @@ class Network:
         return float(seconds + collective_latency + permute_latency)
 
 
-@functools.lru_cache(maxsize=256)
-def _route(kind: str, pairs: Pairs) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """How a collective moves its bytes between neighbours: (sources, targets, times, steps).
+def _line_size(send: Send | Collective) -> int:
+    return len(send.lines[0]) if isinstance(send, Collective) else line_size(send.pairs)
 
-    Each pair (source, target) moves a send's bytes `times` times; that takes `steps` steps.
-    Permutes and all-to-alls go directly; every other collective passes along its line of n ranks,
-    in which each sends n - 1 times to the next.
+
+def _route(send: Send | Collective) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """How a transfer moves its bytes between neighbours: (sources, targets, times, steps).
+
+    Each pair (source, target) moves its bytes `times` times; that takes `steps` steps. Permutes and
+    all-to-alls go directly; every other collective passes along its line of n ranks, in which each
+    sends n - 1 times to the next.
     """
-    if kind in (PERMUTE, EXCHANGE):
-        sources, targets = np.array(pairs).T
-        return sources, targets, 1, 1
-    lines = groups(pairs)
-    times = max(map(len, lines)) - 1
-    return (
-        np.concatenate(lines),
-        np.concatenate([np.roll(line, -1) for line in lines]),
-        times,
-        times,
-    )
+    if isinstance(send, Collective):
+        return _along(send.lines)
+    if send.kind in (PERMUTE, EXCHANGE):
+        return *_ends(send.pairs), 1, 1
+    return _along(groups(send.pairs))
+
+
+@functools.lru_cache(maxsize=256)
+def _ends(pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs' sources and targets."""
+    sources, targets = np.array(pairs).T
+    return sources, targets
+
+
+@functools.lru_cache(maxsize=256)
+def _along(lines: Lines) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """`_route` along lines of ranks."""
+    steps = max(map(len, lines)) - 1
+    targets = np.concatenate([np.roll(line, -1) for line in lines])
+    return np.concatenate(lines), targets, steps, steps

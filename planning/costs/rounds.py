@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -52,8 +53,21 @@ def rounds(
     Raises:
       ValueError: what `get_schedule` and the schedule's plan refuse.
     """
+    return _rounds(get_schedule(schedule, ranks, layout), ranks, layout, block, tiles, causal)
+
+
+@functools.lru_cache(maxsize=16)
+def _rounds(
+    schedule: Schedule,
+    ranks: int,
+    layout: str,
+    block: plan.Block,
+    tiles: tuple[int, int],
+    causal: bool,
+) -> tuple[list[Round], list[Round]]:
+    """`rounds`, once for all rates and loads that a step is estimated with."""
     counts = tile_counts(ranks, *tiles, layout, causal)
-    forward, backward = get_schedule(schedule, ranks, layout).plan(ranks, block, Mask(causal))
+    forward, backward = schedule.plan(ranks, block, Mask(causal))
     return (
         [_round(planned, counts, block, tiles) for planned in _shifted(forward)],
         [_round(planned, counts, block, tiles) for planned in _shifted(backward)],

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from model.attention.schedules import Schedule
-from model.attention.schedules.plan import GATHER, SCATTER, Block, Pairs, Send, everyone
+from model.attention.schedules.plan import GATHER, SCATTER, Block
 from model.config import TransformerConfig
 from model.memory.policies import POLICIES, RematPolicy
 from trainer.flops import head_weights, layer_weights, stored_layer_weights, training_flops
 
 from .hardware import Hardware
 from .kernel_rates import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, TWO_BACKWARD_KERNELS
+from .network import Collective, Lines
 from .rounds import Round, rounds
 
 # AdamW in float32 reads the parameter, two moments and the gradient of each weight, and writes
@@ -424,19 +425,18 @@ def _matrices(
         if not parameters or not job.zero or ranks // expert == 1:
             continue
         share = parameters / (job.tensor * ranks)
-        pairs = _shards(
+        lines = _shards(
             job.data, ranks // (expert * job.sequence), expert, job.tensor, job.sequence
         )
         transfer += gathers * network.seconds(
-            (Send("weights", GATHER, weight_bytes * share, pairs),), job.devices
-        ) + scatters * network.seconds((Send("gradients", SCATTER, 4 * share, pairs),), job.devices)
+            (Collective(GATHER, weight_bytes * share, lines),), job.devices
+        ) + scatters * network.seconds((Collective(SCATTER, 4 * share, lines),), job.devices)
     # Tensor parallelism sums the outputs of attention and feed-forward over its axis; nothing runs
     # beside these sums.
     summed = 0.0
     if job.tensor > 1:
-        part = Send(
-            "outputs", GATHER, job.tokens * job.sizes.hidden * 2 / job.tensor, _tensor_pairs(job)
-        )
+        nbytes = job.tokens * job.sizes.hidden * 2 / job.tensor
+        part = Collective(GATHER, nbytes, _tensor_lines(job))
         summed = sums * 2 * network.seconds((part,), job.devices)
     return Phase((max(compute, transfer) if job.overlap else compute + transfer) + summed, compute)
 
@@ -449,38 +449,38 @@ def _exchange(job: TrainingStep, gathers: int, scatters: int) -> Phase:
     if job.expert == 1:
         return Phase(0.0, 0.0)
     inner = job.tensor * job.sequence
-    pairs = everyone(
-        [(group * job.expert + x) * inner + i for x in range(job.expert)]
+    lines = tuple(
+        tuple((group * job.expert + x) * inner + i for x in range(job.expert))
         for group in range(job.data * job.fsdp)
         for i in range(inner)
     )
     nbytes = 2 * job.tokens * job.sizes.hidden
     tokens, sums = (
-        job.hardware.network.seconds((Send(name, kind, nbytes, pairs),), job.devices)
-        for name, kind in (("tokens", GATHER), ("sums", SCATTER))
+        job.hardware.network.seconds((Collective(kind, nbytes, lines),), job.devices)
+        for kind in (GATHER, SCATTER)
     )
     return Phase(gathers * tokens + scatters * sums, 0.0)
 
 
 @functools.lru_cache(maxsize=32)
-def _shards(data: int, fsdp: int, expert: int, tensor: int, sequence: int) -> Pairs:
-    """The pairs of devices that share one set of parameters, of one rank of `expert`."""
-    return everyone(
-        [
+def _shards(data: int, fsdp: int, expert: int, tensor: int, sequence: int) -> Lines:
+    """The devices that share one set of parameters, of one rank of `expert`, in a line each."""
+    return tuple(
+        tuple(
             (((d * fsdp + f) * expert + x) * tensor + t) * sequence + s
             for f in range(fsdp)
             for s in range(sequence)
-        ]
+        )
         for d in range(data)
         for x in range(expert)
         for t in range(tensor)
     )
 
 
-def _tensor_pairs(job: TrainingStep) -> Pairs:
-    """The pairs of devices along the tensor axis."""
-    return everyone(
-        [(row_group * job.tensor + t) * job.sequence + s for t in range(job.tensor)]
+def _tensor_lines(job: TrainingStep) -> Lines:
+    """The lines of devices along the tensor axis."""
+    return tuple(
+        tuple((row_group * job.tensor + t) * job.sequence + s for t in range(job.tensor))
         for row_group in range(job.row_groups)
         for s in range(job.sequence)
     )

@@ -1,6 +1,7 @@
 """Tests of planning/auto.py: what `mesh: auto` and `memory: auto` choose for the devices found."""
 
 import dataclasses
+import time
 import types
 
 import pytest
@@ -55,6 +56,8 @@ def test_other_devices_take_the_same_batch(recipe, devices, gib, axes, parts):
         f"planned for {devices} x CPU: mesh {' x '.join(f'{n} {s}' for n, s in axes.items())}"
     )
     assert ("batches in 2 parts" in reason) == (parts == 2)
+    # The run records it, until its axes are the user's own.
+    assert yaml.safe_load(dump(planned))["planned"] == reason
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,15 @@ def test_what_is_chosen_fits_by_the_estimate(recipe, machine, length, batch, axe
     assert {n: s for n in ("fsdp", "sequence", "tensor") if (s := getattr(mesh, n)) > 1} == axes
     job = Job(planned, TransformerConfig.preset("llama-3.1-8b"), machine)
     assert estimate_memory(job).fits == "yes"
+
+
+def test_thousands_of_chips_are_planned_for_in_about_a_second(recipe):
+    flags = ("--data.context_length", str(1 << 20), "--train.batch_size", "16")
+    config = recipe(*flags, preset="llama-3.1-70b")
+    begun = time.process_time()
+    planned, _ = plan_on(config, machine_named("v5p:16x16x16", None))
+    assert planned.mesh.devices == 4096
+    assert time.process_time() - begun < 4  # pairs of 4,096 devices took ten
 
 
 def test_slices_are_crossed_by_the_outer_axis(recipe):
@@ -137,6 +149,9 @@ def test_auto_stands_for_a_section(small_recipe, tmp_path):
     # Whoever names an axis has the section again.
     again = load(["--config", str(written), "--mesh.fsdp", "2", "--mesh.simulate", "2"])
     assert again.auto == ("memory",) and again.mesh.fsdp == 2
+    written.write_text(dump(dataclasses.replace(again, planned="for another machine")))
+    assert load(["--config", str(written)]).planned == "for another machine"
+    assert load(["--config", str(written), "--memory.remat", "nothing"]).planned == ""
     for flags, words in (
         (["--mesh", "fsdp"], "is a section, found 'fsdp'; auto would work, or its fields"),
         (["--mesh", "auto", "--mesh.fsdp", "2"], "--mesh auto and --mesh.fsdp exclude each other"),

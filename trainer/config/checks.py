@@ -50,7 +50,7 @@ IN_STORES = (
     "model.path",
     "adapter.path",
 )
-TEXTS = ("samples.prompts",)
+TEXTS = ("samples.prompts", "planned")
 
 
 def _check_stores(value: object, source: str, field: str = "") -> None:

@@ -145,6 +145,8 @@ def _with_auto(recipe: dict[str, Any], words: command_line.CommandLine) -> dict[
         }
         recipe = {**recipe, section: kept}
     auto = [name for name in auto if not any(each.startswith(f"{name}.") for each in given)]
+    if not auto:  # what a run recorded of an earlier answer
+        recipe = {name: value for name, value in recipe.items() if name != "planned"}
     return {**recipe, "auto": auto} if auto or "auto" in recipe else recipe
 
 

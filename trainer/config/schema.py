@@ -667,6 +667,8 @@ class RunConfig:
     """What the planner chooses for the devices that it finds: mesh (also written mesh: auto) the
     axes, and train.accumulation where a batch must be computed in parts; memory (memory: auto) what
     is kept; positions stretches a pretrained model to data.context_length."""
+    planned: str = ""
+    """The planner's answer to `auto` with its reason, as the run records it."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)

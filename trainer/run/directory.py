@@ -73,6 +73,7 @@ PLACEMENT = (
     "train.non_finite",  # a stopped run may continue with another choice
     "mesh",
     "auto",
+    "planned",
     "distributed",
     "memory",
     "attention.kernel",
