@@ -169,4 +169,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     end_at_once()
-    sys.exit(main())
+    entry.leave(main())

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +42,7 @@ from scripts.benchmarks.step_parts import (
     is_communication,
 )
 from scripts.benchmarks.step_trace import DeviceTrace, read_trace
+from trainer import entry
 from trainer.options import AtLeastOne, Tokens, command, option
 
 TRACE, TEXT, RESULT, PICTURE_NAME = "trace", "compiled.txt", "profile.json", "profile.png"
@@ -240,4 +240,4 @@ main = command(Options, work, output="output")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.leave(main())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from pathlib import Path
 
 from data.errors import UserError
 from data.printable import printable
 from data.within import file_within
+from trainer import entry
 from trainer.options import FreeText, command, option
 
 # Weights may be in several files.
@@ -150,4 +150,4 @@ main = command(Options, work)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.leave(main())

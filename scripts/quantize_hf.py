@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
+from trainer import entry
 from trainer.options import command, no_download, option
 
 
@@ -76,4 +76,4 @@ main = command(Options, work)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.leave(main())

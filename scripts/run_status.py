@@ -8,7 +8,6 @@ checkpoint's step is printed, for launchers.
 from __future__ import annotations
 
 import re
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -170,4 +169,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.leave(main())

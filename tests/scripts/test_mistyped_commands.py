@@ -78,7 +78,3 @@ def test_one_line_names_the_mend(command, argv, mend, repository, monkeypatch, c
     said = capsys.readouterr().err
     assert status == 2 and said.startswith("error: ") and said.count("\n") == 1, said
     assert mend in said
-
-
-def test_there_are_thirty():
-    assert len(CASES) == 30
