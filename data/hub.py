@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from data.printable import printable
 
 T = TypeVar("T")
 PREFIX = "hf://datasets/"
+ABANDONED_SECONDS = 3600
 WOULD_WORK = f"{PREFIX}OWNER/NAME[@REVISION][/FILE] would work"
 NOT_RECORDS = (
     "README.md",
@@ -166,8 +168,8 @@ def is_offline() -> bool:
 def download_model(name: str, revision: str | None, files: Sequence[str], needed: str = "") -> Path:
     """Downloads missing files of a model, after saying their size; returns the folder in the cache.
 
-    Of several processes of a machine one downloads and the others wait. An interrupted download
-    goes on where it was.
+    Of several processes of a machine one downloads and the others wait. Files that have arrived
+    whole are not downloaded again.
 
     Args:
       files: patterns of the files' names.
@@ -207,6 +209,7 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
         ) as lock:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            _remove_abandoned(cache / f"models--{name.replace('/', '--')}" / "blobs")
             listed = fetch(dry_run=True)
             if needed and not any(file.filename.endswith(needed) for file in listed):
                 raise UserError(
@@ -249,7 +252,8 @@ def _interruptible(download: Callable[[], T]) -> T:
     """Returns what `download` returns; Ctrl-C ends the wait for it at once.
 
     The hub's library downloads in threads, which it joins after Ctrl-C too: for hours, if a large
-    file is on its way. Here they end with the process.
+    file is on its way. Here they end with the process. The parts of files that it was writing are
+    removed, since it never reads them again.
     """
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -260,14 +264,30 @@ def _interruptible(download: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=work, name="download", daemon=True).start()
-    return outcome.result()
+    try:
+        return outcome.result()
+    except KeyboardInterrupt:
+        for descriptor in Path("/proc/self/fd").glob("*"):  # none without Linux
+            with contextlib.suppress(OSError):
+                if (path := descriptor.readlink()).suffix == ".incomplete":
+                    path.unlink()
+        raise
+
+
+def _remove_abandoned(blobs: Path) -> None:
+    """Removes parts of files to which no process has written for an hour: it was killed, and the
+    hub's library never reads them again."""
+    for part in blobs.glob("*.incomplete"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > ABANDONED_SECONDS:
+                part.unlink()
 
 
 def _not_downloaded(name: str, hub: str, error: Exception) -> UserError:
     return UserError(
         printable(
             f"{name}: neither a folder nor in the local Hugging Face cache, and not downloaded "
-            f"from {hub} ({first_line(error)}); what has arrived is kept, and the same command or "
-            f"`hf download {name}` resumes from there"
+            f"from {hub} ({first_line(error)}); whole files that have arrived are kept, and the "
+            f"same command or `hf download {name}` gets the rest"
         )
     )

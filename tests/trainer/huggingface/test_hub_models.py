@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import huggingface_hub.constants
 import numpy as np
@@ -156,8 +157,19 @@ def test_ctrl_c_does_not_wait_for_the_file_that_is_on_its_way(hub):
         with pytest.raises(KeyboardInterrupt):
             resolve_model_path("me/tiny")
         assert hub.sending.is_set() and time.monotonic() - began < 10
+        assert not list(Path(huggingface_hub.constants.HF_HUB_CACHE).rglob("*.incomplete"))
     finally:
         hub.stalled.set()
+
+
+def test_parts_that_a_killed_download_left_are_removed(hub):
+    blobs = Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--me--tiny/blobs"
+    blobs.mkdir(parents=True)
+    for name, age in (("a.1.incomplete", 2 * 3600), ("b.2.incomplete", 60)):
+        (blobs / name).write_bytes(b"part")
+        os.utime(blobs / name, (time.time() - age,) * 2)
+    resolve_model_path("me/tiny")
+    assert [path.name for path in blobs.glob("*.incomplete")] == ["b.2.incomplete"]
 
 
 def test_an_adapter_is_downloaded_by_its_name(hub, hf_model):
