@@ -92,13 +92,16 @@ def make_builder(length: int, args: StepOptions):
     return StepBuilder(model, model.loss, text_batch(1, length, mesh), memory_config=memory)
 
 
+def random_row(vocabulary: int, length: int) -> np.ndarray:
+    """Returns a row's random tokens and the one after them, int32 [1, length + 1]."""
+    return np.random.default_rng(0).integers(0, vocabulary, (1, length + 1), np.int32)
+
+
 def make_batch(builder, length: int, documents: int) -> dict[str, Any]:
     """Returns a row of random tokens in `documents` documents, placed as the step takes it."""
     import jax
 
-    tokens = np.random.default_rng(0).integers(
-        0, builder.model.config.vocab_size, (1, length + 1), np.int32
-    )
+    tokens = random_row(builder.model.config.vocab_size, length)
     index = np.arange(length, dtype=np.int32)[None]
     lengths = document_lengths(length, documents)
     positions = np.concatenate([np.arange(document, dtype=np.int32) for document in lengths])[None]
@@ -118,11 +121,7 @@ def make_batch(builder, length: int, documents: int) -> dict[str, Any]:
 
 def ours(length: int, args: Options) -> dict:
     """Returns our step's seconds, loss, plan and device facts."""
-    import jax
-
     from planning.compiled import memory as planned_memory
-    from trainer.devices import peak_flops
-    from trainer.reporting.metrics import peak_device_gib
 
     builder = make_builder(length, args)
     start = time.perf_counter()
@@ -137,19 +136,32 @@ def ours(length: int, args: Options) -> dict:
         params, moments, metrics = step(params, {}, moments, batch, number)
         loss = float(metrics.loss)
         seconds.append(time.perf_counter() - start)
-    device = jax.devices()[0]
     result = {
         "seconds": seconds,
         "loss": loss,
-        "device": device.device_kind,
-        "peak_flops": peak_flops(device.device_kind),
-        "device_gib": peak_device_gib([device]),
+        **device_facts(),
         "planned_gib": plan["peak"],
         "planned_host_gib": plan["host"],
         "compile_seconds": compile_seconds,
     }
     del params, moments
     return {**result, "matmul": jax_matmul_rate(args.dtype)}
+
+
+def device_facts() -> dict:
+    """Returns the first device's name, its peak and the most memory that this process took."""
+    import jax
+
+    from trainer.devices import peak_flops
+    from trainer.reporting.metrics import peak_device_gib
+
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "peak_flops": peak_flops(device.device_kind),
+        "device_gib": peak_device_gib([device]),
+        "versions": {"jax": jax.__version__},
+    }
 
 
 def jax_matmul_rate(dtype: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import time
 
 import numpy as np
@@ -46,7 +47,6 @@ def torch_step(
       step (None on a CPU), `device`, and the packages' `versions`.
     """
     import torch
-    import transformers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = _model(config, options, device)
@@ -74,15 +74,21 @@ def torch_step(
         seconds.append(time.perf_counter() - start)
         if device == "cuda" and step == 0:
             torch.cuda.reset_peak_memory_stats()
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"seconds": seconds, "loss": last_loss, **torch_facts()}
+
+
+def torch_facts(*packages: str) -> dict:
+    """Returns the device's name, the most memory since its counter was reset (None on a CPU), and
+    the versions of torch, transformers and these packages."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
     return {
-        "seconds": seconds,
-        "loss": last_loss,
-        "device_gib": peak,
-        "device": name,
-        "versions": versions,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "device_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("torch", "transformers", *packages)
+        },
     }
 
 
