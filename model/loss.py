@@ -3,6 +3,7 @@ batch."""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -80,9 +81,7 @@ def token_losses(
         targets = targets - parallel.rank() * logits.shape[-1]
     total = parallel.sum(jnp.exp(logits - maximum[..., None]).sum(-1), "vocab")
     is_local = (targets >= 0) & (targets < logits.shape[-1])
-    target_logits = jnp.take_along_axis(logits, jnp.where(is_local, targets, 0)[..., None], -1)[
-        ..., 0
-    ]
+    target_logits = _logits_at(logits.shape[-1], logits, jnp.where(is_local, targets, 0))
     target_logits = parallel.sum(jnp.where(is_local, target_logits, 0.0), "vocab")
     return maximum + jnp.log(total) - target_logits
 
@@ -121,6 +120,30 @@ def global_sums(
         jax.tree.map(over_devices, losses.auxiliary),
         losses.measures,
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logits_at(
+    size: int, logits: Float[Array, "B c V"], targets: Int[Array, "B c"]
+) -> Float[Array, "B c"]:
+    """The logit of each target; `size` is V.
+
+    Its gradient compares with the targets instead of scattering, which compilers do not fuse: the
+    gradient of all logits would be written and read in float32 first.
+    """
+    del size
+    return jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+
+
+def _logits_at_backward(size, targets, gradient):
+    is_target = jnp.arange(size) == targets[..., None]
+    return jnp.where(is_target, gradient[..., None], 0.0), None
+
+
+_logits_at.defvjp(
+    lambda size, logits, targets: (_logits_at(size, logits, targets), targets),
+    _logits_at_backward,
+)
 
 
 @jax.custom_vjp

@@ -88,7 +88,7 @@ def step_flops(args: Options) -> dict[str, float]:
     from planning.costs.step import REMAT
     from trainer.flops import head_weights, layer_weights
 
-    config = preset(args)
+    config = preset(args.model, args.layers)
     pairs = sum(n * (n + 1) // 2 for n in document_lengths(args.length, args.documents))
     work, forwards = REMAT[args.remat]
     weights = config.num_hidden_layers * work * layer_weights(config) + 3 * head_weights(config)

@@ -68,6 +68,11 @@ WRITERS = {
         "--output {out}",
         ("bench_kernels.json", "bench_kernels.txt"),
     ),
+    "scripts.benchmarks.bench_qlora": ("--output {out}", ("qlora.jsonl",)),
+    "scripts.benchmarks.gpu_results": (
+        "--book a --other-book b --cases c --output {out}",
+        ("steps.jsonl",),
+    ),
     "scripts.benchmarks.bench_step": ("--output {out}", ("step.json",)),
     "scripts.profile_step": ("--output {out}", ("profile.json", "profile.png")),
     "scripts.benchmarks.bench_data": ("--output {out}", ("bench_data.json", "dropped.jsonl")),

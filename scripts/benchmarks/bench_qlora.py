@@ -92,7 +92,7 @@ def write_weights(config: TransformerConfig, adapters: AdapterConfig, folder: Pa
     write_config(adapters, one.family, None, folder / "adapter")
 
 
-def ours(length: int, args: Options) -> dict:
+def ours(length: int, weights: Path, args: Options) -> dict:
     """Returns the seconds and losses of our steps, and device facts."""
     import jax
     import jax.numpy as jnp
@@ -107,11 +107,11 @@ def ours(length: int, args: Options) -> dict:
     from trainer.text import text_batch
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    config = dataclasses.replace(preset(args), adapter=adapter(args))
+    config = dataclasses.replace(preset(args.model, args.layers), adapter=adapter(args))
     memory = MemoryConfig(args.remat, loss_chunk=args.loss_chunk)
     options: dict[str, Any] = {"dtype": jnp.dtype(args.dtype), "memory": memory}
     model = LanguageModel(config, mesh, kernel=get_kernel(args.kernel), **options)
-    params = _params(model, args.weights)
+    params = _params(model, weights)
     batch_shape = text_batch(1, length, mesh)
     builder = StepBuilder(
         model, model.loss, batch_shape, optimizer_config=OPTIMIZER, memory_config=memory
@@ -176,12 +176,12 @@ def _is_part(name: str) -> bool:
     return weight_of(name) != name or name.rpartition(".")[2] in ADAPTER_PARTS
 
 
-def theirs(length: int, args: Options) -> dict:
+def theirs(length: int, weights: Path, args: Options) -> dict:
     """Returns the seconds and losses of peft's steps, and device facts."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = _peft_model(args, device)
+    model = _peft_model(args, weights, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         trained,
@@ -191,7 +191,7 @@ def theirs(length: int, args: Options) -> dict:
         weight_decay=OPTIMIZER.weight_decay,
         fused=device == "cuda",
     )
-    tokens = random_row(preset(args).vocab_size, length)[:, :-1]
+    tokens = random_row(preset(args.model, args.layers).vocab_size, length)[:, :-1]
     inputs = {"input_ids": torch.from_numpy(tokens).long().to(device)}
     lengths = document_lengths(length, _documents(length, args))
     if len(lengths) > 1:  # transformers recognizes a packed row's documents by their positions
@@ -219,7 +219,7 @@ def theirs(length: int, args: Options) -> dict:
     }
 
 
-def _peft_model(args: Options, device: str):
+def _peft_model(args: Options, weights: Path, device: str):
     """Returns transformers' model with peft's adapters beside bitsandbytes' NF4, every layer a copy
     of the one in the folder."""
     import torch
@@ -236,7 +236,7 @@ def _peft_model(args: Options, device: str):
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    config, dtype = preset(args), getattr(torch, args.dtype)
+    config, dtype = preset(args.model, args.layers), getattr(torch, args.dtype)
 
     def of_all_layers(tensors):
         return {
@@ -245,8 +245,8 @@ def _peft_model(args: Options, device: str):
             for i in range(config.num_hidden_layers if _LAYER in name else 1)
         }
 
-    stored = load_file(args.weights / "model.safetensors")
-    model = transformers.LlamaForCausalLM.from_pretrained(
+    stored = load_file(weights / "model.safetensors")
+    base = transformers.LlamaForCausalLM.from_pretrained(
         None,
         config=transformers.LlamaConfig(**config.to_hf()),
         state_dict=of_all_layers(stored),
@@ -260,17 +260,14 @@ def _peft_model(args: Options, device: str):
             bnb_4bit_compute_dtype=dtype,
         ),
     )
-    model = prepare_model_for_kbit_training(
-        model, gradient_checkpointing_kwargs={"use_reentrant": False}
+    base = prepare_model_for_kbit_training(
+        base, gradient_checkpointing_kwargs={"use_reentrant": False}
     )
-    adapters = adapter(args)
-    model = get_peft_model(
-        model,
-        LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=list(PROJECTIONS)),
-    )
-    parts = load_file(args.weights / "adapter" / "adapter_model.safetensors")
-    unread = set_peft_model_state_dict(model, of_all_layers(parts)).unexpected_keys
-    assert not unread, unread
+    adapters = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=list(PROJECTIONS))
+    model = get_peft_model(base, adapters)
+    parts = load_file(weights / "adapter" / "adapter_model.safetensors")
+    unread: Any = set_peft_model_state_dict(model, of_all_layers(parts))
+    assert not unread.unexpected_keys, unread
     return model.train()
 
 
@@ -307,7 +304,7 @@ def report(args: Options) -> int:
     rows: dict[tuple[str, int], dict] = {}
     with TemporaryDirectory(dir=args.output) as scratch:
         weights = Path(scratch) / "weights"
-        write_weights(preset(args), adapter(args), weights)
+        write_weights(preset(args.model, args.layers), adapter(args), weights)
         for length in args.lengths:
             for side in args.side:
                 row = rows[side, length] = measure(side, length, weights, args)
@@ -366,7 +363,7 @@ def work(args: Options) -> int:
         return report(args)
     if args.weights is None:
         raise UserError("--one: needs --weights")
-    print(json.dumps((ours if args.one == "ours" else theirs)(args.lengths[0], args)))
+    print(json.dumps((ours if args.one == "ours" else theirs)(args.lengths[0], args.weights, args)))
     return 0
 
 

@@ -54,12 +54,12 @@ def document_lengths(length: int, count: int) -> list[int]:
     return np.diff([0, *ends]).tolist()
 
 
-def preset(args: StepOptions):
-    """Returns the configuration of the measured model, with --layers layers if that is given."""
+def preset(name: str, layers: int):
+    """Returns the configuration of a preset, with so many layers if that is not 0."""
     from model.config import TransformerConfig
 
-    config = TransformerConfig.preset(args.model)
-    return dataclasses.replace(config, num_hidden_layers=args.layers) if args.layers else config
+    config = TransformerConfig.preset(name)
+    return dataclasses.replace(config, num_hidden_layers=layers) if layers else config
 
 
 def make_builder(length: int, args: StepOptions):
@@ -83,7 +83,7 @@ def make_builder(length: int, args: StepOptions):
         args.remat, moments_on_host=args.moments_on_host, loss_chunk=args.loss_chunk, **chunks
     )
     model = LanguageModel(
-        preset(args),
+        preset(args.model, args.layers),
         mesh,
         kernel=get_kernel(args.kernel),
         dtype=jnp.dtype(args.dtype),
@@ -190,7 +190,12 @@ def theirs(length: int, args: Options) -> dict:
     on_cpu = not torch.cuda.is_available()
     if on_cpu and length >= CHECKPOINT_FROM:
         options = dataclasses.replace(options, recompute=True)
-    result = torch_step(preset(args), document_lengths(length, args.documents), args.steps, options)
+    result = torch_step(
+        preset(args.model, args.layers),
+        document_lengths(length, args.documents),
+        args.steps,
+        options,
+    )
     a = torch.ones(2048, 2048)
     return result | ({"matmul": matmul_rate(lambda: a @ a)} if on_cpu else {})
 
@@ -209,7 +214,7 @@ def compare(length: int, args: Options) -> list[dict]:
     from trainer.flops import flops_per_step
 
     pairs = sum(tokens * (tokens + 1) // 2 for tokens in document_lengths(length, args.documents))
-    flops = flops_per_step(preset(args), length, pairs)
+    flops = flops_per_step(preset(args.model, args.layers), length, pairs)
     turns = [(side, measure(side, length, args)) for side in args.side * args.turns]
     matmul = max(result.get("matmul", 0.0) for _, result in turns)
     rows = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,47 @@ def python(command: str, **values: object) -> None:
     status = subprocess.run([sys.executable, *words], cwd=ROOT, check=False).returncode
     if status:
         raise ProcessFailed(words, f"ended with {status}")
+
+
+def run_for(
+    words: Sequence[str],
+    seconds: float,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    grace: float = 0,
+) -> str:
+    """Runs Python for at most so many seconds, then stops it and its own processes.
+
+    Args:
+      words: Python's arguments.
+      log: the file that its output goes to.
+      environment: of the process; None for this one's.
+      grace: seconds that it has after SIGTERM.
+
+    Returns:
+      "exit STATUS", or "out of time".
+    """
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            return f"exit {process.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            if grace:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(grace)
+            with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return "out of time"
 
 
 def in_own_process(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:

@@ -1,12 +1,15 @@
 """Measures on one GPU what a short loan of it allows: rows by importance, each in its own process.
 
     python -m scripts.benchmarks.gpu_call                    # five minutes
+    python -m scripts.benchmarks.gpu_call --call qlora       # another five
     python -m scripts.benchmarks.gpu_call --tiny             # the same rows at tiny sizes, on a CPU
 
-Steps of Llama 3.2 1B's shape beside transformers + Liger (pip install liger-kernel), of eight
-layers of 8B with their profile, and kernels beside cuDNN and torch. A row that does not fit into
-what is left of the time is left out by name. OUTPUT/rows.jsonl gets a line after each row, and each
-row's folder what its command wrote.
+The call `steps`: steps of Llama 3.2 1B's shape beside transformers + Liger, of eight layers of 8B
+with their profile, and kernels beside cuDNN and torch. The call `qlora`: Llama 3.1 8B's shape by
+QLoRA beside transformers + peft + bitsandbytes. A row that does not fit into what is left of the
+time is left out by name. OUTPUT/rows.jsonl gets a line after each row, and each row's folder what
+its command wrote. --wheels prints the command that downloads the peers' packages for a machine
+without network, which installs them by pip install --no-index --find-links WHEELS.
 """
 
 from __future__ import annotations
@@ -14,14 +17,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 from data.paths import output_files
-from scripts.benchmarks.results import ROOT
+from scripts.benchmarks.commands import run_for
 from trainer.options import AtLeastOne, command, option
 
 ONE_B = "bench_step --model llama-3.2-1b --dtype bfloat16 --turns 1 --loss-chunk 4096 --torch-liger"
@@ -45,7 +47,7 @@ class Row(NamedTuple):
 
 
 _STEP, _KERNEL = "--model tiny --lengths 128 --dtype float32", "--lengths 64 --heads 2 --kv-heads 2"
-ROWS = (
+STEPS = (
     Row("8b_32k_profile", 45, f"profile_step {EIGHT_B} --length 32K", "--model tiny --length 128"),
     Row("1b_32k", 60, f"{ONE_B} --lengths 32768", _STEP),
     Row("1b_8k", 60, f"{ONE_B} --lengths 8192", _STEP),
@@ -71,6 +73,20 @@ ROWS = (
         "--kernels xla --head-dims 64",
     ),
 )
+_QLORA = "--model smollm2-135m --layers 2 --lengths 128 --document-tokens 64 --dtype float32"
+# At 32K ten steps of both sides would not fit beside the ten at 8K.
+QLORA = (
+    Row("qlora_8k", 110, "bench_qlora --torch-liger --lengths 8192", f"{_QLORA} --steps 3"),
+    Row(
+        "qlora_32k",
+        150,
+        "bench_qlora --torch-liger --lengths 32768 --steps 4",
+        f"{_QLORA} --steps 3",
+    ),
+)
+CALLS = {"steps": STEPS, "qlora": QLORA}
+# What the peers need besides torch, transformers and peft.
+WHEELS = {"steps": "liger-kernel", "qlora": "liger-kernel bitsandbytes==0.50.2"}
 
 
 def module(words: str) -> list[str]:
@@ -85,23 +101,11 @@ def measure(row: Row, args: Options, seconds: float) -> dict:
     words = module(row.words)
     if args.tiny:  # Liger needs a GPU
         words = [*(word for word in words if word != "--torch-liger"), *row.tiny.split()]
-    folder, begin = args.output / row.name, time.monotonic()
+    folder, begin = (args.output / row.name).absolute(), time.monotonic()
     folder.mkdir(exist_ok=True)
-    with (folder / "log.txt").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            [sys.executable, *words, "--output", str(folder.absolute())],
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"} if args.tiny else None,
-            start_new_session=True,
-        )
-        try:
-            status = f"exit {process.wait(seconds)}"
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)  # its own processes too
-            process.wait()
-            status = "out of time"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"} if args.tiny else None
+    words = [*words, "--output", str(folder)]
+    status = run_for(words, seconds, folder / "log.txt", environment)
     took = time.monotonic() - begin
     return {"row": row.name, "status": status, "seconds": took, "command": " ".join(words)}
 
@@ -111,16 +115,26 @@ class Options:
     """The command's options."""
 
     seconds: AtLeastOne = option("that all rows may take together", 290)
-    only: tuple[str, ...] = option("rows", (), choices=tuple(row.name for row in ROWS))
+    call: str = option("which rows", "steps", choices=tuple(CALLS))
+    only: tuple[str, ...] = option(
+        "rows", (), choices=tuple(row.name for rows in CALLS.values() for row in rows)
+    )
+    wheels: bool = option("print how the peers' packages are downloaded, and measure nothing")
     tiny: bool = option("at tiny sizes on a CPU, to see that each row runs")
     output: Path = option("folder for results", Path("runs/gpu_call"))
 
 
 def work(args: Options) -> int:
     """Measures the rows; returns 1 if any failed or was left out."""
+    if args.wheels:
+        print(
+            "pip download --no-deps --only-binary :all: --python-version 3.12 --platform "
+            f"manylinux_2_24_x86_64 --dest WHEELS {WHEELS[args.call]}"
+        )
+        return 0
     output_files(args.output, {"rows.jsonl": b'"status"'})
     end, complete = time.monotonic() + args.seconds, True
-    for row in ROWS:
+    for row in CALLS[args.call]:
         if args.only and row.name not in args.only:
             continue
         left = end - time.monotonic()

@@ -6,6 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model.loss import token_losses
+from model.sharding import TensorParallel
+
 from .attention.jaxprs import operations
 from .build import llama, mean_loss, packed_batch, tiny
 
@@ -39,6 +42,29 @@ def test_logits_and_losses_in_bfloat16_are_those_of_float64():
     )
     for values, truth in zip(got, (logits, losses), strict=True):
         np.testing.assert_allclose(values, truth, rtol=0, atol=1e-6 * np.abs(logits).max())
+
+
+def test_the_losses_gradient_is_the_softmax_less_the_targets_and_scatters_nothing():
+    """A scatter into the logits would write their whole gradient in float32 before it is cast."""
+    config = tiny(vocab_size=VOCABULARY)
+    parallel = TensorParallel.of(config, 1)
+    rng = np.random.default_rng(4)
+    logits = rng.standard_normal((2, 5, VOCABULARY)).astype(np.float32)
+    targets = rng.integers(0, VOCABULARY, (2, 5))
+    weights = rng.random((2, 5)).astype(np.float32)
+
+    def total(logits):
+        return jnp.sum(weights * token_losses(logits, jnp.asarray(targets), parallel))
+
+    exact = np.exp(logits.astype(np.float64))
+    exact = exact / exact.sum(-1, keepdims=True) - np.eye(VOCABULARY)[targets]
+    got = jax.grad(total)(jnp.asarray(logits))
+    np.testing.assert_allclose(got, exact * weights[..., None], rtol=0, atol=1e-6)
+    names = {
+        equation.primitive.name
+        for equation, _ in operations(jax.make_jaxpr(jax.grad(total))(logits).jaxpr)
+    }
+    assert not any(name.startswith("scatter") for name in names), names
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -8,9 +8,11 @@ import pytest
 from scripts.benchmarks import gpu_call
 from trainer.options import parse
 
+ROWS = [row for rows in gpu_call.CALLS.values() for row in rows]
+
 
 @pytest.mark.parametrize("tiny", [False, True])
-@pytest.mark.parametrize("row", gpu_call.ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_rows_command_takes_its_options(row, tiny):
     _, name, *words = gpu_call.module(row.words)
     options = importlib.import_module(name).Options
@@ -27,7 +29,7 @@ def test_rows_are_written_as_they_come_and_what_does_not_fit_is_named(
         gpu_call.Row("hangs", 1, "", ""),
         gpu_call.Row("late", 60, "", ""),
     ]
-    monkeypatch.setattr(gpu_call, "ROWS", rows)
+    monkeypatch.setitem(gpu_call.CALLS, "steps", rows)
     programs = iter(["print('seen')", "import time; time.sleep(60)"])
     monkeypatch.setattr(gpu_call, "module", lambda words: ["-c", next(programs)])
     assert gpu_call.main(["--seconds", "4", "--output", str(tmp_path)]) == 1

