@@ -79,7 +79,6 @@ WRITERS = {
     "scripts.benchmarks.kernel_parts": ("--output {out}", ("kernel_parts.json",)),
     "scripts.benchmarks.kernel_exactness": ("--output {out}", ("kernel_exactness.json",)),
     "scripts.benchmarks.gpu_call": ("--output {out}", ("rows.jsonl",)),
-    "scripts.benchmarks.optimizer_precision": ("--output {out}", ("optimizer_precision.json",)),
     "scripts.benchmarks.measured_steps": ("--output {out}", ("measured_steps.json",)),
     "scripts.benchmarks.papers": ("--output {out}", ("papers.json",)),
     "scripts.benchmarks.kernel_registers": ("--into {out}", ("any",)),

@@ -5,16 +5,8 @@ files alone, by
 
     python -m scripts.benchmarks.page
 
-Any other page may quote a figure of a result. It gives the figure and names its cell in a comment
-on the same line:
-
-    trains 16,777,216 <!-- result: contexts.h100_8_16m.found --> tokens
-
-`NAME.ROW.COLUMN` is a row's `found` or `goal` (or another text of that row) in
-docs/results/NAME.json. tests/scripts/benchmarks/test_page.py checks in ARCHITECTURE.md and docs/
-that the words before each comment are the cell's text (or its beginning, up to a space), so a
-remeasured figure cannot stay behind on a page. README.md has no such comments: that test lists its
-figures.
+Figures that other pages quote are listed in tests/scripts/benchmarks/test_page.py, which compares
+them with the results.
 """
 
 from __future__ import annotations
@@ -48,7 +40,6 @@ PACKAGES = (
     "transformers",
 )
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "sve")
-QUOTE = re.compile(r"<!-- result: ([\w-]+)\.([\w-]+)\.([\w-]+) -->")
 
 
 @dataclasses.dataclass
@@ -245,31 +236,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return installed
-
-
-def wrong_quotes(text: str, results: Mapping[str, Result]) -> list[str]:
-    """Returns a message for each quote of a result in `text` that differs from its cell."""
-    messages = []
-    for line in text.splitlines():
-        for match in QUOTE.finditer(line):
-            name, row_id, column = match.groups()
-            cell = results[name].rows.get(row_id, {}).get(column) if name in results else None
-            # Emphasis and earlier comments are not part of the words before the comment.
-            words = re.sub(r"<!--.*?-->|[*`]", "", line[: match.start()]).rstrip()
-            if cell is None:
-                messages.append(
-                    f"{match.group()}: there is no such cell in docs/results/{name}.json"
-                )
-            elif not any(
-                re.search(rf"(^|[\s(>|]){re.escape(part)}$", words) for part in beginnings(cell)
-            ):
-                messages.append(
-                    f"{match.group()}: the page says {words[-40:]!r}, the result {cell!r}"
-                )
-    return messages
-
-
-def beginnings(cell: str) -> list[str]:
-    """Returns a cell's text and its prefixes up to a space, which pages may quote."""
-    words = cell.split(" ")
-    return [" ".join(words[:count]).rstrip(",;:") for count in range(1, len(words) + 1)]
