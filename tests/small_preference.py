@@ -32,6 +32,22 @@ def words(count: int, seed: int) -> str:
     return " ".join(np.random.default_rng(seed).choice(["red", "blue", "old", "big", "cat"], count))
 
 
+def usual_model(hf_model, folder) -> pathlib.Path:
+    """A model with weights of the usual size. With those of `hf_model`, which are large, the
+    gradients of a pair's completions nearly cancel, and TRL in float32 is itself more than 1e-5
+    from TRL in float64."""
+    usual = pathlib.Path(shutil.copytree(hf_model, folder / "usual"))
+    model = transformers.LlamaForCausalLM.from_pretrained(usual, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.mul_(0.25)
+    model.save_pretrained(usual)
+    return usual
+
+
 def changed_model(hf_model, folder) -> pathlib.Path:
     """The folder of a policy that differs from the model that training begins with."""
     model = transformers.LlamaForCausalLM.from_pretrained(hf_model, dtype=torch.float32)

@@ -21,6 +21,7 @@ from tests.small_preference import (
     open_objective,
     same_gradients,
     trained,
+    usual_model,
     words,
 )
 from trainer.config.preference import PreferenceConfig
@@ -63,7 +64,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(folder, hf_model):
-    return hf_model, changed_model(hf_model, folder)
+    model = usual_model(hf_model, folder)
+    return model, changed_model(model, folder)
 
 
 def parts(document, chosen):
@@ -140,7 +142,7 @@ def test_loss_metrics_and_gradients_are_trls(folder, models, trl):
     expected_measures = {name: metrics[name] for name in NAMES}
     assert measures == pytest.approx(expected_measures, rel=1e-5, abs=ROUNDING)
     gradients = {name: p.grad.numpy() for name, p in trl.model.named_parameters()}
-    same_gradients(objective.model.config, gradient, gradients, 1e-4)
+    same_gradients(objective.model.config, gradient, gradients, 1e-5)
 
 
 def test_other_completions_are_those_of_the_record_before(folder, models):

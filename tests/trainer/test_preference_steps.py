@@ -2,7 +2,6 @@
 batches."""
 
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from tests import small_model
-from tests.small_preference import ROWS, make_config, open_objective, trained, words
+from tests.small_preference import ROWS, make_config, open_objective, trained, usual_model, words
 from trainer.config.schema import MeshConfig
 
 BETA, MARGIN = 0.3, 0.5
@@ -35,18 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model_folder(hf_model, tmp_path_factory):
-    """A model with weights of the usual size. With those of `hf_model`, which are large, TRL in
-    float32 is itself more than 1e-5 from TRL in float64 after a few steps."""
-    folder = shutil.copytree(hf_model, tmp_path_factory.mktemp("usual") / "hf")
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.mul_(0.25)
-    model.save_pretrained(folder)
-    return folder
+    return usual_model(hf_model, tmp_path_factory.mktemp("usual"))
 
 
 def trl_trainer(folder, loss, model, reference):
