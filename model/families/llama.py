@@ -60,14 +60,6 @@ LLAMA = Family(
         "llama-13b": _sizes(5120, 13824, 40, 40),
         "llama-30b": _sizes(6656, 17920, 60, 52),
         "llama-65b": _sizes(8192, 22016, 80, 64),
-        # DistFlashAttn's variants of the 7B model: grouped queries, and numbers of heads that split
-        # badly.
-        "llama-gqa": _sizes(4096, 11008, 32, 32, 8),
-        "llama-33h": _sizes(4224, 11008, 32, 33),
-        "llama-16h": _sizes(2048, 11008, 64, 16),
-        "llama-8h": _sizes(1024, 11008, 128, 8),
-        "llama-4h": _sizes(512, 11008, 256, 4),
-        "llama-2h": _sizes(256, 11008, 512, 2),
         "llama-3.1-8b": _llama3(8.0, 4096, 14336, 32, 32),
         "llama-3.1-70b": _llama3(8.0, 8192, 28672, 80, 64),
         "llama-3.2-1b": _llama3(32.0, 2048, 8192, 16, 32, tie_word_embeddings=True),

@@ -121,11 +121,6 @@ class TrainingStep:
       remat: a remat policy.
       causal: False computes every query-key pair.
       overlap: whether transfers run under compute if the schedule allows; False adds them up.
-      zero: whether the parameters are gathered from their shards.
-      partial: bytes of each number of a partial result as sent.
-      tile: (queries, keys), in place of the hardware's.
-      backward_products: matrix products of a tile in attention's backward pass; 0: as many as this
-        project's kernels have.
       frozen: whether the matrices have no gradient, as with adapters, whose products and moments
         are left out.
       weight_bytes: of each number of a layer's matrices as stored and gathered.
@@ -152,10 +147,6 @@ class TrainingStep:
     remat: str = "save_attention"
     causal: bool = True
     overlap: bool = True
-    zero: bool = True
-    partial: int = 4
-    tile: tuple[int, int] | None = None
-    backward_products: int = 0
     frozen: bool = False
     weight_bytes: float = 2.0
     dequantizations: int = 0
@@ -205,8 +196,6 @@ class TrainingStep:
     @property
     def tile_backward_products(self) -> int:
         """Matrix products of a tile in attention's backward pass, as `kernels.tpu` chooses."""
-        if self.backward_products:
-            return self.backward_products
         pairs, cores = self.block.batch * self.block.kv_heads, self.hardware.fused_cores
         return ONE_BACKWARD_KERNEL if cores and pairs % cores == 0 else TWO_BACKWARD_KERNELS
 
@@ -220,13 +209,12 @@ class TrainingStep:
             math.ceil(sizes.query_heads / self.tensor),
             math.ceil(sizes.kv_heads / self.tensor),
             sizes.head_dim,
-            partial=self.partial,
         )
 
     def tiles(self) -> tuple[tuple[int, int], float]:
         """((query, key tiles) of a row's block, a tile's forward FLOPs for all rows and heads)."""
         block = self.block
-        query_side, key_side = self.tile or self.hardware.tile
+        query_side, key_side = self.hardware.tile
         count = math.ceil(block.tokens / query_side), math.ceil(block.tokens / key_side)
         area = (block.tokens / count[0]) * (block.tokens / count[1])
         return count, 4 * area * block.batch * block.query_heads * block.head_dim
@@ -336,10 +324,7 @@ def estimate(job: TrainingStep) -> Estimate:
     # once.
     head = matrices(sizes.head_weights, 3 - saved, OUTER_SUMS, gathers=2, scatters=scatters)
     shard = (
-        0
-        if job.frozen
-        else sizes.parameters
-        / (job.tensor * (job.fsdp * job.expert * job.sequence if job.zero else 1))
+        0 if job.frozen else sizes.parameters / (job.tensor * job.fsdp * job.expert * job.sequence)
     )
     update = OPTIMIZER_BYTES * shard / hardware.memory_bandwidth
     step = (layer_forward + layer_backward) * sizes.layers + head + Phase(update, update)
@@ -422,7 +407,7 @@ def _matrices(
     transfer = 0.0
     ranks = job.fsdp * job.expert * job.sequence
     for parameters, expert in (((stored or weights) - experts, 1), (experts, job.expert)):
-        if not parameters or not job.zero or ranks // expert == 1:
+        if not parameters or ranks // expert == 1:
             continue
         share = parameters / (job.tensor * ranks)
         lines = _shards(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 from planning.costs.hardware import HARDWARE
-from planning.costs.step import Sizes, TrainingStep, estimate
+from planning.costs.step import Sizes, estimate
 from scripts.benchmarks import paper_rows as paper
-from scripts.benchmarks.paper_predictions.row import Row, bytes_received, training_step
+from scripts.benchmarks.paper_predictions.row import PaperStep, Row, bytes_received
 
 _row = functools.partial(Row, "Attention2D")
 
@@ -31,7 +31,7 @@ def attention2d_speedup(model: str, hardware: str, length: int, batch: int, over
     )
 
 
-def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) -> TrainingStep:
+def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) -> PaperStep:
     """Returns a step of one of the GPT models of Attention2D's Table 3."""
     layers, heads, size, hidden = paper.ATTENTION2D_MODELS[model]
     sizes = Sizes(layers, 12 * hidden * hidden, 50257 * hidden, heads, heads, size, hidden)
@@ -39,7 +39,7 @@ def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) 
     # Transformer Engine's ring sends dK, dV in the keys' precision; Attention2D's code is not
     # public, and taken to do likewise. Set after the paper's rows had been seen: the first choice
     # was float32.
-    return training_step(
+    return PaperStep(
         sizes,
         HARDWARE[hardware],
         length,

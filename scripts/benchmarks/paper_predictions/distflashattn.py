@@ -10,14 +10,19 @@ from model.attention.schedules.plan import GATHER, Block, Send, everyone
 from model.config import TransformerConfig
 from planning.costs.hardware import HARDWARE
 from planning.costs.rounds import rounds
-from planning.costs.step import FORWARD_PRODUCTS, Sizes, TrainingStep, estimate
+from planning.costs.step import FORWARD_PRODUCTS, Sizes, estimate
 from planning.costs.tiles import tile_counts
 from scripts.benchmarks import paper_rows as paper
-from scripts.benchmarks.paper_predictions.row import Row, bytes_received, training_step
+from scripts.benchmarks.paper_predictions.row import PaperStep, Row, bytes_received
 
 _row = functools.partial(Row, "DistFlashAttn")
 
 THOUSAND = 1024  # the paper's K
+# Its variants of LLaMA-7B: grouped queries, and a number of heads that splits badly.
+VARIANTS = {
+    "llama-gqa": {"num_key_value_heads": 8},
+    "llama-33h": {"hidden_size": 4224, "num_attention_heads": 33},
+}
 SLOWER_KERNELS = "real kernels are below the best published rates used here"
 RING_MISS = (
     "products over a head's 128 as fast as others here; likely a float32 softmax, and dropout"
@@ -56,13 +61,18 @@ def _dgx(nodes: int):
     return HARDWARE["a100-infiniband" if nodes > 1 else "a100-nvlink"]
 
 
-def _distflash(model: str, nodes: int, length: int, **changes) -> TrainingStep:
-    """Returns a step of DistFlashAttn; `changes` are other fields of `training_step`."""
+def _model(name: str) -> TransformerConfig:
+    """Returns LLaMA-7B, or its variant of this name."""
+    return TransformerConfig.preset("llama-7b", **VARIANTS.get(name, {}))
+
+
+def _distflash(model: str, nodes: int, length: int, **changes) -> PaperStep:
+    """Returns a step of DistFlashAttn; `changes` are other fields of `PaperStep`."""
     # Partial results travel as the float16 in which its published code stores them (LightSeq,
     # lightseq_async_attn.py). Set after the paper's rows had been seen: the first choice was
     # float32.
-    return training_step(
-        Sizes.of(TransformerConfig.preset(model)),
+    return PaperStep(
+        Sizes.of(_model(model)),
         _dgx(nodes),
         length,
         sequence=8 * nodes,
@@ -123,7 +133,7 @@ def _distflash_idle() -> list[Row]:
 
 def _distflash_overhead() -> list[Row]:
     kernel = estimate(
-        training_step(
+        PaperStep(
             Sizes.of(TransformerConfig.preset("llama-7b")), HARDWARE["a100-nvlink"], 64 * THOUSAND
         )
     )
@@ -235,7 +245,7 @@ def megatron_seconds(model: str, nodes: int, length: int) -> float:
 
     Whole layers are recomputed, and heads are padded to a multiple of the GPUs.
     """
-    config, hardware, ranks = TransformerConfig.preset(model), _dgx(nodes), 8 * nodes
+    config, hardware, ranks = _model(model), _dgx(nodes), 8 * nodes
     heads = math.ceil(config.num_attention_heads / ranks)
     padded = heads * ranks / config.num_attention_heads
     hidden = config.hidden_size
@@ -246,9 +256,7 @@ def megatron_seconds(model: str, nodes: int, length: int) -> float:
         + sizes.head_weights
     )
     matrices = 4 * 2 * weights / ranks * length / (hardware.peak * hardware.matmul)
-    alone = training_step(
-        dataclasses.replace(sizes, query_heads=heads, kv_heads=1), hardware, length
-    )
+    alone = PaperStep(dataclasses.replace(sizes, query_heads=heads, kv_heads=1), hardware, length)
     kernel = estimate(alone)
     attention = sizes.layers * (
         2 * kernel.attention_forward.seconds + kernel.attention_backward.seconds
@@ -345,7 +353,9 @@ def _distflash_remat() -> list[Row]:
                 estimate(dataclasses.replace(job, remat="nothing")).seconds / estimate(job).seconds
             )
             forward = 1 / job.hardware.attention
-            backward = job.backward_products / FORWARD_PRODUCTS / job.hardware.attention_backward
+            backward = (
+                job.tile_backward_products / FORWARD_PRODUCTS / job.hardware.attention_backward
+            )
             rows.append(
                 _row(
                     "Table 5",

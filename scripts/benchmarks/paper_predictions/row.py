@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from model.attention import get_schedule
 from model.attention.schedules.plan import Block, received
 from planning.costs.step import ONE_BACKWARD_KERNEL, TrainingStep
 
-# The papers' systems run FlashAttention-2, whose backward kernel has five products.
-training_step = functools.partial(TrainingStep, backward_products=ONE_BACKWARD_KERNEL)
+
+@dataclasses.dataclass(frozen=True)
+class PaperStep(TrainingStep):
+    """A step of a paper's system.
+
+    Attributes:
+      partial: bytes of each number of a partial result as sent.
+    """
+
+    partial: int = 4
+
+    @property
+    def tile_backward_products(self) -> int:
+        """Of FlashAttention-2, which the papers' systems run: one backward kernel's."""
+        return ONE_BACKWARD_KERNEL
+
+    @property
+    def block(self) -> Block:
+        """As TrainingStep's, with the system's bytes."""
+        return dataclasses.replace(super().block, partial=self.partial)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,13 @@ import pytest
 from model.attention.schedules import Balanced
 from model.attention.schedules.plan import Block
 from planning.costs import rounds
-from scripts.benchmarks import paper_rows
+from scripts.benchmarks import paper_rows, summaries
 from scripts.benchmarks import papers as command
 from scripts.benchmarks.paper_predictions import every_row
 from scripts.benchmarks.paper_predictions.distflashattn import megatron_seconds
 from scripts.benchmarks.paper_predictions.ring_attention import flops_ratio
 from scripts.benchmarks.paper_predictions.striped_attention import busiest_share
+from scripts.benchmarks.results import load
 
 
 def _rows(source, table="", label=""):
@@ -110,5 +111,8 @@ def test_the_command_prints_every_row_and_writes_them(tmp_path, capsys):
         assert " ".join(row["row"].split()) in text
     assert max(len(line) for line in printed.splitlines() if str(tmp_path) not in line) <= 100
     assert written["summary"]["Striped Attention"]["claimed and reproduced"] == 133
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers.json").rename(tmp_path / "papers" / "papers.json")
+    assert summaries.papers(tmp_path) == load("papers").rows
     for lost in ("Ring Attention Table 4", "Ring Attention Figure 3", "DistFlashAttn Table 2"):
         assert lost in printed
