@@ -54,7 +54,8 @@ _COMPANY = re.compile(
 
 @dataclass(frozen=True)
 class CleanConfig:
-    """How conversations are cleaned before training. Texts and tokens are used as they are.
+    """How conversations are cleaned before training. Texts and tokens are used as they are, but for
+    near duplicates of texts.
 
     By default only what is certain damage is touched. `data.clean: scraped` names the rules for
     scrapes of web chats, see SETS.
@@ -68,6 +69,10 @@ class CleanConfig:
     message that it is busy or has failed."""
     duplicates: bool = True
     """Drop a conversation whose turns equal those of an earlier one in the same source."""
+    near_duplicates: float = 0.0
+    """Drop a record, also a text, of which the share of runs of five words in common with another
+    one of its source is at least this, from 0.5 to 1; the one of the smallest hash is kept. 0 keeps
+    all."""
     split: bool = True
     """Split a conversation longer than context_length between exchanges and repeat the system turn
     before each part; otherwise it is cut at any token. An exchange that is too long by itself is
@@ -81,6 +86,13 @@ class CleanConfig:
     `all` is one conversation for each path to a message without replies."""
     languages: tuple[str, ...] = ()
     """Keep only these languages, such as [en, de] (ISO 639-1, by py3langid); empty keeps all."""
+
+    def __post_init__(self) -> None:
+        if self.near_duplicates and not 0.5 <= self.near_duplicates <= 1:
+            raise UserError(
+                f"data.clean.near_duplicates: found {self.near_duplicates}; 0, which keeps all, or "
+                "a similarity from 0.5 to 1, such as 0.8, would work"
+            )
 
 
 # The record's field of variables for its chat template, as TRL names it.

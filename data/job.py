@@ -3,18 +3,19 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
-from data import paths, prepared, tables
+from data import near_duplicates, paths, prepared, tables
 from data import sources as source_readers
 from data.clean import CleanConfig
 from data.conversation import Order, Record, Tokens
 from data.encode import Encoded, Encoder, encode_all
-from data.errors import UserError
+from data.errors import TransientError, UserError
 from data.mismatched import with_mismatched
+from data.near_duplicates import NEAR_DUPLICATE, NOTHING_DROPPED, Dropped
 from data.paths import File
 from data.records import Advance
 from data.report import Report, SourceReport
@@ -85,13 +86,16 @@ class Job:
 
     def key(self) -> str:
         """Returns the folder's name, a hash of contents, which moving a file does not change."""
+        clean = asdict(self.clean)
+        if not self.clean.near_duplicates:
+            del clean["near_duplicates"]  # as in the names of folders from before there were any
         parts = {
             "rules": RULES,
             "tokenizer": self.tokenizer.fingerprint,
             "context_length": self.context_length,
             "held_out_fraction": self.held_out_fraction,
             "train_sources": self.train_sources,
-            "clean": asdict(self.clean),
+            "clean": clean,
             "train_on": self.train_on,
             "cut_prompts": self.cut_prompts,
             "unpaired": self.unpaired,
@@ -152,6 +156,30 @@ class Job:
             seen,
         )
 
+    def compared(self, units: Sequence[Unit]) -> list[Unit]:
+        """Returns the units in which near duplicates are looked for; none if they are kept."""
+        wanted = bool(self.clean.near_duplicates)
+        return [unit for unit in units if wanted and self.sources[unit.source].format != "tokens"]
+
+    def sign(
+        self, unit: Unit, seen: set[bytes], work: str, advance: Advance | None = None
+    ) -> tuple[()]:
+        """Writes what near duplicates are found by, see `data.near_duplicates.sign`."""
+
+        def records() -> Iterator[Record]:
+            try:
+                yield from self.reader(unit, seen).read(list(unit.files), SourceReport(""), advance)
+            except TransientError:
+                raise
+            except UserError:
+                pass  # `documents` meets it again
+
+        return near_duplicates.sign(records(), self.clean.near_duplicates, unit, work)
+
+    def near_duplicates(self, work: str, unit: Unit) -> Dropped:
+        """Returns the near duplicates that were found in a unit."""
+        return near_duplicates.dropped(work, unit) if self.compared([unit]) else NOTHING_DROPPED
+
     def is_held_out(self, source: int, record_id: str) -> bool:
         """Returns whether a record belongs to the split held_out."""
         if source >= self.train_sources:
@@ -169,6 +197,7 @@ class Job:
         seen: set[bytes],
         advance: Advance | None = None,
         processes: int = 1,
+        near: Dropped = NOTHING_DROPPED,
     ) -> Iterator[dict]:
         """Yields the fields of each document of a unit, as they are stored.
 
@@ -178,14 +207,13 @@ class Job:
           seen: hashes of the source's records before this unit, of which repetitions are dropped.
           advance: called with the number of bytes of each read.
           processes: how many processes encode records.
+          near: the unit's near duplicates.
         """
         records = self.reader(unit, seen).read(list(unit.files), report, advance)
+        records = _without_near_duplicates(records, near, report)
         for record, encoded in self._encoded(records, unit.source, processes):
             if encoded.drop_reason is not None:
-                content = (
-                    None if isinstance(record, Tokens) else asdict(replace(record, file="", line=0))
-                )
-                report.reject(encoded.drop_reason, record, content)
+                report.reject(encoded.drop_reason, record, _content(record))
                 continue
             report.count_kept(encoded.changes)
             held_out = self.is_held_out(unit.source, record.id)
@@ -256,6 +284,23 @@ class Job:
                 f"data.held_out_fraction: found {self.held_out_fraction}, which takes all of "
                 f"{report.kept} records and leaves nothing to train on; a smaller one would work"
             )
+
+
+def _without_near_duplicates(
+    records: Iterator[Record], near: Dropped, report: SourceReport
+) -> Iterator[Record]:
+    """Yields the records of a unit that are no near duplicates, and counts the others."""
+    report.notes += [near.note] if near.note else []
+    for row, record in enumerate(records):
+        if kept := near.rows.get(row):
+            report.reject(NEAR_DUPLICATE, record, _content(record), kept._asdict())
+        else:
+            yield record
+
+
+def _content(record: Record) -> object:
+    """Returns a record for dropped.jsonl; None for token ids."""
+    return None if isinstance(record, Tokens) else asdict(replace(record, file="", line=0))
 
 
 def processes_for(source: Source) -> int:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Int64, UInt64
 
+from data.splitmix import splitmix64
+
 RULES = (
     "packing-1"  # part of the loader's fingerprint: to be changed with every change to the plans
 )
@@ -147,13 +149,5 @@ def _hash(
     """
     value = np.asarray(numbers).astype(np.uint64)
     for salt in (purpose, epoch, seed):
-        value = _splitmix64(value ^ _splitmix64(np.array([salt % 2**64], np.uint64)))
+        value = splitmix64(value ^ splitmix64(np.array([salt % 2**64], np.uint64)))
     return value
-
-
-def _splitmix64(value: UInt64[np.ndarray, " N"]) -> UInt64[np.ndarray, " N"]:
-    """Returns the output of the generator splitmix64 (Steele et al., 2014) for each state."""
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))

@@ -6,6 +6,7 @@ written whole, and found again by the same command after a failure:
     job.pickle, tokenizer/   what is to be done
     scan.json                the units, once duplicates between them are known
     seen/UNIT                hashes of a unit's records that an earlier unit has
+    near/                    what `data.near_duplicates` finds
     parts/UNIT/              a unit's documents, index, report and dropped records
     documents/               shards; a shard's size and hash are in shards/NUMBER.json
 """
@@ -22,12 +23,12 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
-from data import paths, prepared, record_store
+from data import near_duplicates, paths, prepared, record_store
 from data.engine import GROUP, Engine
 from data.errors import TransientError, UserError
 from data.folders import file_hash
@@ -36,6 +37,7 @@ from data.paths import File
 from data.record_store import ShardSize
 from data.report import MOST_DROPPED, Report, SourceReport, dropped_file, renumbered
 from data.tokenizer import Tokenizer
+from data.work_folder import read_bytes, read_json, write_bytes
 
 _JOB, _SCAN, _PART = "job.pickle", "scan.json", "part.json"
 _DIGEST = 16  # bytes
@@ -66,6 +68,10 @@ def build_in_parts(job: Job, engine: Engine, folder: Path, work: Path) -> None:
     shared = str(work)
     _save_job(job, shared)
     units = _scan(job, engine, shared)
+    if job.compared(units):
+        near_duplicates.find(
+            job.compared(units), job.clean.near_duplicates, engine, shared, partial(_sign, shared)
+        )
     engine.run(units, partial(_make_part, shared))
     parts = [_Part.read(shared, unit) for unit in units]
     report = _merged_report(job, units, parts)
@@ -79,7 +85,7 @@ def build_in_parts(job: Job, engine: Engine, folder: Path, work: Path) -> None:
     for shard in shards:
         name = record_store.shard_name(prepared.DOCUMENTS, shard.number)
         os.replace(work / prepared.DOCUMENTS / name, documents / name)
-        state = _read_json(f"{shared}/shards/{shard.number}.json") or {}
+        state = read_json(f"{shared}/shards/{shard.number}.json") or {}
         sizes.append(ShardSize(state["records"], state["bytes"]))
     record_store.write_metadata(folder, prepared.DOCUMENTS, prepared.document_features, sizes)
     with (folder / prepared.DROPPED).open("w", encoding="ascii") as dropped:
@@ -90,7 +96,7 @@ def build_in_parts(job: Job, engine: Engine, folder: Path, work: Path) -> None:
 
 def _scan(job: Job, engine: Engine, work: str) -> list[Unit]:
     """Finds duplicates between files; returns the units, of which one is whole where it must be."""
-    stored = _read_json(f"{work}/{_SCAN}")
+    stored = read_json(f"{work}/{_SCAN}")
     if stored is not None:
         whole = set(stored)
     else:
@@ -108,7 +114,7 @@ def _scan(job: Job, engine: Engine, work: str) -> list[Unit]:
             for number in {unit.source for unit in scanned}
             if File(f"{work}/trees/{number}").exists()
         }
-        _write_bytes(f"{work}/{_SCAN}", json.dumps(sorted(whole)).encode())
+        write_bytes(f"{work}/{_SCAN}", json.dumps(sorted(whole)).encode())
     units = [unit for unit in job.units() if unit.source not in whole or unit.first == 0]
     return [job.whole(unit.source) if unit.source in whole else unit for unit in units]
 
@@ -125,7 +131,7 @@ def _digests(work: str, unit: Unit) -> Iterator[tuple[tuple[int, bytes], int]]:
     except UserError:
         return  # _make_part meets it again
     if reader.has_tree_rows:
-        _write_bytes(f"{work}/trees/{unit.source}", b"")
+        write_bytes(f"{work}/trees/{unit.source}", b"")
     yield from (((unit.source, digest), unit.first) for digest in sorted(seen))
 
 
@@ -140,13 +146,17 @@ def _later_units(
 
 def _write_seen(work: str, group: tuple[tuple[int, int], Sequence[bytes]]) -> tuple[()]:
     (source, first), digests = group
-    _write_bytes(f"{work}/seen/{source}-{first}", b"".join(sorted(set(digests))))
+    write_bytes(f"{work}/seen/{source}-{first}", b"".join(sorted(set(digests))))
     return ()
 
 
 def _read_seen(work: str, unit: Unit) -> set[bytes]:
-    content = _read_bytes(f"{work}/seen/{unit.name}") or b""
+    content = read_bytes(f"{work}/seen/{unit.name}") or b""
     return {content[start : start + _DIGEST] for start in range(0, len(content), _DIGEST)}
+
+
+def _sign(work: str, unit: Unit) -> tuple[()]:
+    return _load_job(work).sign(unit, _read_seen(work, unit), work)
 
 
 class _Part(NamedTuple):
@@ -160,7 +170,7 @@ class _Part(NamedTuple):
     @classmethod
     def read(cls, work: str, unit: Unit) -> _Part:
         """Reads what `_make_part` wrote."""
-        state = _read_json(f"{work}/parts/{unit.name}/{_PART}")
+        state = read_json(f"{work}/parts/{unit.name}/{_PART}")
         if state is None:
             raise TransientError(
                 f"{work}/parts/{unit.name}: not found; the same command makes what is missing"
@@ -172,7 +182,7 @@ class _Part(NamedTuple):
 def _make_part(work: str, unit: Unit) -> tuple[()]:
     """Writes the documents of a unit, unless it was done before."""
     target = f"{work}/parts/{unit.name}"
-    if _read_json(f"{target}/{_PART}") is not None:
+    if read_json(f"{target}/{_PART}") is not None:
         return ()
     job, problem, index = _load_job(work), None, prepared.Index()
     report = SourceReport("", source=unit.source, most_names=sys.maxsize)
@@ -182,7 +192,8 @@ def _make_part(work: str, unit: Unit) -> tuple[()]:
         try:
             with dropped_file(scratch / prepared.DROPPED) as report.on_drop:
                 serialized = record_store.serialize(
-                    prepared.document_features, job.documents(unit, report, index, seen)
+                    prepared.document_features,
+                    job.documents(unit, report, index, seen, near=job.near_duplicates(work, unit)),
                 )
                 record_store.write_shard(scratch / prepared.DOCUMENTS, serialized)
         except TransientError:
@@ -198,7 +209,7 @@ def _make_part(work: str, unit: Unit) -> tuple[()]:
         "documents": len(arrays["length"]),
         "problem": problem,
     }
-    _write_bytes(f"{target}/{_PART}", json.dumps(state).encode())
+    write_bytes(f"{target}/{_PART}", json.dumps(state).encode())
     return ()
 
 
@@ -224,7 +235,7 @@ def _make_shard(work: str, shard: _Shard) -> tuple[()]:
     done = f"{work}/shards/{shard.number}.json"
     name = record_store.shard_name(prepared.DOCUMENTS, shard.number)
     target = f"{work}/{prepared.DOCUMENTS}/{name}"
-    if _read_json(done) is not None and File(target).exists():
+    if read_json(done) is not None and File(target).exists():
         return ()
     with tempfile.TemporaryDirectory(prefix="longstripe-shard-") as folder:
         scratch = Path(folder)
@@ -235,7 +246,7 @@ def _make_shard(work: str, shard: _Shard) -> tuple[()]:
         paths.put_file(scratch / name, target)
         state = {**size._asdict(), "file": [(scratch / name).stat().st_size]}
         state["file"].append(file_hash(scratch / name))
-    _write_bytes(done, json.dumps(state).encode())
+    write_bytes(done, json.dumps(state).encode())
     return ()
 
 
@@ -305,13 +316,13 @@ def _save_job(job: Job, work: str) -> None:
     tokenizer = job.tokenizer
     added = (tokenizer.text_tokens, tokenizer.template_date, tokenizer.template_kwargs)
     plain = dataclasses.replace(job, tokenizer=None)  # type: ignore[arg-type]  # its files follow
-    _write_bytes(f"{work}/{_JOB}", pickle.dumps((plain, contents, added)))
+    write_bytes(f"{work}/{_JOB}", pickle.dumps((plain, contents, added)))
 
 
 @lru_cache(maxsize=2)
 def _load_job(work: str) -> Job:
     """Returns a job that `_save_job` wrote, once in each process."""
-    content = _read_bytes(f"{work}/{_JOB}")
+    content = read_bytes(f"{work}/{_JOB}")
     if content is None:
         raise UserError(
             f"{work}/{_JOB}: not found by a worker; a data.prepared that all workers share, such "
@@ -329,30 +340,3 @@ def _load_job(work: str) -> Job:
             .with_template_kwargs(template_kwargs)
         )
     return dataclasses.replace(job, tokenizer=tokenizer)
-
-
-def _write_bytes(path: str, content: bytes) -> None:
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(content)
-        file.flush()
-        paths.put_file(Path(file.name), path)
-
-
-def _read_bytes(path: str) -> bytes | None:
-    """Returns the content of a file of the work folder; None if it is missing."""
-
-    def read() -> bytes | None:
-        if not File(path).exists():
-            return None
-        with File(path).open() as file:
-            return file.read()
-
-    return paths.retried(read)
-
-
-def _read_json(path: str) -> Any:
-    """Returns what a file of the work folder holds; None if it is missing or not whole."""
-    try:
-        return json.loads(_read_bytes(path) or b"null")
-    except ValueError:
-        return None

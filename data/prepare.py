@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data import paths, prepared
+from data import near_duplicates, paths, prepared
 from data.clean import CleanConfig
 from data.engine import PROCESSES, Engine
 from data.errors import UserError
@@ -137,17 +137,29 @@ def _build_in_one_pass(job: Job, folder: Path, progress: bool) -> None:
     """Writes the documents while the sources are read, one after another."""
     index, report = prepared.Index(), Report()
     size = sum(file.size() for source in job.sources for file in source.files())
+    work = str(folder / "near-duplicates")
+    units = [job.whole(number) for number in range(len(job.sources))]
+    if job.compared(units):
+        with ProgressBar("comparing records", size, "B", progress) as bar:
+            near_duplicates.find(
+                job.compared(units),
+                job.clean.near_duplicates,
+                PROCESSES,
+                work,
+                lambda unit: job.sign(unit, set(), work, bar.advance),
+            )
 
     def documents() -> Iterator[dict]:
         for number, source in enumerate(job.sources):
             source_report = report.add_source(str(source.path))
             yield from job.documents(
-                job.whole(number),
+                units[number],
                 source_report,
                 index,
                 set(),
                 progress_bar.advance,
                 processes_for(source),
+                job.near_duplicates(work, units[number]),
             )
             job.finish_source(number, source_report)
 
@@ -156,6 +168,7 @@ def _build_in_one_pass(job: Job, folder: Path, progress: bool) -> None:
         dropped_file(folder / prepared.DROPPED) as report.on_drop,
     ):
         write_records(folder, prepared.DOCUMENTS, prepared.document_features, documents)
+    paths.remove_tree(work)
     arrays = index.arrays()
     job.check_split(bool(arrays["held_out"].all()), report)
     prepared.write_index(folder, arrays, report)

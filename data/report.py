@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,17 +31,22 @@ class DroppedRecord(NamedTuple):
     """The file that it was read from."""
     line: int = 0
     """Its line in JSON lines, its row in a table, or its number in a list, from 1."""
+    near_duplicate_of: Mapping[str, Any] | None = None
+    """Of a near duplicate: `file` and `line` of the record that is kept, and their similarity."""
 
     def to_json(self) -> str:
         """Returns the line of dropped.jsonl; values that JSON lacks, such as dates, become text."""
+        fields = self._asdict()
+        if self.near_duplicate_of is None:
+            del fields["near_duplicate_of"]
         try:
             content = json.dumps(self.content, default=_as_text)
             if len(content) <= LONGEST_CONTENT:
-                return json.dumps(self._asdict(), default=_as_text)
+                return json.dumps(fields, default=_as_text)
             cut: str | None = f"{content[:LONGEST_CONTENT]} ... (cut, {len(content)} characters)"
         except RecursionError:  # nested almost as deeply as Python can read
             cut = None
-        return json.dumps(self._replace(content=cut)._asdict())
+        return json.dumps({**fields, "content": cut})
 
 
 def _as_text(value: object) -> str:
@@ -122,11 +127,19 @@ class SourceReport:
             DroppedRecord(self.source, self.records, reason, content, self.file, self.line)
         )
 
-    def reject(self, reason: str, record: Record, content: object = None) -> None:
-        """Counts a record as dropped that was counted as kept before; it could not be encoded."""
+    def reject(
+        self,
+        reason: str,
+        record: Record,
+        content: object = None,
+        near_duplicate_of: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Counts a record as dropped that was counted as kept before: it could not be encoded, or
+        is a near duplicate."""
         self.kept -= 1
+        place = (record.file, record.line)
         self._count_dropped(
-            DroppedRecord(self.source, record.record, reason, content, record.file, record.line)
+            DroppedRecord(self.source, record.record, reason, content, *place, near_duplicate_of)
         )
 
     def count_kept(self, changes: Iterable[str] = (), unread: Iterable[str] = ()) -> None:

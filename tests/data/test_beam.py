@@ -48,10 +48,10 @@ def _contents(folder):
     }
 
 
-def _both(tmp_path, sources, tokenizer, length=LENGTH, **options):
+def _both(tmp_path, sources, tokenizer, length=LENGTH, clean=CLEAN, **options):
     """Returns what one process and Beam prepare."""
     made = [
-        prepare(sources, tokenizer, length, tmp_path / name, clean=CLEAN, progress=False, **more)
+        prepare(sources, tokenizer, length, tmp_path / name, clean=clean, progress=False, **more)
         for name, more in (("one", options), ("beam", {**options, "engine": Beam()}))
     ]
     assert not list((tmp_path / "beam").glob(".*")), "the workers' folder is removed"
@@ -115,6 +115,29 @@ def test_every_shape_gives_the_files_that_one_process_writes(
     assert numbers == sorted(numbers) and len(set(numbers)) == len(numbers)
     last = [beam.train[number].tokens.tolist() for number in range(len(beam.train))][-9:]
     assert [1, 2, 3] in last or [1, 2, 4] in last or [1, 2, 5] in last
+
+
+def test_near_duplicates_are_the_same_over_files_and_shapes(sources, tokenizer, tmp_path):
+    for name in ("chats", "texts"):
+        folder = tmp_path / "in" / name
+        long = " ".join(f"w{number}" for number in range(80))
+        for number in range(4):
+            text = f"{long} {number}"
+            content = json.dumps(_chat("Go on.", text)) if name == "chats" else text
+            (folder / f"{3 - number}-near.{'jsonl' if name == 'chats' else 'txt'}").write_text(
+                content
+            )
+    near = CleanConfig(**SETS["scraped"], near_duplicates=0.8)
+    one, beam = _both(tmp_path, sources, tokenizer, clean=near)
+    contents = _contents(one.folder)
+    assert contents == _contents(beam.folder)
+    assert [source.dropped["near duplicate"] for source in one.report.sources] == [3, 0, 1, 3, 0]
+    kept = {
+        json.loads(line)["near_duplicate_of"]["file"]
+        for line in contents["dropped.jsonl"].splitlines()
+        if b"near_duplicate_of" in line
+    }
+    assert len(kept) == 3
 
 
 def test_unpaired_preferences_go_to_the_record_before_in_another_file(tokenizer, tmp_path):

@@ -161,7 +161,7 @@ class DataConfig:
     held_out_fraction."""
     clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
     """How conversations are cleaned before training; `clean: scraped` for scraped web chats. Texts
-    and tokens are used unchanged."""
+    and tokens are used unchanged, but for near duplicates of texts."""
     seed: int = 0
     """Seed of the order of the documents. The choice of held-out documents does not depend on
     it."""
