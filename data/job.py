@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -299,8 +299,12 @@ def _without_near_duplicates(
 
 
 def _content(record: Record) -> object:
-    """Returns a record for dropped.jsonl; None for token ids."""
-    return None if isinstance(record, Tokens) else asdict(replace(record, file="", line=0))
+    """Returns a record for dropped.jsonl, without its place, which stands before it; None for token
+    ids."""
+    if isinstance(record, Tokens):
+        return None
+    place = ("source", "record", "file", "line")
+    return {name: value for name, value in asdict(record).items() if name not in place}
 
 
 def processes_for(source: Source) -> int:

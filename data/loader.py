@@ -9,10 +9,11 @@ from functools import lru_cache, partial
 from typing import NamedTuple, cast
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Float64, Int, Int64
 
-from data import packing
+from data import blocks, packing
 from data.batch import DTYPES, Batch
+from data.blocks import BlockedPlan
 from data.errors import UserError
 from data.packing import Piece
 from data.prepared import Documents, Prepared
@@ -71,9 +72,11 @@ class Loader:
         self.documents = documents
         self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
         self._dtypes = {**DTYPES, **({"source_ids": np.int32} if with_sources else {})}
+        self._in_blocks = len(documents) > blocks.MOST_DOCUMENTS
+        self._weights = self._weights_of(documents)
         # Without weights, every epoch has the same number of rows, because best fit depends on the
-        # lengths only.
-        self._weights = None if np.all(documents.weights == 1.0) else documents.weights
+        # lengths only; not so in blocks, which differ from epoch to epoch.
+        self._same_size = self._weights is None and not self._in_blocks
         # The training loop and the threads of grain, which read ahead, use the plans at the same
         # time.
         self._lock = threading.RLock()
@@ -82,12 +85,19 @@ class Loader:
         self._plans = lru_cache(maxsize=3)(self._make_plan)
         self._epoch_ends: list[
             int
-        ] = []  # number of rows up to the end of each epoch so far; used only with weights
+        ] = []  # number of rows up to the end of each epoch so far; used only where they differ
         self.fingerprint = self._make_fingerprint()
+
+    def _weights_of(self, documents: Documents) -> Float64[np.ndarray, " N"] | None:
+        """Returns the weight of each document, or of each source for a plan in blocks; None if all
+        are 1."""
+        if documents.equally_often:
+            return None
+        return documents.source_weights if self._in_blocks else documents.weights
 
     def _make_fingerprint(self) -> str:
         parts = {
-            "rules": [RULES, packing.RULES],
+            "rules": [RULES, packing.RULES, *([blocks.RULES] if self._in_blocks else [])],
             "documents": self.documents.fingerprint,
             "weights": None if self._weights is None else self._weights.tolist(),
             "context_length": self.context_length,
@@ -96,12 +106,14 @@ class Loader:
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
-    def _make_plan(self, epoch: int) -> packing.Plan:
-        return packing.plan(
-            self.documents.row_lengths, self.context_length, self.seed, epoch, self._weights
-        )
+    def _make_plan(self, epoch: int) -> packing.Plan | BlockedPlan:
+        lengths, length = self.documents.row_lengths, self.context_length
+        if not self._in_blocks:
+            return packing.plan(lengths, length, self.seed, epoch, self._weights)
+        starts = self.documents.source_starts
+        return BlockedPlan(lengths, starts, length, self.seed, epoch, self._weights)
 
-    def _plan(self, epoch: int) -> packing.Plan:
+    def _plan(self, epoch: int) -> packing.Plan | BlockedPlan:
         with self._lock:  # lru_cache would let several threads make the same plan
             return self._plans(epoch)
 
@@ -117,16 +129,17 @@ class Loader:
         """Returns the epoch of a row, counted over all epochs, and its number in the plan."""
         if number < 0:
             raise ValueError(f"row {number} is below 0")
-        if self._weights is None:
+        if self._same_size:
             return PlanRow(*divmod(number, len(self)))
         with self._lock:
             ends = self._epoch_ends
             while not ends or ends[-1] <= number:
                 ends.append((ends[-1] if ends else 0) + len(self._plan(len(ends))))
                 if len(ends) > 100 and ends[-1] == 0:
+                    weights = self.documents.source_weights
                     raise UserError(
-                        f"data.sources: their weights, {self._weights.min():g} to "
-                        f"{self._weights.max():g}, leave no document in 100 epochs; larger ones "
+                        f"data.sources: their weights, {weights.min():g} to "
+                        f"{weights.max():g}, leave no document in 100 epochs; larger ones "
                         "would work"
                     )
             epoch = bisect_right(ends, number)

@@ -49,6 +49,11 @@ class Plan:
         return tuple(self.row(number) for number in range(len(self)))
 
     @property
+    def documents(self) -> Int64[np.ndarray, " N"]:
+        """The document of each piece."""
+        return self.pieces[:, 0]
+
+    @property
     def padding_share(self) -> float:
         """Share of the rows' tokens that are padding, 0..1."""
         size = len(self) * self.context_length
@@ -84,19 +89,38 @@ def plan(
     lengths = np.asarray(lengths, np.int64)
     documents = np.arange(len(lengths), dtype=np.int64)
     if weights is not None:
-        weights = np.asarray(weights, np.float64)
-        random = _hash(documents, seed, epoch, 3) / 2.0**64
-        documents = np.repeat(documents, np.floor(weights + random).astype(np.int64))
-    pieces = _cut(documents, lengths[documents], context_length)
-    shuffled = pieces[np.argsort(_hash(np.arange(len(pieces)), seed, epoch, 0), kind="stable")]
+        documents = repeated(documents, np.asarray(weights, np.float64), seed, epoch)
+    return packed(documents, lengths[documents], context_length, seed, epoch)
+
+
+def repeated(
+    documents: Int64[np.ndarray, " D"], weights: Float[np.ndarray, " D"], seed: int, epoch: int
+) -> Int64[np.ndarray, " N"]:
+    """Returns documents as often as their weights say, on average over the epochs."""
+    random = random_numbers(documents, seed, epoch, 3) / 2.0**64
+    return np.repeat(documents, np.floor(weights + random).astype(np.int64))
+
+
+def packed(
+    documents: Int64[np.ndarray, " D"],
+    lengths: Int64[np.ndarray, " D"],
+    context_length: int,
+    seed: int,
+    epoch: int,
+) -> Plan:
+    """Packs documents, each of which may occur several times; see `plan`."""
+    pieces = _cut(documents, lengths, context_length)
+    shuffled = pieces[
+        np.argsort(random_numbers(np.arange(len(pieces)), seed, epoch, 0), kind="stable")
+    ]
     pieces = shuffled[np.argsort(-shuffled[:, 2], kind="stable")]
     rows, count = _best_fit(pieces[:, 2].tolist(), context_length)
     shuffled_rows = np.empty(count, np.int64)
-    shuffled_rows[np.argsort(_hash(np.arange(count), seed, epoch, 1), kind="stable")] = np.arange(
-        count
+    shuffled_rows[np.argsort(random_numbers(np.arange(count), seed, epoch, 1), kind="stable")] = (
+        np.arange(count)
     )
     row_of_piece = shuffled_rows[np.asarray(rows, np.int64)]
-    order = np.lexsort((_hash(np.arange(len(pieces)), seed, epoch, 2), row_of_piece))
+    order = np.lexsort((random_numbers(np.arange(len(pieces)), seed, epoch, 2), row_of_piece))
     starts = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(row_of_piece, minlength=count), out=starts[1:])
     return Plan(pieces[order], starts, context_length)
@@ -139,7 +163,7 @@ def _best_fit(lengths: list[int], context_length: int) -> tuple[list[int], int]:
     return rows, count
 
 
-def _hash(
+def random_numbers(
     numbers: Int[np.ndarray, " N"], seed: int, epoch: int, purpose: int
 ) -> UInt64[np.ndarray, " N"]:
     """Returns a pseudorandom number for each number.

@@ -168,6 +168,6 @@ class PairLoader(Loader):
     ) -> Iterator[PairBatch]:
         """Yields the rows of an epoch, see `Loader.epoch_batches`, with `chosen_shares`, all of the
         whole epoch."""
-        numbers = self._plan(epoch).pieces[:, 0]
+        numbers = self._plan(epoch).documents
         for batch in super().epoch_batches(epoch, rows, indices):
             yield self._with_shares(cast(PairBatch, batch), numbers)

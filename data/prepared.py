@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int, Int32
+from jaxtyping import Bool, Float64, Int, Int32, Int64
 
 from data.errors import UserError, first_line
 from data.folders import check_files, record_files
@@ -38,35 +38,21 @@ class Document:
 
 
 class Documents:
-    """The documents of one split, by number. Can be pickled; files are opened at the first read."""
+    """The documents of one split, by number. Can be pickled; files are opened at the first read.
 
-    lengths: Int32[np.ndarray, " N"]
-    """Number of tokens of each document."""
-    trained: Int32[np.ndarray, " N"]
-    """Number of tokens of each document that are trained on."""
-    sources: Int32[np.ndarray, " N"]
-    """Number of each document's source."""
-    chosen: Int32[np.ndarray, " N"]
-    """Number of tokens of the chosen one of two completions, which stands first; 0 where there are
-    not two."""
-    chosen_trained: Int32[np.ndarray, " N"]
-    """Number of the chosen completion's tokens that are trained on."""
-    labels: Int32[np.ndarray, " N"]
-    """1 where the first of two completions is desirable, 0 where it is not, -1 where there is no
-    label."""
-    shared: Int32[np.ndarray, " N"]
-    """Number of tokens at the beginning of both of two completions' documents that rows hold
-    once."""
-    weights: Float64[np.ndarray, " N"]
-    """Average number of times that each document is used in an epoch."""
+    Columns are read when they are first needed: of a hundred million documents, each has 400 MB.
+    """
+
     fingerprint: str
     """Changes when any document changes."""
+    source_weights: Float64[np.ndarray, " S"]
+    """Average number of times that a document of each source is used in an epoch."""
 
     def __init__(
         self,
         folder: Path,
         numbers: Int[np.ndarray, " N"],
-        index: dict[str, Int32[np.ndarray, " D"]],
+        index: Mapping[str, Int32[np.ndarray, " D"]],
         weights: Float64[np.ndarray, " S"],
         name: str,
     ):
@@ -81,20 +67,69 @@ class Documents:
         """
         self.folder, self.name = folder, name
         self.fingerprint = f"{folder.name}/{name}"
-        self._numbers = numbers
-        self.lengths = index["length"][numbers]
-        self.trained = index["trained"][numbers]
-        self.sources = index["source"][numbers]
-        self.chosen = index["chosen"][numbers]
-        self.chosen_trained = index["chosen_trained"][numbers]
-        self.labels = index["label"][numbers]
-        self.shared = index["shared"][numbers]
-        self.weights = weights[self.sources] if len(numbers) else np.zeros(0)
+        self._numbers, self._index = numbers, index
+        self.source_weights = weights
 
-    @property
+    @cached_property
+    def lengths(self) -> Int32[np.ndarray, " N"]:
+        """Number of tokens of each document."""
+        return self._index["length"][self._numbers]
+
+    @cached_property
+    def trained(self) -> Int32[np.ndarray, " N"]:
+        """Number of tokens of each document that are trained on."""
+        return self._index["trained"][self._numbers]
+
+    @cached_property
+    def sources(self) -> Int32[np.ndarray, " N"]:
+        """Number of each document's source; they do not descend."""
+        return self._index["source"][self._numbers]
+
+    @cached_property
+    def chosen(self) -> Int32[np.ndarray, " N"]:
+        """Number of tokens of the chosen one of two completions, which stands first; 0 where there
+        are not two."""
+        return self._index["chosen"][self._numbers]
+
+    @cached_property
+    def chosen_trained(self) -> Int32[np.ndarray, " N"]:
+        """Number of the chosen completion's tokens that are trained on."""
+        return self._index["chosen_trained"][self._numbers]
+
+    @cached_property
+    def labels(self) -> Int32[np.ndarray, " N"]:
+        """1 where the first of two completions is desirable, 0 where it is not, -1 where there is
+        no label."""
+        return self._index["label"][self._numbers]
+
+    @cached_property
+    def shared(self) -> Int32[np.ndarray, " N"]:
+        """Number of tokens at the beginning of both of two completions' documents that rows hold
+        once."""
+        return self._index["shared"][self._numbers]
+
+    @cached_property
     def row_lengths(self) -> Int32[np.ndarray, " N"]:
         """Number of tokens that each document takes in a row."""
-        return self.lengths - self.shared
+        shared = self._index["shared"]
+        return self.lengths - shared[self._numbers] if shared.any() else self.lengths
+
+    @cached_property
+    def source_starts(self) -> Int64[np.ndarray, " S+1"]:
+        """Number of each source's first document, then N."""
+        sources = self._index["source"][self._numbers]
+        return np.searchsorted(sources, np.arange(len(self.source_weights) + 1)).astype(np.int64)
+
+    @property
+    def weights(self) -> Float64[np.ndarray, " N"]:
+        """Average number of times that each document is used in an epoch."""
+        return self.source_weights[self.sources] if len(self) else np.zeros(0)
+
+    @property
+    def equally_often(self) -> bool:
+        """Whether every document is used once in an epoch."""
+        has_documents = np.diff(self.source_starts) > 0
+        return bool(np.all(self.source_weights[has_documents] == 1.0))
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -190,10 +225,33 @@ def document_features(tfds: ModuleType) -> dict[str, Any]:
     }
 
 
+class StoredIndex(Mapping[str, Int32[np.ndarray, " D"]]):
+    """The columns of an index, each read when it is asked for and not kept."""
+
+    def __init__(self, file: Path):
+        """Reads the names, and every column once to see that it is whole."""
+        self._file = file
+        with np.load(file) as stored:
+            self._names = tuple(stored.files)
+            self.files = str(stored["files"])
+            for name in self._names:
+                stored[name]
+
+    def __getitem__(self, name: str) -> Int32[np.ndarray, " D"]:
+        with np.load(self._file) as stored:
+            return stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class Stored(NamedTuple):
     """The small files of a prepared folder."""
 
-    index: dict[str, Int32[np.ndarray, " D"]]  # type: ignore[assignment]  # no use of tuple.index
+    index: StoredIndex  # type: ignore[assignment]  # no use of tuple.index
     reports: list[SourceReport]
 
 
@@ -226,9 +284,8 @@ def read(folder: Path) -> Stored:
     name = INDEX
     try:
         check_tree(folder)
-        with np.load(folder / INDEX) as stored:
-            index = {column: stored[column] for column in stored.files}
-        check_files(folder, str(index.pop("files")))
+        index = StoredIndex(folder / INDEX)
+        check_files(folder, index.files)
         name = REPORT
         reports = [SourceReport.from_dict(state) for state in read_json(folder / REPORT)]
         return Stored(index, reports)
@@ -249,7 +306,11 @@ def open_folder(
     for number, (source_report, source) in enumerate(zip(report.sources, sources, strict=True)):
         # The same contents may have been prepared from other paths.
         source_report.source, source_report.path = number, str(source.path)
-    train = Documents(folder, np.flatnonzero(~held_out), index, weights, "train")
+    train = Documents(folder, _numbers(~held_out), index, weights, "train")
     # Weights are for training; the held-out loss counts every document once.
-    measured = Documents(folder, np.flatnonzero(held_out), index, np.ones_like(weights), "held_out")
+    measured = Documents(folder, _numbers(held_out), index, np.ones_like(weights), "held_out")
     return Prepared(folder, train, measured, report, context_length)
+
+
+def _numbers(chosen: Bool[np.ndarray, " D"]) -> Int32[np.ndarray, " N"]:
+    return np.flatnonzero(chosen).astype(np.int32)

@@ -251,7 +251,7 @@ class PreferenceObjective(TextObjective):
     ) -> Float32[np.ndarray, "N 2"]:
         """Returns the log-likelihoods of a split's N pairs under the reference."""
         unweighted = copy.copy(documents)
-        unweighted.weights = np.ones(len(documents))
+        unweighted.source_weights = np.ones_like(documents.source_weights)
         data = self.config.data
         loader = self._pair_loader(unweighted, seed=0)
         name = f"{documents.folder.name}-{documents.name}-{self._reference_fingerprint()}.f32"

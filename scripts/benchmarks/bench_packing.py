@@ -1,0 +1,90 @@
+"""Times the packing plan of a prepared folder's index of many documents, and its peak memory.
+
+    python -m scripts.benchmarks.bench_packing --documents 10000000
+
+Makes an index of that many documents, of three sources and up to 32,768 tokens, and no documents;
+then opens it as a training does, up to the first row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from data.loader import Loader
+from data.prepared import INDEX, Documents, StoredIndex
+from data.record_store import RECORDS_IN_A_FILE
+from scripts.benchmarks.bench_data import peak_mib
+from trainer.options import Tokens, command, option
+
+
+def write_index(path: Path, count: int) -> None:
+    """Writes an index of documents whose lengths are spread as those of chats are."""
+    rng = np.random.default_rng(0)
+    names = ("length", "trained", "held_out", "chosen", "chosen_trained", "label", "shared")
+    columns = {name: np.zeros(count, np.int32) for name in names}
+    for start in range(0, count, RECORDS_IN_A_FILE):
+        part = columns["length"][start : start + RECORDS_IN_A_FILE]
+        part[:] = np.clip(rng.lognormal(6.5, 1.2, len(part)), 2, 32768)
+    sources = np.repeat(
+        np.arange(3, dtype=np.int32), np.diff([0, count // 2, count * 4 // 5, count])
+    )
+    columns = {**columns, "source": sources, "files": np.array("{}")}
+    np.savez(path, **columns)  # type: ignore[arg-type]  # by numpy's own types
+
+
+def plan_index(path: Path, context_length: int) -> dict:
+    """Returns times and peak memory of a process that plans an index's documents."""
+    started, before = time.process_time(), peak_mib()
+    index = StoredIndex(path)
+    count = len(index["held_out"])
+    documents = Documents(path.parent, np.arange(count, dtype=np.int32), index, np.ones(3), "train")
+    loader = Loader(documents, context_length, 1, 0)
+    rows = len(loader)
+    counted = time.process_time()
+    loader.lengths(0)
+    return {
+        "documents": count,
+        "rows": rows,
+        "padding_share": round(loader.padding_share, 5),
+        "cpu_seconds_to_plan": round(counted - started, 1),
+        "cpu_seconds_to_first_row": round(time.process_time() - started, 1),
+        "peak_mib": peak_mib(),
+        "peak_mib_before": before,
+    }
+
+
+def measure(options: Options) -> None:
+    """Prints the figures as JSON; the index is planned in a process of its own."""
+    if options.index:
+        print(json.dumps(plan_index(options.index, options.context_length)))
+        return
+    with tempfile.TemporaryDirectory(prefix="longstripe-index-") as folder:
+        path = Path(folder) / INDEX
+        write_index(path, options.documents)
+        length = f"--context_length={options.context_length}"
+        module = "scripts.benchmarks.bench_packing"
+        subprocess.run([sys.executable, "-m", module, f"--index={path}", length], check=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    documents: int = option("documents in the index", 10_000_000)
+    context_length: Tokens = option("tokens in a row", 32768)
+    index: Path | None = option("index.npz to plan, in place of one that is made", None)
+
+
+main = command(Options, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
