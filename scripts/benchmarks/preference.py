@@ -184,6 +184,8 @@ def rows_and_facts(
         "right": row(
             f"right answers to {count} held-out prompts, before -> after",
             f"{correct[0]} -> {correct[1]}",
+            "as many (set after the run)",
+            correct[1] >= correct[0],
         ),
         "book": row(
             "another book: nats per token, before -> after",

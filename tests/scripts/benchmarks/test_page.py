@@ -95,6 +95,8 @@ FIGURES = {
     },
     "docs/preference.md": {
         "recipes.llama31_8b_128k_qlora": "compiler a step takes {}",
+        "preference.words": "answers shorter ({} words",
+        "preference.right": "become wrong ({} of 54)",
     },
 }
 
