@@ -29,7 +29,7 @@ from data.errors import UserError
 from data.folders import scratch_folder
 from planning.costs.kernel_rates import TABLE
 from scripts.benchmarks.commands import in_own_process, write_json
-from scripts.benchmarks.results import load, measured, row, save, versions
+from scripts.benchmarks.results import load, measured, row, same_versions, save
 from trainer.options import command, option
 
 NAME = "kernel_cycles"
@@ -315,14 +315,9 @@ def check() -> int:
 
     Other versions of the compilers are not compared: they may cause the differences.
     """
-    result, installed = load(NAME), versions()
-    for package in COMPILERS:
-        if installed.get(package) != result.versions[package]:
-            print(
-                f"{package} {installed.get(package)}: not compared; the stored bundles are of "
-                f"{result.versions[package]}"
-            )
-            return 0
+    result = load(NAME)
+    if not same_versions(result, COMPILERS):
+        return 0
     stored = {
         tuple(line[:2]): line[3:] for line in result.tables["bundles"]["rows"] if line[2] == "ours"
     }

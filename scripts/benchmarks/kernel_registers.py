@@ -29,7 +29,7 @@ from data.errors import UserError
 from data.folders import scratch_folder
 from data.paths import new_folder
 from scripts.benchmarks.commands import in_own_process
-from scripts.benchmarks.results import load, measured, row, save, versions
+from scripts.benchmarks.results import load, measured, row, same_versions, save
 from trainer.options import command, option
 
 NAME = "kernel_registers"
@@ -357,14 +357,9 @@ def check() -> int:
 
     Other versions of the compilers are not compared: they may cause the differences.
     """
-    result, installed = load(NAME), versions()
-    for package in COMPILERS:
-        if installed.get(package) != result.versions.get(package):
-            print(
-                f"{package} {installed.get(package)}: not compared; the stored figures are of "
-                f"{result.versions.get(package)}"
-            )
-            return 0
+    result = load(NAME)
+    if not same_versions(result, COMPILERS):
+        return 0
     figures, failed = measure(), False
     width = len(dataclasses.fields(Case))
     for line in result.tables["figures"]["rows"]:

@@ -236,3 +236,14 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return installed
+
+
+def same_versions(result: Result, packages: Iterable[str]) -> bool:
+    """Returns whether a result was made by the installed versions; prints the first other one."""
+    installed = versions()
+    for package in packages:
+        now, then = installed.get(package), result.versions.get(package)
+        if now != then:
+            print(f"{package} {now}: not compared; the stored figures are of {then}")
+            return False
+    return True
