@@ -39,13 +39,14 @@ class Limits:
     """What a kernel does not serve; by default it serves everything.
 
     Attributes:
-      softcap, global_tokens: whether it serves them. head_dim: the largest size of a head.
+      softcap, window, global_tokens: whether it serves them. head_dim: the largest size of a head.
       dtypes: of the operands. devices: parts of their names, and what they are called together.
       own_tiles: why no option sets its tiles.
       slow: the version of JAX whose compiler makes it slower than the next kernel, and why.
     """
 
     softcap: bool = True
+    window: bool = True
     global_tokens: bool = True
     head_dim: int | None = None
     dtypes: tuple[str, ...] = ()
@@ -58,6 +59,8 @@ class Limits:
         """Returns what of a request the kernel does not serve; "" if it serves all of it."""
         if request.global_tokens and not self.global_tokens:
             return f"global_tokens = {request.global_tokens}"
+        if request.window is not None and not self.window:
+            return f"a window ({request.window})"
         if request.softcap is not None and not self.softcap:
             return f"a soft-cap of scores ({request.softcap})"
         if self.head_dim and request.head_dim > self.head_dim:
@@ -94,6 +97,17 @@ LIMITS: Mapping[str, Limits] = {
             (0, 12),
             "its compiler makes products wait for each other; jax[cuda13]<0.12 would be faster",
         ),
+    ),
+    # No order of `auto` has it: it has not run on a GPU yet.
+    "cudnn": Limits(
+        softcap=False,
+        window=False,
+        global_tokens=False,
+        head_dim=128,
+        dtypes=("bfloat16",),
+        devices=("NVIDIA",),
+        devices_name="NVIDIA GPUs",
+        own_tiles="its tiles are cuDNN's",
     ),
     "xla": Limits(),
     "reference": Limits(own_tiles="it has no tiles"),

@@ -27,7 +27,9 @@ class AttentionConfig:
     split: true} or {name: attention2d, columns: 4, overlap: true}."""
     kernel: KernelName = "auto"
     """The block kernel; auto takes tpu on TPUs, mosaic on Hopper GPUs in bfloat16, gpu on NVIDIA
-    GPUs otherwise, and xla elsewhere. The schedule ring_self_attention uses none, and no tiles."""
+    GPUs otherwise, and xla elsewhere. cudnn, on NVIDIA GPUs in bfloat16, has cuDNN compute full and
+    causal blocks, and leaves the others to auto; it has not run on a GPU yet. The schedule
+    ring_self_attention uses none, and no tiles."""
     query_tile: Tokens = 0
     """Queries in a tile; 0 leaves it to the kernel."""
     key_tile: Tokens = 0

@@ -72,6 +72,12 @@ STEPS = (
         "kernel_exactness --kernels auto --dtypes bfloat16",
         "--kernels xla --head-dims 64",
     ),
+    Row(
+        "exactness_cudnn",
+        60,
+        "kernel_exactness --kernels cudnn --dtypes bfloat16 --head-dims 64 128",
+        "--kernels xla --head-dims 64",
+    ),
 )
 _QLORA = "--model smollm2-135m --layers 2 --lengths 128 --document-tokens 64 --dtype float32"
 # At 32K ten steps of both sides would not fit beside the ten at 8K.

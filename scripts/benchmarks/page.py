@@ -70,6 +70,7 @@ HEADLINES = (
     ),
     ("The same like for like: one row, tensor parallel, float32, A100", "table3.like_for_like"),
     ("Training step on a CPU, 4,096 tokens, relative to torch", "step.speed_4096"),
+    ("The same, 2,048 tokens, on the slowest processor tried, an Intel Xeon", "step.least_2048"),
     ("Attention kernel on a CPU, 16K tokens, relative to torch", "kernels.both_16384"),
     ("Striped over contiguous ring at 16K, of the bound", "balance_time.striped_16384"),
     ("Logits against transformers, SmolLM2, 8,192 tokens", "exactness.smollm2_logits"),

@@ -7,6 +7,7 @@ import functools
 
 from ..choice import KERNELS, LIMITS
 from .chosen import KINDS, ChosenKernel
+from .cudnn import CudnnKernel
 from .gpu import GpuKernel
 from .kernel import Kernel
 from .mosaic import MosaicKernel
@@ -17,6 +18,7 @@ from .xla import XlaKernel
 __all__ = [
     "KERNELS",
     "ChosenKernel",
+    "CudnnKernel",
     "GpuKernel",
     "Kernel",
     "MosaicKernel",
@@ -34,13 +36,12 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
 
     Args:
       name: one of KERNELS. `auto` is the kernel that `choice.AUTO` names for each call; others
-        serve what `mosaic` does not.
+        serve what `mosaic` and `cudnn` do not.
       query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel. `reference` has no
         tiles and reads neither.
 
     Raises:
-      ValueError: an unknown name; a tile's size for `mosaic`, whose tiles follow from the head
-        size.
+      ValueError: an unknown name; a tile's size for `mosaic` or `cudnn`, which have their own.
     """
     if name not in KERNELS:
         raise ValueError(f"kernel: found {name!r}; known: {', '.join(KERNELS)}")
@@ -51,7 +52,7 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
     }
     if name == "auto":
         return ChosenKernel(name, tuple(tiles.items()))
-    if name == "mosaic":
+    if name in ("mosaic", "cudnn"):
         if tiles:
             raise ValueError(
                 f"kernel: {name!r}: {LIMITS[name].own_tiles}, found {tiles}; leave them 0"

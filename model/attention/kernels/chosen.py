@@ -16,6 +16,7 @@ from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..choice import Choice, Request, select
 from ..coords import Mask
 from ..partial import AttentionPartial
+from .cudnn import CudnnKernel
 from .device import device_kind
 from .gpu import GpuKernel
 from .kernel import Kernel
@@ -28,6 +29,7 @@ KINDS: dict[str, Callable[..., Kernel]] = {
     "tpu": TpuKernel,
     "gpu": GpuKernel,
     "mosaic": MosaicKernel,
+    "cudnn": CudnnKernel,
     "xla": XlaKernel,
     "reference": ReferenceKernel,
 }
@@ -99,25 +101,31 @@ class ChosenKernel(Kernel):
         """Returns the kernel that serves queries like these where the program is lowered for one of
         PLATFORMS."""
         device = device_kind()
-        choice = select(
-            self.name,
-            Request(
-                platform,
-                device,
-                q.dtype.name,
-                head_dim=q.shape[3],
-                tokens=q.shape[1],
-                softcap=self.softcap,
-                window=mask.window,
-                global_tokens=mask.global_tokens,
-                tiled=bool(self.tiles),
-                jax=jax.__version_info__ if self.name == "auto" else (),
-            ),
+        request = Request(
+            platform,
+            device,
+            q.dtype.name,
+            head_dim=q.shape[3],
+            tokens=q.shape[1],
+            softcap=self.softcap,
+            window=mask.window,
+            global_tokens=mask.global_tokens,
+            tiled=bool(self.tiles),
+            jax=jax.__version_info__ if self.name == "auto" else (),
         )
+        choice = select(self.name, request)
         if platform == ("tpu" if "TPU" in device else "cuda" if "NVIDIA" in device else "default"):
             self._warn(choice)
-        kernel = KINDS[choice.name](**dict(self.tiles), softcap=self.softcap)
+        kernel = self._made(choice.name, request)
         return kernel.over_shards(*self.shards).with_rows_in_order(self.rows_in_order)
+
+    def _made(self, name: str, request: Request) -> Kernel:
+        """Returns the kernel of this name; cuDNN's has that of `auto` for what it leaves."""
+        kernel = KINDS[name](**dict(self.tiles), softcap=self.softcap)
+        if isinstance(kernel, CudnnKernel):
+            others = select("auto", request._replace(jax=jax.__version_info__)).name
+            return dataclasses.replace(kernel, others=self._made(others, request))
+        return kernel
 
     def _warn(self, choice: Choice) -> None:
         """Warns where a kernel that was named does not serve, or `auto` leaves an accelerator's
