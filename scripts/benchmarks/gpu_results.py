@@ -2,8 +2,8 @@
 
     python -m scripts.benchmarks.gpu_results --book A.txt --other-book B.txt --cases LINES.jsonl
 
-The steps, in order: the model, training by configs/extension/smollm2_32k.yaml with adapters, lines
-and needles and another book's loss with the adapters, then the same without them. The same command
+The steps, in order: the model, training by configs/extension/smollm2_32k.yaml with adapters, lines,
+needles and another book's loss with the adapters, then the same without them. The same command
 goes on where a call ended: steps that ended are in OUTPUT/steps.jsonl, training saves its step when
 the time is over, and evaluations skip what is answered.
 
@@ -23,6 +23,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from data.errors import UserError
 from data.paths import output_files, output_folder
@@ -46,46 +47,60 @@ BOOK = (
     "-m scripts.loss_by_position --config {recipe} --checkpoint {subject} --output {out} --split "
     "train --without-earlier 8192 --data.sources {book}"
 )
+# Folders of models, which do not travel between calls.
+MADE = ("model", "merged")
+FIELDS = [f"{{{name}}}" for name in ("recipe", "model", "run", "sources", "book", "subject", "out")]
+TINY_BOOK = " --data.context_length 1024 --stages [] --batches 1"
 TINY_TRAINING = (
     '--model.compute_dtype float32 --stages [{"context_length":512,"steps":1,"batch_size":1},'
     '{"context_length":1024,"steps":2,"batch_size":1}]'
 )
 
 
-def steps(args: Options) -> list[tuple[str, list[str]]]:
-    """Returns the steps' names and Python's arguments."""
-    model, run = args.model or args.output / "model", args.output / "run"
+class Step(NamedTuple):
+    """A step.
+
+    Attributes:
+      words: Python's arguments.
+      makes: a folder that does not travel between calls: without it the step runs again.
+    """
+
+    name: str
+    words: list[str]
+    makes: Path | None = None
+
+
+def steps(args: Options) -> list[Step]:
+    """Returns the steps, in order."""
+    model, run = args.model or args.output / MADE[0], args.output / "run"
+    merged = args.output / MADE[1]
     exercises = [{"path": f"synthetic:{name}?count={args.exercises}"} for name in EXERCISES]
     texts = {"recipe": RECIPE, "model": str(model), "run": str(run)}
     texts["sources"] = json.dumps([*exercises, {"path": str(args.book), "format": "text"}])
     texts["book"] = json.dumps([{"path": str(args.other_book), "format": "text"}])
-    named: list[tuple[str, str, Path | None]] = [
-        ("train", TRAINING + (f" {TINY_TRAINING}" if args.tiny else ""), None)
-    ]
-    if args.model is None:
-        named.insert(0, ("model", "-m scripts.make_smollm2 {model}", None))
-    for when, subject in (("after", run), ("before", model)):
-        cases = " ".join(map(str, args.cases))
-        lines = f"{LINES} {cases}" + (" --limit 1" if args.tiny else "")
-        needles = f"{NEEDLES} {'1024 --depths 0.5' if args.tiny else LENGTHS}"
-        book = BOOK + (
-            " --data.context_length 1024 --stages [] --batches 1" if args.tiny else " --batches 4"
-        )
-        named += [
-            (f"{name}_{when}", words, subject)
-            for name, words in (("lines", lines), ("needles", needles), ("book", book))
-        ]
+    training = TRAINING + (f" {TINY_TRAINING}" if args.tiny else "")
+    lines = f"{LINES} {' '.join(map(str, args.cases))}" + (" --limit 1" if args.tiny else "")
+    needles = f"{NEEDLES} {'1024 --depths 0.5' if args.tiny else LENGTHS}"
+    book = BOOK + (TINY_BOOK if args.tiny else " --batches 4")
+
+    def step(name: str, command: str, subject: Path = model, makes: Path | None = None) -> Step:
+        words = command.split()
+        values = {**texts, "subject": subject, "out": args.output / name}
+        # Values may contain braces and spaces.
+        whole = [word.format(**values) if word in FIELDS else word for word in words]
+        return Step(name, whole, makes)
+
+    made = [] if args.model else [step("model", "-m scripts.make_smollm2 {model}", makes=model)]
     return [
-        (
-            name,
-            [
-                word.format(**texts, subject=subject, out=args.output / name)
-                if word.startswith("{") and word.endswith("}")
-                else word
-                for word in words.split()
-            ],
-        )
-        for name, words, subject in named
+        *made,
+        step("train", training),
+        step("lines_after", lines, run),
+        step("needles_after", needles, run),
+        step("merged", f"-m scripts.export_hf {{run}} {merged} --merge", makes=merged),
+        step("book_after", book, merged),
+        step("lines_before", lines),
+        step("needles_before", needles),
+        step("book_before", book),
     ]
 
 
@@ -102,8 +117,8 @@ def go_on(args: Options) -> int:
     environment = {"JAX_PLATFORMS": "cpu"} if args.tiny else {}
     if args.wheels:
         environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(args.wheels.absolute())}
-    for name, words in steps(args):
-        if name in ended(journal):
+    for name, words, makes in steps(args):
+        if name in ended(journal) and (makes is None or makes.exists()):
             continue
         left = end - time.monotonic() - GRACE
         if left < GRACE:
@@ -128,7 +143,7 @@ def travelling(output: Path) -> list[Path]:
     run = output / "run"
     stages = [*sorted((run / "stages").glob("*"), key=lambda stage: int(stage.name)), run]
     saved = [stage / "checkpoints" for stage in stages if any(stage.glob("checkpoints/*"))]
-    superseded = [*saved[:-1], output / "model"]
+    superseded = [*saved[:-1], *(output / name for name in MADE)]
     return [
         path
         for path in sorted(output.rglob("*"))

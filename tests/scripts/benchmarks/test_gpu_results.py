@@ -14,9 +14,11 @@ WORDS = TEXTS.split()
 
 def test_the_steps_in_order(tmp_path):
     args = parse(gpu_results.Options, [*WORDS, str(tmp_path)])
-    steps = dict(gpu_results.steps(args))
-    assert list(steps) == ["train"] + [
-        f"{name}_{when}" for when in ("after", "before") for name in ("lines", "needles", "book")
+    steps = {step.name: step.words for step in gpu_results.steps(args)}
+    assert list(steps) == [
+        "train",
+        *("lines_after", "needles_after", "merged", "book_after"),
+        *("lines_before", "needles_before", "book_before"),
     ]
     assert steps["lines_after"][-3:] == ["--cases", "200.jsonl", "400.jsonl"]
     assert str(tmp_path / "run") in steps["lines_after"] and "m" in steps["lines_before"]
@@ -27,28 +29,35 @@ def test_the_steps_in_order(tmp_path):
 def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, capsys):
     """The second step fails in the first call; the second call begins with it."""
     programs = [("first", "open('first', 'x')"), ("second", "open('first').read(); open('no')")]
+    made = tmp_path / "made"
     monkeypatch.setattr(
         gpu_results,
         "steps",
         lambda args: [
-            (name, ["-c", f"import os; os.chdir({str(tmp_path)!r}); {text}"])
-            for name, text in programs
+            gpu_results.Step("model", ["-c", f"import os; os.mkdir({str(made)!r})"], made),
+            *(
+                gpu_results.Step(name, ["-c", f"import os; os.chdir({str(tmp_path)!r}); {text}"])
+                for name, text in programs
+            ),
         ],
     )
     output, packed = tmp_path / "output", tmp_path / "packed"
     words = [*WORDS, str(output), "--pack", str(packed)]
     assert gpu_results.main(words) == 1
     (tmp_path / "no").touch()
+    made.rmdir()  # another machine
     (packed / "part.1").touch()  # of a larger call
     assert gpu_results.main(words) == 0
     assert [part.name for part in packed.iterdir()] == ["part.0"]
     rows = [json.loads(line) for line in (output / "steps.jsonl").read_text().splitlines()]
     assert [(row["step"], row["status"]) for row in rows] == [
+        ("model", "exit 0"),
         ("first", "exit 0"),
         ("second", "exit 1"),
+        ("model", "exit 0"),
         ("second", "exit 0"),
     ]
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len(capsys.readouterr().out.splitlines()) == 5
     assert gpu_results.main([*WORDS, str(output), "--pack", str(output / "packed")]) == 2
     assert "--pack" in capsys.readouterr().err
 
@@ -57,6 +66,7 @@ def test_what_travels_has_the_newest_stages_checkpoint_and_comes_back_whole(tmp_
     output = tmp_path / "output"
     for name in (
         "model/model.safetensors",
+        "merged/model.safetensors",
         "run/stages/1/checkpoints/9/a",
         "run/stages/1/config.yaml",
         "run/stages/2/checkpoints/3/a",
