@@ -23,6 +23,7 @@ from jinja2.visitor import NodeTransformer
 
 from data.templates.counting import comparing_tests, counting_filters
 from data.templates.errors import TemplateError
+from data.templates.outline import MAX_OUTLINED, only_writes_contents
 from data.templates.tracked import Safe, Tracked, concat, meter, percent, text_of, walk
 
 # Those of the published templates of TRL and of the model families.
@@ -175,6 +176,8 @@ class Environment(ImmutableSandboxedEnvironment):
     """Texts that the template looks for in others."""
     variables: frozenset[str] = frozenset()
     """Variables that the template reads."""
+    only_writes = False
+    """Whether the template does nothing with contents but write them."""
 
     def __init__(self, **options: Any):
         super().__init__(
@@ -199,11 +202,12 @@ class Environment(ImmutableSandboxedEnvironment):
             **{name: _refusing(name) for name in _OTHER_FUNCTIONS},
         }
 
-    def _parse(self, *arguments: Any) -> nodes.Template:
-        template = super()._parse(*arguments)
+    def _parse(self, source: str, *arguments: Any) -> nodes.Template:
+        template = super()._parse(source, *arguments)
         _check(template)
         self.needles = frozenset(_needles(template))
         self.variables = frozenset(find_undeclared_variables(template))
+        self.only_writes = len(source) <= MAX_OUTLINED and only_writes_contents(template)
         return _Counting().visit(template)
 
     def getattr(self, obj: Any, attribute: str) -> Any:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from data.conversation import Message
@@ -15,6 +15,8 @@ from data.templates.sandbox import STEPS, STEPS_PER_VALUE, compile_template
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"}
 )
+# Turns of a conversation whose roles are remembered; longer ones are rarely alike.
+MOST_ALIKE = 64
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -60,6 +62,25 @@ class Template(NamedTuple):
         Raises:
           TemplateError: the template refuses the conversation, or does what is not allowed.
         """
+        if (
+            compile_template(self.source).only_writes
+            and len(messages) <= MOST_ALIKE
+            and not (tools or self.variables)
+            and all(_has_only_content(message) for message in messages)
+        ):
+            roles = tuple(message.role for message in messages)
+            outline = _outline(self.source, self.specials, self.date, roles, add_generation_prompt)
+            if outline is not None:
+                return outline.filled(messages, compile_template(self.source).needles)
+        return self._run(messages, tools, add_generation_prompt)
+
+    def _run(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        add_generation_prompt: bool,
+    ) -> Rendered:
+        """Runs the template."""
         from data.templates.environment import strftime
         from data.templates.tracked import Source, concat, meter, track
 
@@ -75,10 +96,7 @@ class Template(NamedTuple):
             name: track(value, -1, "variables", sources) for name, value in self.variables.items()
         }
         specials = zip(("bos_token", "eos_token", "pad_token"), self.specials, strict=True)
-        characters = sum(len(source.text) for source in sources)
-        meter.left = meter.limit = (
-            STEPS + STEPS_PER_VALUE * (len(sources) + len(turns)) + characters
-        )
+        _set_limit(sources, len(turns))
         meter.printed, meter.generated = 0, []
         context = template.new_context(
             {
@@ -117,6 +135,94 @@ class Template(NamedTuple):
     def unread_variables(self, names: Iterable[str]) -> list[str]:
         """Returns those of some variables that the template does not read."""
         return [name for name in names if name not in compile_template(self.source).variables]
+
+
+class _Content(NamedTuple):
+    """A turn's content in an outline."""
+
+    turn: int
+    trimmed: bool
+    """Whether it stands there without white space at its ends."""
+
+
+class _Outline(NamedTuple):
+    """What a template that only writes contents makes of conversations of the same roles."""
+
+    pieces: tuple[str | _Content, ...]
+    steps: int
+    """The template's work without contents."""
+
+    def filled(self, messages: Sequence[Message], needles: frozenset[str]) -> Rendered:
+        """Returns a conversation as the template writes it.
+
+        Raises:
+          TemplateError: it is too long.
+        """
+        from data.templates.tracked import Run, Source, meter
+
+        sources = [
+            Source(number, "content", message.content) for number, message in enumerate(messages)
+        ]
+        texts: list[str] = []
+        runs: list[Run] = []
+        for piece in self.pieces:
+            if isinstance(piece, str):
+                text, source, offset = piece, None, 0
+            else:
+                source = sources[piece.turn]
+                text, offset = source.text, 0
+                if piece.trimmed:
+                    text, offset = text.strip(), len(text) - len(text.lstrip())
+            if text:
+                texts.append(text)
+                runs.append((len(text), source, offset))
+        _set_limit(sources, len(messages))
+        meter.spend(self.steps + sum(map(len, texts)) // 100)
+        return Rendered("".join(texts), runs, sources, None, needles)
+
+
+@lru_cache(maxsize=1024)
+def _outline(
+    source: str,
+    specials: tuple[str | None, ...],
+    date: datetime,
+    roles: tuple[str, ...],
+    add_generation_prompt: bool,
+) -> _Outline | None:
+    """Returns the outline of conversations of these roles; None if the template refuses them."""
+    from data.templates.tracked import meter
+
+    template = Template(source, specials, date)
+    try:
+        rendered = template._run(
+            [Message(role, " x ") for role in roles], (), add_generation_prompt
+        )
+    except TemplateError:
+        return None
+    pieces: list[str | _Content] = []
+    at = 0
+    for length, content, offset in rendered.runs:
+        if content is None:
+            pieces.append(rendered.text[at : at + length])
+        else:
+            assert (length, offset) in ((3, 0), (1, 1)), "the template has looked at a content"
+            pieces.append(_Content(content.turn, trimmed=length == 1))
+        at += length
+    return _Outline(tuple(pieces), meter.limit - meter.left)
+
+
+def _set_limit(sources: list, turns: int) -> None:
+    """Sets how much work a template may do for a conversation."""
+    from data.templates.tracked import meter
+
+    characters = sum(len(source.text) for source in sources)
+    meter.left = meter.limit = STEPS + STEPS_PER_VALUE * (len(sources) + turns) + characters
+
+
+def _has_only_content(message: Message) -> bool:
+    """Returns whether a turn has nothing for the template but its role and content."""
+    others = (message.reasoning, message.tool_call_id, message.name)
+    return not message.tool_calls and others == (None, None, None)
 
 
 def _words(error: Exception) -> str:

@@ -25,6 +25,8 @@ class Compiled(NamedTuple):
     """Texts that it looks for in others."""
     variables: frozenset[str]
     """Variables that it reads."""
+    only_writes: bool
+    """Whether it does nothing with contents but write them, see data.templates.outline."""
 
 
 @lru_cache(maxsize=32)
@@ -48,7 +50,9 @@ def compile_template(source: str) -> Compiled:
             warnings.simplefilter("ignore")
             environment = Environment()
             template = environment.from_string(source)
-            return Compiled(template, environment.needles, environment.variables)
+            return Compiled(
+                template, environment.needles, environment.variables, environment.only_writes
+            )
     except TemplateSyntaxError as error:
         raise UserError(
             f"the tokenizer's chat template is not Jinja: line {error.lineno}: {error.message}"

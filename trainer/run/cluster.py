@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import jax
 
 # As Orbax does: the public API has no barrier and no view of the backends.
-from jax._src import distributed, xla_bridge
+from jax._src import clusters, distributed, xla_bridge
 
 from data.errors import UserError
 from data.printable import printable
@@ -42,6 +42,7 @@ HEARTBEAT_SECONDS = 45
 # Processes that have met join within this time, unless one has been lost; JAX waits for 300 seconds
 # and then aborts.
 JOIN_SECONDS = 50
+DETECT_SECONDS = 300  # for the address of a detected cluster's coordinator, as JAX waits
 # A process that ends with an error waits at most this long for the others, which may be waiting for
 # it.
 SHUTDOWN_SECONDS = 30
@@ -94,8 +95,22 @@ def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> Non
         return
     # A second training in one process, or in a notebook that has used JAX, cannot join again.
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
-        with contextlib.suppress(ValueError):  # no cluster was detected: this process is alone
-            _initialize()
+        _join_detected()
+
+
+def _join_detected() -> None:
+    """Joins the cluster that JAX detects, if there is one.
+
+    The coordinator's address is asked for first: JAX's coordinator would listen on all interfaces.
+    """
+    address, *_ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"), 0, 0, (), None, DETECT_SECONDS
+    )
+    if address is None:  # this process is alone
+        return
+    bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
+    with contextlib.suppress(ValueError):  # an address alone is no cluster
+        _initialize(coordinator_address=address, coordinator_bind_address=bound)
 
 
 def _meet(config: DistributedConfig, folder: Path | None) -> None:
