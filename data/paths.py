@@ -1,8 +1,6 @@
 """Files and folders, local or in a store (gs://, s3://, hf://, ... through fsspec)."""
 
-import bz2
 import errno
-import gzip
 import hashlib
 import json
 import lzma
@@ -17,16 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 import fsspec
 
 from data import hub
+from data.compression import ENDINGS, decompressed
 from data.errors import UserError, first_line, is_transient
 from data.folders import building, is_unfinished
 from data.within import check_within
 
-COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 STORES = (
     "gs",
     "gcs",
@@ -128,9 +126,9 @@ class File:
 
     @property
     def compression(self) -> str:
-        """The one of COMPRESSIONS that the name ends in, or ""."""
+        """The one of ENDINGS that the name ends in, or ""."""
         suffix = PurePosixPath(self.path.lower()).suffix
-        return suffix if suffix in COMPRESSIONS else ""
+        return suffix if suffix in ENDINGS else ""
 
     def exists(self) -> bool:
         """Returns whether the file exists."""
@@ -149,17 +147,17 @@ class File:
 
     @contextmanager
     def open_decompressed(self) -> Iterator[BinaryIO]:
-        """Opens the file for reading bytes, decompressed if its name ends in one of COMPRESSIONS.
+        """Opens the file for reading bytes, decompressed if its name ends in one of ENDINGS.
 
         Raises:
-          UserError: a compressed file is truncated, or is of another kind.
+          UserError: a compressed file is truncated, of another kind, or out of proportion.
         """
         with self.open() as file:
             if not self.compression:
                 yield file
                 return
             try:
-                yield _decompressed(file, self.compression)
+                yield decompressed(file, self.compression, str(self))
             except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
                 raise UserError(
                     f"{self}: cannot be decompressed ({first_line(error)}); a whole "
@@ -183,19 +181,6 @@ def on_disk(file: File) -> Iterator[Path]:
             shutil.copyfileobj(opened, copy, COPIED_BYTES)
         copy.flush()
         yield Path(f"/dev/fd/{copy.fileno()}")
-
-
-def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
-    if compression == ".zst":
-        import pyarrow
-
-        return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
-    openers: dict[str, Callable[..., Any]] = {
-        ".gz": gzip.open,
-        ".bz2": bz2.open,
-        ".xz": lzma.open,
-    }
-    return openers[compression](file, "rb")
 
 
 def find_files(

@@ -484,10 +484,13 @@ class _Training:
                 "or gradient was finite; nothing was trained: see the records in the warnings, "
                 "or lower optimizer.learning_rate, in another --run_dir"
             )
-        if self.skipped > 1 and not self.objective.has_held_out:  # no loss tells that it is good
+        if self.skipped and not self.objective.has_held_out:  # no loss tells that it is good
+            last = (
+                f"the last {self.skipped} steps were" if self.skipped > 1 else "the last step was"
+            )
             raise UserError(
-                f"{self.store.path(self.step)}: the last {self.skipped} steps were skipped, since "
-                f"no loss or gradient was finite; {self._sound_checkpoints()}: lower "
+                f"{self.store.path(self.step)}: {last} skipped, since no loss or gradient was "
+                f"finite; {self._sound_checkpoints()}: evaluate this one, or lower "
                 "optimizer.learning_rate in another --run_dir"
             )
 

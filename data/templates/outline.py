@@ -79,8 +79,8 @@ def _kind(node: nodes.Node, names: dict[str, Kind]) -> Kind:
         return _kind_of_part(node, names)
     if _is_trimmed_content(node, names):
         return "text"
-    if isinstance(node, nodes.Filter) and node.name == "length" and not node.args:
-        _require(_kind(node.node, names) != "text")
+    if isinstance(node, nodes.Filter) and node.name == "length" and node.node is not None:
+        _require(_kind(node.node, names) != "text" and not node.args)
         return "plain"
     if isinstance(node, nodes.CondExpr):
         _require(_kind(node.test, names) == "plain")

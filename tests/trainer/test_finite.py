@@ -1,10 +1,14 @@
 """What is saved is finite, and a run that trained nothing does not end well."""
 
+import contextlib
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import train
+from data.errors import UserError
 from tests import small_run
 from trainer import loop
 
@@ -70,6 +74,30 @@ def test_steps_that_are_skipped_to_the_end_are_no_success(
         assert train.main(command(small_recipe, tmp_path / "run", *flags)) == 2
         said = capfd.readouterr().err
         assert "the last 2 steps were skipped" in said and "no checkpoint is known to be" in said
+
+
+@pytest.mark.parametrize(
+    ("skipped", "has_held_out", "words"),
+    [
+        (0, False, None),
+        (1, True, None),
+        (1, False, r"RUN/4: the last step was skipped, .*; RUN/2 is good: evaluate this one, or"),
+        (2, False, "RUN/4: the last 2 steps were skipped"),
+    ],
+)
+def test_one_skipped_last_step_is_no_success_either(skipped, has_held_out, words):
+    """Its loss was the only one that could tell whether the update before it was good."""
+    training = SimpleNamespace(
+        step=4,
+        updates=3,
+        skipped=skipped,
+        objective=SimpleNamespace(has_held_out=has_held_out),
+        store=SimpleNamespace(path=lambda step: f"RUN/{step}"),
+        _sound_checkpoints=lambda: "RUN/2 is good",
+    )
+    raised = pytest.raises(UserError, match=words) if words else contextlib.nullcontext()
+    with raised:
+        loop._Training._require_trained(training)
 
 
 @pytest.mark.parametrize(

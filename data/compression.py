@@ -1,0 +1,63 @@
+"""Reads compressed files, up to what their size can hold of real text."""
+
+import bz2
+import gzip
+import io
+import lzma
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from data.errors import UserError
+
+ENDINGS = (".gz", ".zst", ".bz2", ".xz")
+MOST_TIMES = 200
+"""How many times the size of its file a text may have. gzip packs text some 3 to 30 times, and a
+file made to unpack to gigabytes 1,000 times."""
+_UNLIMITED = 1 << 24  # bytes that any file may unpack to
+_BUFFER = 1 << 18
+
+
+def decompressed(file: BinaryIO, ending: str, name: str) -> BinaryIO:
+    """Returns a stream of what a compressed file holds.
+
+    Reading it raises UserError where that is more than MOST_TIMES the bytes read of the file.
+
+    Args:
+      file: the compressed file.
+      ending: one of ENDINGS.
+      name: the file's name, for messages.
+    """
+    if ending == ".zst":
+        import pyarrow
+
+        content = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
+    else:
+        openers: dict[str, Callable[..., Any]] = {
+            ".gz": gzip.open,
+            ".bz2": bz2.open,
+            ".xz": lzma.open,
+        }
+        content = openers[ending](file, "rb")
+    return io.BufferedReader(_Bounded(content, file, name), _BUFFER)
+
+
+class _Bounded(io.RawIOBase):
+    """The content of a compressed file, until it is out of proportion."""
+
+    def __init__(self, content: BinaryIO, file: BinaryIO, name: str):
+        self._content, self._file, self._name = content, file, name
+        self._unpacked = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self._content.read(len(buffer))
+        buffer[: len(block)] = block
+        self._unpacked += len(block)
+        if self._unpacked > max(_UNLIMITED, MOST_TIMES * self._file.tell()):
+            raise UserError(
+                f"{self._name}: unpacks to more than {MOST_TIMES} times its size; text that does "
+                "so would work unpacked"
+            )
+        return len(block)

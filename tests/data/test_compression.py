@@ -1,0 +1,40 @@
+"""Compressed files are read until what they hold is out of proportion to their size."""
+
+import gzip
+import lzma
+import random
+
+import pyarrow
+import pytest
+
+from data.errors import UserError
+from data.paths import File
+
+PACK = {
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda text: pyarrow.compress(text, codec="zstd", asbytes=True),
+}
+
+
+def unpacked(path):
+    with File(str(path)).open_decompressed() as file:
+        return sum(len(block) for block in iter(lambda: file.read(1 << 20), b""))
+
+
+@pytest.mark.parametrize("ending", PACK)
+def test_a_file_that_unpacks_to_hundreds_of_times_its_size_is_refused(ending, tmp_path):
+    path = tmp_path / f"a.json{ending}"
+    text = b"[" + b"1234567," * (3 << 20)  # 24 MiB
+    path.write_bytes(PACK[ending](text))
+    assert len(text) > 200 * path.stat().st_size
+    with pytest.raises(UserError, match=rf"^{path}: unpacks to more than 200 times its size"):
+        unpacked(path)
+
+
+@pytest.mark.parametrize("ending", PACK)
+def test_a_small_text_of_one_letter_and_a_usual_one_are_read(ending, tmp_path):
+    path = tmp_path / f"a.json{ending}"
+    for text in (b"a" * (1 << 20), random.Random(0).randbytes(1 << 18).hex().encode()):
+        path.write_bytes(PACK[ending](text))
+        assert unpacked(path) == len(text)
