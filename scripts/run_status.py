@@ -31,7 +31,10 @@ def read_status(run: str) -> Status:
     """Returns the status of a run's folder, any part of which may be absent."""
     import fsspec
 
-    system, folder = fsspec.core.url_to_fs(run)
+    try:
+        system, folder = fsspec.core.url_to_fs(run)
+    except ImportError:  # s3:// without s3fs
+        return _without_times(run)
     steps = []
     if system.isdir(f"{folder}/checkpoints"):
         names = (
@@ -65,6 +68,20 @@ def read_status(run: str) -> Status:
         metrics = next((row for line in reversed(lines) if (row := _row(line))), None)
         logged = _modified(system, path)
     return Status(newest, saved, metrics, logged)
+
+
+def _without_times(run: str) -> Status:
+    """Returns the status of a run in a bucket as TensorStore, which tells no times, reads it."""
+    from trainer.checkpoint.commit import CHECKPOINTS, located, steps_in
+    from trainer.run.bucket import Bucket
+    from trainer.run.mirror import logs_and_others
+
+    bucket = Bucket(run)
+    logs, _ = logs_and_others(bucket.read_all(bucket.names("metrics.jsonl/")))
+    _, content = logs.get("metrics.jsonl", (0, b""))
+    rows = (_row(line.decode(errors="replace")) for line in reversed(content.splitlines()))
+    steps = steps_in(located(f"{run.rstrip('/')}/{CHECKPOINTS}"))
+    return Status(max(steps, default=None), None, next(filter(None, rows), None), None)
 
 
 def _modified(system: Any, path: str) -> float | None:

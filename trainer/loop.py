@@ -70,6 +70,7 @@ def train(
     """
     start_devices(config)
     require_same_code()
+    _check_profiled(config.logging.profile_processes)
     if config.logging.wandb:
         import_wandb()  # reports a missing package now, not after an hour of preparing data
     mesh = make_mesh(config.mesh, schedule=config.attention.schedule)
@@ -104,6 +105,15 @@ def train(
             store.before = run.before_checkpoint
             training.catch_up()
             return training.run(run, stage_follows)
+
+
+def _check_profiled(processes: Sequence[int]) -> None:
+    """Raises UserError for a process that does not exist."""
+    count = jax.process_count()
+    if wrong := [number for number in processes if not 0 <= number < count]:
+        raise UserError(
+            f"logging.profile_processes: found {wrong[0]}; 0 to {count - 1} would work, or []"
+        )
 
 
 class _Training:
@@ -292,13 +302,12 @@ class _Training:
         Raises:
           Preempted: see `train`.
         """
-        logging = self.config.logging
         if self.finished:
             self._require_trained()
             return self.store.path(self.step)
         with (
             self._open_log(run) as log,
-            Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler,
+            Profiler(run.keep_profile, self._profiled_steps, self.meter.paused) as profiler,
         ):
             # Now, since the initial model's files may be gone when a checkpoint is saved.
             if jax.process_index() == 0:
@@ -337,6 +346,13 @@ class _Training:
             )
         if stage_follows and (notice := notice or asked_to_end()):
             raise Preempted(notice, self.store.path(self.step))
+
+    @property
+    def _profiled_steps(self) -> tuple[int, ...]:
+        """The first and the last step that this process profiles; () for none."""
+        logging = self.config.logging
+        chosen = logging.profile_processes
+        return logging.profile_steps if not chosen or jax.process_index() in chosen else ()
 
     def _evaluate_before_training(self, log: MetricsLog) -> None:
         """Runs all evaluations before the first step, or those that a preempted start missed.

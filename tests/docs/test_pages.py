@@ -33,6 +33,20 @@ NAME = re.compile(
 )
 
 
+def test_every_fault_of_the_page_names_tests_that_exist():
+    text = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^(\| fault \|.*(?:\n\|.*)+)", text, re.MULTILINE)
+    rows = [row.rsplit("|", 2) for table in tables for row in table.splitlines()[2:]]
+    named = {row: re.findall(r"`(\w+)`", tests) for row, tests, _ in rows}
+    assert len(tables) == 2 and len(named) == len(rows) > 20 and all(named.values())
+    tests = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def test_(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert not {name for names in named.values() for name in names} - tests
+
+
 def page_id(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 

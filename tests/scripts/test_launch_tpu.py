@@ -346,6 +346,29 @@ def test_a_lost_network_is_waited_for_with_growing_pauses(launch):
     assert "Max retries exceeded" in error
 
 
+def test_an_expired_login_ends_a_run(launch):
+    answers = [
+        {"words": ["tpu-vm", "ssh", "longstripe.env"], "answers": [EXPIRED]},
+        *rules(),
+    ]
+    for stage in (rules([EXPIRED]), answers):
+        code, _, error = launch("run", "pod", *QUEUED, "--", "--config", RECIPE, answers=stage)
+        assert code == 2 and "gcloud auth login" in error.splitlines()[-1]
+        assert not any("create" in call for call in launch.calls) and sum(launch.pauses) == 0
+
+
+def test_ctrl_c_leaves_the_workers_running(launch, monkeypatch):
+    def interrupted(launcher):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch_tpu.Launcher, "_print_log", interrupted)
+    code, _, error = launch(
+        "run", "pod", *QUEUED, "--", "--config", RECIPE, answers=rules(jobs=[job("running")])
+    )
+    assert code == 130 and error.endswith("stopped here; the workers continue\n")
+    assert not any("kill" in call[-2] for call in launch.calls)
+
+
 def test_a_quota_of_zero_ends_with_the_reason(launch):
     message = "Quota limit 'TPUV5PPerProject' has been exceeded. Limit: 0"
     code, _, error = launch(

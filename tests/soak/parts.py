@@ -10,6 +10,7 @@ that the part depends on: a change of any of them begins it anew.
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import pathlib
@@ -68,7 +69,9 @@ PARTS: dict[str, Part] = {
     "rest": Part(("tests",), ignored=(ATTENTION, MESHES, KERNELS)),
 }
 ATTACKS = {f"attack-{name}": name for name in attacks.CLASSES}
-EVERY = (*PARTS, *ATTACKS)
+# Modules of tests.soak that are a command each, and say themselves whether they held.
+DRILLS = ("faults", "buckets")
+EVERY = (*PARTS, *ATTACKS, *DRILLS)
 
 
 class Resume:
@@ -135,13 +138,15 @@ def code_hash(pathspecs: Sequence[str]) -> str:
 
 def run_part(part: str) -> int:
     """Runs a part in this process; returns the exit code of pytest, 0 also where nothing was left
-    to run, or of the attacks.
+    to run, or of the attacks or the drill.
 
     Returns GOES_ON where a new process should run what is left: once a test was added to those that
     have passed, as otherwise a test that fails could be what is too large.
     """
     if part in ATTACKS:
         return attacks.main([ATTACKS[part]])
+    if part in DRILLS:
+        return importlib.import_module(f"tests.soak.{part}").main([])
     paths, share, ignored, pathspecs = PARTS[part]
     arguments = [*paths, "-m", "slow", *(f"--ignore={path}" for path in ignored)]
     resume = Resume(RECORDS / f"{part}.passed", share, code_hash(pathspecs))

@@ -341,6 +341,30 @@ def test_the_launcher_ends_all_with_the_first_that_fails(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "warned"),
+    [
+        ("SLURM_NTASKS", "4", True),
+        ("SLURM_NTASKS", "1", False),
+        ("OMPI_COMM_WORLD_SIZE", "2", True),
+        ("TPU_WORKER_HOSTNAMES", "t1k-w-0,t1k-w-1", True),
+        ("TPU_WORKER_HOSTNAMES", "localhost", False),
+        ("JOB_COMPLETION_INDEX", "3", True),
+        ("JOB_COMPLETION_INDEX", "0", False),
+    ],
+)
+def test_a_process_that_is_alone_in_a_cluster_says_so(name, value, warned, monkeypatch, capsys):
+    def no_cluster_is_found(**_):
+        raise ValueError
+
+    monkeypatch.setattr(cluster, "_initialize", no_cluster_is_found)
+    monkeypatch.setattr(cluster.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setenv(name, value)
+    cluster.join(DistributedConfig(), simulated=False, folder=None)
+    said = capsys.readouterr().err
+    assert (f"trains alone, but {name} is {value};" in said) == warned == bool(said)
+
+
 @pytest.fixture
 def as_two(monkeypatch):
     """Calls a function with 0 and 1 in threads that take themselves for two processes, joined by

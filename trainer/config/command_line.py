@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,9 @@ from data.errors import UserError
 
 from .fields import AUTO, FIELDS, LISTS, MAPPINGS, SECTIONS, check_list, clean_set, suggestion
 from .yaml_text import InvalidYAML, parse
+
+PROFILE = "--logging.profile_steps"  # whose value may be FIRST:LAST
+ALIASES = {"--profile_steps": PROFILE}
 
 
 class Flag(NamedTuple):
@@ -70,9 +74,12 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
                 )
             auto.append(section)
             continue
+        name = ALIASES.get(name, name)
         if not is_set:
             _check_name(name.removeprefix("--"), own)
         value = text if equals else next(words, "--")
+        if name == PROFILE:
+            value = re.sub(r"^(\d+):(\d+)$", r"[\1, \2]", value)
         if not equals and value.startswith("--"):
             raise UserError(f"command line: {name} needs a value")
         if is_set:

@@ -549,8 +549,10 @@ class LoggingConfig:
     wandb: str | None = None
     """Weights & Biases project that receives the metrics too; needs the package wandb."""
     profile_steps: tuple[int, ...] = ()
-    """First and last step of a profile, such as [10, 12], written to the run's folder `profile`;
-    none unless given."""
+    """First and last step of a profile, such as [10, 13], on the command line also --profile_steps
+    10:13, written to the run's folder `profile`; none unless given."""
+    profile_processes: tuple[int, ...] = ()
+    """Processes, such as [0], that write a profile of their devices; all unless given."""
 
     def __post_init__(self) -> None:
         steps = self.profile_steps

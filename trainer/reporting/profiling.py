@@ -7,39 +7,55 @@ from pathlib import Path
 
 import jax
 
+from data.folders import scratch_folder
+
+# Where TensorBoard and XProf look in RUN/profile: a session, with a file of each host.
+SESSIONS = "plugins/profile"
+
 
 class Profiler:
     """Captures the run's steps from `steps[0]` to `steps[1]`; each process its devices.
 
     Args:
-      folder: of the profile.
+      keep: called with the name in RUN/profile and the content of each file of the profile.
       steps: the first and the last step, counted from 1; () captures nothing.
       outside: makes a context for starting and writing, whose time belongs to no step.
     """
 
     def __init__(
-        self, folder: Path, steps: tuple[int, ...], outside: Callable[[], AbstractContextManager]
+        self,
+        keep: Callable[[str, bytes], object],
+        steps: tuple[int, ...],
+        outside: Callable[[], AbstractContextManager],
     ) -> None:
-        self._folder, self._steps, self._outside, self._running = folder, steps, outside, False
+        self._keep, self._steps, self._outside = keep, steps, outside
+        self._running = contextlib.ExitStack()
+        self._scratch: Path | None = None
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """The context of step `number`, counted from 1; the profile shows the number."""
-        if self._steps and not self._running and self._steps[0] <= number <= self._steps[1]:
+        if self._steps and not self._scratch and self._steps[0] <= number <= self._steps[1]:
             with self._outside():
-                jax.profiler.start_trace(str(self._folder))
-            self._running = True
+                self._scratch = self._running.enter_context(scratch_folder())
+                jax.profiler.start_trace(str(self._scratch))
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             yield
-        if self._running and number >= self._steps[1]:
+        if self._scratch and number >= self._steps[1]:
             self.close()
 
     def close(self) -> None:
-        """Ends a running capture, and writes it."""
-        if self._running:
-            self._running = False
-            with self._outside():
-                jax.profiler.stop_trace()
+        """Ends a running capture, and keeps it: all processes' in one session."""
+        if not self._scratch:
+            return
+        with self._outside(), self._running:
+            jax.profiler.stop_trace()
+            session = f"{SESSIONS}/steps_{self._steps[0]}_{self._steps[1]}"
+            # Processes of one host would write one file.
+            prefix = f"process{jax.process_index()}." if jax.process_count() > 1 else ""
+            for path in sorted(self._scratch.glob(f"{SESSIONS}/*/*")):
+                self._keep(f"{session}/{prefix}{path.name}", path.read_bytes())
+        self._scratch = None
 
     def __enter__(self) -> "Profiler":
         return self

@@ -96,6 +96,13 @@ def join(config: DistributedConfig, simulated: bool, folder: Path | None) -> Non
     # A second training in one process, or in a notebook that has used JAX, cannot join again.
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
         _join_detected()
+        if processes() == 1 and (sign := _sign_of_others()):
+            print(
+                f"warning: this process trains alone, but {sign}; the others need "
+                "--distributed.coordinator, --distributed.process_id and "
+                "--distributed.num_processes, as this one does, or a start by srun or mpirun",
+                file=sys.stderr,
+            )
 
 
 def _join_detected() -> None:
@@ -111,6 +118,16 @@ def _join_detected() -> None:
     bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or bind_address(address)
     with contextlib.suppress(ValueError):  # an address alone is no cluster
         _initialize(coordinator_address=address, coordinator_bind_address=bound)
+
+
+def _sign_of_others() -> str:
+    """Returns the variable by which a cluster says that it has started others too; "" without."""
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES"):
+        value = os.environ.get(name, "")
+        if "," in value or (value.isdigit() and int(value) > 1):
+            return f"{name} is {printable(value)}"
+    number = os.environ.get("JOB_COMPLETION_INDEX", "")  # of an indexed job of Kubernetes
+    return f"JOB_COMPLETION_INDEX is {number}" if number.isdigit() and int(number) > 0 else ""
 
 
 def _meet(config: DistributedConfig, folder: Path | None) -> None:
@@ -203,11 +220,11 @@ def exchange(value: Any) -> list[Any]:
     ]
 
 
-def require_same(values: Mapping[str, Any]) -> None:
+def require_same(values: Mapping[str, Any], error: type[UserError] = UserError) -> None:
     """Returns if all processes call this with equal values (by name, valid in JSON).
 
     Raises:
-      UserError: in every process; names a process and its first difference from process 0.
+      error: in every process; names a process and its first difference from process 0.
     """
 
     def compare(encoded: str | None) -> None:
@@ -217,7 +234,7 @@ def require_same(values: Mapping[str, Any]) -> None:
         expected, own = json.loads(encoded), json.loads(json.dumps(values))
         for name in {**expected, **own}:
             if own.get(name) != expected.get(name):
-                raise UserError(
+                raise error(
                     f"process {jax.process_index()}: {name} is {own.get(name)!r} there and "
                     f"{expected.get(name)!r} in process 0; all processes need the same code, "
                     "recipe, flags, model and data"

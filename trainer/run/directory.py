@@ -155,6 +155,15 @@ class RunDirectory:
         """Profiles of chosen steps."""
         return self.folder / "profile"
 
+    def keep_profile(self, name: str, content: bytes) -> None:
+        """Keeps a file of a profile, of any process, also in a bucket."""
+        if self.mirror is not None:
+            self.mirror.bucket.write(f"{self.profile.name}/{name}", content)
+            return
+        path = self.profile / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
     @property
     def assets(self) -> pathlib.Path:
         """The plain files of each checkpoint."""

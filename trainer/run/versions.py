@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from data.errors import TransientError
 from trainer.run.cluster import require_same
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,16 +51,18 @@ def source_digest(root: Path) -> str:
 
 
 def require_same_code() -> None:
-    """Raises UserError in every process if one has another source or JAX than process 0.
+    """Raises TransientError in every process if one has another source or JAX than process 0.
 
-    Only the commit may differ: a tree copied without git has the same source.
+    A launcher installs again before another start, which may then pass. Only the commit may differ:
+    a tree copied without git has the same source.
     """
     require_same(
         {
             f"the version of {name}" if name != "source" else "this project's source": version
             for name, version in versions().items()
             if name != "commit"
-        }
+        },
+        TransientError,
     )
 
 

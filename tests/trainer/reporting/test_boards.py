@@ -85,13 +85,13 @@ def test_the_profile_holds_the_chosen_steps(tmp_path, small_recipe):
         str(tmp_path / "run"),
         "--train.steps",
         "3",
-        "--logging.profile_steps",
-        "[2,3]",
+        "--profile_steps",
+        "2:3",
         "--data.prepared",
         str(tmp_path / "prepared"),
     ]
     subprocess.run(command, check=True, capture_output=True)
-    [file] = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
+    [file] = (tmp_path / "run/profile/plugins/profile/steps_2_3").glob("*.xplane.pb")
     events = [
         event
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes

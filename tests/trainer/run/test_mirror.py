@@ -8,6 +8,7 @@ import pytest
 
 from trainer.run import mirror as mirrors
 from trainer.run.bucket import Bucket
+from trainer.run.directory import RunDirectory
 from trainer.run.mirror import Mirror, mirrored
 
 
@@ -102,9 +103,14 @@ def test_a_kill_while_parts_are_joined_loses_nothing(gcs, mirror, tmp_path, monk
     )
 
 
-def test_checkpoints_and_the_lock_stay_in_the_bucket(gcs, mirror, tmp_path):
+def test_checkpoints_profiles_and_the_lock_stay_in_the_bucket(gcs, mirror, tmp_path):
     for name in ("checkpoints/7/manifest.json", "lock", "config.yaml"):
         mirror.bucket.write(name, b"x")
+    run = RunDirectory(mirror.folder, "gs://bucket/run", mirror)
+    run.keep_profile("plugins/profile/steps_2_3/process1.host.xplane.pb", b"x")
+    assert [name for name in gcs.store.names() if "profile/" in name] == [
+        "run/profile/plugins/profile/steps_2_3/process1.host.xplane.pb"
+    ]
     assert [path.name for path in elsewhere(tmp_path).folder.iterdir()] == ["config.yaml"]
 
 

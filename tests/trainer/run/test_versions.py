@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import train
-from data.errors import UserError
+from data.errors import TransientError
 from tests import small_run
 from trainer.run import cluster, versions
 
@@ -67,7 +67,7 @@ def test_a_process_with_other_code_is_named(monkeypatch):
     )
     compared.update({"the version of jax": "1"})
     with pytest.raises(
-        UserError,
+        TransientError,  # a launcher installs again
         match="this project's source is 'mine' there and 'other' in process 0; all processes "
         "need the same code",
     ):

@@ -1,0 +1,295 @@
+"""Eight processes through twelve faults, none of them mended by hand: python -m tests.soak.faults.
+
+A run in a bucket (S3 on the loopback) is trained twice by scripts.launch_local: undisturbed, and
+with a fault after a fault, each start again being the launcher's own. The losses of all steps and
+the exported weights must be the same to the bit. On two idle cores it takes about a quarter of an
+hour.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+from scripts import export_hf
+from scripts.tpu.workers import write_archive
+from tests import s3_server, small_run
+from tests.soak import injected
+from tests.soak.attacks import ROOT, Fell
+from trainer.reporting.metrics import MEASURED
+from trainer.run.bucket import Bucket
+from trainer.run.mirror import logs_and_others
+
+PROCESSES = 8
+STEPS = 40
+PATIENCE = 900  # seconds of waiting for anything
+STOPPED_SECONDS = 60
+FAILING_SECONDS = 60
+RECIPE_FLAGS = (
+    *("--train.steps", str(STEPS), "--train.evaluate_every", "10", "--checkpoint.every", "3"),
+    *small_run.DENSE,
+)
+AGAIN = "starting again in"
+
+
+class Run:
+    """A run under the launcher.
+
+    Attributes:
+      store: the bucket's objects.
+      folder: for logs and faults.
+    """
+
+    def __init__(self, store: s3_server.Server, recipe: pathlib.Path, name: str) -> None:
+        self.store, self.name = store.store, name
+        self.url = f"s3://bucket/{name}"
+        self.folder = recipe.parent / name
+        (self.folder / "faults").mkdir(parents=True)
+        self.log = self.folder / "log"
+        command = [sys.executable, "-m", "scripts.launch_local", "--processes", str(PROCESSES)]
+        command += ["--restarts", "5", "--config", str(recipe), "--run_dir", self.url]
+        environment = {
+            **os.environ,
+            **store.environment,
+            injected.FOLDER: str(self.folder / "faults"),
+            "PYTHONPATH": f"{recipe.parent / 'site'}:{ROOT}",
+            "LONGSTRIPE_CACHE": str(self.folder / "cache"),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        }
+        self._command = [*command, *RECIPE_FLAGS]
+        self._environment = environment
+
+    def start(self) -> None:
+        """Starts the launcher."""
+        with self.log.open("wb") as log:
+            self.launcher = subprocess.Popen(
+                self._command, cwd=ROOT, env=self._environment, stdout=log, stderr=log
+            )
+
+    def said(self) -> str:
+        """Returns what launcher and processes have printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Waits for a condition. Raises Fell if it does not come, or the launcher has ended."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            if self.launcher.poll() is not None or time.monotonic() > deadline:
+                raise Fell(f"{what} did not come: {self.said()[-2000:]}")
+            time.sleep(0.01)
+
+    def until_trained(self, steps: int) -> None:
+        """Waits until the present start has logged so many steps."""
+
+        def trained() -> bool:
+            since = self.said().rpartition(AGAIN)[2]
+            return len(re.findall(r"^step \d+/", since, re.MULTILINE)) >= steps
+
+        self.until(trained, f"{steps} steps")
+
+    def until_said(self, words: str) -> None:
+        """Waits until these words are printed after all that has been printed by now."""
+        before = self.said().count(words)
+        self.until(lambda: self.said().count(words) > before, words)
+
+    def until_started_again(self, starts: int) -> None:
+        """Waits for the launcher's words that so many starts have been followed by another."""
+        self.until(lambda: self.said().count(AGAIN) >= starts, "another start")
+
+    def plant(self, number: int, fault: Callable[[], None]) -> None:
+        """Gives a process a fault at its next start."""
+        (self.folder / "faults" / str(number)).write_text(fault.__name__)
+
+    def signal(self, number: int, kind: signal.Signals) -> None:
+        """Sends a signal to a process."""
+        words = f"{injected.NUMBER}\0{number}\0".encode()
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                line = path.read_bytes()
+                if words in line and self.url.encode() in line:
+                    os.kill(int(path.parent.name), kind)
+
+    def saving(self) -> bool:
+        """Returns whether a checkpoint is being written now."""
+        found = re.compile(rf"{self.name}/checkpoints/(\d+)/(.*)")
+        names = [match for name in self.store.names() if (match := found.fullmatch(name))]
+        whole = {match[1] for match in names if match[2] == "manifest.json"}
+        return any(match[1] not in whole for match in names)
+
+    def result(self) -> tuple[list[dict], str]:
+        """Returns the logged rows without times, and the digest of the exported weights."""
+        bucket = Bucket(self.url)
+        logs, _ = logs_and_others(bucket.read_all(bucket.names("metrics.jsonl")))
+        rows = [json.loads(line) for line in logs["metrics.jsonl"][1].splitlines()]
+        exported = self.folder / "exported"
+        if export_hf.main([self.url, str(exported)]):
+            raise Fell("the run could not be exported")
+        weights = (exported / "model.safetensors").read_bytes()
+        kept = [{key: x for key, x in row.items() if key not in MEASURED} for row in rows]
+        return kept, hashlib.sha256(weights).hexdigest()
+
+    def end(self) -> None:
+        """Waits for success. Raises Fell without it."""
+        if code := self.launcher.wait(PATIENCE):
+            raise Fell(f"ended with {code}: {self.said()[-2000:]}")
+
+
+def disturb(run: Run) -> Iterator[str]:
+    """Yields each fault of a started run once it was brought about."""
+    yield f"process 7 has a clock {injected.AHEAD_SECONDS} s ahead"  # planted before the start
+    run.until_trained(4)
+    run.signal(5, signal.SIGKILL)
+    run.plant(6, injected.late)
+    yield "process 5 killed"
+    run.until_started_again(1)
+    yield f"process 6 is {injected.LATE_SECONDS} s late"
+    run.until_trained(3)
+    run.signal(0, signal.SIGKILL)
+    run.plant(4, injected.input_output_error)
+    yield "process 0 killed, which holds the lock"
+    run.until_said(os.strerror(5))
+    run.plant(3, injected.full_disk)
+    yield "EIO in process 4"
+    run.until_said(os.strerror(28))
+    run.plant(1, injected.another_code)
+    yield "a full disk in process 3"
+    run.until_said("this project's source is")
+    yield "process 1 has other code"
+    run.until_said(AGAIN)
+    run.until_trained(2)
+    run.signal(2, signal.SIGSTOP)
+    yield f"process 2 stopped for {STOPPED_SECONDS} s"
+    time.sleep(STOPPED_SECONDS)
+    run.signal(2, signal.SIGCONT)
+    run.until_trained(2)
+    run.until(run.saving, "a save")
+    run.signal(3, signal.SIGKILL)
+    yield "process 3 killed during a save"
+    run.until_said(AGAIN)
+    run.until_trained(1)
+    counted = iter(range(1 << 62))
+    failing = lambda method, path: 503 if next(counted) % 5 == 0 else None  # noqa: E731
+    run.store.refused = failing
+    yield f"the store fails one request in five for {FAILING_SECONDS} s"
+    time.sleep(FAILING_SECONDS)
+    run.store.refused = lambda method, path: None
+    if run.launcher.poll() is None and "saved s3://" not in run.said():
+        run.signal(4, signal.SIGTERM)
+        yield "process 4 gets SIGTERM"
+        run.until_said(AGAIN)
+        lock = json.dumps({"holder": "process 1 on a-host-that-is-gone is training there"})
+        run.store.objects["bucket", f"{run.name}/lock"] = lock.encode(), 0
+        yield "the lock is that of a host that is gone"
+
+
+@contextlib.contextmanager
+def small_disk(folder: pathlib.Path) -> Iterator[dict[str, str]]:
+    """Mounts a disk that cannot hold a process's part of a checkpoint; yields the variable that
+    names it, or none without the right to mount."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(folder)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        yield {}
+        return
+    try:
+        yield {injected.SMALL_DISK: str(folder)}
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def other_tree(folder: pathlib.Path) -> dict[str, str]:
+    """Writes this project with a threefold learning rate; returns the variable that names it."""
+    folder.mkdir()
+    write_archive(folder / "tree.tar.gz", ROOT)
+    with tarfile.open(folder / "tree.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    path = folder / "trainer" / "optimizer.py"
+    text, right = path.read_text(encoding="utf-8"), "        config.learning_rate\n"
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, right.replace("config", "3 * config")), encoding="utf-8")
+    return {injected.OTHER_TREE: str(folder)}
+
+
+def drill(folder: pathlib.Path) -> dict[str, object]:
+    """Trains both runs; returns the faults and what became of the run.
+
+    Raises:
+      Fell: the launcher gave up, or the results differ.
+    """
+    recipe = small_run.recipe(folder, ROOT, conversations=40)
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(
+        "from tests.soak import injected\n\ninjected.begin()\n"
+    )
+    begun = time.monotonic()
+    with s3_server.Server() as store, small_disk(folder / "disk") as disk:
+        # Bucket and export in this process find the store too.
+        os.environ.update(store.environment | {"LONGSTRIPE_CACHE": str(folder / "cache")})
+        whole, disturbed = (Run(store, recipe, name) for name in ("whole", "disturbed"))
+        whole.start()
+        whole.end()
+        print(f"undisturbed: {time.monotonic() - begun:.0f} s", flush=True)
+        disturbed._environment |= disk | other_tree(folder / "tree")
+        disturbed.plant(7, injected.another_clock)
+        begun, faults = time.monotonic(), []
+        disturbed.start()
+        try:
+            for fault in disturb(disturbed):
+                faults.append(fault)
+                print(f"{time.monotonic() - begun:6.0f} s  {fault}", flush=True)
+            disturbed.end()
+        finally:
+            if disturbed.launcher.poll() is None:
+                disturbed.launcher.terminate()
+                disturbed.launcher.wait()
+        (rows, weights), (expected, whole_weights) = disturbed.result(), whole.result()
+    if len(expected) != STEPS or rows != expected:
+        raise Fell(f"other rows: {rows[-1]} for {expected[-1]}, {len(rows)} for {len(expected)}")
+    if weights != whole_weights:
+        raise Fell("other weights")
+    return {
+        "faults": faults,
+        "starts": disturbed.said().count(AGAIN) + 1,
+        "seconds": round(time.monotonic() - begun),
+        "weights": weights,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the drill; returns 1 if it fell."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak.faults", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("--out", type=pathlib.Path, help="a new folder that is kept, with the logs")
+    args = parser.parse_args(argv)
+    with contextlib.ExitStack() as stack:
+        if args.out:
+            args.out.mkdir(parents=True)
+            folder = args.out.absolute()
+        else:
+            folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        try:
+            result = drill(folder)
+        except Fell as error:
+            print(f"fell: {error}")
+            return 1
+    print(
+        f"{len(result['faults'])} faults, {result['starts']} starts, {result['seconds']} s: all "
+        f"losses and the weights ({result['weights'][:12]}) are those of the undisturbed run"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
