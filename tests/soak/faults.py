@@ -1,5 +1,7 @@
 """Eight processes through twelve faults, none of them mended by hand: python -m tests.soak.faults.
 
+Fewer with --processes, which numbers the victims modulo their count.
+
 A run in a bucket (S3 on the loopback) is trained twice by scripts.launch_local: undisturbed, and
 with a fault after a fault, each start again being the launcher's own. The losses of all steps and
 the exported weights must be the same to the bit. On two idle cores it takes about a quarter of an
@@ -9,6 +11,7 @@ hour.
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -31,14 +34,12 @@ from trainer.run.bucket import Bucket
 from trainer.run.mirror import logs_and_others
 
 PROCESSES = 8
-STEPS = 40
+STEPS = 60
+SAVE_EVERY = 3  # the launcher gives up without a new checkpoint, so each start makes one if it can
 PATIENCE = 900  # seconds of waiting for anything
 STOPPED_SECONDS = 60
 FAILING_SECONDS = 60
-RECIPE_FLAGS = (
-    *("--train.steps", str(STEPS), "--train.evaluate_every", "10", "--checkpoint.every", "3"),
-    *small_run.DENSE,
-)
+FLAGS = ("--train.evaluate_every", "0", "--checkpoint.every", str(SAVE_EVERY), *small_run.DENSE)
 AGAIN = "starting again in"
 
 
@@ -50,13 +51,15 @@ class Run:
       folder: for logs and faults.
     """
 
-    def __init__(self, store: s3_server.Server, recipe: pathlib.Path, name: str) -> None:
-        self.store, self.name = store.store, name
+    def __init__(
+        self, store: s3_server.Server, recipe: pathlib.Path, name: str, processes: int, steps: int
+    ) -> None:
+        self.store, self.name, self.processes = store.store, name, processes
         self.url = f"s3://bucket/{name}"
         self.folder = recipe.parent / name
         (self.folder / "faults").mkdir(parents=True)
         self.log = self.folder / "log"
-        command = [sys.executable, "-m", "scripts.launch_local", "--processes", str(PROCESSES)]
+        command = [sys.executable, "-m", "scripts.launch_local", "--processes", str(processes)]
         command += ["--restarts", "5", "--config", str(recipe), "--run_dir", self.url]
         environment = {
             **os.environ,
@@ -67,7 +70,7 @@ class Run:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_backend_optimization_level=0",
         }
-        self._command = [*command, *RECIPE_FLAGS]
+        self._command = [*command, "--train.steps", str(steps), *FLAGS]
         self._environment = environment
 
     def start(self) -> None:
@@ -109,11 +112,11 @@ class Run:
 
     def plant(self, number: int, fault: Callable[[], None]) -> None:
         """Gives a process a fault at its next start."""
-        (self.folder / "faults" / str(number)).write_text(fault.__name__)
+        (self.folder / "faults" / str(number % self.processes)).write_text(fault.__name__)
 
     def signal(self, number: int, kind: signal.Signals) -> None:
         """Sends a signal to a process."""
-        words = f"{injected.NUMBER}\0{number}\0".encode()
+        words = f"{injected.NUMBER}\0{number % self.processes}\0".encode()
         for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 line = path.read_bytes()
@@ -148,13 +151,13 @@ class Run:
 def disturb(run: Run) -> Iterator[str]:
     """Yields each fault of a started run once it was brought about."""
     yield f"process 7 has a clock {injected.AHEAD_SECONDS} s ahead"  # planted before the start
-    run.until_trained(4)
+    run.until_trained(SAVE_EVERY + 1)
     run.signal(5, signal.SIGKILL)
     run.plant(6, injected.late)
     yield "process 5 killed"
     run.until_started_again(1)
     yield f"process 6 is {injected.LATE_SECONDS} s late"
-    run.until_trained(3)
+    run.until_trained(SAVE_EVERY + 1)
     run.signal(0, signal.SIGKILL)
     run.plant(4, injected.input_output_error)
     yield "process 0 killed, which holds the lock"
@@ -167,30 +170,29 @@ def disturb(run: Run) -> Iterator[str]:
     run.until_said("this project's source is")
     yield "process 1 has other code"
     run.until_said(AGAIN)
-    run.until_trained(2)
+    run.until_trained(SAVE_EVERY + 1)
     run.signal(2, signal.SIGSTOP)
     yield f"process 2 stopped for {STOPPED_SECONDS} s"
     time.sleep(STOPPED_SECONDS)
     run.signal(2, signal.SIGCONT)
-    run.until_trained(2)
+    run.until_trained(SAVE_EVERY + 1)
     run.until(run.saving, "a save")
     run.signal(3, signal.SIGKILL)
     yield "process 3 killed during a save"
     run.until_said(AGAIN)
+    run.until_trained(SAVE_EVERY + 1)
+    run.signal(4, signal.SIGTERM)
+    yield "process 4 gets SIGTERM"
+    run.until_said(AGAIN)
+    lock = json.dumps({"holder": "process 1 on a-host-that-is-gone is training there"})
+    run.store.objects["bucket", f"{run.name}/lock"] = lock.encode(), 0
+    yield "the lock is that of a host that is gone"
     run.until_trained(1)
-    counted = iter(range(1 << 62))
-    failing = lambda method, path: 503 if next(counted) % 5 == 0 else None  # noqa: E731
-    run.store.refused = failing
+    counted = itertools.count()
+    run.store.refused = lambda method, path: None if next(counted) % 5 else 503
     yield f"the store fails one request in five for {FAILING_SECONDS} s"
     time.sleep(FAILING_SECONDS)
     run.store.refused = lambda method, path: None
-    if run.launcher.poll() is None and "saved s3://" not in run.said():
-        run.signal(4, signal.SIGTERM)
-        yield "process 4 gets SIGTERM"
-        run.until_said(AGAIN)
-        lock = json.dumps({"holder": "process 1 on a-host-that-is-gone is training there"})
-        run.store.objects["bucket", f"{run.name}/lock"] = lock.encode(), 0
-        yield "the lock is that of a host that is gone"
 
 
 @contextlib.contextmanager
@@ -221,7 +223,7 @@ def other_tree(folder: pathlib.Path) -> dict[str, str]:
     return {injected.OTHER_TREE: str(folder)}
 
 
-def drill(folder: pathlib.Path) -> dict[str, object]:
+def drill(folder: pathlib.Path, processes: int, steps: int) -> dict[str, object]:
     """Trains both runs; returns the faults and what became of the run.
 
     Raises:
@@ -236,7 +238,9 @@ def drill(folder: pathlib.Path) -> dict[str, object]:
     with s3_server.Server() as store, small_disk(folder / "disk") as disk:
         # Bucket and export in this process find the store too.
         os.environ.update(store.environment | {"LONGSTRIPE_CACHE": str(folder / "cache")})
-        whole, disturbed = (Run(store, recipe, name) for name in ("whole", "disturbed"))
+        whole, disturbed = (
+            Run(store, recipe, name, processes, steps) for name in ("whole", "disturbed")
+        )
         whole.start()
         whole.end()
         print(f"undisturbed: {time.monotonic() - begun:.0f} s", flush=True)
@@ -254,7 +258,7 @@ def drill(folder: pathlib.Path) -> dict[str, object]:
                 disturbed.launcher.terminate()
                 disturbed.launcher.wait()
         (rows, weights), (expected, whole_weights) = disturbed.result(), whole.result()
-    if len(expected) != STEPS or rows != expected:
+    if len(expected) != steps or rows != expected:
         raise Fell(f"other rows: {rows[-1]} for {expected[-1]}, {len(rows)} for {len(expected)}")
     if weights != whole_weights:
         raise Fell("other weights")
@@ -272,6 +276,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tests.soak.faults", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     parser.add_argument("--out", type=pathlib.Path, help="a new folder that is kept, with the logs")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="of the run (8)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the run ({STEPS})")
     args = parser.parse_args(argv)
     with contextlib.ExitStack() as stack:
         if args.out:
@@ -280,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         try:
-            result = drill(folder)
+            result = drill(folder, args.processes, args.steps)
         except Fell as error:
             print(f"fell: {error}")
             return 1
