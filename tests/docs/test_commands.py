@@ -228,6 +228,8 @@ INSTALLS = "installs from PyPI, as CI and every `make test` do for the CPU"
 NOT_RUN = {
     "python -m tests.soak.hour": "trains for an hour",
     "python -m tests.soak.large_array": "prepares 1.6 GB in minutes",
+    "python -m tests.soak.faults": "trains for a quarter of an hour",
+    "python -m tests.soak.buckets": "trains in three places for minutes",
     "make test": "is what runs the tests",
     "make check": "runs a part of them",
     "make soak": "takes hours",
@@ -272,6 +274,7 @@ NOT_RUN = {
     "gcloud compute instances list --filter name:first": PARSED,
     "gcloud compute ssh INSTANCE --zone us-east5-b --command 'gcloud storage cp -r longstripe/my_model gs://BUCKET/'": PARSED,
     "gcloud storage cp --recursive gs://BUCKET/my_model .": PARSED,
+    "gcloud storage cp --recursive gs://BUCKET/runs/first/profile .": PARSED,
     "gcloud storage rm --recursive gs://BUCKET": PARSED,
     "scripts/launch_tpu.sh start first --zone us-east5-b --api compute -- python -m scripts.export_hf gs://BUCKET/runs/first my_model": "makes nothing without a machine; tests/docs/test_google_cloud.py parses it",
     "python -m scripts.make_gemma3 DIR": "downloads 240 MB; what makes the folder is scripts.make_smollm2's, which tests run",

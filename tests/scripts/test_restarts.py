@@ -107,6 +107,22 @@ def test_the_newest_checkpoint_alone(run, tmp_path, capsys):
     assert run_status.main([]) == 2 and "which run?" in capsys.readouterr().err
 
 
+def test_a_run_in_s3_is_known_without_s3fs(s3, monkeypatch):
+    def without_s3fs(_):
+        raise ImportError
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", without_s3fs)
+    assert run_status.read_status("s3://bucket/run") == (None, None, None, None)
+    files = {
+        "checkpoints/7/manifest.json": b"{}",
+        "checkpoints/9/model/x": b"",  # being written
+        "metrics.jsonl/000000-000000000000000": b'{"step": 7}\n{"step": 8}\n',
+    }
+    for name, content in files.items():
+        s3.store.objects["bucket", f"run/{name}"] = content, 0
+    assert run_status.read_status("s3://bucket/run") == (7, None, {"step": 8}, None)
+
+
 def test_a_run_that_has_not_begun(tmp_path):
     assert run_status.describe("r", run_status.read_status(str(tmp_path)), 0).splitlines() == [
         "run          r",

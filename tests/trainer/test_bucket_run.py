@@ -81,9 +81,8 @@ def test_trained_killed_resumed_and_exported_as_on_a_disk(
     )
     assert of_bucket.keys() == of_disk.keys()
     assert all((of_bucket[name] == of_disk[name]).all() for name in of_disk)
-    if url == "gs://bucket":  # of s3:// it needs s3fs
-        status = run_status.read_status(run_in_bucket)
-        assert status.checkpoint == small_run.STEPS and status.metrics["step"] == small_run.STEPS
+    status = run_status.read_status(run_in_bucket)
+    assert status.checkpoint == small_run.STEPS and status.metrics["step"] == small_run.STEPS
 
 
 @pytest.mark.parametrize(
