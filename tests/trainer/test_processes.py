@@ -349,6 +349,7 @@ def test_the_launcher_ends_all_with_the_first_that_fails(capsys):
         ("OMPI_COMM_WORLD_SIZE", "2", True),
         ("TPU_WORKER_HOSTNAMES", "t1k-w-0,t1k-w-1", True),
         ("TPU_WORKER_HOSTNAMES", "localhost", False),
+        ("TPU_WORKER_HOSTNAMES", "WARNING: could not determine names, please set", False),
         ("JOB_COMPLETION_INDEX", "3", True),
         ("JOB_COMPLETION_INDEX", "0", False),
     ],

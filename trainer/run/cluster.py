@@ -124,7 +124,9 @@ def _sign_of_others() -> str:
     """Returns the variable by which a cluster says that it has started others too; "" without."""
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES"):
         value = os.environ.get(name, "")
-        if "," in value or (value.isdigit() and int(value) > 1):
+        # libtpu writes a sentence there on machines without TPUs.
+        listed = "," in value and " " not in value
+        if listed or (value.isdigit() and int(value) > 1):
             return f"{name} is {printable(value)}"
     number = os.environ.get("JOB_COMPLETION_INDEX", "")  # of an indexed job of Kubernetes
     return f"JOB_COMPLETION_INDEX is {number}" if number.isdigit() and int(number) > 0 else ""
