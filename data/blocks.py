@@ -18,11 +18,17 @@ from data import packing
 from data.packing import Piece, Plan
 
 RULES = "blocks-1"  # part of the loader's fingerprint: to be changed with every change to the plans
-MOST_DOCUMENTS = 1 << 22
-"""Up to this number, all documents are packed together."""
-BLOCK = 1 << 20  # documents, before weights repeat them
+# Up to these numbers, all documents are packed together.
+MOST_DOCUMENTS, MOST_TOKENS = 1 << 22, 1 << 32
+# In a block, before weights repeat documents: a few gigabytes on disk.
+BLOCK, BLOCK_TOKENS = 1 << 20, 1 << 30
 CHUNKS = 4  # of each source in a block
 _CHUNK_ORDER, _BLOCK_SEED = 4, 5  # purposes of numbers, after those of `packing`
+
+
+def needed(lengths: Int32[np.ndarray, " D"]) -> bool:
+    """Returns whether documents of these lengths are packed in blocks."""
+    return len(lengths) > MOST_DOCUMENTS or int(lengths.sum(dtype=np.int64)) > MOST_TOKENS
 
 
 class BlockedPlan:
@@ -50,7 +56,8 @@ class BlockedPlan:
         self.context_length = context_length
         self._lengths, self._starts, self._weights = lengths, source_starts, weights
         self._seed, self._epoch = seed, epoch
-        self._blocks = -(-len(lengths) // BLOCK)
+        tokens = int(lengths.sum(dtype=np.int64))
+        self._blocks = max(-(-len(lengths) // BLOCK), -(-tokens // BLOCK_TOKENS))
         self._chunks = np.stack(
             [self._chunk_order(source) for source in range(len(source_starts) - 1)]
         )

@@ -4,7 +4,7 @@ import hashlib
 import json
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple, cast
 
@@ -18,6 +18,7 @@ from data.errors import UserError
 from data.packing import Piece
 from data.prepared import Documents, Prepared
 
+LOOK_AHEAD = 16  # steps whose documents are copied from a store in advance
 RULES = "rows-1"  # part of the fingerprint: to be changed with every change to the rows of a plan
 
 
@@ -72,7 +73,7 @@ class Loader:
         self.documents = documents
         self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
         self._dtypes = {**DTYPES, **({"source_ids": np.int32} if with_sources else {})}
-        self._in_blocks = len(documents) > blocks.MOST_DOCUMENTS
+        self._in_blocks = blocks.needed(documents.row_lengths)
         self._weights = self._weights_of(documents)
         # Without weights, every epoch has the same number of rows, because best fit depends on the
         # lengths only; not so in blocks, which differ from epoch to epoch.
@@ -258,12 +259,33 @@ class Loader:
         """
         import grain
 
+        self._prefetch(range(start, start + LOOK_AHEAD), rows)
         # Mapped over step numbers, the dataset has no state but the step.
         steps = grain.MapDataset.range(start, 2**31 - 1).map(
-            partial(self.batch, rows=rows, indices=indices)
+            partial(self._batch_and_prefetch, rows=rows, indices=indices)
         )
         options = grain.ReadOptions(num_threads=min(2, ahead), prefetch_buffer_size=ahead)
         return iter(steps.to_iter_dataset(options))
+
+    def _batch_and_prefetch(
+        self, step: int, rows: Sequence[int] | None, indices: Int[np.ndarray, " T"] | None
+    ) -> Batch:
+        self._prefetch([step + LOOK_AHEAD], rows)
+        return self.batch(step, rows, indices)
+
+    def _prefetch(self, steps: Iterable[int], rows: Sequence[int] | None) -> None:
+        """Starts to copy the documents of some rows of steps to this machine, if a store has
+        them."""
+        if self.documents.cache is None:
+            return
+        chosen = range(self.batch_size) if rows is None else rows
+        pieces = [
+            piece
+            for step in steps
+            for row in chosen
+            for piece in self._pieces(step * self.batch_size + int(row))
+        ]
+        self.documents.prefetch([piece.document for piece in pieces])
 
     def epoch_batches(
         self,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from data import near_duplicates, paths, prepared, record_store
 from data.engine import GROUP, Engine
@@ -39,7 +39,7 @@ from data.report import MOST_DROPPED, Report, SourceReport, dropped_file, renumb
 from data.tokenizer import Tokenizer
 from data.work_folder import read_bytes, read_json, write_bytes
 
-_JOB, _SCAN, _PART = "job.pickle", "scan.json", "part.json"
+_JOB, _SCAN, _PART, _SIZES = "job.pickle", "scan.json", "part.json", "sizes"
 _DIGEST = 16  # bytes
 
 
@@ -58,39 +58,43 @@ class _Shard(NamedTuple):
     spans: tuple[_Span, ...]
 
 
-def build_in_parts(job: Job, engine: Engine, folder: Path, work: Path) -> None:
+def build_in_parts(
+    job: Job, engine: Engine, folder: Path, work: str, store: str | None = None
+) -> None:
     """Writes the folder of prepared data that one process would write.
 
     Args:
+      job: what is prepared.
+      engine: what runs the work.
       folder: an empty folder.
       work: a folder for workers, which is removed at the end.
+      store: the prepared folder in a store, to which workers write the shards; then `folder`
+        receives all other files, and the store's folder is not whole before it has them too.
     """
-    shared = str(work)
-    _save_job(job, shared)
-    units = _scan(job, engine, shared)
+    _save_job(job, work)
+    units = _scan(job, engine, work)
     if job.compared(units):
         near_duplicates.find(
-            job.compared(units), job.clean.near_duplicates, engine, shared, partial(_sign, shared)
+            job.compared(units), job.clean.near_duplicates, engine, work, partial(_sign, work)
         )
-    engine.run(units, partial(_make_part, shared))
-    parts = [_Part.read(shared, unit) for unit in units]
+    engine.run(units, partial(_make_part, work))
+    parts = [_Part.read(work, unit) for unit in units]
     report = _merged_report(job, units, parts)
-    arrays = _merged_index(shared, units)
+    arrays = _merged_index(work, units)
     job.check_split(bool(arrays["held_out"].all()), report)
-    shards = _shards(units, parts)
-    engine.run(shards, partial(_make_shard, shared))
-    documents = folder / prepared.DOCUMENTS
-    documents.mkdir()
-    sizes = []
-    for shard in shards:
-        name = record_store.shard_name(prepared.DOCUMENTS, shard.number)
-        os.replace(work / prepared.DOCUMENTS / name, documents / name)
-        state = read_json(f"{shared}/shards/{shard.number}.json") or {}
-        sizes.append(ShardSize(state["records"], state["bytes"]))
+    shards = _shards(work, units, parts)
+    target = f"{store or work}/{prepared.DOCUMENTS}"
+    engine.run(shards, partial(_make_shard, work, target))
+    states = [read_json(f"{work}/shards/{shard.number}.json") for shard in shards]
+    (folder / prepared.DOCUMENTS).mkdir()
+    for state in states if store is None else ():
+        os.replace(f"{target}/{state['name']}", folder / prepared.DOCUMENTS / state["name"])
+    sizes = [ShardSize(state["records"], state["bytes"]) for state in states]
     record_store.write_metadata(folder, prepared.DOCUMENTS, prepared.document_features, sizes)
     with (folder / prepared.DROPPED).open("w", encoding="ascii") as dropped:
-        dropped.writelines(_dropped_lines(shared, units, parts))
-    prepared.write_index(folder, arrays, report)
+        dropped.writelines(_dropped_lines(work, units, parts))
+    files = {f"{prepared.DOCUMENTS}/{state['name']}": state["file"] for state in states}
+    prepared.write_index(folder, arrays, report, files)
     paths.remove_tree(work)
 
 
@@ -195,14 +199,16 @@ def _make_part(work: str, unit: Unit) -> tuple[()]:
                     prepared.document_features,
                     job.documents(unit, report, index, seen, near=job.near_duplicates(work, unit)),
                 )
-                record_store.write_shard(scratch / prepared.DOCUMENTS, serialized)
+                record_store.write_shard(
+                    scratch / prepared.DOCUMENTS, _counted(serialized, scratch / _SIZES)
+                )
         except TransientError:
             raise
         except UserError as error:
             problem = str(error)
         arrays = index.arrays()
         np.savez(scratch / prepared.INDEX, **arrays)  # type: ignore[arg-type]  # numpy's own types
-        for file in (prepared.DOCUMENTS, prepared.INDEX, prepared.DROPPED):
+        for file in (prepared.DOCUMENTS, _SIZES, prepared.INDEX, prepared.DROPPED):
             paths.put_file(scratch / file, f"{target}/{file}")
     state = {
         "report": report.to_dict(),
@@ -213,28 +219,42 @@ def _make_part(work: str, unit: Unit) -> tuple[()]:
     return ()
 
 
-def _shards(units: Sequence[Unit], parts: Sequence[_Part]) -> list[_Shard]:
-    """Returns which documents each shard holds: as many as the last one leaves in each."""
-    shards: list[list[_Span]] = []
-    room = 0
-    for unit, part in zip(units, parts, strict=True):
-        start = 0
-        while start < part.documents:
-            if not room:
-                shards.append([])
-                room = record_store.RECORDS_IN_A_FILE
-            stop = min(part.documents, start + room)
-            shards[-1].append(_Span(unit.name, start, stop))
-            room -= stop - start
-            start = stop
-    return [_Shard(number, tuple(spans)) for number, spans in enumerate(shards)]
+def _counted(serialized: Iterator[bytes], sizes: Path) -> Iterator[bytes]:
+    """Yields records, and writes the size of each to a file."""
+    with sizes.open("wb") as file:
+        for record in serialized:
+            file.write(np.array(len(record), "<i8").tobytes())
+            yield record
 
 
-def _make_shard(work: str, shard: _Shard) -> tuple[()]:
-    """Writes a shard on this machine and copies it to `documents`, unless it was done before."""
+def _shards(work: str, units: Sequence[Unit], parts: Sequence[_Part]) -> list[_Shard]:
+    """Returns which documents each shard holds."""
+    ends = record_store.shard_ends(np.concatenate([_sizes(work, unit) for unit in units]))
+    shards, first = [], 0
+    part_ends = np.cumsum([part.documents for part in parts])
+    for number, end in enumerate(ends):
+        spans = []
+        while first < end:
+            place = int(np.searchsorted(part_ends, first, "right"))
+            before = int(part_ends[place]) - parts[place].documents
+            stop = min(end, int(part_ends[place]))
+            spans.append(_Span(units[place].name, first - before, stop - before))
+            first = stop
+        shards.append(_Shard(number, tuple(spans)))
+    return shards
+
+
+def _sizes(work: str, unit: Unit) -> Int64[np.ndarray, " n"]:
+    """Returns the bytes of each document of a part."""
+    content = read_bytes(f"{work}/parts/{unit.name}/{_SIZES}") or b""
+    return np.frombuffer(content, "<i8")
+
+
+def _make_shard(work: str, documents: str, shard: _Shard) -> tuple[()]:
+    """Writes a shard on this machine and copies it to a folder, unless it was done before."""
     done = f"{work}/shards/{shard.number}.json"
     name = record_store.shard_name(prepared.DOCUMENTS, shard.number)
-    target = f"{work}/{prepared.DOCUMENTS}/{name}"
+    target = f"{documents}/{name}"
     if read_json(done) is not None and File(target).exists():
         return ()
     with tempfile.TemporaryDirectory(prefix="longstripe-shard-") as folder:
@@ -244,8 +264,8 @@ def _make_shard(work: str, shard: _Shard) -> tuple[()]:
             chain.from_iterable(_documents_of(work, span, scratch) for span in shard.spans),
         )
         paths.put_file(scratch / name, target)
-        state = {**size._asdict(), "file": [(scratch / name).stat().st_size]}
-        state["file"].append(file_hash(scratch / name))
+        file = [(scratch / name).stat().st_size, file_hash(scratch / name)]
+        state = {**size._asdict(), "name": name, "file": file}
     write_bytes(done, json.dumps(state).encode())
     return ()
 

@@ -132,18 +132,25 @@ class File:
 
     def exists(self) -> bool:
         """Returns whether the file exists."""
-        with _open_file_system(self.path) as (file_system, path):
-            return file_system.isfile(path)
+        return self._asked(lambda file_system, path: file_system.isfile(path))
 
     def size(self) -> int:
         """Returns the size in bytes."""
-        with _open_file_system(self.path) as (file_system, path):
-            return file_system.size(path)
+        return self._asked(lambda file_system, path: file_system.size(path))
 
     def open(self) -> BinaryIO:
         """Opens the file for reading bytes."""
-        with _open_file_system(self.path) as (file_system, path):
-            return file_system.open(path, "rb")
+        return self._asked(lambda file_system, path: file_system.open(path, "rb"))
+
+    def _asked(self, question: Callable[[fsspec.AbstractFileSystem, str], _Result]) -> _Result:
+        """Returns a file system's answer about the file; a store is asked again if that may
+        help."""
+
+        def ask() -> _Result:
+            with _open_file_system(self.path) as (file_system, path):
+                return question(file_system, path)
+
+        return retried(ask) if is_remote(self.path) else ask()
 
     @contextmanager
     def open_decompressed(self) -> Iterator[BinaryIO]:
@@ -430,7 +437,13 @@ def local_folder(path: str | Path) -> Path:
     return cache_folder("prepared")
 
 
-def download(remote: str, local: Path, last: str, is_whole: Callable[[Path], bool]) -> None:
+def download(
+    remote: str,
+    local: Path,
+    last: str,
+    is_whole: Callable[[Path], bool],
+    left_out: str | None = None,
+) -> None:
     """Downloads a complete folder from a store; `local` appears at once, or not at all.
 
     Args:
@@ -438,15 +451,25 @@ def download(remote: str, local: Path, last: str, is_whole: Callable[[Path], boo
       local: the folder to create.
       last: name of the file that `upload` writes last; does nothing if the store lacks it.
       is_whole: whether an existing folder can be used; see `building`.
+      left_out: files with this in their names are not downloaded.
     """
+    names = retried(lambda: _names_in(remote, last))
+    if not names:
+        return
+    with building(local, is_whole) as scratch:
+        for name in names:
+            if left_out is None or left_out not in name:
+                target = scratch / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                get_file(f"{remote}/{name}", target)
+
+
+def _names_in(remote: str, last: str) -> list[str]:
+    """Returns the files of a folder in a store; none if it lacks the one named `last`."""
     with _open_file_system(remote) as (file_system, path):
         if not file_system.isfile(f"{path}/{last}"):
-            return
-        with building(local, is_whole) as scratch:
-            for name in file_system.find(path):
-                target = scratch / PurePosixPath(name).relative_to(path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                file_system.get_file(name, str(target))
+            return []
+        return [str(PurePosixPath(name).relative_to(path)) for name in file_system.find(path)]
 
 
 def upload(local: Path, remote: str, last: str) -> None:
@@ -455,10 +478,8 @@ def upload(local: Path, remote: str, last: str) -> None:
         (file.relative_to(local).as_posix() for file in local.rglob("*") if file.is_file()),
         key=lambda name: name == last,
     )
-    with _open_file_system(remote) as (file_system, path):
-        for name in names:
-            file_system.makedirs(f"{path}/{name}".rsplit("/", 1)[0], exist_ok=True)
-            file_system.put_file(str(local / name), f"{path}/{name}")
+    for name in names:
+        put_file(local / name, f"{remote}/{name}")
 
 
 def retried(action: Callable[[], _Result]) -> _Result:

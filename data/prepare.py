@@ -1,5 +1,6 @@
 """Prepares data once: tokenizes sources into documents and writes them to a folder."""
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from data.prepared import Prepared
 from data.progress import ProgressBar
 from data.record_store import write_records
 from data.report import Report, dropped_file
+from data.shard_cache import ShardCache
 from data.sources import Source
 from data.tokenizer import Tokenizer
 
@@ -35,6 +37,7 @@ def prepare(
     progress: bool = True,
     key: str | None = None,
     engine: Engine = PROCESSES,
+    cache_gib: float = 64.0,
 ) -> Prepared:
     """Tokenizes all sources into a folder, or opens the folder if they have been tokenized before.
 
@@ -50,7 +53,8 @@ def prepare(
       tokenizer: the tokenizer.
       context_length: how many tokens a document has at most.
       folder: parent of the prepared folders. If it is in a store (gs://, s3://), the prepared
-        folder is made and read in the cache on this machine, and copied to or from the store.
+        folder is made in the cache on this machine and copied to the store; of one that the store
+        has, shards are copied here when they are read.
       held_out_fraction: the fraction of records, chosen by a hash of their ids, for the split
         held_out.
       held_out_sources: sources that belong to the split held_out entirely; numbered after
@@ -66,6 +70,8 @@ def prepare(
       progress: whether to show a progress bar.
       key: the folder's name, if another process has prepared it: then no source is read.
       engine: what runs the work. The result does not depend on it.
+      cache_gib: GiB of this machine's disk for shards, where `folder` is in a store that holds the
+        prepared folder.
 
     Returns:
       The two splits. In held_out every document counts once, whatever its source's weight.
@@ -106,10 +112,17 @@ def prepare(
     )
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
+    in_store = paths.is_remote(folder)
+    cached = paths.cache_folder("shards") / name
     stored = prepared.read_or_warn(local)
-    if stored is None and paths.is_remote(folder):
-        paths.download(shared, local, prepared.INDEX, prepared.is_whole)
-        stored = prepared.read_or_warn(local)
+    if stored is None and in_store:
+        stored = prepared.read_from_store(shared, cached)
+        if stored is None and engine.in_parts and not key:
+            _build_in_store(job, shared, engine)
+            stored = prepared.read_from_store(shared, cached)
+        if stored is not None:
+            cache = ShardCache(shared, stored.shards, cached, int(cache_gib * 2**30))
+            return prepared.open_folder(cached, stored, all_sources, context_length, cache)
     if stored is None:
         if key:
             raise UserError(
@@ -117,10 +130,19 @@ def prepare(
                 "data.prepared that all processes share would work"
             )
         _build(job, local, progress, engine)
-        if paths.is_remote(folder):
+        if in_store:
             paths.upload(local, shared, prepared.INDEX)
         stored = prepared.read(local)
     return prepared.open_folder(local, stored, all_sources, context_length)
+
+
+def _build_in_store(job: Job, shared: str, engine: Engine) -> None:
+    """Prepares the data in a store, to which workers write the shards."""
+    parent, name = shared.rsplit("/", 1)
+    with tempfile.TemporaryDirectory(prefix="longstripe-prepared-") as scratch:
+        folder = Path(scratch)
+        build_in_parts(job, engine, folder, f"{parent}/.{name}-work", shared)
+        paths.upload(folder, shared, prepared.INDEX)
 
 
 def _build(job: Job, folder: Path, progress: bool, engine: Engine) -> None:
@@ -128,7 +150,7 @@ def _build(job: Job, folder: Path, progress: bool, engine: Engine) -> None:
     with building(folder, prepared.is_whole) as temporary:
         if engine.in_parts:
             work = folder.with_name(f".{folder.name}-work")
-            build_in_parts(job, engine, temporary, work)
+            build_in_parts(job, engine, temporary, str(work))
         else:
             _build_in_one_pass(job, temporary, progress)
 

@@ -12,16 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64
 
+from data import paths
 from data.errors import UserError, first_line
 from data.folders import check_files, record_files
-from data.record_store import open_records, readable
+from data.record_store import StoreRecords, open_records, readable
 from data.report import Report, SourceReport
+from data.shard_cache import ShardCache
 from data.sources import Source
 from data.within import check_tree, read_json
 
 DROPPED = "dropped.jsonl"
 REPORT = "report.json"
 DOCUMENTS = "documents"
+SHARD = ".array_record-"  # in the names of shards alone
 INDEX = "index.npz"  # written last: a folder with an index is complete
 
 
@@ -55,6 +58,7 @@ class Documents:
         index: Mapping[str, Int32[np.ndarray, " D"]],
         weights: Float64[np.ndarray, " S"],
         name: str,
+        cache: ShardCache | None = None,
     ):
         """Opens a split.
 
@@ -64,8 +68,9 @@ class Documents:
           index: the folder's index.
           weights: the weight of each source.
           name: the split's name.
+          cache: the documents' shards, if a store holds them and `folder` the other files.
         """
-        self.folder, self.name = folder, name
+        self.folder, self.name, self.cache = folder, name, cache
         self.fingerprint = f"{folder.name}/{name}"
         self._numbers, self._index = numbers, index
         self.source_weights = weights
@@ -146,7 +151,14 @@ class Documents:
 
     @cached_property
     def _store(self) -> Sequence[dict]:
+        if self.cache is not None:
+            return StoreRecords(self.folder, DOCUMENTS, self.cache)
         return open_records(self.folder, DOCUMENTS)
+
+    def prefetch(self, numbers: Sequence[int]) -> None:
+        """Starts to copy to this machine what these documents need of a store."""
+        if isinstance(self._store, StoreRecords):
+            self._store.prefetch(self._numbers[np.asarray(numbers, np.int64)])
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_store"}
@@ -207,12 +219,29 @@ class Index:
         return {name: np.asarray(column, np.int32) for name, column in self._columns.items()}
 
 
-def write_index(folder: Path, arrays: dict[str, Int32[np.ndarray, " D"]], report: Report) -> None:
-    """Writes the report and the index, with size and sha256 of every file read later."""
+def write_index(
+    folder: Path,
+    arrays: dict[str, Int32[np.ndarray, " D"]],
+    report: Report,
+    shards: Mapping[str, Sequence[int | str]] | None = None,
+) -> None:
+    """Writes the report and the index, with size and sha256 of every file read later.
+
+    Args:
+      folder: the prepared folder.
+      arrays: the columns of the index.
+      report: the report.
+      shards: size and sha256 of the shards by name, where they are known; they may be elsewhere.
+    """
     source_reports = [source_report.to_dict() for source_report in report.sources]
     (folder / REPORT).write_text(json.dumps(source_reports, indent=1), encoding="ascii")
-    files = np.array(record_files(folder, [REPORT, DOCUMENTS]))
-    np.savez(folder / INDEX, **arrays, files=files)  # type: ignore[arg-type]  # by numpy's own types
+    files = json.loads(record_files(folder, [REPORT, DOCUMENTS])) if shards is None else {}
+    if shards is not None:
+        others = [path for path in sorted((folder / DOCUMENTS).iterdir()) if SHARD not in path.name]
+        names = [REPORT, *(f"{DOCUMENTS}/{path.name}" for path in others)]
+        files = {**json.loads(record_files(folder, names)), **shards}
+    columns = {**arrays, "files": np.array(json.dumps(files))}
+    np.savez(folder / INDEX, **columns)  # type: ignore[arg-type]  # by numpy's own types
 
 
 def document_features(tfds: ModuleType) -> dict[str, Any]:
@@ -253,6 +282,8 @@ class Stored(NamedTuple):
 
     index: StoredIndex  # type: ignore[assignment]  # no use of tuple.index
     reports: list[SourceReport]
+    shards: dict[str, tuple[int, str]]
+    """Size and sha256 of each shard, by its path in the folder."""
 
 
 def is_whole(folder: Path) -> bool:
@@ -275,8 +306,12 @@ def read_or_warn(folder: Path) -> Stored | None:
         return None
 
 
-def read(folder: Path) -> Stored:
+def read(folder: Path, with_shards: bool = True) -> Stored:
     """Reads the small files of a prepared folder and checks its files' sizes and hashes.
+
+    Args:
+      folder: the folder.
+      with_shards: whether the shards must be there.
 
     Raises:
       UserError: a file is missing or damaged.
@@ -285,20 +320,51 @@ def read(folder: Path) -> Stored:
     try:
         check_tree(folder)
         index = StoredIndex(folder / INDEX)
-        check_files(folder, index.files)
+        files = json.loads(index.files)
+        shards = {name: tuple(known) for name, known in files.items() if SHARD in name}
+        here = files if with_shards else {name: files[name] for name in files.keys() - shards}
+        check_files(folder, json.dumps(here))
         name = REPORT
         reports = [SourceReport.from_dict(state) for state in read_json(folder / REPORT)]
-        return Stored(index, reports)
+        return Stored(index, reports, shards)
     except (PermissionError, UserError):
         raise
     except Exception as error:  # zipfile, zlib, numpy, json and tensorflow-datasets raise their own
         raise UserError(f"{folder}: {name} is damaged ({first_line(error)})") from error
 
 
+def read_from_store(shared: str, local: Path) -> Stored | None:
+    """Reads the small files of a prepared folder in a store, which are copied to `local`; None if
+    the store has no such folder."""
+
+    def is_whole(folder: Path) -> bool:
+        try:
+            read(folder, with_shards=False)
+        except UserError:
+            return False
+        return True
+
+    if not is_whole(local):
+        paths.download(shared, local, INDEX, is_whole, left_out=SHARD)
+    return read(local, with_shards=False) if local.exists() else None
+
+
 def open_folder(
-    folder: Path, stored: Stored, sources: list[Source], context_length: int
+    folder: Path,
+    stored: Stored,
+    sources: list[Source],
+    context_length: int,
+    cache: ShardCache | None = None,
 ) -> Prepared:
-    """Returns the two splits of a prepared folder; `sources` lists the held-out ones last."""
+    """Returns the two splits of a prepared folder.
+
+    Args:
+      folder: the folder.
+      stored: its small files.
+      sources: those to train on, then the held-out ones.
+      context_length: how many tokens a document has at most.
+      cache: the shards, if a store holds them.
+    """
     index = stored.index
     held_out = index["held_out"].astype(bool)
     weights = np.asarray([source.weight for source in sources], np.float64)
@@ -306,9 +372,10 @@ def open_folder(
     for number, (source_report, source) in enumerate(zip(report.sources, sources, strict=True)):
         # The same contents may have been prepared from other paths.
         source_report.source, source_report.path = number, str(source.path)
-    train = Documents(folder, _numbers(~held_out), index, weights, "train")
+    train = Documents(folder, _numbers(~held_out), index, weights, "train", cache)
     # Weights are for training; the held-out loss counts every document once.
-    measured = Documents(folder, _numbers(held_out), index, np.ones_like(weights), "held_out")
+    ones = np.ones_like(weights)
+    measured = Documents(folder, _numbers(held_out), index, ones, "held_out", cache)
     return Prepared(folder, train, measured, report, context_length)
 
 

@@ -8,10 +8,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from data.errors import UserError, first_line
+import numpy as np
+from jaxtyping import Int64
 
+from data.errors import TransientError, UserError, first_line
+from data.shard_cache import ShardCache
+
+# A shard ends with the record with which it reaches one of these.
 RECORDS_IN_A_FILE = 1 << 20
+BYTES_IN_A_FILE = 1 << 28  # of serialized records, which are stored compressed
 _NAME = "longstripe"
+_OPENINGS = 100  # of a shard that other processes keep removing
 
 Features = Callable[[ModuleType], dict[str, Any]]
 """Returns the fields of a record, from the module tensorflow_datasets."""
@@ -45,10 +52,32 @@ def write_records(
     serialized = serialize(features, records())
     sizes: list[ShardSize] = []
     for first in serialized:
-        shard = itertools.chain([first], itertools.islice(serialized, RECORDS_IN_A_FILE - 1))
+        shard = _one_shard(itertools.chain([first], serialized))
         del first  # may be large
         sizes.append(write_shard(folder / split / shard_name(split, len(sizes), name), shard))
     write_metadata(folder, split, features, sizes, name)
+
+
+def _one_shard(serialized: Iterator[bytes]) -> Iterator[bytes]:
+    """Yields the records of the next shard."""
+    count = size = 0
+    while count < RECORDS_IN_A_FILE and size < BYTES_IN_A_FILE:
+        record = next(serialized, None)
+        if record is None:
+            return
+        count, size = count + 1, size + len(record)
+        yield record
+
+
+def shard_ends(sizes: Int64[np.ndarray, " N"]) -> list[int]:
+    """Returns where the shards of records of these sizes end, as `write_records` makes them."""
+    ends, before = [0], 0
+    total = np.cumsum(sizes)
+    while ends[-1] < len(sizes):
+        by_size = int(np.searchsorted(total, before + BYTES_IN_A_FILE)) + 1
+        ends.append(min(by_size, ends[-1] + RECORDS_IN_A_FILE, len(sizes)))
+        before = int(total[ends[-1] - 1])
+    return ends[1:]
 
 
 def serialize(features: Features, records: Iterable[dict]) -> Iterator[bytes]:
@@ -146,6 +175,67 @@ def open_records(folder: Path, split: str) -> Sequence[dict]:
     return tfds.builder_from_directory(str(folder / split)).as_data_source(split=split)
 
 
+class StoreRecords(Sequence[dict]):
+    """Records that `write_records` wrote and a store holds; shards are copied here when needed."""
+
+    def __init__(self, folder: Path, split: str, cache: ShardCache):
+        """Opens them.
+
+        Args:
+          folder: the local copy of all but the shards.
+          split: name of the split.
+          cache: the shards.
+        """
+        import tensorflow_datasets as tfds
+
+        info = tfds.builder_from_directory(str(folder / split)).info
+        lengths = info.splits[split].shard_lengths
+        self._features, self._cache = info.features, cache
+        self._ends = np.cumsum(lengths)
+        self._names = [f"{split}/{shard_name(split, number)}" for number in range(len(lengths))]
+        self._readers: dict[str, tuple[int, Any]] = {}  # with the file's number, which may change
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, number: int) -> dict:  # type: ignore[override]  # no slices
+        shard = int(np.searchsorted(self._ends, number, "right"))
+        first = int(self._ends[shard - 1]) if shard else 0
+        [serialized] = self._reader(self._names[shard]).read([number - first])
+        return self._features.deserialize_example_np(serialized)
+
+    def prefetch(self, numbers: Int64[np.ndarray, " n"]) -> None:
+        """Copies the shards of some records in the background."""
+        shards = np.unique(np.searchsorted(self._ends, numbers, "right"))
+        self._cache.prefetch(self._names[shard] for shard in shards.tolist())
+
+    def _reader(self, name: str) -> Any:
+        from array_record.python.array_record_module import ArrayRecordReader
+
+        for _ in range(_OPENINGS):
+            try:
+                path = self._cache.local(name)
+                found = path.stat().st_ino
+                inode, reader = self._readers.get(name, (None, None))
+                if inode == found:
+                    return reader
+                reader = ArrayRecordReader(str(path))
+                opened = reader.num_records()  # opens the file; 0 if it is not there
+            except FileNotFoundError:
+                continue  # removed by another thread or process at this moment
+            if not opened and not path.exists():
+                continue
+            for other in [*self._readers]:  # evicted ones leave the disk
+                if not (self._cache.folder / other).exists():
+                    self._readers.pop(other, None)
+            self._readers[name] = (found, reader)
+            return reader
+        raise TransientError(
+            f"{self._cache.folder}: shards are removed before they can be read; a larger "
+            "data.cache_gib would work"
+        )
+
+
 @contextlib.contextmanager
 def readable(folder: Path, record: str) -> Iterator[None]:
     """Turns errors of opening or reading records into UserErrors that name the prepared folder.
@@ -156,6 +246,8 @@ def readable(folder: Path, record: str) -> Iterator[None]:
     """
     try:
         yield
+    except UserError:
+        raise
     except (
         Exception
     ) as error:  # array_record and tensorflow-datasets raise RuntimeError and other types

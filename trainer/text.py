@@ -116,6 +116,7 @@ def prepare_text(
         progress=progress and sys.stderr.isatty(),
         key=key,
         engine=engine,
+        cache_gib=data.cache_gib,
     )
 
 

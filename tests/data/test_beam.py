@@ -1,5 +1,6 @@
 """Prepared data are the same, to the byte, whether one process or the workers of Beam made them."""
 
+import errno
 import gzip
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data import record_store
+from data import paths, record_store
 from data.clean import SETS, CleanConfig
 from data.errors import UserError
 from data.prepare import prepare
@@ -138,6 +139,53 @@ def test_near_duplicates_are_the_same_over_files_and_shapes(sources, tokenizer, 
         if b"near_duplicate_of" in line
     }
     assert len(kept) == 3
+
+
+def test_workers_write_to_a_store_that_fails_one_request_in_five(
+    sources, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(record_store, "RECORDS_IN_A_FILE", 7)
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
+    store, made = tmp_path / "store", []
+    one = prepare(sources, tokenizer, LENGTH, tmp_path / "one", clean=CLEAN, progress=False)
+    failed = _failing_store(store, monkeypatch)
+    options = {"clean": CLEAN, "progress": False, "engine": Beam()}
+    write = record_store.write_metadata
+    monkeypatch.setattr(record_store, "write_metadata", _raising)
+    with pytest.raises(RuntimeError, match="killed"):  # after all shards
+        prepare(sources, tokenizer, LENGTH, f"file://{store}", **options)
+    monkeypatch.setattr(record_store, "write_metadata", write)
+    assert list(store.glob("*/documents/*")) and not list(store.glob("*/index.npz"))
+    for _ in range(2):
+        made.append(prepare(sources, tokenizer, LENGTH, f"file://{store}", **options))
+    assert _contents(store / one.folder.name) == _contents(one.folder)
+    assert [path.name for path in store.iterdir()] == [one.folder.name], "no folder of workers"
+    assert len(failed) > 20 and made[1].train[0].tokens.tolist() == one.train[0].tokens.tolist()
+
+
+def _raising(*_):
+    raise RuntimeError("killed")
+
+
+def _failing_store(store, monkeypatch):
+    """Lets every fifth request to a folder that is a store fail; returns those that did."""
+    file_system, calls, failed = type(paths.fsspec.filesystem("file")), [], []
+
+    def failing(name, method):
+        def call(self, *args, **kwargs):
+            if any(str(arg).startswith(str(store)) for arg in args):
+                calls.append(name)
+                if len(calls) % 5 == 0:
+                    failed.append(name)
+                    raise OSError(errno.ETIMEDOUT, "timed out")
+            return method(self, *args, **kwargs)
+
+        return call
+
+    for name in ("isfile", "exists", "size", "open", "get_file", "put_file", "makedirs", "find"):
+        monkeypatch.setattr(file_system, name, failing(name, getattr(file_system, name)))
+    monkeypatch.setattr(paths, "_FIRST_WAIT", 0.001)
+    return failed
 
 
 def test_unpaired_preferences_go_to_the_record_before_in_another_file(tokenizer, tmp_path):

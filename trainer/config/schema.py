@@ -151,8 +151,11 @@ class DataConfig:
     """Tokens in a packed row, such as 65536 or 64K (K and M are 2^10 and 2^20, in every field of
     tokens); a multiple of mesh.sequence, or of twice that for the layout zigzag."""
     prepared: str = "prepared"
-    """Folder of the tokenized data sets; one in a store (gs://, s3://) is read through this
-    machine's cache."""
+    """Folder of the tokenized data sets; of one in a store (gs://, s3://), shards are copied to
+    this machine when they are needed."""
+    cache_gib: float = 64.0
+    """GiB of this machine's disk for shards of a `prepared` in a store; those used least recently
+    make room."""
     held_out_fraction: float = 0.05
     """Share of the conversations kept out of training for the held-out loss, unless held_out_path
     is given."""

@@ -55,6 +55,7 @@ PLACEMENT = (
     "name",
     "run_dir",
     "data.prepared",
+    "data.cache_gib",
     "compile_cache",  # locations
     # locations of files that have fingerprints
     "model.path",

@@ -1,0 +1,170 @@
+"""Training reads shards from a store: only those that its rows need, within a bounded cache."""
+
+import errno
+import hashlib
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from data import blocks, paths, record_store
+from data.errors import TransientError, UserError
+from data.loader import Loader
+from data.prepare import prepare
+from data.prepared import read
+from data.shard_cache import ShardCache
+from data.sources import Source
+from data.tokenizer import Tokenizer
+from tests.data.test_fixtures import FIXTURES
+
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(FIXTURES / "tiny_tokenizer")
+
+
+@pytest.fixture
+def opened(tokenizer, tmp_path, monkeypatch):
+    """Returns a function that opens prepared data in a store as another machine would, and the
+    data as the first machine has them."""
+    monkeypatch.setattr(record_store, "RECORDS_IN_A_FILE", 32)
+    monkeypatch.setattr(blocks, "MOST_DOCUMENTS", 40)
+    monkeypatch.setattr(blocks, "BLOCK", 100)
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "first"))
+    texts = tmp_path / "in.jsonl"
+    chats = json.loads((FIXTURES / "conversations.json").read_text())[:60]
+    texts.write_text("\n".join(json.dumps({"text": json.dumps(chat)}) for chat in chats))
+
+    def open_it(machine, cache_gib=1.0):
+        monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / machine))
+        source, store = Source(str(texts), "text"), f"file://{tmp_path}/store"
+        return prepare([source], tokenizer, LENGTH, store, progress=False, cache_gib=cache_gib)
+
+    return open_it, open_it("first")
+
+
+def _equal(a, b):
+    assert a.keys() == b.keys()
+    return all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def _shards(prepared):
+    return sorted(prepared.folder.glob("documents/[!.]*.array_record-*"))
+
+
+def test_rows_are_those_of_the_whole_and_the_cache_stays_within_its_size(opened):
+    open_it, first = opened
+    sizes = [path.stat().st_size for path in _shards(first)]
+    limit = 2 * max(sizes)
+    assert first.train.cache is None and sum(sizes) > 3 * limit
+    second = open_it("second", limit / 2**30)
+    assert not _shards(second), "nothing is copied before it is needed"
+    loaders = [Loader(made, LENGTH, 4, 0) for made in (first, second)]
+    assert loaders[0].fingerprint == loaders[1].fingerprint
+    batches = loaders[1].batches(ahead=2)
+    for step in range(len(loaders[0]) // 4):
+        assert _equal(loaders[0].batch(step), next(batches))
+        with second.train.cache._counted():
+            assert sum(sizes[int(path.name[-5:])] for path in _shards(second)) <= limit
+
+
+def test_a_process_copies_what_its_rows_need(opened, monkeypatch):
+    """Of 1, 2 or 4 processes, each reads its rows of the same batches."""
+    open_it, first = opened
+    whole = Loader(first, LENGTH, 4, 0).batch(0)
+    for processes in (1, 2, 4):
+        for process in range(processes):
+            made = open_it(f"{processes}-{process}")
+            rows = [row for row in range(4) if row % processes == process]
+            loader = Loader(made, LENGTH, 4, 0)
+            part = loader.batch(0, rows)
+            assert all(np.array_equal(part[name], whole[name][rows]) for name in whole)
+            numbers = {piece.document for row in rows for piece in loader._pieces(row)}
+            assert len(_shards(made)) == len({number // 32 for number in numbers})
+
+
+def test_what_is_needed_soon_is_copied_in_advance(opened):
+    made = opened[0]("second")
+    made.train.prefetch(range(40))
+    deadline = time.monotonic() + 10
+    while len(_shards(made)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [path.name[-5:] for path in _shards(made)] == ["00000", "00001"]
+
+
+def test_a_damaged_shard_and_a_small_cache_are_named(opened, tmp_path):
+    open_it, first = opened
+    with pytest.raises(
+        UserError, match=r"data.cache_gib: found .* a shard of file://.* would work"
+    ):
+        open_it("small", 1e-6)
+    [shard] = (tmp_path / "store" / first.folder.name).glob("documents/*-00000")
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    made = open_it("second")
+    with pytest.raises(UserError, match=r"documents/.*-00000: is damaged"):
+        _ = made.train[0]
+    assert not _shards(made) and made.train[40].tokens.any()
+
+
+def test_a_copy_of_the_small_files_that_is_damaged_is_made_again(opened):
+    open_it, _ = opened
+    made = open_it("second")
+    (made.folder / "report.json").write_text("[")
+    assert open_it("second").report.records == 60
+    assert read(made.folder, with_shards=False).reports
+
+
+def test_a_store_that_fails_is_tried_again(opened, monkeypatch):
+    made, calls = opened[0]("second"), []
+    file_system = paths.fsspec.filesystem("file")
+    get = type(file_system).get_file
+
+    def failing(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) % 5 != 4:
+            raise OSError(errno.ETIMEDOUT, "timed out")
+        return get(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(file_system), "get_file", failing)
+    monkeypatch.setattr(paths, "_FIRST_WAIT", 0.001)
+    assert made.train[0].tokens.any() and len(calls) == 4
+
+
+def test_a_full_disk_is_one_line(opened, monkeypatch):
+    made = opened[0]("second")
+
+    def full(source, local):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(paths, "get_file", full)
+    with pytest.raises(TransientError, match=r"No space left on device; with more room there"):
+        made.train.cache.local("documents/longstripe-documents.array_record-00000")
+
+
+def test_threads_copy_a_shard_once(tmp_path, monkeypatch):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/a.array_record-0").write_bytes(b"x" * 1000)
+    shard = "a.array_record-0"
+    files = {shard: (1000, hashlib.sha256(b"x" * 1000).hexdigest())}
+    cache = ShardCache(f"file://{tmp_path}/store", files, tmp_path / "here", 4000)
+    copied, get = [], paths.get_file
+
+    def slow(source, local):
+        copied.append(source)
+        time.sleep(0.05)
+        get(source, local)
+
+    monkeypatch.setattr(paths, "get_file", slow)
+    cache.prefetch([shard])
+    threads = [threading.Thread(target=cache.local, args=(shard,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [name for name in copied if name.startswith(cache.remote)] == [f"{cache.remote}/{shard}"]
