@@ -209,6 +209,9 @@ TESTED = {
     "tests/planning/test_auto.py": [
         "python train.py --model.path org/name --data.path chats.jsonl --data.context_length 131072"
     ],
+    "tests/scripts/benchmarks/test_bench_packing.py": [
+        "python -m scripts.benchmarks.bench_packing --documents 100000000"
+    ],
     "tests/scripts/benchmarks/test_checkpoint_stores.py": [
         "python -m scripts.benchmarks.checkpoint_stores DISK gs://BUCKET/FOLDER"
     ],
@@ -230,6 +233,7 @@ NOT_RUN = {
     "python -m tests.soak.large_array": "prepares 1.6 GB in minutes",
     "python -m tests.soak.faults": "trains for a quarter of an hour",
     "python -m tests.soak.buckets": "trains in three places for minutes",
+    "python -m tests.soak.beam_kills": "kills workers of a cluster for ten minutes",
     "make test": "is what runs the tests",
     "make check": "runs a part of them",
     "make soak": "takes hours",
