@@ -13,6 +13,8 @@ from typing import Literal, get_args
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 PROJECTIONS = (*ATTENTION, *FEED_FORWARD)
+# A mixture's router, as PEFT names it in most families.
+ROUTER = "gate"
 ALL_LINEAR = "all-linear"
 # The last part of the name of DoRA's lengths of the weight's columns.
 MAGNITUDE = "lora_magnitude_vector"
@@ -34,7 +36,8 @@ class AdapterConfig:
     """The adapters' products are multiplied by s = alpha / rank."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj;
-    all-linear for all."""
+    all-linear for all. In a mixture the last three are the experts', gate is the router, and
+    all-linear is what PEFT takes it for in the family."""
     use_rslora: bool = False
     """Rank-stabilised: s = alpha / sqrt(rank)."""
     use_dora: bool = False
@@ -62,11 +65,12 @@ class AdapterConfig:
             )
         if not 0 < self.alpha <= sys.float_info.max:
             raise ValueError(f"adapter.alpha: found {self.alpha}, needs a positive number")
-        unknown = [target for target in self.targets if target not in (*PROJECTIONS, ALL_LINEAR)]
+        names = (*PROJECTIONS, ROUTER)
+        unknown = [target for target in self.targets if target not in (*names, ALL_LINEAR)]
         if unknown or not self.targets:
             raise ValueError(
                 f"adapter.targets: found {unknown[0] if unknown else 'none'!r}, needs some of "
-                f"{', '.join(PROJECTIONS)}, or {ALL_LINEAR}"
+                f"{', '.join(names)}, or {ALL_LINEAR}"
             )
         if "" in self.train:
             raise ValueError(
@@ -105,7 +109,7 @@ class AdapterConfig:
         return (
             PROJECTIONS
             if ALL_LINEAR in self.targets
-            else tuple(name for name in PROJECTIONS if name in self.targets)
+            else tuple(name for name in (*PROJECTIONS, ROUTER) if name in self.targets)
         )
 
     @property
@@ -141,20 +145,29 @@ class AdapterConfig:
         module, _, part = name.rpartition(".")
         return part in ADAPTER_PARTS or module.endswith(self.train)
 
-    def without_feed_forward(self) -> AdapterConfig:
+    def of_mixture(self, all_linear: tuple[str, ...]) -> AdapterConfig:
         """Returns the adapters of a model whose feed-forwards are experts.
 
+        Args:
+          all_linear: the projections that all-linear means.
+
         Raises:
-          ValueError: a target in the feed-forward.
+          ValueError: experts or a router with DoRA or dropout, which PEFT's adapters of them lack.
         """
-        named = [target for target in self.targets if target in FEED_FORWARD]
-        if named:
-            raise ValueError(
-                f"adapter.targets: found {named[0]!r}; experts have no adapters, so some of "
-                f"{', '.join(ATTENTION)}, or {ALL_LINEAR} for these, would work"
-            )
-        all_linear = ALL_LINEAR in self.targets
-        return dataclasses.replace(self, targets=ATTENTION) if all_linear else self
+        named = (
+            self
+            if ALL_LINEAR not in self.targets
+            else dataclasses.replace(self, targets=all_linear)
+        )
+        beyond = [name for name in named.projections if name not in ATTENTION]
+        for field, value in (("use_dora", self.use_dora), ("dropout", self.dropout_rate)):
+            if beyond and value:
+                raise ValueError(
+                    f"adapter.{field}: found {value}; adapters of experts and routers "
+                    f"({', '.join(beyond)}) have none, as in PEFT; leave it out, or take some of "
+                    f"{', '.join(ATTENTION)} as adapter.targets"
+                )
+        return named
 
     def check_sizes(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         """Checks the rank.
@@ -166,7 +179,7 @@ class AdapterConfig:
           ValueError: the rank is above a dimension.
         """
         for name in self.projections:
-            if self.rank > min(sizes[name]):
+            if name != ROUTER and self.rank > min(sizes[name]):
                 inputs, outputs = sizes[name]
                 raise ValueError(
                     f"adapter.rank: found {self.rank}, needs at most {min(inputs, outputs)}: "

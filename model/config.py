@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from .adapter import FEED_FORWARD, PROJECTIONS, AdapterConfig
+from .adapter import FEED_FORWARD, ROUTER, AdapterConfig
 from .checks import is_int, require_int, require_number
 from .families import FAMILIES, family_of, find_preset
 from .families.family import BY_FAMILY, NEUTRAL
@@ -300,16 +300,23 @@ class TransformerConfig:
         )
 
     def _check_adapter(self) -> None:
-        """Raises ValueError unless the adapter fits the projections. Beside a mixture of experts,
-        all-linear is attention's projections."""
+        """Raises ValueError unless the adapter fits the projections. In a mixture of experts
+        all-linear becomes the projections that PEFT takes it for."""
+        family = FAMILIES[self.family]
         if self.adapter is not None and self.num_experts:
-            adapter = self.adapter.without_feed_forward()
-            object.__setattr__(self, "adapter", adapter)
+            object.__setattr__(self, "adapter", self.adapter.of_mixture(family.all_linear))
         if self.adapter is not None:
-            self.adapter.check_sizes({name: self.projection_sizes(name) for name in PROJECTIONS})
-            self.adapter.check_targets(
-                self.family, FAMILIES[self.family].fused_projections.values()
-            )
+            names = self.adapter.projections
+            if ROUTER in names and not self.num_experts:
+                raise ValueError(
+                    f"adapter.targets: found {ROUTER!r}, a router, which models without experts "
+                    "lack; leave it out"
+                )
+            self.adapter.check_sizes({name: self.projection_sizes(name) for name in names})
+            together = list(family.fused_projections.values())
+            if self.num_experts:  # one tensor in transformers
+                together.append(FEED_FORWARD[:2])
+            self.adapter.check_targets(self.family, together)
             self.adapter.check_blocks(
                 {
                     "hidden_size": self.hidden_size,
@@ -379,7 +386,10 @@ class TransformerConfig:
         return dataclasses.replace(self, adapter=adapter) if adapter.rank else self
 
     def projection_sizes(self, name: str) -> tuple[int, int]:
-        """Returns the inputs and the outputs of a layer's projection, such as q_proj."""
+        """Returns the inputs and the outputs of a layer's projection, such as q_proj; of experts
+        those of one."""
+        if name == ROUTER:
+            return self.hidden_size, self.num_experts
         heads = (
             self.num_attention_heads if name in ("q_proj", "o_proj") else self.num_key_value_heads
         )

@@ -7,6 +7,7 @@ tokens go out through the layer's auxiliary output; `router_losses` makes losses
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from .adapter import ROUTER
 from .config import TransformerConfig
 from .dropout import TokenInfo
 from .feedforward import ACTIVATIONS, OUTPUT, Auxiliary, FeedForward, param
@@ -83,6 +85,11 @@ def router_sums(logits: Float[Array, "T E"], routes: Routes, real: Bool[Array, "
     }
 
 
+def zeros(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    """Returns a part of an adapter; `parameters.draw_adapters` draws A."""
+    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, stages=(OUTPUT,))
+
+
 class Router(nnx.Module):
     """Makes a token's logits, one for each expert."""
 
@@ -97,10 +104,18 @@ class Router(nnx.Module):
             self.e_score_correction_bias = nnx.Param(
                 jnp.zeros(shape[1:]), axes=("router",), stages=(OUTPUT,), constant=True
             )
+        self.adapter = config.adapter_of(ROUTER)
+        if self.adapter is not None:
+            self.lora_A = zeros((shape[0], self.adapter.rank), ("embed", "rank"))
+            self.lora_B = zeros((self.adapter.rank, shape[1]), ("rank", "router"))
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T X"]:
         """Returns float32 logits of normalised hidden states."""
         logits = product("te,ex->tx", x, self.weight.get_value(), jnp.float32)
+        if self.adapter is not None:
+            low = product("te,er->tr", x, self.lora_A[...])
+            added = product("tr,rx->tx", low, self.lora_B[...], jnp.float32)
+            logits += self.adapter.scale * added
         return logits + self.bias[...] if hasattr(self, "bias") else logits
 
     @property
@@ -111,7 +126,7 @@ class Router(nnx.Module):
 
 
 class ExpertProjection(nnx.Module):
-    """A linear map for each expert."""
+    """A linear map for each expert, with a low-rank adapter for each, if there are any."""
 
     def __init__(
         self,
@@ -138,6 +153,11 @@ class ExpertProjection(nnx.Module):
                 stages=(OUTPUT,),
                 hf_name=f"model.layers.{{i}}.mlp.experts.{{j}}.{name}.bias",
             )
+        self.adapter = config.adapter_of(name)
+        if self.adapter is not None:
+            rank = self.adapter.rank
+            self.lora_A = zeros((shape[0], inputs, rank), ("experts", axes[0], "rank"))
+            self.lora_B = zeros((shape[0], rank, outputs), ("experts", "rank", axes[1]))
 
     def __call__(
         self, x: Float[Array, "M K"], sizes: Int[Array, " X"], experts: Int[Array, " M"], share=1
@@ -148,12 +168,20 @@ class ExpertProjection(nnx.Module):
         Args:
           experts: the rows' experts.
         """
-        # `memory.remat` finds a product outside a dot by its name.
-        y = checkpoint_name(grouped_product(x, self.weight.get_value(), sizes), "expert_product")
+        y = grouped_product(x, self.weight.get_value(), sizes)
+        if self.adapter is not None:
+            low = _named(grouped_product(x, self.lora_A[...], sizes))
+            y += self.adapter.scale * grouped_product(low, self.lora_B[...], sizes)
+        y = _named(y)
         if not hasattr(self, "bias"):
             return y
         bias = self.bias[...].at[experts].get(mode="fill", fill_value=0)
         return (y + bias / share).astype(y.dtype)
+
+
+def _named(grouped: Float[Array, "M N"]) -> Float[Array, "M N"]:
+    """Returns a grouped product under the name by which `memory.remat` finds it outside a dot."""
+    return checkpoint_name(grouped, "expert_product")
 
 
 def _clamped_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -235,8 +263,10 @@ class Mixture(nnx.Module):
         self.gate = Router(config, rngs=rngs)
         self.experts = Experts(config, rngs=rngs)
         if config.shared_expert_intermediate_size:
+            # PEFT's gate_proj, up_proj and down_proj of a mixture are the experts'.
+            unadapted = dataclasses.replace(config, adapter=None)
             self.shared_expert = FeedForward(
-                config, config.shared_expert_intermediate_size, rngs=rngs
+                unadapted, config.shared_expert_intermediate_size, rngs=rngs
             )
         if config.shared_expert_gate:
             shape, axes = (config.hidden_size, 1), ("embed", "router")

@@ -23,6 +23,7 @@ from .adapter import AdapterConfig
 from .config import TransformerConfig
 from .declarations import declare
 from .families import FAMILIES
+from .families.family import WITH_EXPERTS
 from .frozen import FrozenWeight, Plain
 from .sharding import HIDDEN, Sharding, TensorParallel
 
@@ -122,10 +123,12 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
             family=name, tie_word_embeddings=False, **biases, **family.computes
         )
         axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
-    adapters = TransformerConfig(
-        tie_word_embeddings=False, adapter=AdapterConfig(rank=1, use_dora=True)
-    )  # the same in all families
-    axes |= {parameter: declared.axes for parameter, declared in declare(adapters).items()}
+    adapters = AdapterConfig(rank=1, use_dora=True)  # the same in all families
+    of_experts = AdapterConfig(rank=1, targets=WITH_EXPERTS)
+    mixture: dict[str, Any] = {"family": "qwen3_moe", "num_experts": 1, "num_experts_per_tok": 1}
+    for adapter, kind in ((adapters, {}), (of_experts, mixture | FAMILIES["qwen3_moe"].computes)):
+        config = TransformerConfig(tie_word_embeddings=False, adapter=adapter, **kind)
+        axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
     return axes
 
 

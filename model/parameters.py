@@ -261,20 +261,25 @@ def draw(
 
 
 def draw_adapters(config: TransformerConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
-    """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), B zero; DoRA's
-    lengths follow from the weights (`ModelParameters.init_magnitudes`). To be jitted with output
-    shardings."""
+    """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), each expert's
+    too, B zero; DoRA's lengths follow from the weights (`ModelParameters.init_magnitudes`). To be
+    jitted with output shardings."""
     adapters = {
-        LAYERS + name: parameter.shape
+        LAYERS + name: parameter
         for name, parameter in declare_layer(config).items()
         if name.endswith((".lora_A", ".lora_B"))
     }
 
-    def drawn(i, name, shape):
-        shape = (config.num_hidden_layers, *shape)
+    def drawn(i, name, parameter):
+        shape = (config.num_hidden_layers, *parameter.shape)
         if name.endswith("lora_B"):
             return jnp.zeros(shape, jnp.float32)
-        bound = math.prod(shape[1:-1]) ** -0.5
+        inputs = [
+            size
+            for size, axis in zip(parameter.shape, parameter.axes, strict=True)
+            if axis not in ("experts", "rank")
+        ]
+        bound = math.prod(inputs) ** -0.5
         return jax.random.uniform(jax.random.fold_in(key, i), shape, jnp.float32, -bound, bound)
 
     return {name: drawn(i, name, adapters[name]) for i, name in enumerate(sorted(adapters))}

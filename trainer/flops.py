@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from model.adapter import FEED_FORWARD
 from model.attention import Mask
 from model.config import TransformerConfig
 
@@ -100,13 +101,11 @@ def flops_per_step(config: TransformerConfig, tokens: float, pairs: float) -> fl
     `tokens` and `pairs` are as in `training_flops`.
     """
     base = config.num_hidden_layers * layer_weights(config) + head_weights(config)
-    adapters = (
-        0
-        if config.adapter is None
-        else config.num_hidden_layers
-        * config.adapter.rank
-        * sum(sum(config.projection_sizes(name)) for name in config.adapter.projections)
-    )
+    adapters = 0
+    for name in () if config.adapter is None else config.adapter.projections:
+        copies = (config.num_experts_per_tok or 1) if name in FEED_FORWARD else 1
+        size = config.adapter.rank * sum(config.projection_sizes(name))
+        adapters += config.num_hidden_layers * copies * size
     attention_width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     return training_flops(
         base + adapters, attention_width, tokens, pairs, frozen=base if adapters else 0

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from data.errors import UserError
 from model.adapter import MAGNITUDE
+from model.quantized_weights import is_of_experts
 
 from . import rounding
 from .config.schema import OptimizerConfig
@@ -181,7 +182,10 @@ def _is_matrix(name: str) -> bool:
 
 
 def _inputs(name: str) -> tuple[int, ...]:
-    """Returns the contracted axes of a stacked matrix [N, ...]; the later ones are outputs."""
+    """Returns the contracted axes of a stacked matrix [N, ...] or, of experts, [N, X, ...]; later
+    ones are outputs."""
+    if is_of_experts(name):
+        return (2,)
     return (1, 2) if ".o_proj." in name and not name.endswith("lora_B") else (1,)
 
 
@@ -201,15 +205,16 @@ def _dimension_numbers(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_matrices(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies an optimizer to each layer weight as stacked matrices [N, inputs, outputs]."""
+    """Applies an optimizer to each layer weight as stacked matrices [N, inputs, outputs], or of
+    experts [N, X, inputs, outputs]."""
+
+    def matrix(name, x):
+        inputs = _inputs(name)
+        size = math.prod(x.shape[axis] for axis in inputs)
+        return x.reshape(*x.shape[: inputs[0]], size, -1)
 
     def matrices(tree):
-        return {
-            name: x.reshape(x.shape[0], math.prod(x.shape[axis] for axis in _inputs(name)), -1)
-            if _is_layers_matrix(name)
-            else x
-            for name, x in tree.items()
-        }
+        return {name: matrix(name, x) if _is_layers_matrix(name) else x for name, x in tree.items()}
 
     def update(gradient, state, params=None):
         updates, state = optimizer.update(matrices(gradient), state, matrices(params))

@@ -340,10 +340,8 @@ class TextObjective(Objective):
         resolved = configuration.dump(_with_absolute_model(self.config))
         self.source.write_assets(folder, self.tokenizer, template, resolved)
         if self.config.adapter.rank:
-            base = self.source.config
-            peft.write_config(
-                self.config.adapter, base.family, self.source.name, folder, base.tie_word_embeddings
-            )
+            adapted = self.source.config.with_adapter(self.config.adapter)
+            peft.write_config(adapted, self.source.name, folder)
 
 
 def _with_absolute_model(config: RunConfig) -> RunConfig:

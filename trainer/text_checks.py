@@ -136,6 +136,7 @@ def check_vocabulary(source: AdaptedSource, rows: int) -> None:
 
 def check_same(section: AdapterConfig, source: AdaptedSource) -> None:
     """Raises UserError unless the recipe's section describes the continued adapter."""
+    section = source.config.with_adapter(section).adapter or section  # what all-linear means
     for name in ("rank", "alpha", "projections", "use_rslora", "use_dora", "train"):
         needed, found = getattr(source.adapter.config, name), getattr(section, name)
         if needed != found:

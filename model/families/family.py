@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ..adapter import ATTENTION, FEED_FORWARD, ROUTER
 from ..checks import require_int
 
 # Fields of a config.json that name a computation, with the values under which it is absent. A
@@ -87,6 +88,9 @@ MIXTURE = (
     "router_aux_loss_coef",
     "router_z_loss_coef",
 )
+# What PEFT's all-linear adapts where it counts experts and router as the linear maps that they once
+# were in transformers.
+WITH_EXPERTS = (*ATTENTION, *FEED_FORWARD, ROUTER)
 # How transformers 5 names a layer's experts in memory, all in one tensor: gate_proj above up_proj.
 STACKED = MappingProxyType(
     {
@@ -138,6 +142,7 @@ class Family:
       stacked: the same for files as transformers 5 holds experts in memory, if they differ.
       interleaved: experts' tensors have their inputs first, and in a shared one the numbers of
         gate_proj and up_proj alternate.
+      all_linear: in mixtures, the projections that PEFT's all-linear adapts.
       fused: tensors of the files that hold the weights of several projections, one below the other:
         module -> projections.
       stored_as: methods of quantization, as config.json names them, that experts are published in
@@ -159,6 +164,7 @@ class Family:
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stacked: Mapping[str, str] = dataclasses.field(default_factory=lambda: STACKED)
     interleaved: bool = False
+    all_linear: tuple[str, ...] = ATTENTION
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     stored_as: tuple[str, ...] = ()
     trained_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .family import MIXTURE, Family
+from .family import MIXTURE, WITH_EXPERTS, Family
 
 _SIZES = {
     "num_key_value_heads": 8,
@@ -27,6 +27,7 @@ MIXTRAL = Family(
     },
     takes=("sliding_window", *MIXTURE),
     theta=1e6,
+    all_linear=WITH_EXPERTS,
     constants={"router_jitter_noise": 0.0},
     spelled={"num_experts": "num_local_experts"},
     tensors={

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .family import MIXTURE, Family
+from .family import MIXTURE, WITH_EXPERTS, Family
 
 OLMOE = Family(
     model_type="olmoe",
@@ -24,6 +24,7 @@ OLMOE = Family(
         "eos_token_id": 50279,
     },
     takes=("attention_bias", "norm_topk_prob", *MIXTURE),
+    all_linear=WITH_EXPERTS,
     presets={
         "olmoe-1b-7b": {
             "vocab_size": 50304,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .family import MIXTURE, WindowedFamily
+from .family import MIXTURE, WITH_EXPERTS, WindowedFamily
 
 
 def _sizes(hidden: int, width: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
@@ -59,6 +59,7 @@ QWEN3_MOE = Qwen3Moe(
         "eos_token_id": None,
     },
     takes=("attention_bias", "moe_intermediate_size", "norm_topk_prob", *MIXTURE),
+    all_linear=WITH_EXPERTS,
     constants={"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     trained_lengths={40960: 32768},  # the rest is for the answer
     presets={

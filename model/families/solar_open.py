@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..checks import require_int
-from .family import STACKED, Family
+from .family import STACKED, WITH_EXPERTS, Family
 
 _SHARED = {
     f"mlp.shared_expert.{name}.weight": f"mlp.shared_experts.{name}.weight"
@@ -65,6 +65,7 @@ SOLAR_OPEN = SolarOpen(
         "shared_expert_intermediate_size",
     ),
     theta=1e6,
+    all_linear=WITH_EXPERTS,
     constants={"n_group": 1, "topk_group": 1},
     spelled={"num_experts": "n_routed_experts"},
     tensors=_SHARED,

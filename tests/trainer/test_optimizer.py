@@ -235,6 +235,17 @@ def test_muons_update_of_a_layers_matrix_is_orthogonal():
     assert np.ptp(np.abs(np.asarray(updates["embed_tokens.weight"]))) < 1e-2
 
 
+def test_muons_update_of_each_experts_matrix_is_orthogonal():
+    config = OptimizerConfig(name="muon", learning_rate=1.0, schedule="constant", clip_norm=0.0)
+    optimizer, name = make_optimizer(config, STEPS), "layers.mlp.experts.up_proj.weight"
+    params = {name: jnp.zeros((2, 3, 64, 96))}
+    gradient = {name: jax.random.normal(jax.random.key(0), (2, 3, 64, 96))}
+    updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+    for matrix in np.asarray(updates[name]).reshape(-1, 64, 96):
+        values = np.linalg.svd(matrix, compute_uv=False)
+        assert values.max() < 2 * values.min()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_doras_lengths_are_no_matrices(name):
     """Neither decayed nor, by Muon, made orthogonal: a gradient in one layer alone leaves the

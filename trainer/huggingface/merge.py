@@ -12,7 +12,7 @@ from jaxtyping import Float
 from model.codecs import dequantize_int8, dequantize_nf4
 from model.config import TransformerConfig
 from model.declarations import declare
-from model.quantized_weights import quantize_layer, quantized_names
+from model.quantized_weights import is_of_experts, quantize_layer, quantized_names
 
 
 class Dequantized:
@@ -78,6 +78,7 @@ def merged(
             [base[name], *(trained[part] for part in names[1:])],
             [own[name] for name in names],
             adapter.scale,
+            is_of_experts(name),
         )
 
     return {name: merge(name) for name in base}
@@ -86,9 +87,12 @@ def merged(
 class _MergedParameter:
     """W + s A B of stacked layers in float32, with DoRA's column norms if there are any."""
 
-    def __init__(self, factors: list[Any], shapes: list[tuple[int, ...]], scale: float) -> None:
-        """`factors`: W, A, B and DoRA's norms, possibly padded; `shapes` without padding."""
-        self.factors, self.shapes, self.scale = factors, shapes, scale
+    def __init__(
+        self, factors: list[Any], shapes: list[tuple[int, ...]], scale: float, experts: bool
+    ) -> None:
+        """`factors`: W, A, B and DoRA's norms, possibly padded, of each expert, if `experts`;
+        `shapes` without padding."""
+        self.factors, self.shapes, self.scale, self.experts = factors, shapes, scale, experts
         self.shape = shapes[0]
 
     def __getitem__(self, layer: int) -> Float[np.ndarray, ...]:
@@ -96,9 +100,9 @@ class _MergedParameter:
             np.asarray(factor[layer], np.float32)[tuple(map(slice, shape[1:]))]
             for factor, shape in zip(self.factors, self.shapes, strict=True)
         )
-        w = w + np.float32(self.scale) * (
-            a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)
-        ).reshape(w.shape)
+        if not self.experts:
+            a, b = a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1)
+        w = w + np.float32(self.scale) * (a @ b).reshape(w.shape)
         if not magnitudes:
             return w
         norms = np.sqrt(

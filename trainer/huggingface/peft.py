@@ -25,14 +25,16 @@ from safetensors.numpy import save_file
 from data.folders import building, holds_files
 from data.paths import new_folder
 from data.within import file_within, read_json
-from model.adapter import ALL_LINEAR, ATTENTION, MAGNITUDE, PROJECTIONS, AdapterConfig
+from model.adapter import ALL_LINEAR, ATTENTION, MAGNITUDE, PROJECTIONS, ROUTER, AdapterConfig
 from model.checks import as_float, require_int, require_number
 from model.config import TransformerConfig
 from model.declarations import LAYERS, declare
 from model.families import FAMILIES
 from model.language_model import LanguageModel
 
+from . import peft_experts
 from .folder import EMBEDDING, HEAD, are_equal, hub_name
+from .peft_experts import FactorEntry
 from .read import padded_part
 from .table import DTYPES, HFEntry, HoldsNaN, check_numbers, hf_layout
 
@@ -47,6 +49,7 @@ _READ = (
     "use_rslora",
     "use_dora",
     "target_modules",
+    "target_parameters",
     "modules_to_save",
     "rank_pattern",
     "alpha_pattern",
@@ -94,12 +97,15 @@ _FUSED = {
 }
 
 
-def adapter_layout(config: TransformerConfig, shares_a: bool = False) -> list[HFEntry]:
+def adapter_layout(
+    config: TransformerConfig, shares_a: bool = False, per_expert: bool = False
+) -> list[HFEntry]:
     """Returns every trained parameter of a model with adapters, and its PEFT tensors.
 
     Args:
       shares_a: whether projections in one tensor share an A, as in PEFT's own adapters of such a
         tensor.
+      per_expert: whether each expert has tensors, as with transformers 4.
     """
     assert config.adapter is not None
     entries = [
@@ -113,7 +119,11 @@ def adapter_layout(config: TransformerConfig, shares_a: bool = False) -> list[HF
         for module, names in FAMILIES[config.family].fused_projections.items()
         for name in names
     }
+    if config.num_experts:
+        entries += peft_experts.entries(config, _PREFIX, shares_a, per_expert)
     for projection in config.adapter.projections:
+        if config.num_experts and projection not in ATTENTION:
+            continue
         block = f"{'self_attn' if projection in ATTENTION else 'mlp'}."
         inputs, outputs = config.projection_sizes(projection)
         shapes = {"lora_A": (rank, inputs), "lora_B": (outputs, rank), MAGNITUDE: (outputs,)}
@@ -153,14 +163,18 @@ def adapter_layout(config: TransformerConfig, shares_a: bool = False) -> list[HF
     return entries
 
 
-def _modules(adapter: AdapterConfig, family: str) -> list[str]:
-    """The modules with the adapter in a family's files, in layer order."""
+def _modules(config: TransformerConfig) -> list[str]:
+    """The modules with the adapter in a model's files, in layer order."""
+    assert config.adapter is not None
     fused = {
         name: module
-        for module, names in FAMILIES[family].fused_projections.items()
+        for module, names in FAMILIES[config.family].fused_projections.items()
         for name in names
     }
-    return list(dict.fromkeys(fused.get(name, name) for name in adapter.projections))
+    named = [
+        name for name in config.adapter.projections if name in ATTENTION or not config.num_experts
+    ]
+    return list(dict.fromkeys(fused.get(name, name) for name in named))
 
 
 def _patterns(adapter: AdapterConfig, modules: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -175,16 +189,16 @@ def _patterns(adapter: AdapterConfig, modules: Iterable[str]) -> dict[str, dict[
     }
 
 
-def write_config(
-    adapter: AdapterConfig, family: str, base: str | None, folder: Path, tied: bool = False
-) -> None:
-    """Writes adapter_config.json, which names `base`, a model of the family.
+def write_config(config: TransformerConfig, base: str | None, folder: Path) -> None:
+    """Writes adapter_config.json, which names `base`.
 
     Args:
-      tied: whether the model's head is its embedding; otherwise peft leaves the base's head if the
-        embedding is trained.
+      config: of the model with its adapters.
     """
-    modules = _modules(adapter, family)
+    adapter, modules = config.adapter, _modules(config)
+    assert adapter is not None
+    parameters = peft_experts.target_parameters(config) if config.num_experts else []
+    adapted = [*modules, *(name.rpartition(".")[2] for name in parameters)]
     name, _, revision = (base or "").partition("@") if base and hub_name(base) else (base, "", "")
     content = {
         "peft_type": "LORA",
@@ -197,13 +211,16 @@ def write_config(
         "use_rslora": adapter.use_rslora,
         "use_dora": adapter.use_dora,
         "target_modules": modules,
-        **_patterns(adapter, modules),
+        **_patterns(adapter, adapted),
         "modules_to_save": list(adapter.train) or None,
         "bias": "none",
     }
     if revision:
         content["revision"] = revision
-    if tied and adapter.trains("embed_tokens.weight"):
+    if parameters:
+        content["target_parameters"] = parameters
+    # Otherwise peft leaves the base's head.
+    if config.tie_word_embeddings and adapter.trains("embed_tokens.weight"):
         content["ensure_weight_tying"] = True
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -234,14 +251,14 @@ def write_adapter(
         value = np.asarray(params[entry.name])[tuple(map(slice, entry.shape))]
         for i, name in enumerate(entry.hf_names()):
             tensor = tensors.setdefault(name, np.zeros(entry.file_shape, value.dtype))
-            part = entry.to_hf(value if entry.layers is None else value[i])
-            check_numbers(name, part)
-            tensor[entry.rows, *entry.columns] = part
+            layer = value if entry.layers is None else value[i]
+            check_numbers(name, layer)
+            entry.put(tensor, layer)
     head, embedding = (f"{_PREFIX}{name}" for name in (HEAD, EMBEDDING))
     if config.tie_word_embeddings and embedding in tensors:
         tensors[head] = tensors[embedding].copy()  # peft saves and loads tied modules twice
     with building(out, holds_files) as scratch:
-        write_config(config.adapter, config.family, base, scratch, config.tie_word_embeddings)
+        write_config(config, base, scratch)
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
         if finish:
             finish(scratch)
@@ -314,7 +331,8 @@ def _check_patterns(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
     """Raises ValueError for per-module ranks or alphas other than those of `write_config`."""
     own = _patterns(adapter, _FUSED)
     for field, expected in own.items():
-        for module, value in (content.get(field) or {}).items():
+        for pattern, value in (content.get(field) or {}).items():
+            module = pattern.removeprefix(".*\\.")  # as PEFT names experts' tensors
             if value != expected.get(module):
                 wanted = f"; {expected[module]} would be" if module in expected else ""
                 raise ValueError(
@@ -362,6 +380,7 @@ def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
     layer has them. A text that is not a name is a regular expression for full names.
     """
     targets, found = _names(content, "target_modules"), content.get("target_modules")
+    parameters = peft_experts.projections_of(_names(content, "target_parameters"))
     if targets == [ALL_LINEAR]:
         return (ALL_LINEAR,)
     if isinstance(found, str) and found not in (*PROJECTIONS, *_FUSED):
@@ -374,9 +393,11 @@ def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
                 "read"
             )
     else:
-        modules = {target.rpartition(".")[2] for target in targets}
-    names = {name for module in modules for name in _FUSED.get(module, (module,))}
-    return (*(name for name in PROJECTIONS if name in names), *sorted(names - set(PROJECTIONS)))
+        ends = {target.rpartition(".")[2] for target in targets}
+        modules = {peft_experts.MODULES.get(end, end) for end in ends}
+    names = {name for module in modules for name in _FUSED.get(module, (module,))} | {*parameters}
+    known = (*PROJECTIONS, ROUTER)
+    return (*(name for name in known if name in names), *sorted(names - set(known)))
 
 
 def _matched(pattern: str) -> set[str]:
@@ -444,10 +465,12 @@ def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Arra
     try:
         with safe_open(path, framework="np") as file:
             files = dict.fromkeys(file.keys(), file)
-            shares_a = _shares_a(files, adapter_layout(model.config))
+            form = {
+                "shares_a": _shares_a(files, model.config),
+                "per_expert": peft_experts.is_per_expert(files),
+            }
             layout, padded = (
-                adapter_layout(model.config, shares_a),
-                adapter_layout(model.in_memory, shares_a),
+                adapter_layout(config, **form) for config in (model.config, model.in_memory)
             )
             _check_tensors(path, files, layout, model.config.tie_word_embeddings)
             params: dict[str, jax.Array] = {}
@@ -468,26 +491,22 @@ def read_adapter(folder: str | Path, model: LanguageModel) -> dict[str, jax.Arra
         ) from None
 
 
-def _shares_a(files: Mapping[str, Any], layout: list[HFEntry]) -> bool:
-    """Whether the first A of several projections has the rows of a single one."""
-    fused = next(
-        (
-            entry
-            for entry in layout
-            if entry.name.endswith("lora_A") and entry.file_shape != entry.hf_shape
-        ),
-        None,
-    )
-    name = fused.hf_names()[0] if fused else ""
-    return (
-        fused is not None
-        and name in files
-        and files[name].get_slice(name).get_shape()[0] == fused.hf_shape[0]
+def _shares_a(files: Mapping[str, Any], config: TransformerConfig) -> bool:
+    """Whether the A of several projections has the rows of a single one."""
+    layouts = (adapter_layout(config, shares_a=shares_a) for shares_a in (False, True))
+    shapes = {
+        apart.hf_names()[0]: shared.file_shape
+        for apart, shared in zip(*layouts, strict=True)
+        if apart.name.endswith("lora_A") and apart.file_shape != shared.file_shape
+    }
+    return any(
+        name in files and tuple(files[name].get_slice(name).get_shape()) == shape
+        for name, shape in shapes.items()
     )
 
 
 def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], tied: bool) -> None:
-    expected = [(name, entry) for entry in layout for name in entry.hf_names()]
+    expected = [(name, entry) for entry in layout for name in entry.file_tensors()]
     for name, entry in expected:
         if name not in files:
             raise ValueError(
@@ -523,11 +542,13 @@ def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], 
 
 def _check_diagonal(path: Path, name: str, tensor: Any, entry: HFEntry) -> None:
     """Raises ValueError unless a parameter's rows are zero outside of its columns."""
-    if entry.file_shape[1:] == entry.hf_shape[1:]:
+    if isinstance(entry, FactorEntry):
+        others = entry.others(tensor[:])
+    elif entry.file_shape[1:] == entry.hf_shape[1:]:
         return
-    others = np.delete(
-        tensor[entry.rows, :], np.arange(entry.columns[0].start, entry.columns[0].stop), 1
-    )
+    else:
+        columns = np.arange(entry.columns[0].start, entry.columns[0].stop)
+        others = np.delete(tensor[entry.rows, :], columns, 1)
     if np.any(others):
         raise ValueError(
             f"{path}: tensor {name} has numbers outside its diagonal blocks, as after training "

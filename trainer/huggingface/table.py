@@ -131,6 +131,10 @@ class HFEntry:
             value.reshape(self.hf_shape[::-1]).T if self.transpose else value.reshape(self.hf_shape)
         )
 
+    def put(self, tensor: np.ndarray, value: np.ndarray) -> None:
+        """Writes one layer of our parameter to its rows and columns of a Hugging Face tensor."""
+        tensor[self.rows, *self.columns] = self.to_hf(value)
+
     def from_hf(self, tensor: np.ndarray) -> np.ndarray:
         """A Hugging Face tensor, or this parameter's rows of it, as one layer of our parameter."""
         return (tensor.T if self.transpose else tensor).reshape(self.layer_shape)

@@ -6,19 +6,21 @@ import time
 import pytest
 
 from model.adapter import FEED_FORWARD, PROJECTIONS, AdapterConfig
+from model.config import TransformerConfig
 from trainer.huggingface.peft import CONFIG, read_config, write_config
 
 GOOD = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"), dropout=0.1)
+BASE = TransformerConfig(adapter=GOOD)
 
 
 def test_what_is_written_is_read(tmp_path):
-    write_config(GOOD, "llama", "a base", tmp_path)
+    write_config(BASE, "a base", tmp_path)
     assert read_config(tmp_path) == (GOOD, "a base")
 
 
 def change(folder, **fields):
     """Writes GOOD with other fields."""
-    write_config(GOOD, "llama", "a base", folder)
+    write_config(BASE, "a base", folder)
     content = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(content | fields))
 
@@ -38,7 +40,7 @@ def change(folder, **fields):
     ],
 )
 def test_a_field_of_another_type_is_named(tmp_path, change, words):
-    write_config(GOOD, "llama", "a base", tmp_path)
+    write_config(BASE, "a base", tmp_path)
     content = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(content | change))
     with pytest.raises(ValueError, match=rf"^{tmp_path / CONFIG}: {words}"):

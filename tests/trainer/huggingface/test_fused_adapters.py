@@ -147,7 +147,8 @@ def test_some_of_the_projections_of_one_tensor_are_refused(base):
 
 
 def test_ranks_of_modules_by_themselves_are_refused(base, tmp_path):
-    ours.write_config(AdapterConfig(rank=RANK, alpha=ALPHA), "phi3", str(base), tmp_path)
+    adapter = AdapterConfig(rank=RANK, alpha=ALPHA)
+    ours.write_config(open_model(str(base)).config.with_adapter(adapter), str(base), tmp_path)
     path = tmp_path / ours.CONFIG
     assert ours.read_config(tmp_path)[0].rank == RANK
     path.write_text(path.read_text().replace('"qkv_proj": 12', '"qkv_proj": 16'))

@@ -1,18 +1,25 @@
 """Adapters of mixtures beside peft's own: logits, gradients and files."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
-from model.adapter import ATTENTION
+from model.adapter import ATTENTION, FEED_FORWARD, ROUTER, AdapterConfig
+from model.config import TransformerConfig
+from model.families import FAMILIES
 from tests.model.build import llama, mean_loss
 from tests.trainer.huggingface.test_peft import batch_of
 from trainer.huggingface import peft as ours
+from trainer.huggingface.folder import folder_config
+from trainer.huggingface.merge import merged
+from trainer.huggingface.read import read_hf
 from trainer.model_source import open_adapter
 
 SIZES = {
@@ -28,68 +35,248 @@ SIZES = {
     "initializer_range": 0.1,
     "pad_token_id": None,
 }
+NAMED = ["experts.gate_up_proj", "experts.down_proj"]
+ALL = {"target_modules": "all-linear"}
+BY_NAME = {"target_modules": ["q_proj"], "target_parameters": NAMED}
+# What peft adapts: everything that all-linear means, an A for each of gate_proj and up_proj; or
+# tensors by their names, with one A for both.
 KINDS = {
-    "qwen3_moe": {"moe_intermediate_size": 32, "norm_topk_prob": True, "intermediate_size": 96},
-    "gpt_oss": {"intermediate_size": 32, "sliding_window": 9},
+    "qwen3_moe": ({"moe_intermediate_size": 32, "intermediate_size": 96}, ALL),
+    "gpt_oss": ({"intermediate_size": 48, "sliding_window": 9}, BY_NAME),
+    "gpt_oss's attention": ({"intermediate_size": 48, "sliding_window": 9}, ALL),
+    "mixtral": ({"intermediate_size": 32}, ALL),
+    "olmoe": ({"intermediate_size": 32}, ALL),
+    "granitemoe": (
+        {"intermediate_size": 32},
+        {"target_modules": ["v_proj"], "target_parameters": [*NAMED, "router.weight"]},
+    ),
+    "qwen2_moe": (
+        {
+            "moe_intermediate_size": 32,
+            "intermediate_size": 96,
+            "shared_expert_intermediate_size": 48,
+        },
+        BY_NAME,
+    ),
+    "solar_open": (
+        {"n_routed_experts": 4, "moe_intermediate_size": 32, "n_shared_experts": 1},
+        ALL,
+    ),
 }
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)]
-)
+def kinds(*fast):
+    """All kinds, those that are not named as slow tests."""
+    return pytest.mark.parametrize(
+        "adapter",
+        [kind if kind in fast else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+        indirect=True,
+    )
+
+
+@pytest.fixture(scope="module")
 def adapter(request, repository, tmp_path_factory):
-    """A mixture with peft's adapter beside attention's projections, and the folders of both."""
-    folder = tmp_path_factory.mktemp(request.param)
+    """A mixture with peft's adapter, and the folders of both."""
+    folder = tmp_path_factory.mktemp("adapter")
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(request.param, **SIZES, **KINDS[request.param])
+    sizes, targets = KINDS[request.param]
+    family = request.param.partition("'")[0]
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **sizes})
     base = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     ).float()
     base.save_pretrained(folder / "base")
     for path in (repository / "data/fixtures/tiny_tokenizer").iterdir():
         (folder / "base" / path.name).write_bytes(path.read_bytes())
-    # Of gpt-oss these are all linear modules; of Qwen3 peft counts the experts among them.
-    targets = "all-linear" if request.param == "gpt_oss" else list(ATTENTION)
-    options = {"r": 4, "lora_alpha": 8, "target_modules": targets, "task_type": "CAUSAL_LM"}
+    options = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **targets}
     model = peft.get_peft_model(base, peft.LoraConfig(**options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+    if has_blocks(model):
+        for name, parameter in model.named_parameters():
+            if name.endswith("experts.base_layer.lora_B.default.weight"):
+                blocks = parameter.data.view(2, len(parameter) // 2, 2, -1)
+                blocks[0, :, 1] = blocks[1, :, 0] = 0
     model.save_pretrained(folder / "adapter")
     return model, folder / "base", folder / "adapter"
 
 
-def test_logits_gradients_and_files_are_those_of_peft(adapter, tmp_path):
-    theirs, base, folder = adapter
+def has_blocks(model):
+    """Whether gate_proj's and up_proj's adapters are diagonal blocks of one of peft's."""
+    return bool(model.peft_config["default"].rank_pattern)
+
+
+@functools.cache
+def tokens():
+    return np.random.default_rng(0).integers(0, 1024, (4, 32), np.int32)
+
+
+def of_torch(model):
+    """A torch model's logits of `tokens`."""
+    with torch.no_grad():
+        return model(torch.tensor(tokens(), dtype=torch.long)).logits.numpy()
+
+
+def loaded(base, folder):
+    """The base with the adapter in a folder, as peft loads it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base).float()
+    return peft.PeftModel.from_pretrained(model, str(folder))
+
+
+def folded(gradient, like):
+    """The gradient of one A or its B, from those of gate_proj's and of up_proj's, in blocks."""
+    if gradient.shape == like.shape:
+        return gradient
+    if gradient.shape[0] == like.shape[0]:  # B: [outputs, 2 r X]; the other block is zero
+        return gradient.reshape(like.shape[0], 2, -1).sum(1)
+    return gradient.reshape(SIZES["num_experts"], 2, -1, like.shape[1]).sum(1).reshape(like.shape)
+
+
+def open_source(adapter):
+    """Our source of peft's adapter, and the config of the model with it."""
+    _, base, folder = adapter
     source = open_adapter(str(folder), str(base))
-    model = llama(
-        dataclasses.replace(source.config, adapter=source.adapter.config), {"fsdp": 2, "expert": 2}
-    )
+    return source, dataclasses.replace(source.config, adapter=source.adapter.config)
+
+
+@kinds("qwen3_moe", "gpt_oss", "granitemoe")
+def test_files_are_those_of_peft(adapter, tmp_path):
+    """peft reads what we write, to the same logits and the same merged weights."""
+    theirs, base, folder = adapter
+    source, config = open_source(adapter)
+    model = llama(config)
     params = source.read(model)
-    tokens = np.random.default_rng(0).integers(0, 1024, (4, 32), np.int32)
-    ids = torch.tensor(tokens, dtype=torch.long)
-    output = theirs(ids, labels=ids)
-    logits = np.asarray(jax.jit(model.logits)(params, batch_of(tokens)))
-    expected = output.logits.detach().numpy()
-    assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
-    output.loss.backward()
+    ours.write_adapter(params, config, str(base), tmp_path / "ours")
+    again, expected = loaded(base, tmp_path / "ours"), of_torch(theirs)
+    assert np.abs(of_torch(again) - expected).max() <= 1e-6 * np.abs(expected).max()
+    if has_blocks(theirs) or not theirs.peft_config["default"].target_parameters:
+        written = (tmp_path / "ours" / ours.WEIGHTS).read_bytes()
+        assert written == (folder / ours.WEIGHTS).read_bytes()
+    for name, x in open_adapter(str(tmp_path / "ours"), str(base)).adapter.read(model).items():
+        np.testing.assert_array_equal(x, params[name], err_msg=name)
+
+    again.merge_and_unload().save_pretrained(tmp_path / "merged")
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    whole = read_hf(tmp_path / "merged", source.config, device)
     trained = {name: x for name, x in params.items() if not model.parameters[name].frozen}
     rest = {name: x for name, x in params.items() if name not in trained}
+    for name, x in merged(rest, trained, config).items():
+        layers = np.stack([x[0], x[1]]) if name.startswith("layers.") else x
+        np.testing.assert_allclose(layers, whole[name], atol=1e-6, err_msg=name)
+
+
+@kinds("qwen3_moe")
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"expert": 2, "tensor": 2},
+        pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_logits_and_gradients_are_those_of_peft(adapter, mesh, tmp_path):
+    theirs, base, _ = adapter
+    source, config = open_source(adapter)
+    model = llama(config, mesh)
+    params, batch = source.read(model), batch_of(tokens())
+    trained = {name: x for name, x in params.items() if not model.parameters[name].frozen}
+    rest = {name: x for name, x in params.items() if name not in trained}
+    logits, expected = np.asarray(jax.jit(model.logits)(params, batch)), of_torch(theirs)
+    assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
     @jax.jit
     @jax.grad
     def gradient(trained):
-        return mean_loss(model)({**trained, **rest}, batch_of(tokens))[0]
+        return mean_loss(model)({**trained, **rest}, batch)[0]
 
-    found = gradient(trained)
-    ours.write_adapter(found, model.config, str(base), tmp_path / "gradients")
+    ids = torch.tensor(tokens(), dtype=torch.long)
+    theirs.zero_grad()
+    theirs(ids, labels=ids).loss.backward()
+    ours.write_adapter(gradient(trained), config, str(base), tmp_path / "gradients")
     written = peft.utils.load_peft_weights(str(tmp_path / "gradients"), device="cpu")
-    names = dict(theirs.named_parameters())
-    assert len(written) == 2 * 4 * 2
-    for name, value in written.items():
-        grad = names[name.replace(".weight", ".default.weight")].grad
-        assert (value - grad).abs().max() <= 1e-4 * grad.abs().max(), name
-    ours.write_adapter(params, model.config, str(base), tmp_path / "ours")
-    again = (tmp_path / "ours" / ours.WEIGHTS).read_bytes()
-    assert again == (folder / ours.WEIGHTS).read_bytes()
+    grads = {
+        name.replace(".default.weight", ".weight"): parameter.grad
+        for name, parameter in theirs.named_parameters()
+        if parameter.grad is not None
+    }
+    assert set(written) == set(grads)
+    for name, grad in grads.items():
+        found = folded(written[name], grad)
+        if has_blocks(theirs) and "base_layer.lora_B" in name:
+            grad[found == 0] = 0  # peft trains outside of the blocks, too
+        assert (found - grad).abs().max() <= 1e-4 * grad.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen3_moe", {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}),
+        ("mixtral", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
+    ],
+)
+def test_a_file_with_tensors_for_each_expert_is_read_as_peft_reads_it(family, names, tmp_path):
+    torch.manual_seed(0)
+    sizes = {**SIZES, **KINDS[family][0]}
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    base = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    base.float().save_pretrained(tmp_path / "base")
+    block = "mlp" if family == "qwen3_moe" else "block_sparse_moe"
+    tensors = {}
+    for layer in range(2):
+        for expert in range(4):
+            for name, file in names.items():
+                inputs, outputs = (32, 64) if name == "down_proj" else (64, 32)
+                module = f"base_model.model.model.layers.{layer}.{block}.experts.{expert}.{file}"
+                tensors[f"{module}.lora_A.weight"] = torch.randn(4, inputs)
+                tensors[f"{module}.lora_B.weight"] = 0.1 * torch.randn(outputs, 4)
+    folder = tmp_path / "adapter"
+    peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=list(names.values()), task_type="CAUSAL_LM"
+    ).save_pretrained(folder)
+    safetensors.torch.save_file(tensors, folder / ours.WEIGHTS)
+    adapter, _ = ours.read_config(folder)
+    assert adapter.projections == FEED_FORWARD
+    read = folder_config(tmp_path / "base").with_adapter(adapter)
+    ours.write_adapter(ours.read_adapter(folder, llama(read)), read, None, tmp_path / "ours")
+    expected = of_torch(loaded(tmp_path / "base", folder))
+    found = of_torch(loaded(tmp_path / "base", tmp_path / "ours"))
+    assert np.abs(found - expected).max() <= 1e-6 * np.abs(expected).max()
+    assert np.abs(expected - of_torch(base)).max() > 0.1 * np.abs(expected).max()
+
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2}
+MIXTRAL = {**MIXTURE, "family": "mixtral", **FAMILIES["mixtral"].computes}
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter", "words"),
+    [
+        (MIXTRAL, {"use_dora": True}, "adapter.use_dora: found True; adapters of experts and "),
+        (MIXTRAL, {"dropout": 0.1}, "adapter.dropout: found 0.1; adapters of experts and routers"),
+        (MIXTRAL, {"targets": ("gate_proj",)}, "adapter.targets: up_proj is missing; models of "),
+        ({}, {"targets": ("gate",)}, "adapter.targets: found 'gate', a router, which models "),
+    ],
+)
+def test_what_peft_has_no_adapters_for_is_refused(model, adapter, words):
+    with pytest.raises(ValueError, match=words):
+        TransformerConfig(**model, adapter=AdapterConfig(rank=4, **adapter))
+
+
+def test_all_linear_is_what_peft_takes_it_for():
+    adapter = AdapterConfig(rank=4)
+    found = {
+        name: TransformerConfig(family=name, **MIXTURE, **family.computes, adapter=adapter)
+        for name, family in FAMILIES.items()
+        if name in KINDS
+    }
+    everything = (*ATTENTION, *FEED_FORWARD, ROUTER)
+    assert {name: config.adapter.projections for name, config in found.items()} == {
+        "qwen3_moe": everything,
+        "mixtral": everything,
+        "olmoe": everything,
+        "solar_open": everything,
+        "granitemoe": ATTENTION,
+        "gpt_oss": ATTENTION,
+        "qwen2_moe": ATTENTION,  # and of what all tokens share, which has no adapters here
+    }
