@@ -126,7 +126,9 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
     adapters = AdapterConfig(rank=1, use_dora=True)  # the same in all families
     of_experts = AdapterConfig(rank=1, targets=WITH_EXPERTS)
     mixture: dict[str, Any] = {"family": "qwen3_moe", "num_experts": 1, "num_experts_per_tok": 1}
-    for adapter, kind in ((adapters, {}), (of_experts, mixture | FAMILIES["qwen3_moe"].computes)):
+    mixture |= FAMILIES["qwen3_moe"].computes
+    none: dict[str, Any] = {}
+    for adapter, kind in ((adapters, none), (of_experts, mixture)):
         config = TransformerConfig(tie_word_embeddings=False, adapter=adapter, **kind)
         axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
     return axes

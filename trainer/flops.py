@@ -101,10 +101,11 @@ def flops_per_step(config: TransformerConfig, tokens: float, pairs: float) -> fl
     `tokens` and `pairs` are as in `training_flops`.
     """
     base = config.num_hidden_layers * layer_weights(config) + head_weights(config)
-    adapters = 0
-    for name in () if config.adapter is None else config.adapter.projections:
+    adapters, adapter = 0, config.adapter
+    for name in adapter.projections if adapter is not None else ():
+        assert adapter is not None
         copies = (config.num_experts_per_tok or 1) if name in FEED_FORWARD else 1
-        size = config.adapter.rank * sum(config.projection_sizes(name))
+        size = adapter.rank * sum(config.projection_sizes(name))
         adapters += config.num_hidden_layers * copies * size
     attention_width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     return training_flops(
