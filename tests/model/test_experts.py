@@ -256,7 +256,10 @@ def test_an_axis_that_does_not_divide_the_experts_is_refused():
         ({"num_experts": -1}, ["num_experts", "-1"]),
         ({"router_aux_loss_coef": -0.1}, ["router_aux_loss_coef", "-0.1"]),
         ({"family": "llama", "qk_norm": "none"}, ["num_experts", "8", "llama"]),
-        ({"adapter": AdapterConfig(rank=4, targets=("up_proj",))}, ["up_proj", "experts"]),
+        (
+            {"adapter": AdapterConfig(rank=4, targets=("up_proj",))},
+            ["gate_proj is missing", "up_proj"],
+        ),
     ],
 )
 def test_what_no_mixture_is_or_does_is_refused(change, words):
