@@ -63,6 +63,7 @@ FIGURES = {
         "recipes.qwen3_32b_1m_h100": "| `qwen3_32b_1m_h100` | ... | {}",
         "recipes.qwen3_30b_a3b_128k_h100": "| `qwen3_30b_a3b_128k_h100` | ... | {}",
         "recipes.qwen3_30b_a3b_1m_h100": "| `qwen3_30b_a3b_1m_h100` | ... | {}",
+        "recipes.qwen3_30b_a3b_128k_v5p": "| `qwen3_30b_a3b_128k_v5p` | ... | {}",
         "recipes.qwen3_30b_a3b_1m_v5p": "| `qwen3_30b_a3b_1m_v5p` | ... | {}",
         "recipes.mixtral_8x7b_128k_h100": "| `mixtral_8x7b_128k_h100` | ... | {}",
         "recipes.gpt_oss_20b_lora_h100": "| `adapters/gpt_oss_20b_lora_h100` | ... | {}",
