@@ -89,7 +89,7 @@ def write_weights(config: TransformerConfig, adapters: AdapterConfig, folder: Pa
     }
     (folder / "adapter").mkdir()
     save_file(parts, folder / "adapter" / WEIGHTS)
-    write_config(adapters, one.family, None, folder / "adapter")
+    write_config(adapted, None, folder / "adapter")
 
 
 def ours(length: int, weights: Path, args: Options) -> dict:
