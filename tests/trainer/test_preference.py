@@ -331,7 +331,8 @@ def test_the_reference_is_computed_once_and_goes_on_where_it_was(
     assert (objective.loader.references == others).all(), "a reference by its path"
     batch = objective.to_device(next(objective.batches(0)))
     _, measures, _ = loss_and_gradient(objective, objective.read_params(), batch)
-    assert abs(measures["rewards/margins"]) > 1e-3, "the model is not its own reference"
+    # Beside its own, the model's rewards would be rounding, some 6e-6.
+    assert abs(measures["rewards/margins"]) > 1e-4, "the model is not its own reference"
 
 
 def test_a_reference_with_another_tokenizer_is_named(folder, models, tmp_path):

@@ -348,7 +348,7 @@ def test_results_are_float32_where_jax_defaults_to_float64(kernel):
             {"schedule": {"name": "attention2d", "columns": 3}},
             "attention2d.columns: 3 does not divide 4",
         ),
-        ({"kernel": "fast"}, "known: auto, tpu, gpu, mosaic, xla, reference"),
+        ({"kernel": "fast"}, "known: auto, tpu, gpu, mosaic, cudnn, xla, reference"),
         (
             {"schedule": {"name": "ring", "both": True}},
             "schedule.both: ring has no such option; it has: bidirectional",
