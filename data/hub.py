@@ -265,6 +265,9 @@ def _interruptible(download: Callable[[], T]) -> T:
 
     threading.Thread(target=work, name="download", daemon=True).start()
     try:
+        # Some libraries let system calls go on after a signal, so that an endless wait would too.
+        while not concurrent.futures.wait([outcome], timeout=0.2).done:
+            pass
         return outcome.result()
     except KeyboardInterrupt:
         for descriptor in Path("/proc/self/fd").glob("*"):  # none without Linux
