@@ -37,9 +37,9 @@ from trainer.trajectories import TrajectoryObjective
 from . import answer
 from .auto import machine_named, plan_on
 from .compiled import GIB
-from .machines import ANY_GPU, device_count, gpu_gib, host_gib, topology_of
+from .machines import ANY_GPU, device_count, gpu_gib, host_gib, hosts, topology_of
 from .memory_estimate import estimate_memory
-from .parts import checkpoint_bytes
+from .parts import checkpoint_bytes, local_checkpoint_bytes
 from .plan import Job
 
 # Steps that a preemption may cost before checkpoints by the clock are advised, and how often then.
@@ -157,7 +157,13 @@ def _report(
             print(*(f"  {line}" for line in answer.advice(job)), sep="\n")
     else:
         print("to see the time and whether it fits, name the machine, such as --dry-run 8xH100")
-    print(*_preemption_lines(job) if named else (), *_disk_lines(config, model), "", sep="\n")
+    print(
+        *_preemption_lines(job) if named else (),
+        *_disk_lines(config, model),
+        *_local_lines(job, hosts(topology) if named else config.distributed.num_processes or 1),
+        "",
+        sep="\n",
+    )
     return memory.fits != "no"
 
 
@@ -246,6 +252,15 @@ def _preemption_lines(job: Job) -> Iterator[str]:
     if seconds is None:
         return
     every = checkpoint.every or job.run.train.steps
+    if checkpoint.local:
+        local_low, local_high = (
+            checkpoint.local_every * step / 60 for step in (seconds.low, seconds.high)
+        )
+        yield (
+            f"preemption: with local checkpoints at most {local_low:,.1f} to {local_high:,.1f} "
+            f"minutes of steps (checkpoint.local_every {checkpoint.local_every}) if all hosts but "
+            "one are back; otherwise"
+        )
 
     def lost(step: float, minutes: float) -> float:
         """Returns the seconds after the last checkpoint; a save by the clock is a step late."""
@@ -292,6 +307,21 @@ def _disk_lines(config: RunConfig, model: TransformerConfig) -> Iterator[str]:
             f"disk: only {_size(free)} are free there; checkpoint.keep, checkpoint.every or "
             "another --run_dir would help"
         )
+
+
+def _local_lines(job: Job, count: int) -> Iterator[str]:
+    """Yields what local checkpoints take of each of `count` hosts, if the run has any."""
+    checkpoint = job.run.checkpoint
+    if not checkpoint.local:
+        return
+    share = local_checkpoint_bytes(job.run, job.model, count)
+    parts = "its part and another host's" if count > 1 else "its part, without a copy"
+    total = 2 * (share if count == 1 else 2 * share)
+    yield (
+        f"local checkpoints: {_size(share)} a host, {parts}, two steps: {_size(total)} in "
+        f"{checkpoint.local} of each of {count} host{'s' * (count > 1)}, and {_size(share)} of "
+        "memory during a save"
+    )
 
 
 def _size(count: float) -> str:

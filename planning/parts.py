@@ -139,6 +139,13 @@ def checkpoint_bytes(run: RunConfig, model: TransformerConfig) -> tuple[float, f
     return parameters, moments
 
 
+def local_checkpoint_bytes(run: RunConfig, model: TransformerConfig, hosts: int) -> float:
+    """A host's bytes of a local checkpoint: its share of the state, of which each replica along
+    `mesh.data` is saved."""
+    whole = sum(checkpoint_bytes(run, model))
+    return min(whole, whole * run.mesh.data / hosts)
+
+
 def trained_names(run: RunConfig, model: TransformerConfig) -> list[str]:
     """The names of the parameters that the run trains."""
     declared = declared_once(model.with_adapter(run.adapter))

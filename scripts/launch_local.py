@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         status, received = _run_once(args.processes, flags)
         if received or not args.restarts or not may_pass(status):
             return status
-        decision = counted.after(status, read_status(run_folder(flags)).checkpoint)
+        decision = counted.after(status, read_status(run_folder(flags)).reached)
         print(f"launch_local: {decision.reason}", file=sys.stderr)
         if not decision.restart:
             return status

@@ -25,6 +25,15 @@ class Status(NamedTuple):
     saved: float | None
     metrics: dict[str, Any] | None
     logged: float | None
+    local: int | None = None
+    """The newest step on the hosts' own disks or memory (checkpoint.local)."""
+
+    @property
+    def reached(self) -> int | None:
+        """The newest step that a start may go on from."""
+        return max(
+            (step for step in (self.checkpoint, self.local) if step is not None), default=None
+        )
 
 
 def read_status(run: str) -> Status:
@@ -67,7 +76,22 @@ def read_status(run: str) -> Status:
         )
         metrics = next((row for line in reversed(lines) if (row := _row(line))), None)
         logged = _modified(system, path)
-    return Status(newest, saved, metrics, logged)
+    return Status(newest, saved, metrics, logged, _local_step(system, folder))
+
+
+def _local_step(system: Any, folder: str) -> int | None:
+    """Returns the newest local checkpoint's step, if the run has one."""
+    if not system.exists(path := f"{folder}/local.json"):
+        return None
+    if "file" in system.protocol:
+        check_within(folder, path)
+    return _step_in(system.cat_file(path, end=LAST_BYTES))
+
+
+def _step_in(record: bytes | None) -> int | None:
+    """Returns the step that a run's local.json holds."""
+    row = _row((record or b"").decode(errors="replace"))
+    return row["step"] if row and isinstance(row["step"], int) else None
 
 
 def _without_times(run: str) -> Status:
@@ -81,7 +105,8 @@ def _without_times(run: str) -> Status:
     _, content = logs.get("metrics.jsonl", (0, b""))
     rows = (_row(line.decode(errors="replace")) for line in reversed(content.splitlines()))
     steps = steps_in(located(f"{run.rstrip('/')}/{CHECKPOINTS}"))
-    return Status(max(steps, default=None), None, next(filter(None, rows), None), None)
+    local = _step_in(bucket.version("local.json").content)
+    return Status(max(steps, default=None), None, next(filter(None, rows), None), None, local)
 
 
 def _modified(system: Any, path: str) -> float | None:
@@ -120,6 +145,8 @@ def describe(run: str, status: Status, now: float, price_per_hour: float | None 
             else f"{status.checkpoint}, {_age(status.saved, now)}"
         )
     )
+    if status.local is not None:
+        lines.append(f"local        {status.local}, on the hosts themselves (checkpoint.local)")
     if price_per_hour is not None and (seconds := metrics.get("wall_seconds")) is not None:
         lines.append(
             f"cost         {seconds / 3600 * price_per_hour:,.2f} for {seconds / 3600:.1f} hours "
@@ -168,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--checkpoint",
         action="store_true",
-        help="print only the newest checkpoint's step, or nothing",
+        help="print only the newest checkpoint's step, local ones included, or nothing",
     )
     args, words = parser.parse_known_args(argv)
 
@@ -178,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         run = run_folder(words)
         status = read_status(run)
         if args.checkpoint:
-            print("" if status.checkpoint is None else status.checkpoint)
+            print("" if status.reached is None else status.reached)
         else:
             print(describe(run, status, time.time(), args.price_per_hour))
 

@@ -26,6 +26,7 @@ from data.folders import named_errors
 from .best import BestCheckpoint
 from .build import run_notes
 from .checkpoint.clock import SaveClock
+from .checkpoint.local_tier import LocalTier
 from .checkpoint.store import CheckpointStore
 from .config.load import resolved
 from .config.schema import RunConfig
@@ -91,8 +92,13 @@ def train(
         contextlib.ExitStack() as lock,
         CheckpointStore(config.location, keep=config.checkpoint.keep) as store,
         contextlib.closing(Watchdog(config.distributed)) as watchdog,
+        contextlib.ExitStack() as resources,
     ):
-        training = _Training(config, objective, evaluations, store, watchdog)
+        local = None
+        if config.checkpoint.local:
+            local = LocalTier(config.checkpoint.local, config.folder, config.location, mesh)
+            resources.callback(local.close)
+        training = _Training(config, objective, evaluations, store, watchdog, local)
         training.compile()
 
         def open_and_lock(message: str | None) -> RunDirectory:
@@ -104,6 +110,9 @@ def train(
             run = first_then_others(open_and_lock, lambda run: "")
             store.before = run.before_checkpoint
             training.catch_up()
+            if local is not None:
+                local.before = run.before_checkpoint
+                local.claim()
             return training.run(run, stage_follows)
 
 
@@ -137,6 +146,7 @@ class _Training:
         evaluations: Sequence[Evaluation],
         store: CheckpointStore,
         watchdog: Watchdog,
+        local: LocalTier | None,
     ) -> None:
         self.config, self.objective, self.evaluations, self.store = (
             config,
@@ -144,7 +154,7 @@ class _Training:
             evaluations,
             store,
         )
-        self.watchdog = watchdog
+        self.watchdog, self.local = watchdog, local
         self.builder = StepBuilder.of(
             config, objective.model, objective.loss, objective.abstract_batch(), objective.totals
         )
@@ -155,16 +165,29 @@ class _Training:
         self._initialize()
 
     def _initialize(self) -> None:
-        """Restores the newest good checkpoint, or begins at step 0."""
+        """Restores the newest good checkpoint, local or in the run's folder, or begins at step
+        0."""
         self.trainable: Params = {}  # frees the arrays of an earlier call
         self.frozen: Params = {}
         self.optimizer_state: Any = None
-        self.steps_seen = self.store.steps_for_all()
+        self.seen = self._saved_so_far()
+        steps, _ = self.seen
+        if self._restore_local(after=max(steps, default=0)):
+            return
         newest = self.store.latest_good(meanwhile=True)
+        # The newest one in the folder may be damaged, and a local one older than it.
+        if steps and newest != steps[-1] and self._restore_local(after=newest or 0):
+            return
         if newest is None:
             self._begin()
         else:
             self._restore(newest)
+
+    def _saved_so_far(self) -> tuple[list[int], dict[str, Any]]:
+        """Returns the steps of all checkpoints in the run's folder, and its record of local
+        ones."""
+        local = {} if self.local is None else self.local.recorded()
+        return self.store.steps_for_all(), local
 
     def _begin(self) -> None:
         params = self.builder.stored(self.objective.read_params())
@@ -186,10 +209,32 @@ class _Training:
         )
 
     def _restore(self, checkpoint_step: int) -> None:
+        """Restores a checkpoint of the run's folder."""
         restored = self.store.restore(
             checkpoint_step, self.builder.abstract_saved, self.builder.abstract_optimizer
         )
-        path, data = self.store.path(checkpoint_step), restored.data or {}
+        self._go_on(
+            restored.model,
+            restored.optimizer,
+            restored.data or {},
+            str(self.store.path(checkpoint_step)),
+        )
+
+    def _restore_local(self, after: int) -> bool:
+        """Restores the newest local checkpoint after a step, if there is a usable one."""
+        if self.local is None:
+            return False
+        abstract = self.builder.abstract_saved, self.builder.abstract_optimizer
+        restored = self.local.restore(*abstract, after)
+        self._print(self.local.describe(*abstract, self.config.checkpoint.local_every))
+        if restored is None:
+            return False
+        place = f"local checkpoint, {self.local.folder}"
+        self._go_on(restored.model, restored.optimizer, restored.data, place)
+        return True
+
+    def _go_on(self, model: Params, optimizer: Any, data: dict[str, Any], path: str) -> None:
+        """Takes over a checkpoint's state; `path` names it."""
         self._check_fingerprints(data, path)
         if jax.process_index() == 0 and (change := difference(data.get("versions", versions()))):
             print(
@@ -200,8 +245,8 @@ class _Training:
         base = (
             self._placed(self.objective.read_params()) if self.builder.saves_trainable_only else {}
         )
-        self._set_params({**base, **restored.model})
-        self.optimizer_state = restored.optimizer
+        self._set_params({**base, **model})
+        self.optimizer_state = optimizer
         self.step, self.evaluated, self.updates = data["step"], data["evaluated"], data["updates"]
         self.skipped, self.sound_step = data.get("skipped", 0), data["step"] - 1
         self.tokens_seen, self.earlier_seconds, self.logged = (
@@ -213,14 +258,14 @@ class _Training:
         self.store.protected = self.best.step
         if self.best.exhausted:
             self._print(
-                f"already stopped at step {checkpoint_step}: {self._best_words}; a higher "
+                f"already stopped at step {self.step}: {self._best_words}; a higher "
                 "checkpoint.patience continues it"
             )
         else:
             self._print(
-                f"already trained to step {checkpoint_step}"
+                f"already trained to step {self.step}"
                 if self.finished
-                else f"continuing from step {checkpoint_step} ({path})"
+                else f"continuing from step {self.step} ({path})"
             )
 
     @property
@@ -238,7 +283,7 @@ class _Training:
             f"{self.best.waited} measurements ago"
         )
 
-    def _check_fingerprints(self, saved: dict[str, Any], path: Path) -> None:
+    def _check_fingerprints(self, saved: dict[str, Any], path: str) -> None:
         """Raises UserError if the checkpoint's data or initial parameters were different."""
         for name, current in self._fingerprints.items():
             if saved.get(name, current) != current:
@@ -292,7 +337,7 @@ class _Training:
 
     def catch_up(self) -> None:
         """Restores again if another process trained here before this one had the lock."""
-        if self.store.steps_for_all() != self.steps_seen:
+        if self._saved_so_far() != self.seen:
             self._initialize()
             self.compile()
 
@@ -337,6 +382,8 @@ class _Training:
         if self.best.exhausted:
             log.say(f"stopped at step {self.step}: {self._best_words}")
         self._wait_for_save()
+        if self.local is not None:
+            self.local.finish()
         self._require_trained()
         log.say(f"saved {self.store.path(self.step)}")
         if self.best.step not in (None, self.step):
@@ -542,9 +589,12 @@ class _Training:
             # There may be no time for evaluations, so the next start begins with them.
             self._save(run, log)
             self._wait_for_save()
+            if self.local is not None:
+                self.local.wait()
             raise Preempted(notice, self.store.path(self.step))
         with self.meter.paused():
             is_best = self._evaluate(due, log)
+            self._save_locally(log)
             if is_best or self.best.exhausted or save_is_due:
                 self._save(run, log)
 
@@ -559,13 +609,19 @@ class _Training:
             return None
         needed = step_seconds + self.store.save_seconds
         self.store.wait_at_most(grace - (time.monotonic() - begun))
-        newest = max(self.store.steps(), default=None)
+        newest = self._newest()
         return (
             f"preempted (SIGTERM): step {self.step + 1} was not finished, since it and its "
             f"checkpoint need about {needed:,.0f} s more and checkpoint.grace_seconds is "
-            f"{grace:g}; the same command resumes the run from "
-            + ("its beginning" if newest is None else str(self.store.path(newest)))
+            f"{grace:g}; the same command resumes the run from " + newest
         )
+
+    def _newest(self) -> str:
+        """Names what a start would go on from."""
+        newest, local = max(self.store.steps(), default=0), (self.local and self.local.newest) or 0
+        if local > newest:
+            return f"the local checkpoint of step {local}"
+        return str(self.store.path(newest)) if newest else "its beginning"
 
     def _due_evaluations(self) -> list[Evaluation]:
         return [evaluation for evaluation in self.evaluations if self._due(evaluation.every)]
@@ -608,7 +664,6 @@ class _Training:
           UserError: a parameter is not finite.
         """
         self._require_finite_parameters()
-        frozen = {} if self.builder.saves_trainable_only else self.frozen
         start = time.monotonic()
         self._wait_for_save()  # the previous save may still be removing old checkpoints
         if (seconds := time.monotonic() - start) >= LONG_WAIT:
@@ -620,23 +675,54 @@ class _Training:
         self.save_clock.saved()
         self.store.save(
             self.step,
-            model={**self.trainable, **frozen},
+            model=self._saved_params(),
             optimizer=self.optimizer_state,
-            data={
-                "step": self.step,
-                **self._fingerprints,
-                "evaluated": self.evaluated,
-                "updates": self.updates,
-                "skipped": self.skipped,
-                "tokens_seen": self.tokens_seen,
-                "wall_seconds": self._wall_seconds(),
-                "logged": log.logged,
-                "versions": versions(),
-                **self.best.data,
-            },
+            data=self._saved_data(log),
             assets=run.assets,
             shapes=self.objective.model.own_shapes,
         )
+
+    def _save_locally(self, log: MetricsLog) -> None:
+        """Starts to save a local checkpoint, if one is due; the last step has no need of one.
+
+        Raises:
+          UserError: a parameter is not finite.
+        """
+        every = self.config.checkpoint.local_every
+        if self.local is None or self.finished or self.step % every != 0:
+            return
+        self._require_finite_parameters()
+        start = time.monotonic()
+        with self.watchdog.phase("saving", self.config.distributed.save_minutes):
+            self.local.wait()
+        if (seconds := time.monotonic() - start) >= LONG_WAIT:
+            log.say(
+                f"step {self.step}: waited {seconds:.1f} s for the previous local checkpoint; a "
+                "higher checkpoint.local_every would avoid this"
+            )
+        self.local.save(
+            self.step, self._saved_params(), self.optimizer_state, self._saved_data(log)
+        )
+
+    def _saved_params(self) -> Params:
+        """Returns the parameters that checkpoints hold."""
+        frozen = {} if self.builder.saves_trainable_only else self.frozen
+        return {**self.trainable, **frozen}
+
+    def _saved_data(self, log: MetricsLog) -> dict[str, Any]:
+        """Returns what checkpoints say of the run's progress."""
+        return {
+            "step": self.step,
+            **self._fingerprints,
+            "evaluated": self.evaluated,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "tokens_seen": self.tokens_seen,
+            "wall_seconds": self._wall_seconds(),
+            "logged": log.logged,
+            "versions": versions(),
+            **self.best.data,
+        }
 
 
 def _is_finite(array: jax.Array) -> bool:

@@ -13,7 +13,7 @@ import yaml
 import train
 from data.errors import UserError
 from planning.costs.measured import TimeRange
-from planning.dry_run import _preemption_lines, dry_run
+from planning.dry_run import _local_lines, _preemption_lines, dry_run
 from scripts import inspect_data
 from tests.data.trajectories.made import folder_of
 from tests.trainer.test_trajectories import run_config
@@ -320,6 +320,15 @@ def test_episodes_that_training_refuses_are_refused(tmp_path):
                 "checkpoint.minutes 60), and the start"
             ],
         ),
+        (
+            {"every": 3, "local": "/x", "local_every": 2},
+            [
+                "preemption: with local checkpoints at most 6.7 to 13.3 minutes of steps "
+                "(checkpoint.local_every 2) if all hosts but one are back; otherwise",
+                "preemption: costs at most 10 to 20 minutes of steps (checkpoint.every 3), and "
+                "the start",
+            ],
+        ),
     ],
 )
 def test_what_a_preemption_costs(flags, lines):
@@ -328,6 +337,29 @@ def test_what_a_preemption_costs(flags, lines):
         run=SimpleNamespace(checkpoint=CheckpointConfig(**flags)),
     )
     assert list(_preemption_lines(job)) == lines
+
+
+def test_what_local_checkpoints_take_of_a_host(monkeypatch):
+    """Of 8 GiB in all, by hand: a quarter on each of four hosts, with a neighbour's, of two steps;
+    with two replicas twice that; alone no copy."""
+    monkeypatch.setattr(
+        "planning.parts.checkpoint_bytes", lambda run, model: (2 * 2**30, 6 * 2**30)
+    )
+    checkpoint = CheckpointConfig(local="/x", local_every=2)
+
+    def lines(data, count):
+        mesh = SimpleNamespace(data=data)
+        job = SimpleNamespace(run=SimpleNamespace(mesh=mesh, checkpoint=checkpoint), model=None)
+        return list(_local_lines(job, count))
+
+    said = "local checkpoints: {} GiB a host, {}, two steps: {} GiB in /x of each of {}, and {} GiB"
+    both, memory = "its part and another host's", " of memory during a save"
+    assert lines(1, 4) == [said.format("2.0", both, "8.0", "4 hosts", "2.0") + memory]
+    assert lines(2, 4) == [said.format("4.0", both, "16.0", "4 hosts", "4.0") + memory]
+    alone = "its part, without a copy"
+    assert lines(1, 1) == [said.format("8.0", alone, "16.0", "1 host", "8.0") + memory]
+    checkpoint = CheckpointConfig()
+    assert lines(1, 4) == []
 
 
 def test_evaluations_are_prepared_as_in_training(recipe, tmp_path, capsys):

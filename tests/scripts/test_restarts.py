@@ -112,15 +112,28 @@ def test_a_run_in_s3_is_known_without_s3fs(s3, monkeypatch):
         raise ImportError
 
     monkeypatch.setattr("fsspec.core.url_to_fs", without_s3fs)
-    assert run_status.read_status("s3://bucket/run") == (None, None, None, None)
+    assert run_status.read_status("s3://bucket/run") == (None, None, None, None, None)
     files = {
         "checkpoints/7/manifest.json": b"{}",
         "checkpoints/9/model/x": b"",  # being written
+        "local.json": b'{"run": "a", "step": 8}',
         "metrics.jsonl/000000-000000000000000": b'{"step": 7}\n{"step": 8}\n',
     }
     for name, content in files.items():
         s3.store.objects["bucket", f"run/{name}"] = content, 0
-    assert run_status.read_status("s3://bucket/run") == (7, None, {"step": 8}, None)
+    assert run_status.read_status("s3://bucket/run") == (7, None, {"step": 8}, None, 8)
+
+
+def test_a_local_checkpoint_is_progress_too(run, capsys):
+    for text, newest in (('{"run": "a", "step": null}', "30"), ('{"run": "a", "step": 38}', "38")):
+        (run / "local.json").write_text(text)
+        assert run_status.main([str(run), "--checkpoint"]) == 0
+        assert capsys.readouterr().out == f"{newest}\n"
+    said = run_status.describe("r", run_status.read_status(str(run)), 4608).splitlines()
+    assert said[-2:] == [
+        "checkpoint   30, 60 min ago",
+        "local        38, on the hosts themselves (checkpoint.local)",
+    ]
 
 
 def test_a_run_that_has_not_begun(tmp_path):

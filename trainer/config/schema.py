@@ -521,6 +521,13 @@ class CheckpointConfig:
     from the newest checkpoint. 0 always finishes the step."""
     keep: int = 2
     """Newest checkpoints kept."""
+    local: str | None = None
+    """Folder of each host, on its disk or in its memory (such as /dev/shm/longstripe), for
+    checkpoints between those in run_dir: each process saves its part there, with a copy on the next
+    host, and a restart of the same processes on the same mesh goes on from them if all hosts but
+    one are back. None: no local checkpoints."""
+    local_every: int = 0
+    """Steps between local checkpoints; at most two take space at a time."""
     best: str | None = None
     """Metric of an evaluation, such as held_out_loss_nats_per_target: each new best saves a
     checkpoint, which is kept in addition to the newest ones until there is a better one. RUN/best
@@ -533,6 +540,25 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _require_at_least(self, "checkpoint", 0, "every", "patience", "minutes", "grace_seconds")
         _require_at_least(self, "checkpoint", 1, "keep")
+        _require_at_least(self, "checkpoint", 0, "local_every")
+        require(
+            self.local is None or self.local.startswith(("/", "~/")) or "://" in self.local,
+            "checkpoint.local",
+            self.local,
+            "an absolute path of each host, such as /dev/shm/longstripe",
+        )
+        require(
+            self.local is None or self.local_every > 0,
+            "checkpoint.local_every",
+            self.local_every,
+            "at least 1, the steps between the checkpoints in checkpoint.local",
+        )
+        require(
+            self.local is not None or not self.local_every,
+            "checkpoint.local",
+            None,
+            "a folder of each host, such as /dev/shm/longstripe, with checkpoint.local_every",
+        )
         require(
             self.best is not None or not self.patience,
             "checkpoint.patience",

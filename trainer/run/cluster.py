@@ -157,6 +157,11 @@ def client() -> Any:
     return distributed.global_state.client
 
 
+def coordinator_address() -> str:
+    """HOST:PORT of process 0, as all processes of the cluster know it."""
+    return cast(str, distributed.global_state.coordinator_address)
+
+
 def barrier(name: str) -> None:
     """Waits, for a day at most, until every process has called this with the same name.
 

@@ -6,6 +6,7 @@
     train.log_every steps RUN/held_out.jsonl        one line for every held-out loss
     RUN/NAME.jsonl            one line for every measurement of a test in `evaluations`
     RUN/samples.jsonl         one line of answers to samples.prompts every samples.every steps
+    RUN/local.json            the run's identifier in checkpoint.local, and the newest step there
     RUN/*.jsonl.unreadable    lines of these files that could not be read when the run was continued
     RUN/tensorboard/          the same figures for TensorBoard
     RUN/wandb/                the same for Weights & Biases, if logging.wandb asks for it
@@ -219,6 +220,8 @@ def identity(config: RunConfig) -> dict[str, Any]:
 def shared_fields(config: RunConfig) -> dict[str, Any]:
     """The fields that a run's processes must share: its identity, and collective settings."""
     written = configuration.resolved(config)
+    # Hosts may have their disks at different places.
+    written["checkpoint"]["local"] = "given" if config.checkpoint.local else "not given"
     together = ("mesh", "attention", "memory", "train", "checkpoint")
     return identity(config) | {
         f"{section}.{name}": value

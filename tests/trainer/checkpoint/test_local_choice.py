@@ -1,0 +1,97 @@
+import pytest
+
+from trainer.checkpoint.local_choice import (
+    Candidate,
+    Expected,
+    Found,
+    candidates,
+    keeper_of,
+    kept_for,
+)
+
+EXPECTED = Expected("run", "fsdp 3", ["a", "b", "c"])
+
+
+def found(step, part, **changes):
+    fields = {
+        "run": "run",
+        "location": "runs/x",
+        "attempt": "first",
+        "step": step,
+        "part": part,
+        "processes": 3,
+        "mesh": "fsdp 3",
+        "layout": "abc"[part],
+    }
+    return Found(**fields | changes)
+
+
+def all_back(step, **changes):
+    """Each host has its part, and a copy of the one before."""
+    return [[found(step, i, **changes), found(step, (i - 1) % 3, **changes)] for i in range(3)]
+
+
+def test_the_newest_step_of_which_all_parts_are_there_comes_first():
+    hosts = [older + newer for older, newer in zip(all_back(8), all_back(10), strict=True)]
+    whole, refused = candidates(hosts, EXPECTED, after=5)
+    assert whole == [Candidate(step, "first", [[0, 1], [1, 2], [0, 2]]) for step in (10, 8)]
+    assert refused == [] and candidates(hosts, EXPECTED, after=9)[0] == whole[:1]
+    assert candidates(hosts, EXPECTED, after=10) == ([], [])
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_one_host_may_be_lost(lost):
+    hosts = all_back(10)
+    hosts[lost] = []
+    [candidate] = candidates(hosts, EXPECTED, after=0)[0]
+    assert candidate.holders[lost] == [(lost + 1) % 3]
+
+
+def test_hosts_may_be_numbered_otherwise_after_a_restart():
+    hosts = all_back(10)
+    [candidate] = candidates([hosts[2], hosts[0], hosts[1]], EXPECTED, after=0)[0]
+    assert candidate.holders == [[1, 2], [0, 2], [0, 1]]
+
+
+def test_two_lost_neighbours_are_named():
+    whole, [line] = candidates([[], [], all_back(10)[2]], EXPECTED, after=0)
+    assert whole == []
+    assert line == "of step 10 lacks the parts of these processes, which no host here has: 0"
+
+
+def test_parts_of_two_starts_are_not_put_together():
+    hosts = [all_back(10)[0], all_back(10, attempt="second")[1], []]
+    whole, refused = candidates(hosts, EXPECTED, after=0)
+    assert whole == [] and len(refused) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"run": "other"}, "is of another run (runs/x) and keeps its space until it is deleted"),
+        ({"processes": 4}, "of step 10 was saved by 4 processes, and 3 are here"),
+        ({"mesh": "tensor 3"}, "of step 10 was saved on another mesh (tensor 3; now fsdp 3)"),
+        ({"layout": "z"}, "of step 10 has other arrays, or divides them otherwise"),
+    ],
+)
+def test_what_is_of_something_else_is_named(changes, reason):
+    assert candidates(all_back(10, **changes), EXPECTED, after=0) == ([], [reason])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "keepers"),
+    [
+        (["a"], [None]),
+        (["a", "b", "c"], [1, 2, 0]),
+        (["a", "a", "b", "b"], [2, 3, 0, 1]),
+        (["a", "b", "a", "b"], [1, 0, 3, 2]),
+        (["a", "a", "b"], [2, 2, 0]),
+        (["a", "a", "a"], [1, 2, 0]),  # simulated: one host
+    ],
+)
+def test_the_copy_is_on_another_host(hosts, keepers):
+    assert [keeper_of(part, hosts) for part in range(len(hosts))] == keepers
+    for process in range(len(hosts)):
+        assert list(kept_for(process, hosts)) == [
+            part for part, keeper in enumerate(keepers) if keeper == process
+        ]

@@ -1,0 +1,132 @@
+"""Runs that go on from local checkpoints, by four processes that each have a folder of their own, as
+four hosts would."""
+
+import json
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+from scripts import launch_local
+from tests import small_run
+from tests.trainer.test_processes import wait_for
+from trainer.checkpoint import readers
+
+PROCESSES, STEPS, EVERY, LOCAL_EVERY, KILLED_AFTER = 4, 40, 20, 2, 24
+FLAGS = (
+    *("--mesh.tensor", "1", "--mesh.sequence", "2", "--mesh.fsdp", "2", "--mesh.simulate", "4"),
+    *("--train.steps", str(STEPS), "--train.evaluate_every", "0"),
+    *("--checkpoint.every", str(EVERY), "--checkpoint.local_every", str(LOCAL_EVERY)),
+    *small_run.DENSE,
+)
+
+
+@pytest.fixture(autouse=True)
+def compiled_as_the_tests_programs(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", small_run.XLA_FLAGS)
+
+
+def start(repository, recipe, folder, *flags):
+    """Starts one process on each of the folder's hosts."""
+    address = f"127.0.0.1:{launch_local.free_port()}"
+    return [
+        small_run.start(
+            repository,
+            recipe,
+            folder / "run",
+            *FLAGS,
+            *("--checkpoint.local", str(folder / f"host {number}")),
+            *("--distributed.coordinator", address, "--distributed.process_id", str(number)),
+            *("--distributed.num_processes", str(PROCESSES)),
+            *flags,
+            log=folder / f"{number}.log",
+        )
+        for number in range(PROCESSES)
+    ]
+
+
+def logs(folder):
+    return "".join((folder / f"{number}.log").read_text() for number in range(PROCESSES))
+
+
+def finish(processes, folder):
+    try:
+        codes = [process.wait(300) for process in processes]
+    finally:
+        launch_local.end(processes)
+    assert codes == [0] * PROCESSES, logs(folder)
+    return logs(folder)
+
+
+def recorded(folder):
+    path = folder / "run" / "local.json"
+    return (json.loads(path.read_text())["step"] if path.exists() else None) or 0
+
+
+def trained(folder):
+    """The bits of all that the last checkpoint holds."""
+    last = folder / "run" / "checkpoints" / str(STEPS)
+    return {
+        name: np.asarray(x[...].read().result()).tobytes()
+        for item in ("model", "optimizer")
+        for name, x in readers.stored_arrays(last, item).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, repository):
+    """A run whose processes were all killed at once, after a local checkpoint that its folder does
+    not have; and what the same run becomes undisturbed."""
+    base = tmp_path_factory.mktemp("local tier")
+    recipe = small_run.recipe(base, repository)
+    whole, folder = base / "whole", base / "killed"
+    whole.mkdir()
+    folder.mkdir()
+    finish(start(repository, recipe, whole), whole)
+    assert not list(whole.glob("host */*/*")), "left behind by a run that has ended"
+    running = start(repository, recipe, folder)
+    try:
+        wait_for(lambda: recorded(folder) >= KILLED_AFTER, running)
+    finally:
+        for process in running:
+            process.send_signal(signal.SIGKILL)
+        for process in running:
+            process.wait(60)
+    assert recorded(folder) < STEPS
+    return recipe, folder, trained(whole), small_run.rows(whole / "run" / "metrics.jsonl")
+
+
+LOST = {"none": (), "one": (2,), "two far apart": (0, 2), "two neighbours": (1, 2)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", LOST)
+def test_all_that_were_killed_go_on_bitwise_from_the_hosts_that_are_back(
+    killed, tmp_path, repository, lost
+):
+    recipe, killed_at, expected, rows = killed
+    folder = tmp_path / "again"
+    shutil.copytree(killed_at, folder)
+    for number in LOST[lost]:
+        shutil.rmtree(folder / f"host {number}")
+    for log in folder.glob("*.log"):
+        log.unlink()
+    step = recorded(folder)
+    said = finish(start(repository, recipe, folder), folder)
+    if lost == "two neighbours":
+        assert (
+            f"of step {step} lacks the parts of these processes, which no host here has: 1" in said
+        )
+        assert f"continuing from step {EVERY} ({folder}/run/checkpoints/{EVERY})" in said
+    else:
+        assert f"continuing from step {step} (local checkpoint, {folder}/host 0/" in said
+    for number in LOST[lost] if lost != "two neighbours" else ():
+        assert (
+            f"process {number} has its part of step {step} from process {(number + 1) % 4}" in said
+        )
+    assert trained(folder) == expected
+    small_rows = small_run.rows(folder / "run" / "metrics.jsonl")
+    loss = "loss_nats_per_target"
+    assert [row[loss] for row in small_rows] == [row[loss] for row in rows]
+    assert not list(folder.glob("host */*/*"))

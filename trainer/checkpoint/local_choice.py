@@ -1,0 +1,167 @@
+"""Which local checkpoint a run goes on from, by what its processes find on their hosts; and which
+process keeps the copy of which."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.checkpoint.local_part import Header, digest_of, read_header
+from trainer.checkpoint.manifest import DamagedError
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the parts of a run's local checkpoint must be of.
+
+    Attributes:
+      run: the run's identifier.
+      mesh: as in `local_part.Header`.
+      layouts: of each process's arrays, `local_part.digest_of`.
+    """
+
+    run: str
+    mesh: str
+    layouts: Sequence[str]
+
+
+class Found(NamedTuple):
+    """A part that a process finds on its host; the fields are those of `local_part.Header`, the
+    layout its digest."""
+
+    run: str
+    location: str
+    attempt: str
+    step: int
+    part: int
+    processes: int
+    mesh: str
+    layout: str
+
+
+class Candidate(NamedTuple):
+    """A step of which every part was found.
+
+    Attributes:
+      step: finished optimizer steps.
+      attempt: of the start that saved it.
+      holders: for each part the processes that found it.
+    """
+
+    step: int
+    attempt: str
+    holders: list[list[int]]
+
+
+def part_name(step: int, part: int) -> str:
+    """Returns the name of a part's file."""
+    return f"step_{step}.part_{part}"
+
+
+def candidates(
+    found: Sequence[Sequence[Found]], expected: Expected, after: int
+) -> tuple[list[Candidate], list[str]]:
+    """Returns the steps after `after` of which every part was found, newest first, and for each of
+    the others a line that says why it is not used.
+
+    Args:
+      found: by each process.
+    """
+    count = len(expected.layouts)
+    held: defaultdict[tuple[int, str], defaultdict[int, list[int]]]
+    held = defaultdict(lambda: defaultdict(list))
+    refused: dict[str, None] = {}
+    for process, parts in enumerate(found):
+        for part in parts:
+            if part.run != expected.run:
+                refused[
+                    f"is of another run ({part.location}) and keeps its space until it is deleted"
+                ] = None
+            elif part.step <= after:
+                continue
+            elif reason := _difference(part, expected):
+                refused[f"of step {part.step} {reason}"] = None
+            else:
+                held[part.step, part.attempt][part.part].append(process)
+    whole = []
+    for (step, attempt), holders in sorted(held.items(), reverse=True):
+        if missing := [str(part) for part in range(count) if not holders[part]]:
+            refused[
+                f"of step {step} lacks the parts of these processes, which no host here has: "
+                + ", ".join(missing)
+            ] = None
+        else:
+            whole.append(Candidate(step, attempt, [holders[part] for part in range(count)]))
+    return whole, list(refused)
+
+
+def _difference(part: Found, expected: Expected) -> str | None:
+    """Returns why a part of the run is not of the arrays that are to be restored."""
+    count = len(expected.layouts)
+    if part.processes != count:
+        return f"was saved by {part.processes} processes, and {count} are here"
+    if part.mesh != expected.mesh:
+        return f"was saved on another mesh ({part.mesh}; now {expected.mesh})"
+    if part.layout != expected.layouts[part.part]:
+        return "has other arrays, or divides them otherwise"
+    return None
+
+
+def keeper_of(part: int, hosts: Sequence[str]) -> int | None:
+    """Returns the process that keeps the copy of another one's part: one of the next host, or where
+    all are on one host the next process; None where it is alone.
+
+    Args:
+      hosts: the name of each process's host.
+    """
+    if len(hosts) == 1:
+        return None
+    names = list(dict.fromkeys(hosts))
+    if len(names) == 1:
+        return (part + 1) % len(hosts)
+    of_host = {name: [i for i, host in enumerate(hosts) if host == name] for name in names}
+    following = of_host[names[(names.index(hosts[part]) + 1) % len(names)]]
+    return following[of_host[hosts[part]].index(part) % len(following)]
+
+
+def kept_for(process: int, hosts: Sequence[str]) -> Iterator[int]:
+    """Yields the processes whose copies a process keeps."""
+    return (part for part in range(len(hosts)) if keeper_of(part, hosts) == process)
+
+
+def key_of(header: Header) -> str:
+    """Returns the name by which processes ask each other for a part."""
+    return f"{part_name(header.step, header.part)}.{header.attempt}"
+
+
+def scan(root: Path, run: str, own: Path) -> tuple[list[Found], dict[str, Path]]:
+    """Returns what is on this host, one part of each other run, and this run's files by `key_of`.
+
+    Args:
+      root: checkpoint.local.
+      run: the run's identifier.
+      own: this process's folder, which is looked into first. Others have its part where a restart
+        numbers the hosts otherwise.
+    """
+    found: dict[Found, None] = {}
+    files: dict[str, Path] = {}
+    others: set[str] = set()
+    paths = [path for path in root.glob("*/process_*/step_*.part_*") if path.suffix != ".tmp"]
+    for path in sorted(paths, key=lambda path: path.parent != own):
+        try:
+            header = read_header(path)
+        except (DamagedError, OSError) as error:
+            print(f"warning: {error}; not used", file=sys.stderr)
+            continue
+        if header.run == run:
+            files.setdefault(key_of(header), path)
+        elif header.run in others:
+            continue
+        others.add(header.run)
+        known = {name: getattr(header, name) for name in Found._fields if name != "layout"}
+        found[Found(**known, layout=digest_of(header.layout))] = None
+    return list(found), files
