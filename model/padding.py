@@ -122,15 +122,16 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
         config = TransformerConfig(
             family=name, tie_word_embeddings=False, **biases, **family.computes
         )
-        axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
-    adapters = AdapterConfig(rank=1, use_dora=True)  # the same in all families
-    of_experts = AdapterConfig(rank=1, targets=WITH_EXPERTS)
-    mixture: dict[str, Any] = {"family": "qwen3_moe", "num_experts": 1, "num_experts_per_tok": 1}
-    mixture |= FAMILIES["qwen3_moe"].computes
-    none: dict[str, Any] = {}
-    for adapter, kind in ((adapters, none), (of_experts, mixture)):
-        config = TransformerConfig(tie_word_embeddings=False, adapter=adapter, **kind)
-        axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
+        configs = [config]
+        if family.all_linear == WITH_EXPERTS:
+            adapter = AdapterConfig(rank=1, targets=WITH_EXPERTS)
+            configs.append(dataclasses.replace(config, adapter=adapter))
+        for config in configs:
+            axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
+    adapters = TransformerConfig(
+        tie_word_embeddings=False, adapter=AdapterConfig(rank=1, use_dora=True)
+    )  # the same in all families
+    axes |= {parameter: declared.axes for parameter, declared in declare(adapters).items()}
     return axes
 
 
