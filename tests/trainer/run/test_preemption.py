@@ -105,13 +105,18 @@ def test_the_time_is_that_of_the_steps_and_saves_before(tmp_path):
             path=lambda step: tmp_path / str(step),
             wait_at_most=waited.append,
         ),
+        local=None,
         step=7,
     )
+    training._newest = lambda: _Training._newest(training)
     assert _Training._no_time_to_finish(training) is None
     training.store.save_seconds = 6.0
     said = _Training._no_time_to_finish(training)
     assert said.startswith("preempted (SIGTERM): step 8 was not finished") and "about 26 s" in said
     assert said.endswith(f"the same command resumes the run from {tmp_path / '6'}")
+    training.local = SimpleNamespace(newest=7)
+    assert _Training._no_time_to_finish(training).endswith("from the local checkpoint of step 7")
+    training.local, waited = None, waited[:1]
     assert len(waited) == 1 and 24 < waited[0] <= 25, "a save that is under way may still count"
     training.watchdog.step_seconds_left = lambda: None
     assert _Training._no_time_to_finish(training) is None, "nothing is known of the first step"
