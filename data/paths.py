@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -250,137 +250,6 @@ def _is_ours(folder: Path) -> bool:
     if (folder / "lock").exists() and (is_unfinished(folder) or (folder / "config.yaml").exists()):
         return True
     return all((folder / name).exists() for name in ("documents", "index.npz", "report.json"))
-
-
-def output_folder(path: str | Path) -> Path:
-    """Makes the folder for a command's results and returns it; to be called before the work.
-
-    Raises:
-      UserError: the folder cannot be made or written to.
-    """
-    on_this_machine(path)
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be a folder for results ({error.strerror}); name another one"
-        ) from None
-    return Path(path)
-
-
-# What `savefig` is given as metadata, and what is in the header of such a PNG: a picture of the
-# user's own, by Matplotlib too, is known by not having it.
-PICTURE_METADATA = {"Software": "Longstripe"}
-PICTURE = b"Software\0Longstripe"
-
-
-def check_own(path: str | Path, marker: bytes) -> None:
-    """Checks that a file may be overwritten: it is absent or empty, or the same command wrote it.
-
-    Args:
-      path: the file.
-      marker: what all that the command writes to such a file has within its first 64 KiB, and
-        hardly anything else.
-
-    Raises:
-      UserError: it is something else.
-    """
-    path = Path(path)
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        start = file.read(1 << 16)
-    if start and marker not in start:
-        raise UserError(
-            f"{path}: exists, but was not written by this command, so it is not "
-            "overwritten; name another file, or remove it"
-        )
-
-
-def output_file(path: str | Path, marker: bytes) -> Path:
-    """Makes the folder of a file that a command will write, and returns the file's path.
-
-    Args:
-      path: the file.
-      marker: as in `check_own`.
-
-    Raises:
-      UserError: the path is a folder or a file that another wrote, or its folder cannot be made or
-        written to.
-    """
-    if on_this_machine(path).is_dir():
-        raise UserError(f"{path}: is a folder; name a file, such as {path}/result.json")
-    output_folder(Path(path).parent)
-    check_own(path, marker)
-    return Path(path)
-
-
-def results_folder(path: str | Path, *pictures: str) -> Path:
-    """Makes the folder for an evaluation's results.json, cases.jsonl and pictures; returns it.
-
-    Args:
-      path: the folder.
-      pictures: names of the PNG files that the evaluation will write.
-
-    Raises:
-      UserError: as `output_files`.
-    """
-    markers = {"results.json": b'"about"', "cases.jsonl": b'"generated"'}
-    return output_files(path, markers | dict.fromkeys(pictures, PICTURE))
-
-
-def output_files(path: str | Path, markers: Mapping[str, bytes]) -> Path:
-    """Makes the folder of files that a command will write, and returns it.
-
-    Args:
-      path: the folder.
-      markers: name of each file -> its marker, as in `check_own`.
-
-    Raises:
-      UserError: it cannot be made or written to, or has such a file that another wrote.
-    """
-    folder = output_folder(path)
-    for name, marker in markers.items():
-        check_own(folder / name, marker)
-    return folder
-
-
-def new_folder(path: str | Path) -> Path:
-    """Makes the parent of a folder that a command will create last; returns the folder's path.
-
-    Raises:
-      UserError: `path` exists and is not an empty folder, or its parent cannot be made or written
-        to.
-    """
-    path = on_this_machine(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path}: exists and is not an empty folder; name another one or remove it")
-    output_folder(path.parent)
-    return path
-
-
-def checkpoint_path(path: str | Path, field: str) -> Path:
-    """Returns the absolute path of a folder for checkpoints; it must contain no pattern characters.
-
-    Orbax finds what it has written by a glob pattern that begins with this path: with pattern
-    characters in the path it would find nothing, or another folder's files.
-
-    Args:
-      path: the folder.
-      field: name of the user's field or argument, for the message.
-
-    Raises:
-      UserError: the absolute path contains *, ?, [ or a backslash.
-    """
-    path = on_this_machine(path).expanduser().absolute()
-    if characters := [character for character in "*?[\\" if character in str(path)]:
-        raise UserError(
-            f"{field}: {path} has {' and '.join(characters)} in it, and Orbax cannot save "
-            "checkpoints in such a path; one without *, ?, [ and backslash would work, such as "
-            "that of a link to this folder"
-        )
-    return path
 
 
 def cache_folder(name: str) -> Path:

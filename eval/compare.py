@@ -21,7 +21,7 @@ import numpy as np
 
 from data import printable
 from data.errors import UserError
-from data.paths import output_file
+from data.outputs import output_file
 from data.within import parse_json, read_text
 from eval.scoring import paired_interval
 from trainer import entry

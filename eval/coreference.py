@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from data.conversation import Message
-from data.paths import results_folder
+from data.outputs import results_folder
 from data.synthetic.words import ADJECTIVES, NOUNS
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.conversation import Message
 from data.errors import UserError
-from data.paths import output_files
+from data.outputs import output_files
 from data.printable import printable
 from data.templates import render
 from eval import adapters, runner

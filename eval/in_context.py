@@ -22,7 +22,7 @@ from jaxtyping import Float, Float32
 
 from data import printable
 from data.errors import UserError
-from data.paths import PICTURE, PICTURE_METADATA, output_files
+from data.outputs import PICTURE, PICTURE_METADATA, output_files
 from data.progress import ProgressBar
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales

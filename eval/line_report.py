@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from data import printable
 from data.errors import UserError
-from data.paths import PICTURE_METADATA
+from data.outputs import PICTURE_METADATA
 from data.within import read_json
 from eval.scoring import Outcome, Score, score, wilson
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.errors import UserError
-from data.paths import results_folder
+from data.outputs import results_folder
 from eval import adapters, line_cases, line_report, runner, scoring, suite
 from eval.live_test import Count, LiveTest
 from model.attention.names import Tokens

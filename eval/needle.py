@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from data.errors import UserError
-from data.paths import results_folder
+from data.outputs import results_folder
 from data.synthetic.tasks import Haystack, needles
 from data.within import read_text
 from eval import adapters, runner, suite

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
-from data.paths import output_file
+from data.outputs import output_file
 from eval.compare import Difference, Group, differences
 from eval.compare import scores_of as case_scores
 from eval.page import STYLE, chart, table, text

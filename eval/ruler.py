@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from data.errors import UserError
-from data.paths import results_folder
+from data.outputs import results_folder
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise, Haystack
 from data.within import parse_json, read_text

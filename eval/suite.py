@@ -17,7 +17,7 @@ import numpy as np
 
 from data import printable
 from data.errors import UserError
-from data.paths import PICTURE_METADATA
+from data.outputs import PICTURE_METADATA
 from eval.journal import Answer
 from eval.runner import LoadedModel, Prompt
 from eval.scoring import bootstrap, last_integer, wilson

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from data.errors import UserError
-from data.paths import output_file
+from data.outputs import output_file
 from model.attention.names import MESH_AXES
 from model.attention.names import SCHEDULES as NAMES
 

@@ -20,7 +20,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from data.paths import output_folder
+from data.outputs import output_folder
 from data.printable import console
 from data.trajectories.archives import (
     ADDRESS,

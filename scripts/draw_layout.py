@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Int
 
-from data.paths import PICTURE, PICTURE_METADATA, output_file
+from data.outputs import PICTURE, PICTURE_METADATA, output_file
 from model.attention.layout import permutation
 from trainer.options import command, option
 

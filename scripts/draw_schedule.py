@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from data.paths import PICTURE, PICTURE_METADATA, output_files
+from data.outputs import PICTURE, PICTURE_METADATA, output_files
 from model.attention import get_schedule
 from model.attention.coords import MASKED, SKIP, Mask, TokenCoords, tile_bounds, tile_kind
 from model.attention.layout import LAYOUTS, permutation

@@ -82,7 +82,7 @@ def work(arguments: Options) -> None:
     import contextlib
 
     from data.errors import UserError
-    from data.paths import new_folder
+    from data.outputs import new_folder
     from data.printable import printable
     from model.config import TransformerConfig
     from trainer.checkpoint.readers import find_checkpoint, stored_average, stored_parameters

@@ -37,7 +37,7 @@ def work(arguments: Options) -> None:
     import jax
 
     from data.folders import scratch_folder
-    from data.paths import checkpoint_path, new_folder
+    from data.outputs import checkpoint_path, new_folder
     from model.config import TransformerConfig
     from model.declarations import own_shapes
     from trainer.checkpoint.store import save_checkpoint

@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from data import printable
 from data.errors import UserError
-from data.paths import PICTURE, PICTURE_METADATA, output_file
+from data.outputs import PICTURE, PICTURE_METADATA, output_file
 from data.trajectories.builder import read_with_rewards
 from data.trajectories.episodes import episode_files, episode_return
 from data.trajectories.tasks import TASKS, Task, get_task

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from data import printable
-from data.paths import PICTURE, PICTURE_METADATA, output_files
+from data.outputs import PICTURE, PICTURE_METADATA, output_files
 from trainer import entry
 
 BUCKETS = 32  # for up to 2^32 - 1 tokens before the target

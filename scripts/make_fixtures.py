@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.paths import new_folder
+from data.outputs import new_folder
 from data.synthetic import tasks
 from data.synthetic.wording import wording_like
 from data.templates.built_in import VICUNA, VICUNA_SYSTEM

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data.paths import output_files
+from data.outputs import output_files
 from trainer.options import command, option
 
 FACTS = {

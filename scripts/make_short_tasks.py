@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from data.errors import UserError
-from data.paths import output_files
+from data.outputs import output_files
 from data.synthetic.tasks import Haystack
 from data.within import read_text
 from trainer.options import AtLeastOne, command, option

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.paths import PICTURE, PICTURE_METADATA, output_file, output_files
+from data.outputs import PICTURE, PICTURE_METADATA, output_file, output_files
 from data.within import read_text
 from scripts.compare_schedules import compare
 from scripts.plan_options import chooses, jobs_of, parser

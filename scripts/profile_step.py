@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.paths import PICTURE, PICTURE_METADATA, output_files
+from data.outputs import PICTURE, PICTURE_METADATA, output_files
 from data.printable import printable
 from scripts.benchmarks.bench_step import (
     StepOptions,

@@ -37,7 +37,7 @@ def work(arguments: Options) -> None:
 
     from data.errors import UserError
     from data.folders import scratch_folder
-    from data.paths import new_folder
+    from data.outputs import new_folder
     from model.adapter import AdapterConfig
     from trainer.huggingface.assets import copy_assets
     from trainer.huggingface.read import StoredCodes

@@ -20,7 +20,7 @@ from jaxtyping import Float32
 
 from data.errors import UserError
 from data.folders import building
-from data.paths import new_folder
+from data.outputs import new_folder
 from data.printable import printable_output
 from trainer.entry import CommandParser
 

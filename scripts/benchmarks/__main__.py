@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from data.paths import check_own, new_folder
+from data.outputs import check_own, new_folder
 from scripts.benchmarks import page
 from scripts.benchmarks.commands import read_json, write_json
 from scripts.benchmarks.measurements import CONVERSATIONS, MEASUREMENTS, Measurement

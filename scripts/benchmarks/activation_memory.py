@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from data.paths import output_file
+from data.outputs import output_file
 from scripts.benchmarks.commands import write_json
 from trainer.options import Tokens, command, option
 

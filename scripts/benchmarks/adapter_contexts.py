@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data.paths import output_files
+from data.outputs import output_files
 from model.config import TransformerConfig
 from planning.machines import memory_gib
 from planning.plan import Job, changed, plan

@@ -24,7 +24,8 @@ from typing import Any
 from data.clean import SETS, CleanConfig
 from data.errors import UserError
 from data.loader import Loader
-from data.paths import File, cache_folder, output_files
+from data.outputs import output_files
+from data.paths import File, cache_folder
 from data.prepare import prepare
 from data.prepared import counts
 from data.records import read_records

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.errors import UserError
-from data.paths import output_files
+from data.outputs import output_files
 from scripts.benchmarks.commands import (
     ProcessFailed,
     in_own_process,

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from data.errors import UserError
-from data.paths import output_files
+from data.outputs import output_files
 from model.adapter import PROJECTIONS, AdapterConfig
 from model.config import TransformerConfig
 from scripts.benchmarks.bench_step import (

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from data.paths import output_file
+from data.outputs import output_file
 from model.attention import (
     BackwardInputs,
     Keys,

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from data.paths import output_files
+from data.outputs import output_files
 from scripts.benchmarks.commands import in_own_process, write_json
 from scripts.benchmarks.kernel_case import measure_products
 from scripts.benchmarks.torch_step import TorchOptions, torch_step

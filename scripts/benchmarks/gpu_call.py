@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from data.paths import output_files
+from data.outputs import output_files
 from scripts.benchmarks.commands import run_for
 from trainer.options import AtLeastOne, command, option
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import UserError
-from data.paths import output_files, output_folder
+from data.outputs import output_files, output_folder
 from scripts.benchmarks.commands import run_for
 from trainer.options import AtLeastOne, command, option
 

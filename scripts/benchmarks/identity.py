@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.paths import output_file
+from data.outputs import output_file
 from scripts.benchmarks.commands import write_json
 from trainer.options import command, option
 

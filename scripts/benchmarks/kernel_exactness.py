@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from data.paths import output_files
+from data.outputs import output_files
 from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
 from model.attention.layout import permutation
 from scripts.benchmarks.commands import write_json

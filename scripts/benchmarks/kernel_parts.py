@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from data.errors import UserError
-from data.paths import output_files
+from data.outputs import output_files
 from model.attention import BackwardInputs, Mask, TokenCoords
 from model.attention.choice import HOPPER
 from model.attention.kernels import mosaic_backward, mosaic_forward

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from data.errors import UserError
 from data.folders import scratch_folder
-from data.paths import new_folder
+from data.outputs import new_folder
 from scripts.benchmarks.commands import in_own_process
 from scripts.benchmarks.results import load, measured, row, same_versions, save
 from trainer.options import command, option

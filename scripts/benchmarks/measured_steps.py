@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data.paths import output_files
+from data.outputs import output_files
 from model.config import TransformerConfig
 from planning.costs import HARDWARE, Sizes, TrainingStep, estimate, time_range
 from planning.costs.measured import MILLION, THOUSAND, full_rate, measured_steps, slowest

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.paths import output_files
+from data.outputs import output_files
 from scripts.benchmarks import paper_rows as paper
 from scripts.benchmarks.commands import write_json
 from scripts.benchmarks.paper_predictions import Row, every_row

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from data.paths import output_file
+from data.outputs import output_file
 from data.within import read_text
 from eval.line_report import plot, read
 from eval.scoring import Score

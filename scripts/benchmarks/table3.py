@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from data.paths import output_file
+from data.outputs import output_file
 from model.config import TransformerConfig
 from planning.plan import DoesNotFit, Job, plan, sizes_text
 from planning.topology import topology_devices

@@ -1,7 +1,6 @@
 """Files in a store are read as local ones are; prepared data in a store come back through this
 machine's cache."""
 
-import functools
 import hashlib
 import json
 import shutil
@@ -21,7 +20,6 @@ from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 
 FIXTURES = REPOSITORY / "data/fixtures"
-OUTPUT_FILE = functools.partial(paths.output_file, marker=b"of this command")
 
 
 @pytest.fixture
@@ -31,26 +29,6 @@ def store():
     system.rm("/", recursive=True) if system.ls("/") else None
     yield system
     system.rm("/", recursive=True)
-
-
-@pytest.mark.parametrize("check", [paths.output_folder, OUTPUT_FILE, paths.new_folder])
-def test_where_results_go_is_known_before_the_work(check, tmp_path):
-    """A new place is made as far as it is needed; a file in its way, or what would be overwritten,
-    is told in one line."""
-    path = tmp_path / "a" / "b"
-    assert (
-        check(path) == path
-        and path.parent.is_dir()
-        and path.exists() == (check is paths.output_folder)
-    )
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UserError, match=r"results \((Not a directory|File exists)\); name another one"
-    ):
-        check(tmp_path / "file" / "within")
-    full = tmp_path if check is not paths.output_folder else tmp_path / "file"
-    with pytest.raises(UserError, match=str(full)):
-        check(full)
 
 
 @pytest.mark.parametrize(
@@ -226,55 +204,3 @@ def test_a_digest_is_of_every_byte_and_kept(tmp_path, monkeypatch):
     assert paths.file_digest(large) == hashlib.sha256(large.read_bytes()).hexdigest()
     kept.write_text("{")
     assert paths.file_digest(large) == hashlib.sha256(large.read_bytes()).hexdigest()
-
-
-def test_only_what_a_command_wrote_is_overwritten(tmp_path):
-    file = tmp_path / "config.yaml"
-    for content in ("", "made by us: 1"):
-        file.write_text(content)
-        assert paths.output_file(file, b"made by us") == file
-    file.write_text("model: {}")
-    with pytest.raises(
-        UserError, match=r"config\.yaml: exists, but was not written by this command"
-    ):
-        paths.output_file(file, b"made by us")
-    (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(UserError, match=r"results\.json: exists, but was not written"):
-        paths.results_folder(tmp_path)
-
-
-def test_a_picture_of_others_is_not_overwritten_and_an_evaluations_is(tmp_path):
-    from matplotlib.figure import Figure
-
-    picture = tmp_path / "needle.png"
-    Figure().savefig(picture, metadata=paths.PICTURE_METADATA)
-    assert paths.results_folder(tmp_path, "needle.png") == tmp_path
-    for of_others in (
-        Figure().savefig,
-        lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n a photograph"),
-    ):
-        of_others(picture)
-        with pytest.raises(UserError, match=r"needle\.png: exists, but was not written"):
-            paths.results_folder(tmp_path, "needle.png")
-
-
-@pytest.mark.parametrize(
-    "take",
-    [
-        paths.output_folder,
-        OUTPUT_FILE,
-        paths.new_folder,
-        lambda path: paths.checkpoint_path(path, "run_dir"),
-    ],
-)
-@pytest.mark.parametrize(
-    "path", ["gs://b/out", "s3://b/x/y.json", "GS://b/out", Path("gs://b/out"), "hf://datasets/a/b"]
-)
-def test_an_output_in_a_store_is_refused_by_name(take, path, tmp_path, monkeypatch):
-    """Also after pathlib has made one slash of two; a folder of this machine may have a colon in
-    its name."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"^\w+:/.*(gs|s3|GS|hf):// is not read or written here"):
-        take(path)
-    assert not list(tmp_path.iterdir())
-    assert paths.on_this_machine("run:/2").name == "2"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data.errors import UserError
-from data.paths import PICTURE
+from data.outputs import PICTURE
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import STATE, Decisions, Scales, row
 from eval import in_context

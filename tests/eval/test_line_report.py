@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from data.paths import PICTURE
+from data.outputs import PICTURE
 from eval.line_cases import LineCase
 from eval.line_report import curves, plot, print_table, write
 from eval.scoring import outcome, score

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.errors import UserError
-from data.paths import PICTURE
+from data.outputs import PICTURE
 from data.synthetic import tasks
 from eval import coreference, line_retrieval, needle, ruler, suite
 from eval.journal import Answer

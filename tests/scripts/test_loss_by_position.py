@@ -10,7 +10,7 @@ import torch
 import transformers
 import yaml
 
-from data.paths import PICTURE
+from data.outputs import PICTURE
 from data.tokenizer import Tokenizer
 from scripts import loss_by_position
 from tests.conftest import REPOSITORY

@@ -31,7 +31,7 @@ from typing import Any
 import jax
 
 from data.errors import UserError
-from data.paths import new_folder
+from data.outputs import new_folder
 from trainer.checkpoint.commit import (
     CHECKPOINTS,
     DAMAGED,

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from data.folders import building, holds_files
-from data.paths import new_folder
+from data.outputs import new_folder
 from data.within import file_within, read_json
 from model.adapter import ALL_LINEAR, ATTENTION, MAGNITUDE, PROJECTIONS, ROUTER, AdapterConfig
 from model.checks import as_float, require_int, require_number

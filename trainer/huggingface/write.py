@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from data.folders import building, holds_files
-from data.paths import new_folder
+from data.outputs import new_folder
 from data.within import file_within
 from model.adapter import PROJECTIONS
 from model.attention import Mask

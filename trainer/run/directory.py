@@ -37,7 +37,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from data.errors import UserError
-from data.paths import checkpoint_path
+from data.outputs import checkpoint_path
 from data.within import check_within, read_text
 from trainer.checkpoint.commit import located, steps_in
 from trainer.config import load as configuration
