@@ -106,7 +106,7 @@ class LocalTier:
         self.root, self.location = Path(folder).expanduser().absolute(), location
         self.record = run_folder / RECORD
         self.mesh = _described(mesh)
-        self.me, self.count = jax.process_index(), jax.process_count()
+        self.process, self.processes = jax.process_index(), jax.process_count()
         # Called by process 0's thread just before a local checkpoint is written.
         self.before: Callable[[], None] = lambda: None
         self.newest: int | None = None  # whole step
@@ -122,7 +122,7 @@ class LocalTier:
     @property
     def folder(self) -> Path:
         """This process's files."""
-        return self.root / self.run / f"process_{self.me}"
+        return self.root / self.run / f"process_{self.process}"
 
     def close(self) -> None:
         """Stops serving files."""
@@ -131,14 +131,14 @@ class LocalTier:
     def recorded(self) -> dict[str, Any]:
         """Returns what `local.json` says, as process 0 sees it; empty where there is none."""
         return first_then_others(
-            lambda told: _read_record(self.record) if told is None else parse_json(told), json.dumps
+            lambda sent: _read_record(self.record) if sent is None else parse_json(sent), json.dumps
         )
 
     def describe(self, model: Mapping[str, Any], optimizer: Any, every: int) -> str:
         """Returns a line for the log that says what process 0 keeps where."""
         size = size_of(layout_of(_flat(model, optimizer)))
         line = f"local checkpoints: every {every} steps {size / 1e6:,.1f} MB to {self.folder}"
-        if (keeper := keeper_of(self.me, self.hosts.names)) is None:
+        if (keeper := keeper_of(self.process, self.hosts.names)) is None:
             return f"{line}; one process, so nobody has a copy"
         where = (
             "also on this machine" if len(set(self.hosts.names)) == 1 else self.hosts.names[keeper]
@@ -147,7 +147,7 @@ class LocalTier:
 
     def claim(self) -> None:
         """Writes the run's identifier to its folder, in process 0, once the run is locked."""
-        if self.me == 0 and _read_record(self.record).get("run") != self.run:
+        if self.process == 0 and _read_record(self.record).get("run") != self.run:
             self._write_record(None)
 
     # Restoring
@@ -166,10 +166,10 @@ class LocalTier:
         abstract = _flat(model, optimizer)
         for path in self.folder.glob("*.tmp"):  # of a process that was killed
             path.unlink(missing_ok=True)
-        parts_here, self._files = scan(self.root, self.run, self.folder)
-        told = exchange([digest_of(layout_of(abstract)), parts_here])
-        expected = Expected(self.run, self.mesh, [layout for layout, _ in told])
-        found = [[Found(*part) for part in parts] for _, parts in told]
+        own_parts, self._files = scan(self.root, self.run, self.folder)
+        of_all = exchange([digest_of(layout_of(abstract)), own_parts])
+        expected = Expected(self.run, self.mesh, [layout for layout, _ in of_all])
+        found = [[Found(*part) for part in parts] for _, parts in of_all]
         whole, refused = candidates(found, expected, after)
         for reason in refused:
             self._say(f"one {reason}; it is not used")
@@ -178,19 +178,19 @@ class LocalTier:
             if not problems:
                 return self._restored(candidate, abstract, optimizer)
             self._say(f"one of step {candidate.step} is not used: {'; '.join(problems)}")
-        step, here = record.get("step"), {part.step for parts in found for part in parts}
-        if isinstance(step, int) and step > after and step not in here:
+        step, found_steps = record.get("step"), {part.step for parts in found for part in parts}
+        if isinstance(step, int) and step > after and step not in found_steps:
             self._say(f"the one of step {step} is on none of this start's hosts")
         return None
 
     def _say(self, text: str) -> None:
-        if self.me == 0:
+        if self.process == 0:
             line = f"warning: local checkpoints in {self.root}: {text}"
             print(printable(line), file=sys.stderr, flush=True)
 
     def _obtain(self, candidate: Candidate) -> str:
         """Makes sure that this process has its own part, verified; returns why it has not."""
-        key = f"{part_name(candidate.step, self.me)}.{candidate.attempt}"
+        key = f"{part_name(candidate.step, self.process)}.{candidate.attempt}"
         problems = []
         if (path := self._files.get(key)) is not None:
             try:
@@ -199,17 +199,17 @@ class LocalTier:
             except (DamagedError, OSError) as error:
                 print(f"warning: {error}; a copy would be used", file=sys.stderr)
                 problems.append(str(error))
-        for process in candidate.holders[self.me]:
-            if process == self.me:
+        for process in candidate.holders[self.process]:
+            if process == self.process:
                 continue
             try:
-                self._fetch(process, candidate.step, self.me, candidate.attempt)
+                self._fetch(process, candidate.step, self.process, candidate.attempt)
             except (DamagedError, OSError) as error:
-                problems.append(f"process {self.me}: {error}")
+                problems.append(f"process {self.process}: {error}")
                 continue
             print(
-                f"local checkpoints: process {self.me} has its part of step {candidate.step} from "
-                f"process {process} ({self.hosts.names[process]})",
+                f"local checkpoints: process {self.process} has its part of step "
+                f"{candidate.step} from process {process} ({self.hosts.names[process]})",
                 file=sys.stderr,
             )
             return ""
@@ -230,7 +230,7 @@ class LocalTier:
         self, candidate: Candidate, abstract: Mapping[str, Any], optimizer: Any
     ) -> LocalRestored:
         """Reads this process's part, which is verified; the data is process 0's."""
-        path = self._files[f"{part_name(candidate.step, self.me)}.{candidate.attempt}"]
+        path = self._files[f"{part_name(candidate.step, self.process)}.{candidate.attempt}"]
         data = read_header(path).data
         arrays = read_part(path, abstract)
         self.newest = candidate.step
@@ -239,7 +239,7 @@ class LocalTier:
             candidate.step,
             {name.removeprefix(_MODEL): x for name, x in arrays.items() if name.startswith(_MODEL)},
             jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(optimizer), state),
-            exchange(data if self.me == 0 else None)[0],
+            exchange(data if self.process == 0 else None)[0],
         )
 
     # Saving
@@ -259,8 +259,8 @@ class LocalTier:
             self.location,
             self.attempt,
             step,
-            self.me,
-            self.count,
+            self.process,
+            self.processes,
             self.mesh,
             layout_of(arrays),
             dict(data),
@@ -287,13 +287,13 @@ class LocalTier:
         with contextlib.suppress(OSError):  # another process's folder may still be there
             self.folder.parent.rmdir()
         self.newest = None
-        if self.me == 0:
+        if self.process == 0:
             self._write_record(None)
 
     def _finish(self, header: Header, shards: Iterator[np.ndarray]) -> None:
         """The thread's work: writes this process's part and copies those that it keeps."""
         problems = [_problem(self._write, header, shards)]
-        if self.count > 1:
+        if self.processes > 1:
             try:
                 problems = self._with_others(header.step, problems[0])
             except Exception:  # of the cluster: it ends the run, and the loop says so
@@ -301,25 +301,25 @@ class LocalTier:
         self._conclude(header.step, [problem for problem in problems if problem])
 
     def _write(self, header: Header, shards: Iterator[np.ndarray]) -> None:
-        if self.me == 0:
+        if self.process == 0:
             self.before()
         _make(self.folder)
-        path = self.folder / part_name(header.step, self.me)
+        path = self.folder / part_name(header.step, self.process)
         write_part(path, header, shards)
         self._files[key_of(header)] = path
 
     def _with_others(self, step: int, problem: str) -> list[str]:
         """Copies the parts that this process keeps for others; returns the problems of all."""
         keys = f"longstripe/local/{self.attempt}/{self._saves}"
-        client().key_value_set(f"{keys}/written/{self.me}", problem or _GOOD)
-        for part in kept_for(self.me, self.hosts.names):
-            told = client().blocking_key_value_get(f"{keys}/written/{part}", WAIT_MILLISECONDS)
-            if told == _GOOD and not problem:
+        client().key_value_set(f"{keys}/written/{self.process}", problem or _GOOD)
+        for part in kept_for(self.process, self.hosts.names):
+            written = client().blocking_key_value_get(f"{keys}/written/{part}", WAIT_MILLISECONDS)
+            if written == _GOOD and not problem:
                 problem = _problem(self._fetch, part, step, part, self.attempt)
-        client().key_value_set(f"{keys}/done/{self.me}", problem or _GOOD)
+        client().key_value_set(f"{keys}/done/{self.process}", problem or _GOOD)
         client().wait_at_barrier(f"{keys}/whole", timeout_in_ms=WAIT_MILLISECONDS)
         results = [text for _, text in client().key_value_dir_get(f"{keys}/done/")]
-        if self.me == 0:  # all have read those of the save before
+        if self.process == 0:  # all have read those of the save before
             client().key_value_delete(f"longstripe/local/{self.attempt}/{self._saves - 1}")
         return ["" if text == _GOOD else text for text in results]
 
@@ -334,7 +334,7 @@ class LocalTier:
         self._delete(lambda header: header.step != step or header.attempt != self.attempt)
         self._delete_elsewhere()
         self.newest = step
-        if self.me == 0:
+        if self.process == 0:
             with contextlib.suppress(OSError):  # of the run's folder, which the loop meets too
                 self._write_record(step)
 

@@ -45,9 +45,9 @@ class Hosts:
             listened, address = _addresses(jax.process_index())
             self._server = PartServer(listened, secret, find)
             port = self._server.port
-        told = exchange([socket.gethostname(), address, port])
-        self.names: list[str] = [name for name, _, _ in told]
-        self._reached = [(address, port) for _, address, port in told]
+        of_all = exchange([socket.gethostname(), address, port])
+        self.names: list[str] = [name for name, _, _ in of_all]
+        self._reached = [(address, port) for _, address, port in of_all]
 
     def fetch(self, process: int, name: str, target: Path) -> Header:
         """Copies a part from another process; see `fetch_part`."""
