@@ -9,6 +9,7 @@ import torch
 import transformers
 from jax.sharding import Mesh
 
+from tests.errors import within
 from trainer.config.preference import PreferenceConfig
 from trainer.config.schema import (
     DataConfig,
@@ -94,15 +95,21 @@ def loss_and_gradient(objective, params, batch):
     return float(value), measures, gradient
 
 
-def same_gradients(config, gradient, expected, tolerance):
-    """Compares a gradient with one under Hugging Face's names, tensor by tensor."""
+def same_number(value, expected, what, where="") -> None:
+    """Compares a number within 1e-5, relative; `what` names the comparison for --errors."""
+    within(abs(value - expected) / abs(expected), 1e-5, what, where)
+
+
+def same_gradients(config, gradient, expected):
+    """Compares a gradient with one under Hugging Face's names, tensor by tensor: within 1e-5 by
+    norm."""
     compared = 0
     for entry in hf_layout(config):
         for layer, name in enumerate(entry.hf_names()):
             ours = np.asarray(gradient[entry.name])[() if entry.layers is None else layer]
             ours = entry.to_hf(ours[tuple(map(slice, entry.layer_shape))])
             error = np.linalg.norm(ours - expected[name]) / np.linalg.norm(expected[name])
-            assert error < tolerance, (name, error)
+            within(error, 1e-5, "gradients", name)
             compared += 1
     assert compared == len(expected)
 

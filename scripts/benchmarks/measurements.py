@@ -305,6 +305,16 @@ MEASUREMENTS = {
         takes_hours=True,
         facts=STEP_FACTS,
     ),
+    "shared_prompts": Measurement(
+        "Pairs whose prompt is computed once",
+        (benchmark("shared_prompts --output {out}/figures.json"),),
+        (MODEL, "trainer/flops.py", "trainer/preference.py", HERE + "shared_prompts.py"),
+        summaries.shared_prompts,
+        facts=(
+            "FLOPs are LLaMA-3.1-8B's, by the formula of MFU; bytes are a small model's, compiled "
+            "for four simulated devices.",
+        ),
+    ),
     "exactness": Measurement(
         "What the tests assert, each with its own command",
         (),

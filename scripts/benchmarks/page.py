@@ -143,6 +143,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "The quickstart, identity conversations": ("quickstart", "identity"),
             "SmolLM2-135M before and after practising retrieval": ("retrieval",),
             "SmolLM2-135M by preferences: short answers": ("preference",),
+            "Pairs whose prompt is computed once": ("shared_prompts",),
             "SmolLM2-135M at twice the length it knows": ("extension",),
             "A curriculum of lengths, from scratch": ("curriculum",),
             "In-context reinforcement learning": ("in_context",),

@@ -1,6 +1,6 @@
 """Prints what a preference step saves where both completions of a pair share their prompt.
 
-    python -m scripts.benchmarks.shared_prompts [--prompt 3072] [--completion 256]
+    python -m scripts.benchmarks.shared_prompts [--prompt 3072] [--completion 256] [--output FILE]
 
 FLOPs are those of LLaMA-3.1-8B by the formula that MFU is counted with. Bytes are those of a small
 model's step, compiled for four simulated devices in a ring: the temporaries of a device, and what
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 
+from data.outputs import output_file
+from scripts.benchmarks.commands import write_json
 from trainer.options import Tokens, command, option
 
 DEVICES = 4
@@ -70,9 +73,9 @@ def compiled_bytes(tokens: int, share: bool) -> tuple[float, float]:
     return memory(compiled)["temporaries"] * GIB, received * GIB
 
 
-def table(prompt: int, completion: int) -> list[str]:
-    """Returns the lines of a table of a pair whose prompt is computed twice, and once: its tokens,
-    FLOPs, memory and bytes received.
+def figures(prompt: int, completion: int) -> dict[str, tuple[float, float]]:
+    """Returns what a pair takes whose prompt is computed twice, and once: its tokens, FLOPs, memory
+    and bytes received.
 
     Args:
       prompt: tokens of the prompt.
@@ -80,16 +83,25 @@ def table(prompt: int, completion: int) -> list[str]:
     """
     both, shared = 2 * (prompt + completion), prompt - 1  # the prompt's last token is there twice
     tokens = [-(-count // DEVICES) * DEVICES for count in (both, both - shared)]
-    sizes = [compiled_bytes(row, share) for row, share in zip(tokens, (False, True), strict=True)]
-    figures: dict[str, list[float]] = {
-        "tokens of the row": [float(count) for count in tokens],
-        "TFLOPs of a step": [flops(prompt, completion, x) / 1e12 for x in (0, shared)],
-        "MiB of temporaries": [temporaries / 2**20 for temporaries, _ in sizes],
-        "MiB received": [received / 2**20 for _, received in sizes],
+    twice, once = (
+        compiled_bytes(row, share) for row, share in zip(tokens, (False, True), strict=True)
+    )
+    return {
+        "tokens of the row": (float(tokens[0]), float(tokens[1])),
+        "TFLOPs of a step": (
+            flops(prompt, completion, 0) / 1e12,
+            flops(prompt, completion, shared) / 1e12,
+        ),
+        "MiB of temporaries": (twice[0] / 2**20, once[0] / 2**20),
+        "MiB received": (twice[1] / 2**20, once[1] / 2**20),
     }
+
+
+def table(prompt: int, completion: int, values: dict[str, tuple[float, float]]) -> list[str]:
+    """Returns the lines of a table of `figures` of such a pair."""
     head = f"a prompt of {prompt:,} tokens and two completions of {completion:,}"
     lines = [head, f"{'':22}{'twice':>12}{'shared':>12}{'saved':>9}"]
-    for name, (twice, once) in figures.items():
+    for name, (twice, once) in values.items():
         lines.append(f"{name:22}{twice:12,.1f}{once:12,.1f}{1 - once / twice:9.1%}")
     return lines
 
@@ -100,14 +112,20 @@ class Options:
 
     prompt: Tokens = option("tokens of the prompt", 3072)
     completion: Tokens = option("tokens of each completion", 256)
+    output: Path | None = option("JSON file for the figures", None, metavar="FILE")
 
 
 def work(args: Options) -> None:
     """Prints the table."""
     from trainer.mesh import simulate
 
+    if args.output:
+        output_file(args.output, b'"MiB received"')
     simulate(DEVICES)
-    print(*table(args.prompt, args.completion), sep="\n")
+    values = figures(args.prompt, args.completion)
+    print(*table(args.prompt, args.completion, values), sep="\n")
+    if args.output:
+        write_json(args.output, values)
 
 
 main = command(Options, work)

@@ -335,6 +335,25 @@ def quickstart(out: Path) -> Rows:
     }
 
 
+def shared_prompts(out: Path) -> Rows:
+    """Reads what a pair takes whose prompt is computed twice, and once."""
+    ids = {
+        "tokens of the row": "tokens",
+        "TFLOPs of a step": "flops",
+        "MiB of temporaries": "memory",
+        "MiB received": "received",
+    }
+    return {
+        ids[name]: row(
+            f"a prompt of 3,072 tokens, two completions of 256: {name}, twice -> once",
+            f"{twice:,.1f} -> {once:,.1f}, {1 - once / twice:.1%} less",
+            "fewer",
+            once < twice,
+        )
+        for name, (twice, once) in read_json(out / "figures.json").items()
+    }
+
+
 def identity(out: Path) -> Rows:
     """Reads what the full recipe, LoRA and QLoRA logged and answered."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.benchmarks.shared_prompts import flops, table
+from scripts.benchmarks.shared_prompts import figures, flops, table
 
 
 def test_a_long_prompt_saves_almost_half():
@@ -16,7 +16,7 @@ def test_a_long_prompt_saves_almost_half():
 
 @pytest.mark.slow
 def test_the_table_has_both_forms():
-    lines = table(192, 32)
+    lines = table(192, 32, figures(192, 32))
     assert lines[0] == "a prompt of 192 tokens and two completions of 32"
     shares = [float(line.split()[-1].rstrip("%")) for line in lines[2:]]
     assert [line[:22].strip() for line in lines[2:]] == [
