@@ -60,6 +60,7 @@ WRITERS = {
     "scripts.benchmarks.bench_schedules": ("bytes --output {out}/a.json", ("a.json",)),
     "scripts.benchmarks.identity": ("none --output {out}/a.json", ("a.json",)),
     "scripts.benchmarks.activation_memory": ("--output {out}/a.json", ("a.json",)),
+    "scripts.benchmarks.shared_prompts": ("--output {out}/a.json", ("a.json",)),
     "scripts.benchmarks.table3": (
         "--show --output {out}/a.json --compilations {out}/b.json",
         ("a.json", "b.json"),
