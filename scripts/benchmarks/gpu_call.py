@@ -2,14 +2,16 @@
 
     python -m scripts.benchmarks.gpu_call                    # five minutes
     python -m scripts.benchmarks.gpu_call --call qlora       # another five
+    python -m scripts.benchmarks.gpu_call --call mixtures    # another three
     python -m scripts.benchmarks.gpu_call --tiny             # the same rows at tiny sizes, on a CPU
 
 The call `steps`: steps of Llama 3.2 1B's shape beside transformers + Liger, of eight layers of 8B
 with their profile, and kernels beside cuDNN and torch. The call `qlora`: Llama 3.1 8B's shape by
-QLoRA beside transformers + peft + bitsandbytes. A row that does not fit into what is left of the
-time is left out by name. OUTPUT/rows.jsonl gets a line after each row, and each row's folder what
-its command wrote. --wheels prints the command that downloads the peers' packages for a machine
-without network, which installs them by pip install --no-index --find-links WHEELS.
+QLoRA beside transformers + peft + bitsandbytes. The call `mixtures`: three layers of Qwen3-30B-A3B
+beside transformers, at 32K with Liger. A row that does not fit into what is left of the time is
+left out by name. OUTPUT/rows.jsonl gets a line after each row, and each row's folder what its
+command wrote. --wheels prints the command that downloads the peers' packages for a machine without
+network, which installs them by pip install --no-index --find-links WHEELS.
 """
 
 from __future__ import annotations
@@ -90,9 +92,22 @@ QLORA = (
         f"{_QLORA} --steps 3",
     ),
 )
-CALLS = {"steps": STEPS, "qlora": QLORA}
+# Four layers are planned to take 61 GiB of an H100 at 32K; transformers keeps more than we do.
+_MIXTURE = (
+    "bench_step --model qwen3-30b-a3b --layers 3 --dtype bfloat16 --turns 1 --loss-chunk 4096"
+)
+_TINY_MIXTURE = "--model granite-3.1-3b-a800m --layers 1 --lengths 128 --dtype float32"
+MIXTURES = (
+    Row("mixture_32k", 90, f"{_MIXTURE} --torch-liger --lengths 32768", _TINY_MIXTURE),
+    Row("mixture_8k", 75, f"{_MIXTURE} --lengths 8192", _TINY_MIXTURE),
+)
+CALLS = {"steps": STEPS, "qlora": QLORA, "mixtures": MIXTURES}
 # What the peers need besides torch, transformers and peft.
-WHEELS = {"steps": "liger-kernel", "qlora": "liger-kernel bitsandbytes==0.50.2"}
+WHEELS = {
+    "steps": "liger-kernel",
+    "qlora": "liger-kernel bitsandbytes==0.50.2",
+    "mixtures": "liger-kernel",
+}
 
 
 def module(words: str) -> list[str]:

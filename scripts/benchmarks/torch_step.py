@@ -49,7 +49,7 @@ def torch_step(
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = _model(config, options, device)
+    model = torch_model(config, options, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
     forward = torch.compile(model) if options.compile else model
     tokens = torch.from_numpy(
@@ -92,24 +92,23 @@ def torch_facts(*packages: str) -> dict:
     }
 
 
-def _model(config: TransformerConfig, options: TorchOptions, device: str):
+def torch_model(config: TransformerConfig, options: TorchOptions, device: str):
     """Returns transformers' model with random weights on the device, in training mode."""
     import torch
     import transformers
 
+    written = {**config.to_hf(), "attn_implementation": options.attention}
     if options.liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+        import liger_kernel.transformers
 
-        apply_liger_kernel_to_llama()
+        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{written['model_type']}")()
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, options.weights))
     try:
         with torch.device(device):
-            model = transformers.LlamaForCausalLM(
-                transformers.LlamaConfig(
-                    **{**config.to_hf(), "attn_implementation": options.attention}
-                )
+            model = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.for_model(**written)
             ).train()
     finally:
         torch.set_default_dtype(default)

@@ -7,6 +7,7 @@ import pytest
 
 from model.config import TransformerConfig
 from scripts.benchmarks.bench_step import document_lengths, main
+from scripts.benchmarks.torch_step import TorchOptions, torch_model
 from trainer.flops import flops_per_step
 
 
@@ -55,3 +56,15 @@ def test_a_side_that_fails_is_one_line(tmp_path, capsys):
     command = "--side ours --model tiny --lengths 128 --steps 1 --kernel none --output"
     assert main([*command.split(), str(tmp_path)]) == 2
     assert "--one ours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_the_other_side_is_the_familys_model_in_transformers(architecture):
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if architecture == "Qwen3MoeForCausalLM":
+        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = TransformerConfig.from_hf_dict({"architectures": [architecture], **shape})
+    model = torch_model(config, TorchOptions(), "cpu")
+    assert type(model).__name__ == architecture and model.training
+    assert model.config.hidden_size == 32 and len(model.model.layers) == 1
