@@ -6,9 +6,11 @@ A tenth of the episodes acts at random, a tenth by Ornstein-Uhlenbeck noise, and
 from an augmented random search (Mania et al., Simple random search of static linear policies is
 competitive for reinforcement learning, Algorithm 2). All of them are kept, so returns range from
 nothing to a linear policy's best. With --policy some of the three are collected, in the same
-proportion. After an interruption the same command continues and ends with the same files; with a
-larger number of episodes it adds to them. The number of episodes may leave the search's last
-iteration unfinished.
+proportion. With --explorer a learner plays that never sees the task's rewards.
+
+After an interruption the same command continues and ends with the same files; with a larger number
+of episodes it adds to them. The number of episodes may leave the search's last iteration
+unfinished.
 """
 
 from __future__ import annotations
@@ -17,14 +19,12 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -36,16 +36,12 @@ from rich.progress import Progress
 from data.errors import UserError
 from data.folders import exclusive, sync
 from data.printable import console
-from data.trajectories.episodes import Episode, episode_return, write_episode
+from data.trajectories.collected import claim, describe, record
+from data.trajectories.episodes import Episode, episode_return, read_episode, write_episode
+from data.trajectories.play import Policy, play_episode
+from data.trajectories.rows import Decisions, decisions
 from data.trajectories.search import Search, SearchConfig
-from data.trajectories.tasks import (
-    TASKS,
-    flatten_observation,
-    get_task,
-    make_environment,
-    physics_state,
-)
-from data.within import read_json
+from data.trajectories.tasks import TASKS, Task, get_task, make_environment
 from trainer import entry
 from trainer.options import AtLeastOne, command, option
 
@@ -53,6 +49,11 @@ ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_
 """Policy -> its name in commands and folders. Seeds depend on the order."""
 SHARES = {"random": 1, "ou": 1, "search": 8}
 """Policy -> how many of ten episodes it plays."""
+EXPLORERS = ("rnd", "icm_apt", "proto")
+"""Explorers that learn, which are named as ExoRL's archives. Seeds depend on the order."""
+UPDATES = 1  # optimizer steps of an explorer per decision
+WORKERS = 2
+REPORTED = 50  # episodes of an explorer between two printed lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,33 +77,21 @@ class Order:
     std: Any = None
 
 
-@functools.cache
-def _environment(task: str) -> Any:
-    return make_environment(get_task(task), seed=0)
-
-
-def _reseed(environment: Any, seed: int) -> None:
-    """Makes the environment's next reset depend only on the seed."""
-    random = (
-        environment.task.random if hasattr(environment.task, "random") else environment.random_state
-    )
-    random.seed(seed)
-
-
-def _actions(order: Order, size: int) -> Generator[Any, Any, None]:
-    """Receives states and yields actions in -1 .. 1."""
+def _policy(order: Order, size: int) -> Policy:
+    """Returns the policy of an order; `size` is an action's."""
     generator = np.random.default_rng((order.seed, 1))
     noise = np.zeros(size)
-    state = yield np.zeros(size)
-    while True:
+
+    def act(state: np.ndarray) -> np.ndarray:
+        nonlocal noise
         if order.policy == "random":
-            action = generator.uniform(-1, 1, size)
-        elif order.policy == "ou":
+            return generator.uniform(-1, 1, size)
+        if order.policy == "ou":
             noise = 0.85 * noise + 0.4 * generator.normal(size=size)
-            action = noise
-        else:
-            action = order.weights @ ((state - order.mean) / order.std)
-        state = yield np.clip(action, -1, 1).astype(np.float32)
+            return noise
+        return order.weights @ ((state - order.mean) / order.std)
+
+    return act
 
 
 def collect(order: Order) -> tuple[float, np.ndarray, np.ndarray, int]:
@@ -111,45 +100,11 @@ def collect(order: Order) -> tuple[float, np.ndarray, np.ndarray, int]:
     Returns:
       Its return; the sum, the sum of squares and the number of its states, for statistics.
     """
-    task, environment = get_task(order.task), _environment(order.task)
-    _reseed(environment, order.seed)
-    time_step = environment.reset()
-    policy = _actions(order, task.action_size)
-    next(policy)
-    rows = [
-        (
-            flatten_observation(time_step.observation),
-            np.zeros(task.action_size, np.float32),
-            0.0,
-            1.0,
-            physics_state(environment),
-        )
-    ]
-    acted_in = []
-    for step in range(task.episode_steps):
-        if step % order.action_repeat == 0:
-            acted_in.append(rows[-1][0].astype(np.float64))
-            action = policy.send(acted_in[-1])
-        time_step = environment.step(action)
-        rows.append(
-            (
-                flatten_observation(time_step.observation),
-                action,
-                time_step.reward or 0.0,
-                1.0 if time_step.discount is None else time_step.discount,
-                physics_state(environment),
-            )
-        )
-    observation, actions, reward, discount, physics = zip(*rows, strict=True)
-    episode = Episode(
-        np.stack(observation),
-        np.stack(actions),
-        np.array(reward, np.float32),
-        np.array(discount, np.float32),
-        np.stack(physics),
-    )
+    task = get_task(order.task)
+    policy = _policy(order, task.action_size)
+    episode = play_episode(task, order.seed, order.action_repeat, policy)
     write_episode(order.folder, "collected", order.index, episode)
-    states = np.stack(acted_in)
+    states = episode.observation[: -1 : order.action_repeat].astype(np.float64)
     return episode_return(episode.reward), states.sum(0), np.square(states).sum(0), len(states)
 
 
@@ -170,11 +125,13 @@ class Collection:
         self.args, self.task = args, get_task(args.task)
         self.search_config = SearchConfig(paired=args.paired)
         policies = [policy for policy, name in ALGORITHMS.items() if name in args.policy]
+        if args.explorer == "random":
+            policies = ["random"]
         self.counts = episode_counts(args.episodes, policies)
         # Tasks of one body share its folder, but have separate folders of algorithms.
         body = Path(args.output).expanduser() / self.task.domain
         self.folders = {
-            policy: body / f"{ALGORITHMS[policy]}_{self.task.task}" / "buffer"
+            policy: body / (args.explorer or f"{ALGORITHMS[policy]}_{self.task.task}") / "buffer"
             for policy in self.counts
         }
         for policy, folder in self.folders.items():
@@ -182,18 +139,11 @@ class Collection:
             claim(folder.parent / "collected.json", self._description(policy))
 
     def _description(self, policy: str) -> dict[str, Any]:
-        versions = {
-            name: importlib.metadata.version(name) for name in ("dm_control", "mujoco", "numpy")
-        }
         search = {"search": dataclasses.asdict(self.search_config)} if policy == "search" else {}
         return {
-            "collected with": "dm_control",
-            "task": self.task.name,
-            "seed": self.args.seed,
-            "action_repeat": self.args.action_repeat,
+            **describe(self.task, self.args.seed, self.args.action_repeat),
             "episodes": {policy: self.counts[policy]},
             **search,
-            "versions": versions,
         }
 
     def order(self, policy: str, index: int, **linear: Any) -> Order:
@@ -245,7 +195,7 @@ class Collection:
             self.args.seed,
             folder.parent / "search.npz",
         )
-        _check_episodes(folder, search.iteration * size)
+        stored_episodes(folder, search.iteration * size, search.path)
         iterations, rest = divmod(self.counts["search"], size)
         on_episode(min(search.iteration * size, self.counts["search"]))
         while search.iteration < iterations:
@@ -299,14 +249,18 @@ def run(args: Options) -> None:
         worker was killed.
     """
     task = get_task(args.task)
+    _refuse_unused(args)
     make_environment(task, 0)  # this process reports a missing simulator
     body = Path(args.output).expanduser() / task.domain
     body.mkdir(parents=True, exist_ok=True)
     with exclusive(body / f".{task.name}.lock", f"collects {task.name} into it"):
+        if args.explorer in EXPLORERS:
+            explore(args)
+            return
         collection = Collection(args)
         total = sum(collection.counts.values())
         with (
-            _workers(args.workers) as executor,
+            _workers(args.workers or WORKERS) as executor,
             Progress(console=console(), transient=False) as progress,
         ):
             bar = progress.add_task(f"collecting {task.name}", total=total)
@@ -317,6 +271,20 @@ def run(args: Options) -> None:
                     executor, on_episode, functools.partial(progress.console.print, highlight=False)
                 )
     print(f"{task.name}: {total} episodes below {body}")
+
+
+def _refuse_unused(args: Options) -> None:
+    """Raises UserError for an option that has no effect with the others."""
+    learns = args.explorer in EXPLORERS
+    for name, given, read in (
+        ("policy", args.policy != tuple(ALGORITHMS.values()), args.explorer is None),
+        ("paired", args.paired, args.explorer is None),
+        ("workers", args.workers is not None, not learns),
+        ("updates", args.updates is not None, learns),
+    ):
+        if given and not read:
+            with_what = f"--explorer {args.explorer}" if args.explorer else "no --explorer"
+            raise UserError(f"--{name}: has no effect with {with_what}; leave it out")
 
 
 @contextlib.contextmanager
@@ -353,51 +321,90 @@ def _begin_worker() -> None:
 
 def _seed(seed: int, policy: str, index: int) -> int:
     """Returns the seed of an episode."""
-    return int(
-        np.random.SeedSequence((seed, list(ALGORITHMS).index(policy), index)).generate_state(1)[0]
+    names = [*ALGORITHMS, *EXPLORERS]
+    return int(np.random.SeedSequence((seed, names.index(policy), index)).generate_state(1)[0])
+
+
+def stored_episodes(folder: Path, count: int, state: Path) -> list[Path]:
+    """Returns the files of the first `count` episodes, which `state` has learned from.
+
+    Raises:
+      UserError: one is missing.
+    """
+    files = {int(path.stem.split("_")[1]): path for path in folder.glob("collected_*_*.npz")}
+    if missing := sorted(set(range(count)) - set(files)):
+        raise UserError(
+            f"{folder}: episode {missing[0]} is missing, and {len(missing) - 1} more; remove "
+            f"{state}, and the same command plays all of them again"
+        )
+    return [files[number] for number in range(count)]
+
+
+def explore(args: Options) -> None:
+    """Collects the missing episodes of an explorer that learns, in this process.
+
+    Raises:
+      UserError: its learner is not installed, its state is damaged, or an episode is missing.
+    """
+    try:
+        from data.trajectories.explorer import Explorer
+    except ImportError:
+        raise UserError(
+            f"--explorer {args.explorer}: the learner is missing: make install EXTRAS=rl installs "
+            "stable-baselines3"
+        ) from None
+    task = get_task(args.task)
+    folder = Path(args.output).expanduser() / task.domain / args.explorer / "buffer"
+    folder.mkdir(parents=True, exist_ok=True)
+    about, state = folder.parent / "collected.json", folder.parent / "explorer.pt"
+    description = describe(task, args.seed, args.action_repeat, ("stable_baselines3", "torch"))
+    updates = args.updates or UPDATES
+    learner = {"learner": "TD3", "updates_per_decision": updates}
+    claim(about, description | learner | {"episodes": {args.explorer: args.episodes}})
+    steps = task.episode_steps // args.action_repeat
+    capacity = args.episodes * steps
+    explorer = Explorer(args.explorer, task, args.seed, capacity, updates)
+    if state.exists():
+        explorer.load(state)
+    for file in stored_episodes(folder, explorer.episodes, state):
+        explorer.remember(*_learned_from(read_episode(file, task), args.action_repeat))
+    with Progress(console=console(), transient=False) as progress:
+        bar = progress.add_task(f"exploring {task.domain} by {args.explorer}", total=args.episodes)
+        progress.advance(bar, explorer.episodes)
+        returns: list[float] = []
+        while explorer.episodes < args.episodes:
+            number = explorer.episodes
+            seed = _seed(args.seed, args.explorer, number)
+            episode = play_episode(task, seed, args.action_repeat, explorer.policy())
+            write_episode(folder, "collected", number, episode)
+            explorer.remember(*_learned_from(episode, args.action_repeat))
+            explorer.learn(steps)
+            explorer.save(state)
+            returns.append(episode_return(episode.reward))
+            progress.advance(bar)
+            if explorer.episodes % REPORTED == 0 or explorer.episodes == args.episodes:
+                progress.console.print(_exploration(explorer, task, returns), highlight=False)
+                returns.clear()
+    record(about, cpu_hours=round(explorer.cpu_seconds / 3600, 3))
+    print(
+        f"{task.domain}: {explorer.episodes} episodes below {folder.parent}, "
+        f"{explorer.cpu_seconds / 3600:.2f} CPU hours"
     )
 
 
-def _check_episodes(folder: Path, count: int) -> None:
-    """Raises UserError unless the first `count` episodes of the search are there."""
-    present = {int(path.stem.split("_")[1]) for path in folder.glob("collected_*_*.npz")}
-    if missing := sorted(set(range(count)) - present):
-        raise UserError(
-            f"{folder}: episode {missing[0]} of the search is missing, and {len(missing) - 1} "
-            "more; remove "
-            f"{folder.parent / 'search.npz'}, and the same command plays the whole search again"
-        )
+def _learned_from(episode: Episode, action_repeat: int) -> tuple[Decisions, np.ndarray]:
+    """Returns an episode's decisions, and the state after the last one."""
+    made = decisions(episode, action_repeat)
+    return made, episode.observation[len(made.reward) * action_repeat]
 
 
-def claim(path: Path, description: dict[str, Any]) -> None:
-    """Writes or checks what a folder holds; only the number of episodes may grow.
-
-    Raises:
-      UserError: it was begun with other options.
-    """
-    try:
-        begun = read_json(path, path.parent) if os.path.lexists(path) else description
-    except ValueError:
-        raise UserError(
-            f"{path}: is not JSON, so the folder's content is unknown; another --output would work"
-        ) from None
-    different = [
-        name for name in description if name != "episodes" and begun.get(name) != description[name]
-    ]
-    if different:
-        name = different[0]
-        raise UserError(
-            f"{path}: was begun with {name} {begun.get(name)}, now {description[name]}; the same "
-            "options, or another --output, would work"
-        )
-    [(policy, count)] = description["episodes"].items()
-    if path.exists() and begun["episodes"].get(policy, 0) >= count:
-        return
-    begun["episodes"] = begun["episodes"] | {policy: count}
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(begun, indent=2) + "\n", encoding="utf-8")
-    sync(partial)
-    os.replace(partial, path)
+def _exploration(explorer: Any, task: Task, returns: Sequence[float]) -> str:
+    """Returns the line that is printed every REPORTED episodes."""
+    return (
+        f"episode {explorer.episodes}: returns of {task.name} {min(returns):.1f} to "
+        f"{max(returns):.1f}, mean {np.mean(returns):.1f}; intrinsic reward "
+        f"{explorer.replay.mean_reward:.3f}; {explorer.cpu_seconds / 3600:.2f} CPU hours"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -412,12 +419,23 @@ class Options:
         tuple(ALGORITHMS.values()),
         choices=tuple(ALGORITHMS.values()),
     )
+    explorer: str | None = option(
+        "collect without a task instead, as ExoRL's archive of this name: by a learner that is "
+        "rewarded for novelty alone, or at random",
+        None,
+        choices=("random", *EXPLORERS),
+    )
+    updates: AtLeastOne | None = option(
+        f"optimizer steps per decision of an --explorer that learns (default {UPDATES})", None
+    )
     paired: bool = option(
         "start both episodes of a search direction from the same state, so only their policies "
         "differ; a folder keeps its original option"
     )
     action_repeat: AtLeastOne = option("simulator steps per action; every step is recorded", 5)
-    workers: AtLeastOne = option("processes", 2)
+    workers: AtLeastOne | None = option(
+        f"processes (default {WORKERS}); an --explorer that learns plays in one", None
+    )
     seed: int = option("seed of the episodes", 0)
 
 

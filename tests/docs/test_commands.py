@@ -166,6 +166,7 @@ TESTED = {
     "tests/scripts/test_collect_trajectories.py": [
         "python -m scripts.collect_trajectories --task ...",
         "python -m scripts.collect_trajectories --task walker_walk --output trajectories/collected",
+        "python -m scripts.collect_trajectories --task walker_walk --explorer rnd --episodes 1000 --output trajectories/exploration",
     ],
     "tests/data/trajectories/test_archives.py": [
         "python -m scripts.download_trajectories --domain walker --algorithm proto rnd --output trajectories/exorl"

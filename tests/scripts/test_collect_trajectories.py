@@ -17,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from data.trajectories.episodes import episode_return, read_episode
 from data.trajectories.search import Search, SearchConfig
 from data.trajectories.tasks import TASKS, get_task, relabel
 from scripts import collect_trajectories
-from scripts.collect_trajectories import Order, collect
+from scripts.collect_trajectories import EXPLORERS, Order, collect
 
 TASK = get_task("cartpole_swingup")
 
@@ -157,10 +158,68 @@ def test_other_options_and_missing_episodes_are_named(collected, tmp_path, capsy
     state.write_bytes(whole)
     next(tmp_path.glob("cartpole/augmented*/buffer/collected_5_*")).unlink()
     assert collected(tmp_path, "--episodes", "10") == 2
-    assert "episode 5 of the search is missing, and 0 more; remove" in capsys.readouterr().err
+    assert "episode 5 is missing, and 0 more; remove" in capsys.readouterr().err
     (tmp_path / "cartpole/random_swingup/collected.json").write_text("{")
     assert collected(tmp_path, "--episodes", "10") == 2
     assert "collected.json: is not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("explorer", EXPLORERS)
+def test_an_explorer_goes_on_where_it_was(explorer, collected, tmp_path, capsys):
+    """To the bit of its episodes, parameters and optimizers; in ExoRL's folders."""
+    options = ["--explorer", explorer, "--episodes"]
+    few = collected(tmp_path / "grown", *options, "11")
+    assert few.keys() == {f"cartpole/{explorer}/buffer/collected_{i}_50.npz" for i in range(11)}
+    grown = collected(tmp_path / "grown", *options, "14")
+    assert few.items() <= grown.items() and len(grown) == 14
+    assert collected(tmp_path / "whole", *options, "14") == grown
+    states = [
+        torch.load(tmp_path / name / f"cartpole/{explorer}/explorer.pt")
+        for name in ("grown", "whole")
+    ]
+    assert states[0].pop("cpu_seconds") > 0 and states[1].pop("cpu_seconds") > 0
+    assert states[0]["updates"] == 5 * 10, "one for each decision from the tenth episode on"
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    about = json.loads((tmp_path / f"whole/cartpole/{explorer}/collected.json").read_text())
+    assert about["episodes"] == {explorer: 14} and about["cpu_hours"] >= 0
+    assert "CPU hours" in capsys.readouterr().out
+
+
+def test_an_explorer_does_not_see_the_rewards(collected, tmp_path, monkeypatch):
+    options = ["--explorer", "rnd", "--episodes", "13"]
+    collected(tmp_path / "a", *options)
+    monkeypatch.setattr(
+        "dm_control.suite.cartpole.Balance.get_reward",
+        lambda task, physics: physics.cart_position(),
+    )
+    collected(tmp_path / "b", *options)
+    name = "cartpole/rnd/buffer/collected_12_50.npz"
+    a, b = (read_episode(tmp_path / folder / name, TASK) for folder in "ab")
+    np.testing.assert_array_equal(a.action, b.action)
+    assert (a.reward[1:] != b.reward[1:]).any()
+
+
+def test_options_without_effect_and_a_damaged_explorer_are_named(collected, tmp_path, capsys):
+    for options, name in (
+        (["--explorer", "rnd", "--workers", "1"], "workers"),
+        (["--explorer", "random", "--paired"], "paired"),
+        (["--explorer", "random", "--updates", "2"], "updates"),
+        (["--policy", "random", "--updates", "1"], "updates"),
+    ):
+        assert collected(tmp_path, *options) == 2
+        assert f"--{name}: has no effect with " in capsys.readouterr().err
+    random = collected(tmp_path, "--explorer", "random", "--episodes", "3")
+    assert random.keys() == {f"cartpole/random/buffer/collected_{i}_50.npz" for i in range(3)}
+    collected(tmp_path, "--explorer", "rnd", "--episodes", "2")
+    assert collected(tmp_path, "--explorer", "rnd", "--episodes", "3", "--updates", "2") == 2
+    assert "was begun with updates_per_decision 1, now 2" in capsys.readouterr().err
+    (tmp_path / "cartpole/rnd/buffer/collected_1_50.npz").unlink()
+    assert collected(tmp_path, "--explorer", "rnd", "--episodes", "3") == 2
+    assert "episode 1 is missing" in capsys.readouterr().err
+    state = tmp_path / "cartpole/rnd/explorer.pt"
+    state.write_bytes(state.read_bytes()[:1000])
+    assert collected(tmp_path, "--explorer", "rnd", "--episodes", "3") == 2
+    assert "explorer.pt: damaged; remove it" in capsys.readouterr().err
 
 
 def test_a_learned_policy_replayed_from_its_seed_gives_the_same_return(tmp_path):

@@ -1,0 +1,70 @@
+"""What a folder of collected episodes says of itself: collected.json beside the buffer."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.errors import UserError
+from data.folders import sync
+from data.within import read_json
+
+from .tasks import Task
+
+
+def describe(
+    task: Task, seed: int, action_repeat: int, packages: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns what all collected folders say, with the versions of the simulator and `packages`."""
+    names = ("dm_control", "mujoco", "numpy", *packages)
+    return {
+        "collected with": "dm_control",
+        "task": task.name,
+        "seed": seed,
+        "action_repeat": action_repeat,
+        "versions": {name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def claim(path: Path, description: dict[str, Any]) -> None:
+    """Writes or checks what a folder holds; only the number of episodes may grow.
+
+    Raises:
+      UserError: it was begun with other options.
+    """
+    try:
+        begun = read_json(path, path.parent) if os.path.lexists(path) else description
+    except ValueError:
+        raise UserError(
+            f"{path}: is not JSON, so the folder's content is unknown; another --output would work"
+        ) from None
+    different = [
+        name for name in description if name != "episodes" and begun.get(name) != description[name]
+    ]
+    if different:
+        name = different[0]
+        raise UserError(
+            f"{path}: was begun with {name} {begun.get(name)}, now {description[name]}; the same "
+            "options, or another --output, would work"
+        )
+    [(policy, count)] = description["episodes"].items()
+    if path.exists() and begun["episodes"].get(policy, 0) >= count:
+        return
+    begun["episodes"] = begun["episodes"] | {policy: count}
+    _write(path, begun)
+
+
+def record(path: Path, **fields: Any) -> None:
+    """Adds fields to what a folder says of itself."""
+    _write(path, read_json(path, path.parent) | fields)
+
+
+def _write(path: Path, description: dict[str, Any]) -> None:
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    sync(partial)
+    os.replace(partial, path)
