@@ -14,7 +14,6 @@ from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.filters import FILTERS
-from jinja2.meta import find_undeclared_variables
 from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
 from jinja2.tests import TESTS
@@ -143,6 +142,7 @@ _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (list, frozenset(["copy", "count", "index"])),
     (tuple, frozenset(["count", "index"])),
 )
+MOST_NESTED = 40  # tags; published templates nest 13
 _TAGS = (
     nodes.Template,
     nodes.Output,
@@ -174,8 +174,6 @@ class Environment(ImmutableSandboxedEnvironment):
     concat = staticmethod(concat)  # Jinja joins with it what macros and blocks print
     needles: frozenset[str] = frozenset()
     """Texts that the template looks for in others."""
-    variables: frozenset[str] = frozenset()
-    """Variables that the template reads."""
     only_writes = False
     """Whether the template does nothing with contents but write them."""
 
@@ -204,11 +202,11 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, *arguments: Any) -> nodes.Template:
         template = super()._parse(source, *arguments)
-        _check(template)
-        self.needles = frozenset(_needles(template))
-        self.variables = frozenset(find_undeclared_variables(template))
+        found = _nodes_of(template)
+        _check(found)
+        self.needles = frozenset(_needles(found))
         self.only_writes = len(source) <= MAX_OUTLINED and only_writes_contents(template)
-        return _Counting().visit(template)
+        return _Counting(found).visit(template)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Returns `obj.attribute` of a template: an attribute, an item or a tracked method."""
@@ -393,40 +391,47 @@ class Generation(Extension):
         return text
 
 
-def _check(template: nodes.Template) -> None:
-    """Raises TemplateError where a template uses what is on no list."""
-    for node in template.find_all(nodes.Stmt):
-        if not isinstance(node, _TAGS):
+def _nodes_of(template: nodes.Template) -> list[nodes.Node]:
+    """Returns all nodes of a template, each before its parts."""
+    found: list[nodes.Node] = [template]
+    for node in found:
+        found.extend(node.iter_child_nodes())
+    return found
+
+
+def _check(found: list[nodes.Node]) -> None:
+    """Raises TemplateError where a template's nodes use what is on no list.
+
+    Args:
+      found: all nodes, each before its parts.
+    """
+    depths: dict[nodes.Node, int] = {found[0]: 0}
+    for node in found:
+        # Jinja's compiler goes through the inner tags again for each outer one.
+        if depths[node] > MOST_NESTED:
+            raise TemplateError(f"the chat template nests more than {MOST_NESTED} tags")
+        for part in node.iter_child_nodes():
+            depths[part] = depths[node] + isinstance(part, nodes.Stmt)
+        if isinstance(node, nodes.Stmt) and not isinstance(node, _TAGS):
             _refuse("tag", _NAMES_OF_TAGS.get(type(node), type(node).__name__.lower()))
-    for filtered in template.find_all(nodes.Filter):
-        if filtered.name not in ALLOWED_FILTERS:
-            _refuse("filter", filtered.name)
-    for test in template.find_all(nodes.Test):
-        if test.name not in ALLOWED_TESTS:
-            _refuse("test", test.name)
-    for loop in template.find_all(nodes.For):
-        if loop.recursive:
+        if isinstance(node, nodes.Filter) and node.name not in ALLOWED_FILTERS:
+            _refuse("filter", node.name)
+        if isinstance(node, nodes.Test) and node.name not in ALLOWED_TESTS:
+            _refuse("test", node.name)
+        if isinstance(node, nodes.For) and node.recursive:
             _refuse("tag", "for ... recursive")
 
 
-def _needles(template: nodes.Template) -> Iterator[str]:
+def _needles(found: list[nodes.Node]) -> Iterator[str]:
     """Yields the constants that a template looks for with `in`, or with a method such as split."""
-    for comparison in template.find_all(nodes.Compare):
-        if any(operand.op in ("in", "notin") for operand in comparison.ops) and isinstance(
-            comparison.expr, nodes.Const
-        ):
-            yield str(comparison.expr.value)
-    for call in template.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr):
+    for node in found:
+        if isinstance(node, nodes.Compare) and isinstance(node.expr, nodes.Const):
+            if any(operand.op in ("in", "notin") for operand in node.ops):
+                yield str(node.expr.value)
+        elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
             yield from (
-                str(argument.value) for argument in call.args if isinstance(argument, nodes.Const)
+                str(argument.value) for argument in node.args if isinstance(argument, nodes.Const)
             )
-
-
-def _work(body: list[nodes.Node]) -> int:
-    """Returns how many steps a body takes at most once, without its inner loops' further rounds."""
-    data = sum(len(node.data) for part in body for node in part.find_all(nodes.TemplateData))
-    return 1 + sum(1 for part in body for _ in part.find_all(nodes.Node)) // 4 + data // 100
 
 
 def _filter(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Filter:
@@ -436,8 +441,20 @@ def _filter(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Filter
 class _Counting(NodeTransformer):
     """Puts the functions that count into a template."""
 
+    def __init__(self, found: list[nodes.Node]):
+        """Takes all nodes of the template, each before its parts."""
+        self._sizes: dict[nodes.Node, int] = {}  # 25 for each node, 1 for each character of text
+        for node in reversed(found):
+            text = len(node.data) if isinstance(node, nodes.TemplateData) else 0
+            parts = sum(self._sizes[part] for part in node.iter_child_nodes())
+            self._sizes[node] = 25 + text + parts
+
+    def _steps(self, body: list[nodes.Node]) -> int:
+        """Returns how many steps a body takes at most once, without more rounds of loops in it."""
+        return 1 + sum(self._sizes[part] for part in body) // 100
+
     def visit_For(self, node: nodes.For) -> nodes.For:
-        steps = _work(node.body)
+        steps = self._steps(node.body)
         self.generic_visit(node)
         node.iter = _filter(cast(nodes.Expr, node.iter), "counted", nodes.Const(steps))
         return node
@@ -449,7 +466,7 @@ class _Counting(NodeTransformer):
         return self._counted_body(node)
 
     def _counted_body(self, node: Any) -> Any:
-        steps = _work(node.body)
+        steps = self._steps(node.body)
         self.generic_visit(node)
         count = _filter(nodes.Const(None, lineno=node.lineno), "spent", nodes.Const(steps))
         node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))

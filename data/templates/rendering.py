@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from data.conversation import Message
 from data.errors import UserError
 from data.templates.errors import TemplateError
-from data.templates.sandbox import STEPS, STEPS_PER_VALUE, compile_template
+from data.templates.sandbox import STEPS, STEPS_PER_VALUE, compile_template, variables_of
 
 # What a conversation gives to its template by fields of its own.
 RESERVED = frozenset(
@@ -134,7 +134,7 @@ class Template(NamedTuple):
 
     def unread_variables(self, names: Iterable[str]) -> list[str]:
         """Returns those of some variables that the template does not read."""
-        return [name for name in names if name not in compile_template(self.source).variables]
+        return [name for name in names if name not in variables_of(self.source)]
 
 
 class _Content(NamedTuple):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # characters of a text. Published models' templates take some hundred steps for a turn.
 STEPS = 200_000
 STEPS_PER_VALUE = 5_000
-MAX_SOURCE = 100_000  # characters of a template; the longest of published models have 20,000
+MAX_SOURCE = 50_000  # characters of a template; the longest of published models have 20,000
 
 
 class Compiled(NamedTuple):
@@ -23,8 +23,6 @@ class Compiled(NamedTuple):
     template: "Template"
     needles: frozenset[str]
     """Texts that it looks for in others."""
-    variables: frozenset[str]
-    """Variables that it reads."""
     only_writes: bool
     """Whether it does nothing with contents but write them, see data.templates.outline."""
 
@@ -50,9 +48,7 @@ def compile_template(source: str) -> Compiled:
             warnings.simplefilter("ignore")
             environment = Environment()
             template = environment.from_string(source)
-            return Compiled(
-                template, environment.needles, environment.variables, environment.only_writes
-            )
+            return Compiled(template, environment.needles, environment.only_writes)
     except TemplateSyntaxError as error:
         raise UserError(
             f"the tokenizer's chat template is not Jinja: line {error.lineno}: {error.message}"
@@ -69,3 +65,13 @@ def compile_template(source: str) -> Compiled:
         raise UserError(
             f"the tokenizer's chat template cannot be compiled ({type(error).__name__})"
         ) from None
+
+
+@lru_cache(maxsize=32)
+def variables_of(source: str) -> frozenset[str]:
+    """Returns the variables that a template reads, one that `compile_template` takes."""
+    from jinja2.meta import find_undeclared_variables
+
+    from data.templates.environment import Environment
+
+    return frozenset(find_undeclared_variables(Environment().parse(source)))

@@ -99,11 +99,19 @@ def test_a_template_without_end_is_refused(template, tmp_path):
         ),
         ("{% macro f(n) %}{{ f(n - 1) if n }}{% endmacro %}{{ f(40000) }}", "nested too deeply"),
         (
-            "{% for a in range(9000) %}" + "{{ 'a' }}" * 9000 + "{% endfor %}",
+            "{% for a in range(9000) %}" + "{{ 'a' }}" * 5000 + "{% endfor %}",
             "more than [0-9,]+ steps of work",
         ),
         ("{{ strftime_now('%2000000000Y') }}", "the date in a form with a width"),
-        ("{{ " + "'a' ~ " * 40000 + "'a' }}", "characters; up to"),
+        ("{{ " + "'a' ~ " * 9000 + "'a' }}", "characters; up to 50,000"),
+        (
+            "{% for a in [1] %}" * 90 + "{{ 'a' }}" * 5000 + "{% endfor %}" * 90,
+            "nests more than 40 tags",
+        ),
+        (
+            "{% macro f() %}" * 90 + "{{ 'a' }}" * 5000 + "{% endmacro %}" * 90,
+            "nests more than 40 tags",
+        ),
     ],
 )
 def test_a_bomb_is_refused_within_a_second_by_its_name(template, words, tmp_path):
@@ -111,10 +119,10 @@ def test_a_bomb_is_refused_within_a_second_by_its_name(template, words, tmp_path
         template + "{% for m in messages %}{{ m.content }}{% endfor %}", tmp_path
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.process_time()
+    start = time.thread_time()  # the CPU's, of this thread: another's work does not count
     with pytest.raises(UserError, match=words) as caught:
         render(TURNS, "tokenizer", tokenizer)
-    assert time.process_time() - start < 1 and "\n" not in str(caught.value)
+    assert time.thread_time() - start < 1 and "\n" not in str(caught.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
 
 
