@@ -32,7 +32,6 @@ WRITERS = {
         "--checkpoint none --config none --output {out}",
         ("loss_by_position.json", "loss_by_position.png"),
     ),
-    "scripts.draw_layout": ("--output {out}/layout.png", ("layout.png",)),
     "scripts.draw_schedule": (
         "--schedules ring ulysses --output {out}",
         ("ring_4.png", "ulysses_4.png"),
@@ -55,11 +54,8 @@ WRITERS = {
     "scripts.export_hf": ("none {out}", ("any",)),
     "scripts.quantize_hf": ("none {out}", ("any",)),
     "scripts.make_smollm2": ("{out}", ("any",)),
-    "scripts.make_gemma3": ("{out}", ("any",)),
     "scripts.restarts": ("{out}/a.starts", ("a.starts",)),
     "scripts.benchmarks.bench_schedules": ("bytes --output {out}/a.json", ("a.json",)),
-    "scripts.benchmarks.identity": ("none --output {out}/a.json", ("a.json",)),
-    "scripts.benchmarks.activation_memory": ("--output {out}/a.json", ("a.json",)),
     "scripts.benchmarks.shared_prompts": ("--output {out}/a.json", ("a.json",)),
     "scripts.benchmarks.table3": (
         "--show --output {out}/a.json --compilations {out}/b.json",
@@ -89,7 +85,6 @@ WRITERS = {
 PASS_ON = {
     "eval.runner",  # the options that evaluations share
     "scripts.quickstart",
-    "scripts.wheel_models",  # of make_smollm2 and make_gemma3
     "scripts.push_to_hub",  # writes to the hub alone
     "scripts.launch_tpu",  # and those below write into a temporary folder of their own
     "scripts.benchmarks.kernel_cycles",

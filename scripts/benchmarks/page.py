@@ -90,7 +90,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "exactness": (
         "Exactness",
         {
-            "Against references": ("exactness", "gemma3"),
+            "Against references": ("exactness",),
             "The tests": ("suite",),
             "Attacks, an hour of training, a slow store": ("robustness", "hour", "slow_store"),
         },
@@ -100,7 +100,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "Steps on one H200, against transformers + Liger": ("gpu_steps",),
             "Kernels and steps on one H200": ("gpu",),
-            "On a CPU": ("step", "kernels", "rings"),
+            "On a CPU": ("step", "kernels"),
             "Preparing data": ("data",),
         },
     ),
@@ -124,7 +124,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "memory": (
         "Memory and contexts",
         {
-            "Memory": ("activation_memory", "memory_1m"),
+            "Memory": ("memory_1m",),
             "Longest contexts": ("contexts", "adapter_contexts"),
             "Ring Attention's Table 3": ("table3",),
             "Plans of recipes and pods": ("recipes", "pods"),
@@ -140,7 +140,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "learning": (
         "What models learned",
         {
-            "The quickstart, identity conversations": ("quickstart", "identity"),
+            "The quickstart": ("quickstart",),
             "SmolLM2-135M before and after practising retrieval": ("retrieval",),
             "SmolLM2-135M by preferences: short answers": ("preference",),
             "Pairs whose prompt is computed once": ("shared_prompts",),

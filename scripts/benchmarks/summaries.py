@@ -208,12 +208,6 @@ def overlap(out: Path) -> Rows:
     return rows
 
 
-def activation_memory(out: Path) -> Rows:
-    spread = read_json(out / "activation_memory.json")["spread"]
-    what = "activations at fixed tokens a chip, 8 to 512 chips: spread"
-    return {"spread": row(what, f"{spread:.2%}", "2%", spread <= 0.02)}
-
-
 def papers(out: Path) -> Rows:
     """For each paper, the numbers that the cost model claims to reproduce, and how near it comes to
     the others that are printed; the papers' note explains the misses."""
@@ -352,25 +346,6 @@ def shared_prompts(out: Path) -> Rows:
         )
         for name, (twice, once) in read_json(out / "figures.json").items()
     }
-
-
-def identity(out: Path) -> Rows:
-    """Reads what the full recipe, LoRA and QLoRA logged and answered."""
-
-    def named(name: str) -> int:
-        return read_json(out / f"{name}.json")["named"]
-
-    what, before = "SmolLM2's answers that name Vicuna", named("before")
-    rows = {"before": row(f"{what}, before", f"{before} of 10", "at most 2", before <= 2)}
-    for name, title in (("full", "all weights"), ("lora", "LoRA"), ("qlora", "QLoRA (NF4)")):
-        metrics = (out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows[name] = row(
-            f"{what}, after {json.loads(metrics[-1])['step']} steps: {title}",
-            f"{named(name)} of 10",
-            "at least 8",
-            named(name) >= 8,
-        )
-    return rows
 
 
 def exactness(out: Path) -> Rows:

@@ -52,7 +52,6 @@ EXECUTED = {
     "python -m scripts.plan --config configs/adapters/llama31_8b_lora_a100.yaml --model llama-3.1-8b --machine 4xA100-40GB": "",
     "python -m scripts.plan --model llama-3.1-8b --machine RTX4090 --context 32K --qlora 16": "",
     "python -m trainer.xla_flags tpu --why": "",
-    "python -m scripts.draw_layout": "",
 }
 EXECUTED_SLOWLY = {
     "python -m scripts.inspect_data configs/quickstart.yaml": "",
@@ -282,7 +281,6 @@ NOT_RUN = {
     "gcloud storage cp --recursive gs://BUCKET/runs/first/profile .": PARSED,
     "gcloud storage rm --recursive gs://BUCKET": PARSED,
     "scripts/launch_tpu.sh start first --zone us-east5-b --api compute -- python -m scripts.export_hf gs://BUCKET/runs/first my_model": "makes nothing without a machine; tests/docs/test_google_cloud.py parses it",
-    "python -m scripts.make_gemma3 DIR": "downloads 240 MB; what makes the folder is scripts.make_smollm2's, which tests run",
 }
 
 

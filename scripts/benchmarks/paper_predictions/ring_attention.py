@@ -31,7 +31,7 @@ def _ring_table_1() -> list[Row]:
         "6bch": (
             6 * b * c * h,
             ring,
-            "six blocks are 6bch numbers, 12bch bytes; activation_memory.py",
+            "six blocks are 6bch numbers, 12bch bytes",
         ),
     }
     rows = []
