@@ -24,19 +24,18 @@ CONFIG = TransformerConfig(
 )
 
 
-def write(folder: pathlib.Path) -> pathlib.Path:
-    """Writes the model of CONFIG, with random float32 weights, into `folder`; returns its Hugging
-    Face folder."""
+def write(folder: pathlib.Path, config: TransformerConfig = CONFIG) -> pathlib.Path:
+    """Writes a model with random float32 weights into `folder`; returns its Hugging Face folder."""
     assets = folder / "assets"
     assets.mkdir()
     tokenizer = Tokenizer.load(TOKENIZER)
     tokenizer.save(assets, jinja_template("vicuna_v1.1", tokenizer))
     write_source_dtype(assets, "float32")
-    (assets / "config.json").write_text(json.dumps(CONFIG.to_hf()), encoding="utf-8")
+    (assets / "config.json").write_text(json.dumps(config.to_hf()), encoding="utf-8")
     generator = np.random.default_rng(0)
     params = {
         entry.name: generator.normal(size=entry.shape).astype(np.float32)
-        for entry in hf_layout(CONFIG)
+        for entry in hf_layout(config)
     }
-    write_hf(params, CONFIG, assets, folder / "hf")
+    write_hf(params, config, assets, folder / "hf")
     return folder / "hf"

@@ -1,0 +1,42 @@
+"""The search for the longest row that fits on a GPU, with compilations by a formula."""
+
+from scripts.benchmarks.adapter_contexts import CASES, STEP, longest
+
+
+def sizes(topology, policy, tokens):
+    """4 GiB and 1 GiB for each 8K tokens; half of that with the inputs on the host, which take as
+    much there."""
+    on_host = policy["remat"].startswith("offload")
+    each = 0.5 if on_host else 1.0
+    return {
+        "peak_gib": 4 + each * tokens / STEP,
+        "host_gib": each * tokens / STEP if on_host else 0.0,
+    }
+
+
+def test_the_longest_row_fits_and_the_next_one_does_not():
+    """A 4090 has 22.344 GiB for a program: 18 steps of 1 GiB on the device alone, and 36 of half a
+    GiB with the host."""
+    cases = {case.name: case for case in CASES}
+    tokens, policy = longest(cases["gb_24_without_host"], sizes)
+    assert (tokens, policy["remat"]) == (18 * STEP, "nothing")
+    tokens, policy = longest(cases["gb_24_with_host"], sizes)
+    assert (tokens, policy["remat"]) == (36 * STEP, "offload")
+
+
+def test_a_host_that_is_full_ends_the_row_too():
+    """Of 128 GiB the system keeps 8: 240 steps of half a GiB, though 141 GB hold more."""
+    (case,) = (case for case in CASES if case.name == "gb_141_with_host")
+    assert longest(case, sizes)[0] == 240 * STEP
+
+
+def test_a_line_that_was_not_straight_is_followed_to_its_end():
+    """The compiler's memory jumps at 100K tokens, below what the line through the probes says."""
+
+    def jumping(topology, policy, tokens):
+        found = sizes(topology, policy, tokens)
+        jump = topology != "h100:1" and tokens > 100_000
+        return {**found, "peak_gib": found["peak_gib"] + 20 * jump}
+
+    (case,) = (case for case in CASES if case.name == "gb_24_without_host")
+    assert longest(case, jumping)[0] == 12 * STEP
