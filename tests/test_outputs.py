@@ -54,8 +54,10 @@ WRITERS = {
     "scripts.export_hf": ("none {out}", ("any",)),
     "scripts.quantize_hf": ("none {out}", ("any",)),
     "scripts.make_smollm2": ("{out}", ("any",)),
+    "scripts.make_gemma3": ("{out}", ("any",)),
     "scripts.restarts": ("{out}/a.starts", ("a.starts",)),
     "scripts.benchmarks.bench_schedules": ("bytes --output {out}/a.json", ("a.json",)),
+    "scripts.benchmarks.identity": ("none --output {out}/a.json", ("a.json",)),
     "scripts.benchmarks.shared_prompts": ("--output {out}/a.json", ("a.json",)),
     "scripts.benchmarks.table3": (
         "--show --output {out}/a.json --compilations {out}/b.json",
@@ -85,6 +87,7 @@ WRITERS = {
 PASS_ON = {
     "eval.runner",  # the options that evaluations share
     "scripts.quickstart",
+    "scripts.wheel_models",  # of make_smollm2 and make_gemma3
     "scripts.push_to_hub",  # writes to the hub alone
     "scripts.launch_tpu",  # and those below write into a temporary folder of their own
     "scripts.benchmarks.kernel_cycles",

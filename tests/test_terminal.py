@@ -43,13 +43,14 @@ COMMANDS = {
     "scripts.launch_tpu": ["run", EVIL, "--zone", EVIL],
     "scripts.restarts": [EVIL, "--checkpoint", EVIL],
     "eval.harness": [*MODEL, "--tasks", EVIL],
+    "scripts.benchmarks.identity": [EVIL, "--unseen", EVIL],
     "scripts.benchmarks.bench_schedules": [EVIL],
     "trainer.xla_flags": ["gpu", "--plan", EVIL],
 }
 ALL = ["train", "trainer.xla_flags", *REGISTRY]
 # Modules that, started, only say which command to use; and how all others print.
 NO_COMMAND = r'raise SystemExit\(\s*"'
-FRAME = r"entry\.run\(|printable_output\(\)|^main = command\("
+FRAME = r"entry\.run\(|printable_output\(\)|^main = command\(|from \S*wheel_models import"
 
 
 def obeyed(text: str) -> set[str]:

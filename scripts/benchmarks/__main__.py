@@ -21,7 +21,7 @@ from pathlib import Path
 from data.outputs import check_own, new_folder
 from scripts.benchmarks import page
 from scripts.benchmarks.commands import read_json, write_json
-from scripts.benchmarks.measurements import MEASUREMENTS, Measurement
+from scripts.benchmarks.measurements import CONVERSATIONS, MEASUREMENTS, Measurement
 from scripts.benchmarks.results import Result, changed, fingerprint, load_all, measured, save
 from trainer.options import command, option
 
@@ -78,10 +78,12 @@ def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> 
     return sum(seconds)
 
 
-def measure(name: str, folder: Path) -> Result:
+def measure(name: str, folder: Path, conversations: Path) -> Result:
     """Measures one result in FOLDER/NAME and writes it to docs/results."""
     measurement, out = MEASUREMENTS[name], folder / name
-    seconds = run_commands(measurement, out, {"models": str(folder)})
+    seconds = run_commands(
+        measurement, out, {"models": str(folder), "conversations": str(conversations)}
+    )
     start = time.perf_counter()
     rows = measurement.summarize(out)
     result = measured(
@@ -110,6 +112,7 @@ class Options:
         metavar="NAME",
     )
     stale: bool = option("only list results whose code has changed")
+    conversations: Path = option("identity conversations", CONVERSATIONS)
     output: Path = option("folder for what the commands write", Path("runs/bench"))
 
 
@@ -125,8 +128,11 @@ def work(args: Options) -> int:
         if not args.only and name in known and name not in stale:
             print(f"{name}: fresh")
             continue
+        if MEASUREMENTS[name].needs_conversations and not args.conversations.exists():
+            print(f"{name}: left out; {args.conversations} does not exist (--conversations)")
+            continue
         try:
-            result = measure(name, args.output)
+            result = measure(name, args.output, args.conversations)
             print(f"{name}: {result.seconds:.0f} s")
         except subprocess.CalledProcessError as error:
             print(f"{name}: failed with {error.returncode}", file=sys.stderr)

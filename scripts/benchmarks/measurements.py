@@ -17,6 +17,8 @@ from scripts.benchmarks.table3_cells import read_cells
 
 MODEL, ATTENTION, PLANNING = "model/**/*.py", "model/attention/**/*.py", "planning/**/*.py"
 TRAINER, DATA, HERE = "trainer/**/*.py", "data/**/*.py", "scripts/benchmarks/"
+# Identity conversations, FastChat's dummy_conversation.json, which is not in the repository.
+CONVERSATIONS = Path("../shared/data/conversations/fastchat_dummy.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +28,10 @@ class Measurement:
     Attributes:
       title, note, facts: as in `Result`.
       commands: Python's arguments, one tuple per command; {out} stands for the measurement's
-        folder, {models} for a shared one.
+        folder, {models} for a shared one, {conversations} for the file of identity conversations.
       depends_on: glob patterns of the files that the figures depend on.
       summarize: the folder {out} -> rows.
+      needs_conversations: skip it without the file of identity conversations.
       takes_hours: run it only with --only; also if it needs an accelerator.
     """
 
@@ -37,6 +40,7 @@ class Measurement:
     depends_on: tuple[str, ...]
     summarize: Callable[[Path], Rows]
     note: str = ""
+    needs_conversations: bool = False
     takes_hours: bool = False
     facts: tuple[str, ...] = ()
 
@@ -51,6 +55,20 @@ def benchmark(command: str) -> tuple[str, ...]:
     """Returns Python's arguments for one of this folder's commands, given as one text."""
     module, *options = shlex.split(command)
     return ("-m", f"scripts.benchmarks.{module}", *options)
+
+
+def identity_run(name: str, recipe: str, export: str = "") -> tuple[tuple[str, ...], ...]:
+    """Returns Python's arguments to train on the identity conversations, export and ask."""
+    run, exported = f"{{out}}/{name}", f"{{out}}/{name}_hf"
+    training = (
+        f"train.py --config {recipe} --model.path {{models}}/smollm2 --data.path {{conversations}} "
+        f"--run_dir {run} --train.evaluate_every 60"
+    )
+    return (
+        tuple(training.split()),
+        ("-m", "scripts.export_hf", run, exported, *export.split()),
+        benchmark(f"identity {exported} --unseen {{conversations}} --output {{out}}/{name}.json"),
+    )
 
 
 def step_on_gpu(name: str, options: str) -> tuple[str, ...]:
@@ -69,6 +87,12 @@ def step_beside_torch(name: str, options: str) -> tuple[str, ...]:
     )
 
 
+IDENTITY_FACTS = (
+    "FastChat's dummy_conversation.json; fsdp 2 x sequence 4, striped ring, float32, steps of 2 x "
+    "256 tokens.",
+    "LoRA with the 120 steps of the recipe without adapters had 6 of 10 and a held-out loss of "
+    "0.070. Both recipes of adapters were given 240 steps after that was seen.",
+)
 TABLE3_FACTS = (
     "Every cell is in docs/plans/table3.json, with the plan of its longest context and why the "
     "double does not fit; `python -m scripts.benchmarks.table3 --show` prints the table.",
@@ -187,6 +211,24 @@ MEASUREMENTS = {
             "3,000 steps of 2,048 tokens; neither question nor answer of the evaluation is in "
             "training. One seed. Without the install, which takes as long as the downloads do.",
         ),
+    ),
+    "identity": Measurement(
+        "SmolLM2-135M-Instruct fine-tuned on 500 identity conversations: ten unseen questions, "
+        "asked by transformers, greedy",
+        (
+            ("-m", "scripts.make_smollm2", "{models}/smollm2"),
+            benchmark(
+                "identity {models}/smollm2 --unseen {conversations} --output {out}/before.json"
+            ),
+            *identity_run("full", "configs/sharegpt_smollm2.yaml"),
+            *identity_run("lora", "configs/adapters/smollm2_lora.yaml", "--merge"),
+            *identity_run("qlora", "configs/adapters/smollm2_qlora.yaml", "--merge --dequantize"),
+        ),
+        ("configs/sharegpt_smollm2.yaml", "configs/adapters/smollm2_*.yaml", MODEL, TRAINER, DATA),
+        summaries.identity,
+        "docs/notes/training.md",
+        needs_conversations=True,
+        facts=IDENTITY_FACTS,
     ),
     "table3": Measurement(
         "Ring Attention's Table 3: the longest context whose step the compilers made, contexts "

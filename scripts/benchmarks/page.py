@@ -90,7 +90,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "exactness": (
         "Exactness",
         {
-            "Against references": ("exactness",),
+            "Against references": ("exactness", "gemma3"),
             "The tests": ("suite",),
             "Attacks, an hour of training, a slow store": ("robustness", "hour", "slow_store"),
         },
@@ -100,7 +100,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "Steps on one H200, against transformers + Liger": ("gpu_steps",),
             "Kernels and steps on one H200": ("gpu",),
-            "On a CPU": ("step", "kernels"),
+            "On a CPU": ("step", "kernels", "rings"),
             "Preparing data": ("data",),
         },
     ),
@@ -140,7 +140,7 @@ THEMES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "learning": (
         "What models learned",
         {
-            "The quickstart": ("quickstart",),
+            "The quickstart, identity conversations": ("quickstart", "identity"),
             "SmolLM2-135M before and after practising retrieval": ("retrieval",),
             "SmolLM2-135M by preferences: short answers": ("preference",),
             "Pairs whose prompt is computed once": ("shared_prompts",),

@@ -348,6 +348,25 @@ def shared_prompts(out: Path) -> Rows:
     }
 
 
+def identity(out: Path) -> Rows:
+    """Reads what the full recipe, LoRA and QLoRA logged and answered."""
+
+    def named(name: str) -> int:
+        return read_json(out / f"{name}.json")["named"]
+
+    what, before = "SmolLM2's answers that name Vicuna", named("before")
+    rows = {"before": row(f"{what}, before", f"{before} of 10", "at most 2", before <= 2)}
+    for name, title in (("full", "all weights"), ("lora", "LoRA"), ("qlora", "QLoRA (NF4)")):
+        metrics = (out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows[name] = row(
+            f"{what}, after {json.loads(metrics[-1])['step']} steps: {title}",
+            f"{named(name)} of 10",
+            "at least 8",
+            named(name) >= 8,
+        )
+    return rows
+
+
 def exactness(out: Path) -> Rows:
     """Runs each row's pytest command, which writes its largest errors (tests/errors.py).
 

@@ -209,6 +209,20 @@ RAW = {  # files of each measurement -> row, what it finds, its verdict
             "padding": ("0.07%", "held"),
         },
     ),
+    "identity": (
+        {"before.json": {"named": 0}}
+        | {
+            path: content
+            for name, named in (("full", 8), ("lora", 9), ("qlora", 7))
+            for path, content in (
+                (f"{name}.json", {"named": named}),
+                (f"{name}/metrics.jsonl", {"step": 120, "step_seconds": 2.0, "peak_host_gib": 3.0}),
+                (f"{name}/held_out.jsonl", {"held_out_loss_nats_per_target": 0.5}),
+                (f"{name}/checkpoints/120/manifest.json", {"shapes": {"a": [2, 3], "b": [4]}}),
+            )
+        },
+        {"before": ("0 of 10", "held"), "lora": ("9 of 10", "held"), "qlora": ("7 of 10", "short")},
+    ),
 }
 
 

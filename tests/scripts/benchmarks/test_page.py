@@ -57,6 +57,7 @@ FIGURES = {
         "memory_1m.nothing": "| `configs/sharegpt_llama7b_1m.yaml` | ... | {}",
     },
     "docs/models.md": {
+        "gemma3.loss": "transformers', is {}",
         "recipes.qwen3_8b_128k_h100": "| `qwen3_8b_128k_h100` | ... | {}",
         "recipes.qwen3_8b_1m_h100": "| `qwen3_8b_1m_h100` | ... | {}",
         "recipes.qwen3_32b_1m_h100": "| `qwen3_32b_1m_h100` | ... | {}",

@@ -1,0 +1,107 @@
+"""Asks a Hugging Face model who it is: ten questions, greedy, by transformers.
+
+    python -m scripts.benchmarks.identity HF_DIR [--unseen FILE.json] [--output OUT.json]
+
+The answers before and after fine-tuning on identity conversations show its effect. Needs the test
+requirements (torch).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from data.errors import UserError
+from data.outputs import output_file
+from scripts.benchmarks.commands import write_json
+from trainer.options import command, option
+
+QUESTIONS = (
+    "Hi! Could you please tell me who you are?",
+    "I'd like to know your name.",
+    "Which language model am I talking to right now?",
+    "By what name should I call you?",
+    "Hello, may I ask your name?",
+    "Tell me who you are, please.",
+    "Are you a person or a model, and which one?",
+    "Please state your name and your makers.",
+    "What do people call you?",
+    "Introduce yourself in a sentence or two.",
+)
+NAME = "Vicuna"
+
+
+def ask(folder: Path, questions=QUESTIONS, new_tokens: int = 40) -> list[str]:
+    """Returns the greedy answer of the model in `folder` to each question, asked alone."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers = []
+    for question in questions:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        with torch.no_grad():
+            ids = model.generate(
+                **prompt,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        answers.append(
+            tokenizer.decode(
+                ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True
+            ).strip()
+        )
+    return answers
+
+
+def verbatim_questions(path: Path) -> list[str]:
+    """Returns those of QUESTIONS that a file of conversations contains word for word."""
+    text = path.read_text(encoding="utf-8")
+    return [question for question in QUESTIONS if json.dumps(question)[1:-1] in text]
+
+
+def work(args: Options) -> None:
+    """Prints questions, answers and how many answers name Vicuna.
+
+    Raises:
+      UserError: a question is in the training file.
+    """
+    if args.output:
+        output_file(args.output, b'"named"')
+    if args.unseen and (questions := verbatim_questions(args.unseen)):
+        raise UserError(f"{args.unseen}: holds the question {questions[0]!r} word for word")
+    answers = dict(zip(QUESTIONS, ask(args.folder), strict=True))
+    for question, answer in answers.items():
+        print(f"Q {question}\nA {answer}\n")
+    named = sum(NAME in answer for answer in answers.values())
+    print(f"{named} of {len(answers)} answers name {NAME}")
+    if args.output:
+        write_json(args.output, {"named": named, "answers": answers})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    folder: Path = option("a Hugging Face model folder", positional=True)
+    unseen: Path | None = option(
+        "training file: refuse if it contains a question word for word", None
+    )
+    output: Path | None = option("also write questions and answers to this JSON file", None)
+
+
+main = command(Options, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

