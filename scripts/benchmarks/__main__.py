@@ -21,8 +21,8 @@ from pathlib import Path
 from data.outputs import check_own, new_folder
 from scripts.benchmarks import page
 from scripts.benchmarks.commands import read_json, write_json
-from scripts.benchmarks.measurements import CONVERSATIONS, MEASUREMENTS, Measurement
-from scripts.benchmarks.results import Result, changed, fingerprint, load_all, measured, save
+from scripts.benchmarks.measurements import CONVERSATIONS, MEASUREMENTS, words
+from scripts.benchmarks.results import Result, changed, fingerprint, load, load_all, renew
 from trainer.options import command, option
 
 
@@ -48,8 +48,8 @@ def report_stale() -> None:
         print(f"{name}: {origin}{took}; {how}\n    changed: {', '.join(patterns)}")
 
 
-def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> float:
-    """Runs a measurement's commands in its folder and returns their seconds.
+def run_commands(name: str, folder: Path, conversations: Path) -> float:
+    """Runs a measurement's commands in FOLDER/NAME and returns their seconds.
 
     An interrupted measurement continues with the first unfinished command, unless the measured
     files have changed since.
@@ -58,7 +58,8 @@ def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> 
       subprocess.CalledProcessError: a command failed.
       UserError: the folder has files of others.
     """
-    inputs = {pattern: fingerprint(pattern) for pattern in measurement.depends_on}
+    inputs = {pattern: fingerprint(pattern) for pattern in load(name).depends_on}
+    out = folder / name
     progress = out / "progress.json"
     if out.exists() and not progress.exists():
         new_folder(out)  # refuses one that has other files
@@ -68,8 +69,11 @@ def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> 
     out.mkdir(parents=True, exist_ok=True)
     seconds = read_json(progress)["seconds"] if progress.exists() else []
     write_json(progress, {"inputs": inputs, "seconds": seconds})
-    for words in measurement.commands[len(seconds) :]:
-        arguments = [word.format(out=out, **paths) for word in words]
+    for command_text in MEASUREMENTS[name].commands[len(seconds) :]:
+        arguments = [
+            word.format(out=out, models=folder, conversations=conversations)
+            for word in words(command_text)
+        ]
         print("\n$ python " + " ".join(arguments), flush=True)
         start = time.perf_counter()
         subprocess.run([sys.executable, *arguments], check=True)
@@ -81,21 +85,13 @@ def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> 
 def measure(name: str, folder: Path, conversations: Path) -> Result:
     """Measures one result in FOLDER/NAME and writes it to docs/results."""
     measurement, out = MEASUREMENTS[name], folder / name
-    seconds = run_commands(
-        measurement, out, {"models": str(folder), "conversations": str(conversations)}
-    )
+    seconds = run_commands(name, folder, conversations)
     start = time.perf_counter()
     rows = measurement.summarize(out)
-    result = measured(
-        measurement.title,
-        rows,
-        measurement.command(name),
-        measurement.depends_on,
-        seconds=round(seconds + time.perf_counter() - start, 1),
-        note=measurement.note,
-        facts=list(measurement.facts),
-    )
-    save(name, result)
+    seconds = round(seconds + time.perf_counter() - start, 1)
+    result = renew(name, rows, command=measurement.command(name), seconds=seconds)
+    for fact in result.facts:
+        print(f"kept in docs/results/{name}.json; is it still true? {fact}")
     # Complete: the next start measures anew, in the same folder.
     write_json(out / "progress.json", {"inputs": {}, "seconds": []})
     return result

@@ -23,9 +23,8 @@ from model.config import TransformerConfig
 from planning.machines import memory_gib
 from planning.plan import Job, changed, plan
 from scripts.benchmarks.commands import read_json, write_json
-from scripts.benchmarks.measurements import MODEL, PLANNING
-from scripts.benchmarks.results import ROOT, fingerprint, measured, row, save, versions
-from trainer.config.load import load
+from scripts.benchmarks.results import ROOT, fingerprint, load, renew, row, versions
+from trainer.config import load as configuration
 from trainer.config.schema import RunConfig
 from trainer.options import command, option
 
@@ -51,23 +50,7 @@ ON_DEVICE: tuple[dict[str, Any], ...] = (
     {"remat": "nothing"},
     *({"remat": "every_k", "every_k": 4, **options} for options in (GROUPS, QUERY_CHUNKS)),
 )
-DEPENDS_ON = (
-    MODEL,
-    PLANNING,
-    "trainer/step.py",
-    "trainer/devices.py",
-    "scripts/benchmarks/adapter_contexts.py",
-)
-FACTS = [
-    "Unsloth's figures are from its benchmarks page for Llama 3.1 (8B) Instruct: measured, 4-bit "
-    "QLoRA of all linear layers, rank 32, one row padded to the length; the page does not name "
-    "the GPUs. It keeps checkpoints in host memory, so it is compared with ours that use it. It "
-    "has no row for 141 GB.",
-    "Ours are compiled for the named GPU and not run; a program may use 95% of the memory that the "
-    "driver reports.",
-    f"Of a host's {HOST_GIB} GiB, {HOST_LEFT_GIB} are left to the system.",
-    "Attention is exact.",
-]
+NAME = "adapter_contexts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +108,9 @@ CASES = tuple(
 @functools.cache
 def recipe() -> RunConfig:
     """Returns the recipe with the rank of Unsloth's measurements."""
-    run = load(["--config", str(ROOT / RECIPE), "--data.path", "any", "--model.path", "any"])
+    run = configuration.load(
+        ["--config", str(ROOT / RECIPE), "--data.path", "any", "--model.path", "any"]
+    )
     return changed(run, adapter={"rank": RANK, "alpha": float(RANK)})
 
 
@@ -154,7 +139,10 @@ class Compilations:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.inputs = {**{pattern: fingerprint(pattern) for pattern in DEPENDS_ON}, **versions()}
+        self.inputs = {
+            **{pattern: fingerprint(pattern) for pattern in load(NAME).depends_on},
+            **versions(),
+        }
         recorded = read_json(path) if path.exists() else {}
         self.sizes: dict[str, dict[str, float]] = (
             recorded["sizes"] if recorded.get("inputs") == self.inputs else {}
@@ -207,17 +195,7 @@ def save_result(outcomes: dict[Case, tuple[int, dict[str, Any]]]) -> None:
             unsloth and f"Unsloth: {unsloth}",
             tokens >= case.unsloth if case.unsloth else None,
         )
-    save(
-        "adapter_contexts",
-        measured(
-            "The longest rows of QLoRA on one GPU that is not there, by the CUDA compiler",
-            rows,
-            "python -m scripts.benchmarks.adapter_contexts",
-            DEPENDS_ON,
-            note="docs/notes/contexts.md",
-            facts=FACTS,
-        ),
-    )
+    renew(NAME, rows)
 
 
 def work(args: Options) -> None:

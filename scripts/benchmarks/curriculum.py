@@ -20,7 +20,7 @@ import yaml
 from eval.line_report import plot, read
 from eval.scoring import Score
 from scripts.benchmarks.commands import python
-from scripts.benchmarks.results import ROOT, measured, row, save
+from scripts.benchmarks.results import ROOT, renew, row
 from scripts.benchmarks.retrieval import seconds
 from trainer.options import command, option
 
@@ -32,15 +32,6 @@ LONGER = (5400, 10800)  # of keys and numbers from training texts, but in new pa
 CASES, LONGER_CASES, QUESTIONS = 96, 48, 8  # of generated records; about each of them
 NEW_TOKENS = 16
 GOAL = "0.9 or more, by the interval"
-DEPENDS_ON = (
-    RECIPE,
-    "data/synthetic/*.py",
-    "data/fixtures/lines_tokenizer/*",
-    "eval/line_*.py",
-    "eval/runner.py",
-    "model/decode.py",
-    "model/cache.py",
-)
 
 
 def recipe() -> dict:
@@ -110,32 +101,7 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
             GOAL if within else "none: longer than any text trained on",
             score.low >= 0.9 if within else None,
         )
-    stages = ", ".join(
-        f"{stage['steps']:,} steps of {stage['context_length']:,} tokens x "
-        f"{stage.get('batch_size', 1)}"
-        for stage in recipe()["stages"]
-    )
-    facts = [
-        f"Stages: {stages}; striped ring attention on 8 simulated devices. {took / 60:.0f} "
-        "minutes, and as many without.",
-        f'A line, as in "line amber-otter: 41234", takes 6 tokens. Up to {LINES[-1]:,} lines, '
-        "keys and numbers are in no training text; with more, no pair of them is.",
-        "Windows, layers, steps and learning rates were chosen by trying, on held-out losses and "
-        "on line retrieval; docs/notes/retrieval.md says what was tried.",
-        "One training seed; 95% intervals are Wilson's.",
-    ]
-    save(
-        "curriculum",
-        measured(
-            "A curriculum of lengths: a small model from scratch finds one line of many",
-            rows,
-            "python -m scripts.benchmarks.curriculum",
-            DEPENDS_ON,
-            facts=facts,
-            seconds=took,
-            note="docs/notes/retrieval.md",
-        ),
-    )
+    renew("curriculum", rows, seconds=took)
 
 
 def work(args: Options) -> None:

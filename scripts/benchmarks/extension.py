@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from scripts.benchmarks.commands import python
-from scripts.benchmarks.results import ROOT, measured, row, save
+from scripts.benchmarks.results import ROOT, renew, row
 from scripts.benchmarks.retrieval import seconds
 from trainer.options import command, option
 
@@ -28,7 +28,6 @@ PIECES = (1024, KNOWN)
 ROWS = 4  # of the book
 FALLS, FALLS_NOT = "falls, by the interval", "does not fall"
 GOALS = {"as it is": FALLS_NOT, "RoPE rescaled": "", "rescaled and trained": FALLS}
-DEPENDS_ON = (RECIPE, "scripts/loss_by_position.py", "model/*.py", "model/attention/**/*.py")
 
 
 def train(args: Options) -> Path:
@@ -96,12 +95,11 @@ def is_falling(model: dict) -> bool:
     )
 
 
-def save_result(models: dict[str, dict], took: float, steps: int) -> None:
+def save_result(models: dict[str, dict], took: float) -> None:
     """Writes the result: the gain of the whole text over the model's trained length.
 
     Args:
-      models: what `losses` returns, by the names of GOALS; took: seconds of the training; steps: of
-        the training.
+      models: what `losses` returns, by the names of GOALS; took: seconds of the training.
     """
     rows = {}
     for name, model in models.items():
@@ -110,25 +108,7 @@ def save_result(models: dict[str, dict], took: float, steps: int) -> None:
         rows[name.lower().replace(" ", "_")] = row(
             label, gain(model["gains"][KNOWN]), GOALS[name], held
         )
-    targets = models["as it is"]["losses"][LENGTH]["targets"]
-    facts = [
-        f"{targets:,} targets of {ROWS} rows of a book that was not trained on; each has 8,192 "
-        "tokens or more before it.",
-        f"Trained for {steps} steps of {LENGTH:,} tokens of another book, {took / 60:.0f} minutes.",
-        "Intervals are of the differences of each target's two losses, taken as independent.",
-    ]
-    save(
-        "extension",
-        measured(
-            "SmolLM2-135M-Instruct at twice the length it knows",
-            rows,
-            "python -m scripts.benchmarks.extension --model HF_DIR --text TEXT.txt --book BOOK.txt",
-            DEPENDS_ON,
-            facts=facts,
-            seconds=took,
-            note="docs/extension.md",
-        ),
-    )
+    renew("extension", rows, seconds=took)
 
 
 def work(args: Options) -> None:
@@ -139,8 +119,7 @@ def work(args: Options) -> None:
     )
     trained = train(args)
     models = dict(zip(GOALS, (*before, losses(str(trained), args, "trained")), strict=True))
-    steps = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))["train"]["steps"]
-    save_result(models, seconds(trained), steps)
+    save_result(models, seconds(trained))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

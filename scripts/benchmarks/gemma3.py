@@ -16,17 +16,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64
 
-from scripts.benchmarks.results import measured, row, save
+from scripts.benchmarks.results import renew, row
 from trainer.options import Tokens, command, option
 
 QUESTION = "Question: What is the capital of France?\nAnswer:"
 NEW_TOKENS = 12
-DEPENDS_ON = (
-    "model/families/gemma3.py",
-    "model/*.py",
-    "model/attention/**/*.py",
-    "scripts/make_gemma3.py",
-)
 
 
 def by_transformers(
@@ -113,12 +107,7 @@ def work(args: Options) -> None:
     command = (
         f"python -m scripts.benchmarks.gemma3 --model HF_DIR --book BOOK.txt --tokens {args.tokens}"
     )
-    save(
-        "gemma3",
-        measured(
-            "A real model with layers of two kinds beside transformers", rows, command, DEPENDS_ON
-        ),
-    )
+    renew("gemma3", rows, command=command)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from data.trajectories.tasks import TASKS, get_task
 from scripts.benchmarks.commands import python
-from scripts.benchmarks.results import FOLDER, commit, load, measured, row, save
+from scripts.benchmarks.results import commit, load, renew, row
 from scripts.benchmarks.retrieval import seconds
 from trainer.options import command, option
 
@@ -61,28 +61,7 @@ TABLES = {
     EPISODES: [*LINE, *map(str, range(1, 9))],
     SEEDS: [*LINE, *(f"seed {seed}" for seed in range(TRAINING_SEEDS))],
 }
-FACTS = [
-    "Agentic Transformers learn the actions of a context's last episode alone.",
-    "That was chosen after cartpole's evaluation was seen (204 beside 171 with all episodes), then "
-    "used for all tasks.",
-    "500 steps were measured first, with 5 evaluation seeds, and were too few: held-out losses "
-    "were still falling.",
-    f"A step takes {EPISODES_IN_A_STEP} episodes. Agentic Transformers take their first steps with "
-    "one episode in a context: 200 of 500, 500 of 2000.",
-    "One training seed, 0, unless a table names others; all asked for the best return in the data.",
-    "The three walker tasks learn from the episodes of all three, each with its own rewards.",
-    "Minutes are of training, with its evaluations and saves; of two methods that share a first "
-    "stage, both count it.",
-]
 RECIPE = "configs/trajectories/walker_walk.yaml"  # whose task is replaced
-DEPENDS_ON = (
-    "data/trajectories/*.py",
-    "model/agentic.py",
-    "model/cache.py",
-    "trainer/trajectories.py",
-    "eval/in_context.py",
-    RECIPE,
-)
 
 
 def run_one(task: str, method: str, seed: int, args: Options) -> dict:
@@ -171,9 +150,7 @@ def save_result(results: dict[tuple[str, str, int], list[dict]], command: str) -
     Args:
       results: (task, method, steps) -> what eval.in_context wrote, for each training seed.
     """
-    stored, stored_rows = {}, {}
-    if (FOLDER / f"{NAME}.json").exists():
-        stored, stored_rows = load(NAME).tables, load(NAME).rows
+    stored, stored_rows = load(NAME).tables, load(NAME).rows
     measured_now = {(task, method, str(steps)) for task, method, steps in results}
     tables = {
         title: {
@@ -203,18 +180,8 @@ def save_result(results: dict[tuple[str, str, int], list[dict]], command: str) -
     }
     for task in set(rows) & set(stored_rows) - {task for task, _, _ in results}:
         rows[task].update({key: stored_rows[task][key] for key in ("date", "commit")})
-    save(
-        NAME,
-        measured(
-            "In-context reinforcement learning on episodes collected with dm_control",
-            rows,
-            command,
-            DEPENDS_ON,
-            facts=FACTS,
-            tables={title: table for title, table in tables.items() if table["rows"]},
-            note="docs/notes/in_context.md",
-        ),
-    )
+    tables = {title: table for title, table in tables.items() if table["rows"]}
+    renew(NAME, rows, command=command, tables=tables)
 
 
 def _task_row(task: str, lines: list[list[str]]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from data.errors import UserError
 from data.folders import scratch_folder
 from planning.costs.kernel_rates import TABLE
 from scripts.benchmarks.commands import in_own_process, write_json
-from scripts.benchmarks.results import load, measured, row, same_versions, save
+from scripts.benchmarks.results import load, renew, row, same_versions
 from trainer.options import command, option
 
 NAME = "kernel_cycles"
@@ -294,19 +294,9 @@ def write() -> int:
             lines.append(measure_line(generation, direction, kernel))
             print(*lines[-1], flush=True)
     write_json(TABLE, for_cost_model(lines))
-    save(
-        NAME,
-        measured(
-            f"Bundles of a tile of {TILE} x {TILE} scores, heads of {HEAD_DIM}, bfloat16, by the "
-            "TPU's compiler",
-            summarize(lines),
-            f"python -m scripts.benchmarks.{NAME}",
-            ("model/attention/kernels/tpu*.py", f"scripts/benchmarks/{NAME}.py"),
-            tables={"bundles": {"columns": list(COLUMNS), "rows": lines}},
-            seconds=round(time.perf_counter() - start, 1),
-            note="docs/notes/kernels.md",
-        ),
-    )
+    tables = {"bundles": {"columns": list(COLUMNS), "rows": lines}}
+    seconds = round(time.perf_counter() - start, 1)
+    renew(NAME, summarize(lines), tables=tables, seconds=seconds)
     return 0
 
 

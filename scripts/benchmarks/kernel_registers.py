@@ -29,7 +29,7 @@ from data.errors import UserError
 from data.folders import scratch_folder
 from data.outputs import new_folder
 from scripts.benchmarks.commands import in_own_process
-from scripts.benchmarks.results import load, measured, row, same_versions, save
+from scripts.benchmarks.results import load, renew, row, same_versions
 from trainer.options import command, option
 
 NAME = "kernel_registers"
@@ -314,24 +314,9 @@ def write() -> int:
     ]
     for line in lines:
         print(*line)
-    save(
-        NAME,
-        measured(
-            "Kernels for GPUs by head size, shared memory of a block, blocks of a core: bfloat16, "
-            "by the CUDA compiler",
-            summarize(figures),
-            f"python -m scripts.benchmarks.{NAME}",
-            (
-                "model/attention/kernels/mosaic_*.py",
-                "model/attention/kernels/intervals.py",
-                "model/attention/kernels/gpu.py",
-                f"scripts/benchmarks/{NAME}.py",
-            ),
-            tables={"figures": {"columns": columns, "rows": lines}},
-            seconds=round(time.perf_counter() - start, 1),
-            note="docs/notes/kernels.md",
-        ),
-    )
+    tables = {"figures": {"columns": columns, "rows": lines}}
+    seconds = round(time.perf_counter() - start, 1)
+    renew(NAME, summarize(figures), tables=tables, seconds=seconds)
     return 0
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from scripts.benchmarks.commands import ProcessFailed, python
-from scripts.benchmarks.results import ROOT, measured, row, save
+from scripts.benchmarks.results import ROOT, renew, row
 from scripts.benchmarks.retrieval import book_losses, seconds
 from trainer.options import command, option
 
@@ -31,7 +31,6 @@ RECIPE = "configs/preference/smollm2_dpo.yaml"
 NEW_TOKENS = 40
 KILLS = (4, 14)  # logged steps after which the second run is killed: without a checkpoint, with one
 ACCURACY, NATS = 0.9, 0.05  # goals
-DEPENDS_ON = (RECIPE, "scripts/make_preferences.py", "trainer/preference*.py", "data/pairs.py")
 # What two runs of the same steps do not share.
 TIMES = re.compile("seconds|per_second|mfu|gib")
 
@@ -219,17 +218,7 @@ def work(args: Options) -> None:
     book = book_losses(merged, args.model, args.book, folder)
     bitwise = same_metrics([run, killed]) and same_checkpoints([run, killed])
     rows, facts = rows_and_facts(run, records, book, bitwise)
-    save(
-        "preference",
-        measured(
-            "SmolLM2-135M-Instruct tuned by DPO on 306 pairs that prefer short answers",
-            rows,
-            "python -m scripts.benchmarks.preference --model HF_DIR --book BOOK.txt",
-            DEPENDS_ON,
-            seconds=seconds(run),
-            facts=facts,
-        ),
-    )
+    renew("preference", rows, seconds=seconds(run), facts=facts)
 
 
 main = command(Options, work)

@@ -1,7 +1,9 @@
 """Result files: what was measured, when, where, at which commit, and which files it depends on.
 
-A result is docs/results/NAME.json; `Result` lists its fields. BENCHMARKS.md is made from these
-files alone, by
+A result is docs/results/NAME.json; `Result` lists its fields. What does not change from one
+measurement to the next stands in the file alone: title, depends_on's patterns, note, facts. A new
+one begins as {"title": "...", "depends_on": {"model/**/*.py": ""}}. BENCHMARKS.md is made from
+these files, by
 
     python -m scripts.benchmarks.page
 
@@ -65,13 +67,13 @@ class Result:
     """
 
     title: str
-    rows: dict[str, dict[str, str]]
-    command: str
-    date: str
-    commit: str
-    hardware: dict[str, object]
-    versions: dict[str, str]
-    depends_on: dict[str, str]
+    rows: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    command: str = ""
+    date: str = ""
+    commit: str = ""
+    hardware: dict[str, object] = dataclasses.field(default_factory=dict)
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    depends_on: dict[str, str] = dataclasses.field(default_factory=dict)
     tables: dict[str, dict[str, list]] = dataclasses.field(default_factory=dict)
     seconds: float | None = None
     carried: bool = False
@@ -79,17 +81,17 @@ class Result:
     facts: list[str] = dataclasses.field(default_factory=list)
 
 
-def load(name: str, folder: Path = FOLDER) -> Result:
+def load(name: str) -> Result:
     """Reads the result `name`."""
-    return Result(**json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
+    return Result(**json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")))
 
 
-def load_all(folder: Path = FOLDER) -> dict[str, Result]:
+def load_all() -> dict[str, Result]:
     """Reads all results, by name in alphabetical order."""
-    return {path.stem: load(path.stem, folder) for path in sorted(folder.glob("*.json"))}
+    return {path.stem: load(path.stem) for path in sorted(FOLDER.glob("*.json"))}
 
 
-def save(name: str, result: Result, folder: Path = FOLDER) -> Path:
+def save(name: str, result: Result) -> Path:
     """Writes the result `name` in one step, leaving out what is empty; returns its path."""
     for row_id, row in result.rows.items():
         if row["verdict"] not in VERDICTS:
@@ -102,8 +104,7 @@ def save(name: str, result: Result, folder: Path = FOLDER) -> Path:
         for key, value in dataclasses.asdict(result).items()
         if value or key not in optional
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
+    path = FOLDER / f"{name}.json"
     partial = path.with_suffix(".part")
     partial.write_text(as_text(fields), encoding="utf-8")
     partial.replace(path)
@@ -140,25 +141,27 @@ def _in_lines(opening: str, lines: Iterable[str], closing: str) -> str:
     return opening + "\n" + ",\n".join(lines) + "\n" + closing
 
 
-def measured(
-    title: str,
-    rows: Mapping[str, Mapping[str, str]],
-    command: str,
-    depends_on: Iterable[str],
-    **rest,
-) -> Result:
-    """Returns a result measured here, now, at this commit; `rest` are further `Result` fields."""
-    return Result(
-        title,
-        {key: dict(row) for key, row in rows.items()},
-        command,
-        datetime.date.today().isoformat(),
-        commit(),
-        hardware(),
-        versions(),
-        {pattern: fingerprint(pattern) for pattern in depends_on},
-        **rest,
+def renew(name: str, rows: Mapping[str, Mapping[str, str]], **changes: Any) -> Result:
+    """Writes what was found here, now, at this commit into the result `name`, and returns it.
+
+    Args:
+      rows: all of them.
+      changes: other fields of `Result` that change: command, facts, seconds, tables.
+    """
+    known = load(name)
+    result = dataclasses.replace(
+        known,
+        rows={key: dict(row) for key, row in rows.items()},
+        date=datetime.date.today().isoformat(),
+        commit=commit(),
+        hardware=hardware(),
+        versions=versions(),
+        depends_on={pattern: fingerprint(pattern) for pattern in known.depends_on},
+        carried=False,
+        **changes,
     )
+    save(name, result)
+    return result
 
 
 def row(

@@ -23,7 +23,7 @@ from data.within import read_text
 from eval.line_report import plot, read
 from eval.scoring import Score
 from scripts.benchmarks.commands import python
-from scripts.benchmarks.results import ROOT, measured, row, save
+from scripts.benchmarks.results import ROOT, renew, row
 from trainer.options import command, option
 
 RECIPE = "configs/extension/smollm2_lines_4k.yaml"
@@ -34,14 +34,6 @@ LETTERS = 3_000_000  # of the training text: half of all tokens
 SHORT_TASKS = ("book_next_sentence", "book_last_word")
 GOAL = "0.3 more, or 0.95, intervals apart"
 GENERATED, OWN = "generated", "LongChat's own"
-DEPENDS_ON = (
-    RECIPE,
-    "data/synthetic/*.py",
-    "eval/line_*.py",
-    "eval/runner.py",
-    "model/decode.py",
-    "model/cache.py",
-)
 
 
 def evaluate(checkpoint: str, args: Options, name: str) -> Path:
@@ -194,26 +186,7 @@ def save_result(
             "within an interval",
             first["low"] <= last["score"] <= first["high"],
         )
-    facts = [
-        f"Trained for {took / 60:.0f} minutes beside other work, with pauses; the last stage's "
-        "rows have 4,096 tokens.",
-        "Generated cases have LongChat's wording; their pairs of key and number are in no training "
-        "text. One seed.",
-        "The short tasks are questions about the book that scripts.make_short_tasks makes.",
-    ]
-    save(
-        "retrieval",
-        measured(
-            "SmolLM2-135M-Instruct before and after practising retrieval",
-            rows,
-            "python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --text "
-            "TEXT.txt --book BOOK.txt",
-            DEPENDS_ON,
-            facts=facts,
-            seconds=took,
-            note="docs/notes/retrieval.md",
-        ),
-    )
+    renew("retrieval", rows, seconds=took)
 
 
 def work(args: Options) -> None:

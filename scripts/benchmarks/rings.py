@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data.errors import UserError
-from scripts.benchmarks.results import measured, row, save
+from scripts.benchmarks.results import renew, row
 from trainer.options import Tokens, command, option
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 RANKS, TILE = 2, 512
 LAYOUTS = ("contiguous", "striped", "zigzag")
 THEIRS = "ringattention 0.1.2"
-DEPENDS_ON = ("model/attention/**/*.py", "scripts/benchmarks/rings.py")
 
 
 def their_ring() -> Callable:
@@ -197,19 +196,9 @@ def work(args: Options) -> None:
             "1e-5",
             difference <= 1e-5,
         )
-    command = (
-        f"python -m scripts.benchmarks.rings --lengths {' '.join(map(str, args.lengths))} "
-        f"--heads {args.heads}"
-    )
-    save(
-        "rings",
-        measured(
-            "Our ring beside the package of Ring Attention's authors",
-            rows,
-            command,
-            DEPENDS_ON,
-        ),
-    )
+    lengths = " ".join(map(str, args.lengths))
+    options = f"--lengths {lengths} --heads {args.heads}"
+    renew("rings", rows, command=f"python -m scripts.benchmarks.rings {options}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

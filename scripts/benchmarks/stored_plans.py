@@ -21,7 +21,7 @@ from typing import Any
 
 from scripts.benchmarks.commands import read_json
 from scripts.benchmarks.plan_store import read_plans, write_plans
-from scripts.benchmarks.results import ROOT, measured, row, save
+from scripts.benchmarks.results import ROOT, renew, row
 from trainer.options import command, option
 
 # Recipe -> GB of each GPU that TRL measured at the same length on the same machine
@@ -32,7 +32,6 @@ TRL_GB = {
     "qwen3_32b_1m_h100": 60.8,
 }
 PODS = "pods/"  # the beginning of their names
-DEPENDS_ON = ("docs/plans/plans.json", "scripts/benchmarks/stored_plans.py")
 # Row -> plan, GPUs, goal in tokens, goal in words. The 8M goal was set without query chunks; 16M
 # had no separate goal.
 CONTEXTS = {
@@ -94,17 +93,7 @@ def save_recipes(plans: dict[str, dict[str, Any]]) -> None:
                 f"TRL measured {TRL_GB[recipe]}",
                 ours <= TRL_GB[recipe],
             )
-    _save(
-        "recipes",
-        "Recipes for big machines, planned by the machines' compilers",
-        rows,
-        (
-            "configs/*.yaml",
-            "configs/adapters/*.yaml",
-            "configs/preference/llama*.yaml",
-            *DEPENDS_ON,
-        ),
-    )
+    renew("recipes", rows)
 
 
 def save_pods(stored: dict[str, dict[str, Any]]) -> None:
@@ -134,12 +123,7 @@ def save_pods(stored: dict[str, dict[str, Any]]) -> None:
             "fits",
             plan["peak_gib"] <= plan["device_gib"],
         )
-    _save(
-        "pods",
-        "256 chips, one row, bfloat16: the mesh that the plan found",
-        rows,
-        DEPENDS_ON,
-    )
+    renew("pods", rows)
 
 
 def save_contexts(stored: dict[str, dict[str, Any]]) -> None:
@@ -154,13 +138,7 @@ def save_contexts(stored: dict[str, dict[str, Any]]) -> None:
             words,
             plan["context"] >= goal,
         )
-    _save(
-        "contexts",
-        "LLaMA-3.1-8B: the longest contexts on GPUs that are not there, by the CUDA compiler",
-        rows,
-        DEPENDS_ON,
-        "docs/notes/contexts.md",
-    )
+    renew("contexts", rows)
 
 
 def save_memory_1m(stored: dict[str, dict[str, Any]]) -> None:
@@ -175,13 +153,7 @@ def save_memory_1m(stored: dict[str, dict[str, Any]]) -> None:
         )
         for name, plan in plans.items()
     }
-    _save(
-        "memory_1m",
-        "LLaMA-7B, full training step (AdamW), 1,048,576 tokens on v4:4x4x4, nothing offloaded",
-        rows,
-        DEPENDS_ON,
-        "docs/notes/memory.md",
-    )
+    renew("memory_1m", rows)
 
 
 def policy(plan: dict[str, Any]) -> str:
@@ -189,17 +161,6 @@ def policy(plan: dict[str, Any]) -> str:
     words = plan["remat"] + (f" {plan['every_k']}" if plan.get("every_k") else "")
     words += f", {plan['query_chunks']} query chunks" if plan["query_chunks"] > 1 else ""
     return words + (", prefetch" if plan["prefetch"] else "")
-
-
-def _save(
-    name: str,
-    title: str,
-    rows: dict[str, dict],
-    depends_on: tuple[str, ...],
-    note: str = "docs/notes/pods.md",
-) -> None:
-    command = "python -m scripts.benchmarks.stored_plans"
-    save(name, measured(title, rows, command, depends_on, note=note))
 
 
 def work(args: Options) -> None:

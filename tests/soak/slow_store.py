@@ -137,41 +137,27 @@ def measure(folder: pathlib.Path) -> dict:
 
 def main() -> int:
     """Measures and records docs/results/slow_store.json."""
-    from scripts.benchmarks.results import measured, row, save
+    from scripts.benchmarks.results import renew, row
 
     with tempfile.TemporaryDirectory() as temporary:
         result = measure(pathlib.Path(temporary))
     saves, calls = len(result["held"]), result["calls"]
-    save(
-        "slow_store",
-        measured(
-            "A store that answers slowly",
-            {
-                "calls": row(
-                    "files and folders that training waits for", str(len(calls)), "0", not calls
-                ),
-                "held": row(
-                    "longest that a save holds a step, the copy included",
-                    f"{max(result['held']):.1f} s",
-                    f"below the {result['written'] / saves:.1f} s of writing",
-                    max(result["held"]) < result["written"] / saves,
-                ),
-                "said": row(
-                    "saves that waited for the one before, and said so",
-                    f"{len(result['said'])} of {saves - 1}",
-                    "all",
-                    len(result["said"]) == saves - 1,
-                ),
-            },
-            "python -m tests.soak.slow_store",
-            ["trainer/loop.py", "trainer/checkpoint/*.py", "tests/soak/slow_store.py"],
-            note="docs/robustness.md",
-            facts=[
-                f"Every call of Python's that changes the folder of checkpoints takes {DELAY} s; "
-                "a save every 2 steps."
-            ],
+    rows = {
+        "calls": row("files and folders that training waits for", str(len(calls)), "0", not calls),
+        "held": row(
+            "longest that a save holds a step, the copy included",
+            f"{max(result['held']):.1f} s",
+            f"below the {result['written'] / saves:.1f} s of writing",
+            max(result["held"]) < result["written"] / saves,
         ),
-    )
+        "said": row(
+            "saves that waited for the one before, and said so",
+            f"{len(result['said'])} of {saves - 1}",
+            "all",
+            len(result["said"]) == saves - 1,
+        ),
+    }
+    renew("slow_store", rows)
     return 0
 
 

@@ -6,7 +6,7 @@ import json
 import pathlib
 from typing import Any
 
-from scripts.benchmarks.results import ROOT, commit, load, measured, row, save
+from scripts.benchmarks.results import ROOT, commit, load, renew, row
 from tests.soak.attacks import CLASSES, LONGER, LONGEST
 from tests.soak.kills import count
 
@@ -28,7 +28,6 @@ ABOUT = {
     "accounts": "another user, who may read what is shared, or not all of it",
     "kills": "runs of one process or two and exports killed: bitwise",
 }
-DEPENDS_ON = ("tests/soak/*.py", "data/*.py", "trainer/**/*.py", "eval/line_cases.py")
 
 
 def record(folder: pathlib.Path) -> None:
@@ -41,19 +40,7 @@ def record(folder: pathlib.Path) -> None:
         if sum(part["tried"] for part in parts):
             rows[name] = _row(name, parts)
     rows = {name: rows[name] for name in CLASSES if name in rows}
-    save(
-        "robustness",
-        measured(
-            "Attacks on what users and machines get wrong",
-            rows,
-            "python -m tests.soak.attacks CLASS",
-            DEPENDS_ON,
-            note="docs/robustness.md",
-            facts=[
-                "Each class was attacked at the commit that its row in docs/robustness.md names."
-            ],
-        ),
-    )
+    renew("robustness", rows)
     lines = ["| attacked | held | slowest, s | commit |", "|---|---|---|---|"]
     lines += [
         f"| {row['what']} | {row['found']} | {row['slowest']} | {row['commit']} |"

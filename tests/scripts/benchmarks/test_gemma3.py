@@ -28,7 +28,7 @@ def test_ours_and_transformers_agree_and_a_book_is_read_from_its_middle(tmp_path
     book = tmp_path / "book.txt"
     book.write_text("no " * 5000 + "The striped ring sends keys and values around. " * 200)
     saved, make_mesh = {}, trainer.mesh.make_mesh
-    monkeypatch.setattr(gemma3, "save", saved.__setitem__)
+    monkeypatch.setattr(gemma3, "renew", lambda name, rows, command: saved.update(rows))
     monkeypatch.setattr(trainer.mesh, "simulate", lambda count: None)
     monkeypatch.setattr(
         trainer.mesh, "make_mesh", lambda config: make_mesh(config, jax.devices()[:4])
@@ -36,7 +36,6 @@ def test_ours_and_transformers_agree_and_a_book_is_read_from_its_middle(tmp_path
     folder = small_model.write(tmp_path, config)
     command = ["--model", str(folder), "--book", str(book), "--tokens", "128"]
     assert gemma3.main(command) == 0
-    rows = saved["gemma3"].rows
-    assert [rows[name]["verdict"] for name in ("loss", "token", "answer")] == ["held"] * 3
-    ours, theirs = map(float, rows["loss"]["found"].split(" and "))
+    assert [saved[name]["verdict"] for name in ("loss", "token", "answer")] == ["held"] * 3
+    ours, theirs = map(float, saved["loss"]["found"].split(" and "))
     assert ours == pytest.approx(theirs, abs=1e-5) and ours > 1

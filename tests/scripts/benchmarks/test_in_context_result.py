@@ -20,11 +20,8 @@ def answer(last, seeds=5):
 
 
 def test_tasks_that_were_not_measured_keep_date_and_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(in_context, "FOLDER", tmp_path)
-    monkeypatch.setattr(in_context, "load", lambda name: results.load(name, tmp_path))
-    monkeypatch.setattr(
-        in_context, "save", lambda name, result: results.save(name, result, tmp_path)
-    )
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    (tmp_path / f"{in_context.NAME}.json").write_text('{"title": "t"}')
     monkeypatch.setattr(in_context, "commit", lambda: "first")
     in_context.save_result(
         {("walker_walk", "DT", 500): answer(40.0), ("cheetah_run", "DT", 500): answer(60.0)},
@@ -36,7 +33,7 @@ def test_tasks_that_were_not_measured_keep_date_and_commit(tmp_path, monkeypatch
         for method, score in (("BC-10%", 70.0), ("DT", 65.0), ("AT, N = 8", 73.0))
     }
     in_context.save_result(longer, "command")
-    rows = results.load(in_context.NAME, tmp_path).rows
+    rows = results.load(in_context.NAME).rows
     assert {task: row["commit"] for task, row in rows.items()} == {
         "walker_walk": "first",
         "cheetah_run": "second",
@@ -46,7 +43,7 @@ def test_tasks_that_were_not_measured_keep_date_and_commit(tmp_path, monkeypatch
         rows["cheetah_run"]["found"] == "BC-10% 70; DT 65; AT 8 73"
         and rows["cheetah_run"]["verdict"] == "held"
     )
-    lines = results.load(in_context.NAME, tmp_path).tables[in_context.SCORES]["rows"]
+    lines = results.load(in_context.NAME).tables[in_context.SCORES]["rows"]
     assert [line[:3] for line in lines] == [
         ["walker_walk", "DT", "500"],
         ["cheetah_run", "DT", "500"],

@@ -2,9 +2,9 @@
 
 import pytest
 
-from scripts.benchmarks import kernel_cycles
+from scripts.benchmarks import kernel_cycles, results
 from scripts.benchmarks.kernel_cycles import Program, read_program, summarize
-from scripts.benchmarks.results import load, measured, save
+from scripts.benchmarks.results import Result, save, versions
 
 # As the compiler prints it: a loop (region 1) around a region without products (2) and two tiles (3
 # and 5), one of which contains a region without products, which is not the tile's own.
@@ -37,15 +37,10 @@ def test_a_slower_kernel_fails_the_check(factor, code, monkeypatch, tmp_path, ca
         for generation in ("v5p", "v6e")
         for kernel, part in (("ours", 1100), ("splash", None))
     ]
-    stored = measured(
-        "title",
-        {},
-        "command",
-        (),
-        tables={"bundles": {"columns": list(kernel_cycles.COLUMNS), "rows": lines}},
-    )
-    save(kernel_cycles.NAME, stored, tmp_path)
-    monkeypatch.setattr(kernel_cycles, "load", lambda name: load(name, tmp_path))
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    columns = list(kernel_cycles.COLUMNS)
+    tables = {"bundles": {"columns": columns, "rows": lines}}
+    save(kernel_cycles.NAME, Result("t", tables=tables, versions=versions()))
 
     def measure_line(generation, direction, kernel):
         assert kernel == "ours"

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from data.errors import UserError
-from scripts.benchmarks import kernel_registers
+from scripts.benchmarks import kernel_registers, results
 from scripts.benchmarks.kernel_registers import COMPILERS, Case, Figures, read_figures
-from scripts.benchmarks.results import load, measured, save, versions
+from scripts.benchmarks.results import Result, load, save, versions
 
 PTXAS = """ptxas info    : Function properties for attention_dkv_mosaic_gpu_kernel
     8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
@@ -63,9 +63,9 @@ def test_figures_of_a_triton_kernel_are_read_from_xlas_text():
 def test_a_worse_kernel_fails_the_check(change, code, monkeypatch, tmp_path, capsys):
     case = Case("mosaic", "h100", "dkv", 128)
     rows = [[*dataclasses.astuple(case), *dataclasses.astuple(FIGURES)]]
-    stored = measured("title", {}, "command", (), tables={"figures": {"columns": [], "rows": rows}})
-    save(kernel_registers.NAME, stored, tmp_path)
-    monkeypatch.setattr(kernel_registers, "load", lambda name: load(name, tmp_path))
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    tables = {"figures": {"columns": [], "rows": rows}}
+    save(kernel_registers.NAME, Result("t", tables=tables, versions=versions()))
     monkeypatch.setattr(
         kernel_registers, "measure", lambda: {case: dataclasses.replace(FIGURES, **change)}
     )

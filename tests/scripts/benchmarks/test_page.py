@@ -2,6 +2,7 @@
 results."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -13,7 +14,7 @@ from scripts.benchmarks.results import (
     changed,
     fingerprint,
     load_all,
-    measured,
+    renew,
     row,
     save,
 )
@@ -109,12 +110,12 @@ def test_the_committed_page_is_made_from_the_committed_results(capsys):
 def test_every_result_is_on_the_page():
     shown = {
         name
-        for _, sections in page.THEMES.values()
-        for names in sections.values()
+        for about in page.PAGES["themes"].values()
+        for names in about["sections"].values()
         for name in names
     }
     assert shown | {"accelerators"} == set(COMMITTED)
-    for name, ids in page.SELECTED.items():
+    for name, ids in page.PAGES["selected"].items():
         assert set(ids) <= set(COMMITTED[name].rows), name
 
 
@@ -131,6 +132,8 @@ def test_a_result_names_what_is_needed_to_repeat_it(name):
     assert result.title and result.rows
     for row_id, cells in result.rows.items():
         assert re.fullmatch(r"[\w-]+", row_id) and cells["verdict"] in results.VERDICTS
+    for pattern in result.depends_on:
+        assert any(ROOT.glob(pattern)), f"no file matches {pattern}"
     if result.note:
         assert (ROOT / result.note).is_file()
     if name != "accelerators":
@@ -163,7 +166,7 @@ def test_a_changed_figure_changes_its_pages_and_a_changed_program_makes_a_headli
     counts = [
         page.headlines(COMMITTED | {"step": result}).count(page.OLD) for result in (fresh, aged)
     ]
-    shown = sum(figure.startswith("step.") for _, figure in page.HEADLINES)
+    shown = sum(figure.startswith("step.") for _, figure in page.PAGES["headlines"])
     assert shown == 2 and counts[1] == counts[0] + shown
 
 
@@ -199,20 +202,18 @@ def test_a_result_is_stale_once_a_file_has_changed(monkeypatch, tmp_path):
     assert changed(result) == ["code/**/*.py"]
 
 
-def test_a_saved_result_is_read_back_and_says_where_it_was_measured(tmp_path):
-    result = measured(
-        "title", {"a": row("what", "1.2", "1", held=True)}, "command", ["LICENSE"], seconds=1.5
-    )
-    save("x", result, tmp_path)
-    assert load_all(tmp_path) == {"x": result}
-    assert (
-        result.hardware["cores"]
-        and result.versions["jax"]
-        and result.depends_on["LICENSE"] == fingerprint("LICENSE")
-    )
+def test_a_renewed_result_keeps_its_title_and_says_where_it_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    begun = {"title": "title", "depends_on": {"LICENSE": ""}, "note": "note", "carried": True}
+    (tmp_path / "x.json").write_text(json.dumps(begun))
+    result = renew("x", {"a": row("what", "1.2", "1", held=True)}, command="command", seconds=1.5)
+    assert load_all() == {"x": result}
+    assert (result.title, result.note, result.command) == ("title", "note", "command")
+    assert result.hardware["cores"] and result.versions["jax"] and not result.carried
+    assert result.depends_on["LICENSE"] == fingerprint("LICENSE")
     result.rows["a"]["verdict"] = "splendid"
     with pytest.raises(ValueError, match=r"x\.a.*splendid"):
-        save("x", result, tmp_path)
+        save("x", result)
 
 
 def beginnings(cell: str) -> list[str]:

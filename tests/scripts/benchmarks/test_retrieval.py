@@ -26,8 +26,8 @@ def test_the_goal_is_a_gain_with_intervals_apart(before, after, held):
 
 
 def test_rows_compare_scores_books_and_tasks(monkeypatch):
-    saved = {}
-    monkeypatch.setattr(retrieval, "save", saved.__setitem__)
+    rows = {}
+    monkeypatch.setattr(retrieval, "renew", lambda name, found, seconds: rows.update(found))
     short = [
         {
             task: {"score": share, "low": 0.37, "high": 0.50, "cases": 200}
@@ -38,7 +38,6 @@ def test_rows_compare_scores_books_and_tasks(monkeypatch):
     retrieval.save_result(
         [score(2, 0.01, 0.14)], [score(44, 0.80, 0.97)], [3.80, 3.851], short, 60.0
     )
-    rows = saved["retrieval"].rows
     assert rows["lines_20"]["found"] == "2 -> 44 of 48"
     assert {name: row["verdict"] for name, row in rows.items()} == {
         "lines_20": "held",
