@@ -4,6 +4,7 @@ import difflib
 import errno
 import http
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,15 @@ _TRANSIENT_CODES = frozenset(
         errno.ENETUNREACH,
         errno.ENETRESET,
         errno.EADDRINUSE,
+        errno.ENONET,
+        errno.ECOMM,
+        errno.EPROTO,
+        errno.ENOLCK,  # a network file system's lock server
+        errno.EDEADLK,
+        errno.ENFILE,  # of all programs; one's own limit, EMFILE, would be met again
+        errno.ENOBUFS,
+        errno.ETIME,
+        errno.ECANCELED,
     )
 )
 # Libraries in C++ quote these words, and give no number.
@@ -42,20 +52,45 @@ _TRANSIENT_WORDS = tuple(
     sorted(os.strerror(code) for code in _TRANSIENT_CODES - {errno.EAGAIN, errno.EBUSY})
 )
 # How messages of XLA, TensorStore and gRPC begin.
-_TRANSIENT_STATUSES = ("UNAVAILABLE:", "DEADLINE_EXCEEDED:", "ABORTED:")
-# Of requests, httpx, aiohttp and botocore, whose errors do not all derive from Python's.
+_TRANSIENT_STATUSES = ("UNAVAILABLE:", "DEADLINE_EXCEEDED:", "ABORTED:", "CANCELLED:")
+# Of requests, urllib3, http.client, httpx, aiohttp, gcsfs, google.auth and botocore, whose errors
+# do not all derive from Python's; and two of ssl, whose numbers are not the system's.
 _TRANSIENT_NAMES = frozenset(
     (
-        "ConnectionError",
+        "BadStatusLine",
+        "ChecksumError",
+        "ChunkedEncodingError",
+        "ClientConnectionError",
+        "ClientConnectorError",
+        "ClientPayloadError",
         "ConnectError",
         "ConnectTimeout",
+        "ConnectTimeoutError",
+        "ConnectionError",
+        "EndpointConnectionError",
+        "HTTPClientError",
+        "IncompleteRead",
+        "IncompleteReadError",
+        "MaxRetryError",
+        "NetworkError",
+        "ProtocolError",
         "ReadTimeout",
+        "ReadTimeoutError",
+        "RetryError",
+        "SSLEOFError",
+        "SSLZeroReturnError",
         "Timeout",
         "TimeoutException",
-        "ClientConnectionError",
-        "EndpointConnectionError",
-        "ConnectTimeoutError",
-        "ReadTimeoutError",
+        "TransportError",
+    )
+)
+# Errors among those that would recur: of a certificate, of a word before :// that is none.
+_LASTING_NAMES = frozenset(
+    (
+        "CertificateError",
+        "ClientConnectorCertificateError",
+        "SSLCertVerificationError",
+        "UnsupportedProtocol",
     )
 )
 _TRANSIENT_HTTP = frozenset(
@@ -88,9 +123,12 @@ def is_transient(error: BaseException) -> bool:
 
     These are `TransientError`; errors of the operating system such as EIO, ESTALE, ETIMEDOUT, a
     full disk and a refused connection, also where a library in C++ quotes them; answers of servers
-    such as 503; and time-outs.
+    such as 503; broken transfers; and time-outs. A certificate that does not hold is none.
     """
-    return any(_is_transient_alone(link) for link in _chain(error))
+    links = list(_chain(error))
+    return not any(_has_name(link, _LASTING_NAMES) for link in links) and any(
+        map(_is_transient_alone, links)
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -109,18 +147,18 @@ def _is_transient_alone(error: BaseException) -> bool:
     """`is_transient` of one error, without those that it was raised for."""
     if isinstance(error, UserError):
         return isinstance(error, TransientError)
-    if isinstance(error, TimeoutError) or (
-        isinstance(error, ConnectionError) and not isinstance(error, BrokenPipeError)
-    ):
+    if isinstance(error, BrokenPipeError):  # whoever reads our output has gone
+        return False
+    if isinstance(error, (TimeoutError, ConnectionError)):
         return True
     if (status := _http_status(error)) is not None:
         return status in _TRANSIENT_HTTP
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _TRANSIENT_CODES or (
-            type(error).__name__ == "gaierror" and error.errno == _RESOLVER_TRY_AGAIN
-        )
-    if any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__):
+    if isinstance(error, OSError) and type(error).__name__ == "gaierror":
+        return error.errno == _RESOLVER_TRY_AGAIN
+    if _has_name(error, _TRANSIENT_NAMES) or getattr(error, "retryable", None) is True:
         return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _TRANSIENT_CODES
     text = str(error)
     if isinstance(error, (OSError, ValueError)) and any(
         f": {words}" in text for words in _TRANSIENT_WORDS
@@ -132,13 +170,22 @@ def _is_transient_alone(error: BaseException) -> bool:
 
 
 def _http_status(error: BaseException) -> int | None:
-    """Returns the HTTP status in an error of urllib, requests, httpx, gcsfs or aiohttp."""
+    """Returns the HTTP status in an error of urllib, requests, httpx, gcsfs, aiohttp, botocore."""
+    response = getattr(error, "response", None)
+    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
     values = (
-        getattr(getattr(error, "response", None), "status_code", None),
+        getattr(response, "status_code", None),
+        metadata.get("HTTPStatusCode"),
         getattr(error, "code", None),
         getattr(error, "status", None),
     )
-    return next((value for value in values if isinstance(value, int) and 100 <= value < 600), None)
+    numbers = (int(str(value)) for value in values if re.fullmatch(r"[1-5]\d\d", str(value)))
+    return next(numbers, None)
+
+
+def _has_name(error: BaseException, names: frozenset[str]) -> bool:
+    """Returns whether an error's type, or one that it derives from, has one of these names."""
+    return any(kind.__name__ in names for kind in type(error).__mro__)
 
 
 def first_line(error: BaseException) -> str:

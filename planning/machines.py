@@ -10,19 +10,21 @@ import difflib
 import math
 import re
 
-from trainer.devices import GPUS, TPUS, Device
+from trainer.devices import GPUS, TPUS, TWO_DEVICES_A_CHIP, Device
 
 # An unlisted GPU, whose memory the user has to give: --gpu-memory 24.
 ANY_GPU = "gpu"
 BOX_GPUS = 8  # of a whole host
 EXAMPLES = (
-    "8xH100, 2x8xH100 (2 hosts of 8), 4xA100-40GB, RTX4090, v5p-32, v6e-8 or a topology such as "
-    "v4:4x4x4"
+    "8xH100, 2x8xH100 (2 hosts of 8), 4xA100-40GB, RTX4090, v5p-32, v6e-8, tpu7x-128 or a topology "
+    "such as v4:4x4x4"
 )
 # Other names of the same devices.
 _ALIASES = {
     "v5litepod": "v5e",
     "v5lite": "v5e",
+    "v7x": "tpu7x",
+    "ironwood": "tpu7x",
     "a100-80gb": "a100",
     "h100-80gb": "h100",
     "h100-sxm": "h100",
@@ -32,8 +34,9 @@ _ALIASES = {
     "rtx-4090": "rtx4090",
     "rtx-3090": "rtx3090",
 }
-# For these generations Cloud TPU counts cores, two per chip: v5p-32 has 16 chips.
-_COUNTED_IN_CORES = ("v3", "v4", "v5p")
+# For these generations names count cores, two per chip: v5p-32 has 16 chips (Cloud TPU), tpu7x-128
+# has 64 (xpk and MaxText).
+_COUNTED_IN_CORES = ("v3", "v4", "v5p", "tpu7x")
 # Chips -> Cloud TPU's default shape of a slice (cloud.google.com/tpu/docs, a page for each
 # generation).
 _TORUS = {
@@ -61,9 +64,16 @@ _V3 = {
     512: "16x32",
     1024: "32x32",
 }
-_SLICES = {"v3": _V3, "v4": _TORUS, "v5p": _TORUS, "v5e": _FLAT, "v6e": _FLAT}
+_SLICES = {
+    "v3": _V3,
+    "v4": _TORUS,
+    "v5p": _TORUS,
+    "v5e": _FLAT,
+    "v6e": _FLAT,
+    "tpu7x": _TORUS,
+}
 # TPU chips per virtual machine, the most that one process drives.
-_CHIPS_OF_A_HOST = {"v3": 4, "v4": 4, "v5p": 4, "v5e": 8, "v6e": 8}
+_CHIPS_OF_A_HOST = {"v3": 4, "v4": 4, "v5p": 4, "v5e": 8, "v6e": 8, "tpu7x": 4}
 
 
 def topology_of(name: str, any_gpu: bool = False) -> str:
@@ -81,7 +91,7 @@ def topology_of(name: str, any_gpu: bool = False) -> str:
     text = re.sub(r"\s+", "", name.lower()).replace("*", "x")
     if ":" in text:
         return _checked_topology(text, name, any_gpu)
-    if match := re.fullmatch(r"(?:(\d+)x)?(v\d+[a-z]*)-(\d+)", text):
+    if match := re.fullmatch(r"(?:(\d+)x)?(v\d+[a-z]*|tpu7x|ironwood)-(\d+)", text):
         slices, generation, count = match.groups()
         return _slice(name, slices, _ALIASES.get(generation, generation), int(count))
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([a-z][\w-]*|[34]090)", text)
@@ -168,7 +178,7 @@ def _known(chip: str, name: str, known: tuple[str, ...], any_gpu: bool = False) 
     """
     if chip in known:
         return chip
-    if any_gpu and not re.fullmatch(r"v\d[a-z]*", chip):
+    if any_gpu and not re.fullmatch(r"(tpu|v)\d[a-z]*", chip):
         return ANY_GPU
     near = difflib.get_close_matches(chip, known, n=1, cutoff=0.5)
     meant = f" (did you mean {near[0] if near[0] in TPUS else near[0].upper()}?)" if near else ""
@@ -192,9 +202,10 @@ def is_gpu(topology: str) -> bool:
 
 
 def device_count(topology: str) -> int:
-    """The devices of a topology; the two cores of a TPU v3's chip are one each."""
+    """The devices of a topology; a chip of some TPUs is two."""
     slices, generation, shape = split_topology(topology)
-    return slices * math.prod(map(int, shape.split("x"))) * (2 if generation == "v3" else 1)
+    of_a_chip = 2 if generation in TWO_DEVICES_A_CHIP else 1
+    return slices * math.prod(map(int, shape.split("x"))) * of_a_chip
 
 
 def device_of(topology: str) -> Device | None:

@@ -26,7 +26,7 @@ from .machines import accelerator_type, gpus_per_host, hosts, split_topology
 from .memory_estimate import estimate_memory
 from .plan import Job
 
-# Cloud TPU's runtime versions (cloud.google.com/tpu/docs/runtimes).
+# The Cloud TPU API's runtime versions (cloud.google.com/tpu/docs/runtimes).
 _RUNTIMES = {
     "v3": "tpu-ubuntu2204-base",
     "v4": "tpu-ubuntu2204-base",
@@ -47,15 +47,16 @@ def launcher(job: Job, options: str) -> str:
     slices, generation, shape = split_topology(job.topology)
     if generation in TPUS:
         kind = accelerator_type(job.topology)
+        runtime = _RUNTIMES.get(generation)
         if hosts(job.topology) == 1 or slices > 1 or kind is None:
             each = (
                 "" if hosts(job.topology) == 1 else f"# on each of {hosts(job.topology)} hosts:\n"
             )
             return f'{each}eval "$(python -m trainer.xla_flags tpu)" && python train.py {options}'
-        return (
-            f"scripts/launch_tpu.sh run NAME --zone ZONE --type {kind} --version "
-            f"{_RUNTIMES[generation]} -- {options}"
-        )
+        slice_ = f"--type {kind} --version {runtime}"
+        if runtime is None:  # the Cloud TPU API has no such chip
+            slice_ = f"--machine-type {generation}-standard-4t --topology {shape}"
+        return f"scripts/launch_tpu.sh run NAME --zone ZONE {slice_} -- {options}"
     if "x" in shape:
         return (
             f"sbatch --nodes {hosts(job.topology)} --gpus-per-node {gpus_per_host(job.topology)} "

@@ -25,7 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from data.printable import printable_output
+from data.errors import first_line, is_transient
+from data.printable import printable, printable_output
 from trainer.entry import CommandParser
 from trainer.run.shared_token import TOKEN
 
@@ -221,11 +222,23 @@ def main(argv: list[str] | None = None) -> int:
         status, received = _run_once(args.processes, flags)
         if received or not args.restarts or not may_pass(status):
             return status
-        decision = counted.after(status, read_status(run_folder(flags)).reached)
+        decision = counted.after(status, _reached(flags))
         print(f"launch_local: {decision.reason}", file=sys.stderr)
         if not decision.restart:
             return status
         time.sleep(decision.pause)
+
+
+def _reached(flags: Sequence[str]) -> int | None:
+    """Returns the newest checkpoint's step; None also where the store does not answer just now, so
+    that the start counts as one without a checkpoint."""
+    try:
+        return read_status(run_folder(list(flags))).reached
+    except Exception as error:
+        if not is_transient(error):
+            raise
+        print(f"launch_local: {printable(first_line(error))}", file=sys.stderr)
+        return None
 
 
 def _run_once(count: int, flags: Sequence[str]) -> tuple[int, list[int]]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from data.errors import UserError
 from data.within import check_within, parse_json
 from trainer import entry
 
+EARLIER_STAGES = "stages"  # as in trainer.run.directory, which imports JAX
 LAST_BYTES = 65536  # of metrics.jsonl: far more than its last line
 
 
@@ -27,23 +29,50 @@ class Status(NamedTuple):
     logged: float | None
     local: int | None = None
     """The newest step on the hosts' own disks or memory (checkpoint.local)."""
+    stage: int | None = None
+    """The stage that these are of, counted from 1; None for a run without earlier stages."""
+    earlier: int = 0
+    """The steps of the stages before it."""
 
     @property
     def reached(self) -> int | None:
-        """The newest step that a start may go on from."""
-        return max(
-            (step for step in (self.checkpoint, self.local) if step is not None), default=None
-        )
+        """The newest step that a start may go on from, those of earlier stages included."""
+        steps = [step for step in (self.checkpoint, self.local) if step is not None]
+        return self.earlier + max(steps, default=0) if steps or self.earlier else None
 
 
 def read_status(run: str) -> Status:
-    """Returns the status of a run's folder, any part of which may be absent."""
+    """Returns the status of a run's folder, any part of which may be absent; of a run with stages
+    that of the last one that has begun."""
     import fsspec
 
     try:
         system, folder = fsspec.core.url_to_fs(run)
     except ImportError:  # s3:// without s3fs
-        return _without_times(run)
+        return _of_stages(list(map(_without_times, [*_stages_in_bucket(run), run])))
+    stages = f"{folder}/{EARLIER_STAGES}"
+    names = system.ls(stages, detail=False) if system.isdir(stages) else []
+    numbers = _numbers(name.rstrip("/").rpartition("/")[2] for name in names)
+    folders = [*(f"{stages}/{number}" for number in numbers), folder]
+    return _of_stages([_status_in(system, path) for path in folders])
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    """Returns the numbers among names, in order."""
+    return sorted({int(name) for name in names if re.fullmatch(r"\d+", name)})
+
+
+def _of_stages(stages: list[Status]) -> Status:
+    """Returns the status of the last stage that has begun, of those of a run."""
+    begun = [i for i, stage in enumerate(stages) if stage.metrics or stage.reached is not None]
+    if len(stages) == 1 or not begun:
+        return stages[-1]
+    earlier = sum(stage.reached or 0 for stage in stages[: begun[-1]])
+    return stages[begun[-1]]._replace(stage=begun[-1] + 1, earlier=earlier)
+
+
+def _status_in(system: Any, folder: str) -> Status:
+    """Returns the status of one folder of a file system."""
     steps = []
     if system.isdir(f"{folder}/checkpoints"):
         names = (
@@ -52,10 +81,9 @@ def read_status(run: str) -> Status:
         )
         # Only a manifest makes a folder a checkpoint.
         steps = [
-            int(name)
-            for name in names
-            if re.fullmatch(r"\d+", name)
-            and system.exists(f"{folder}/checkpoints/{name}/manifest.json")
+            step
+            for step in _numbers(names)
+            if system.exists(f"{folder}/checkpoints/{step}/manifest.json")
         ]
     newest = max(steps, default=None)
     saved = (
@@ -94,6 +122,15 @@ def _step_in(record: bytes | None) -> int | None:
     return row["step"] if row and isinstance(row["step"], int) else None
 
 
+def _stages_in_bucket(run: str) -> list[str]:
+    """Returns the folders of a run's earlier stages in a bucket."""
+    from trainer.run.bucket import Bucket
+
+    names = Bucket(run).names(f"{EARLIER_STAGES}/")
+    numbers = _numbers(name.split("/")[1] for name in names)
+    return [f"{run.rstrip('/')}/{EARLIER_STAGES}/{number}" for number in numbers]
+
+
 def _without_times(run: str) -> Status:
     """Returns the status of a run in a bucket as TensorStore, which tells no times, reads it."""
     from trainer.checkpoint.commit import CHECKPOINTS, located, steps_in
@@ -129,6 +166,8 @@ def _row(line: str) -> dict[str, Any] | None:
 def describe(run: str, status: Status, now: float, price_per_hour: float | None = None) -> str:
     """Returns the screen's text."""
     metrics, lines = status.metrics or {}, [f"run          {run}"]
+    if status.stage is not None:
+        lines.append(f"stage        {status.stage}, after {status.earlier} steps of earlier ones")
     if metrics:
         lines.append(f"step         {metrics['step']}, {_age(status.logged, now)}")
         if (loss := metrics.get("loss_nats_per_target")) is not None:
@@ -195,7 +234,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--checkpoint",
         action="store_true",
-        help="print only the newest checkpoint's step, local ones included, or nothing",
+        help="print only the newest checkpoint's step, or nothing; local ones and the steps of "
+        "earlier stages are counted",
     )
     args, words = parser.parse_known_args(argv)
 

@@ -5,6 +5,7 @@ Objects are kept in memory. A write with ifGenerationMatch is refused with 412 u
 that generation (0: unless there is none), which the emulators on PyPI do not do and leases need.
 """
 
+import datetime
 import itertools
 import json
 import re
@@ -21,6 +22,7 @@ class Store:
     def __init__(self):
         self.objects: dict[tuple[str, str], tuple[bytes, int]] = {}
         self.generations = itertools.count(1)
+        self.updated = {}
         self.uploads: dict[str, tuple[str, str, dict, bytearray]] = {}
         self.lock = threading.RLock()
         self.refused = lambda method, path: None  # an HTTP status with which to answer a request
@@ -54,6 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def metadata(self, bucket, name):
         content, generation = self.store.objects[bucket, name]
+        updated = self.store.updated.get((bucket, name), "2026-01-01T00:00:00.000Z")
         return {
             "kind": "storage#object",
             "name": name,
@@ -61,8 +64,8 @@ class Handler(BaseHTTPRequestHandler):
             "generation": str(generation),
             "metageneration": "1",
             "size": str(len(content)),
-            "timeCreated": "2026-01-01T00:00:00.000Z",
-            "updated": "2026-01-01T00:00:00.000Z",
+            "timeCreated": updated,
+            "updated": updated,
         }
 
     def body(self):
@@ -106,6 +109,8 @@ class Handler(BaseHTTPRequestHandler):
         if not self.met(bucket, name, query):
             return self.fail(412, "conditionNotMet")
         self.store.objects[bucket, name] = content, next(self.store.generations)
+        now = datetime.datetime.now(datetime.UTC)
+        self.store.updated[bucket, name] = now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         return self.answer(200, self.metadata(bucket, name))
 
     def upload(self, bucket, query, content):

@@ -1,6 +1,7 @@
 """The facts of accelerators, for a run's MFU, for plans and for the cost model.
 
-A "device" is JAX's: a core of a TPU v3 (whose chips have two), a chip of later TPUs, or a GPU.
+A "device" is JAX's: a core of a TPU v3 or an Ironwood (whose chips have two), a chip of other TPUs,
+or a GPU.
 """
 
 from __future__ import annotations
@@ -178,7 +179,20 @@ TPUS: dict[str, Device] = {
         link=90e9,
         host_gib=180,
     ),
+    # Ironwood. A chip has 2,307 TFLOP/s and 7,380 GB/s for its two cores, each of them a device;
+    # the links are per chip: as many as a v5p's, whose 1,200 GB/s of both ways together it has.
+    "tpu7x": _tpu(
+        "tpu7x",
+        kinds=("TPU7x",),
+        peak_flops=1153.5e12,
+        memory_gib=94.74,
+        memory_bandwidth=3690e9,
+        link=90e9,
+        host_gib=120,
+    ),
 }
+# Whose chips are two devices.
+TWO_DEVICES_A_CHIP = ("v3", "tpu7x")
 _A100 = _gpu(
     "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOP/s bfloat16, 2,039 GB/s, NVLink 600 GB/s both "
     "ways together",

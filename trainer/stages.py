@@ -15,7 +15,7 @@ from .config.checks import check
 from .config.schema import MeshConfig, RunConfig
 from .mesh import start_devices
 from .run.cluster import first_then_others
-from .run.directory import EARLIER_STAGES, RunDirectory, check_run
+from .run.directory import EARLIER_STAGES, check_run, has_begun
 
 
 def stages_of(config: RunConfig) -> list[RunConfig]:
@@ -62,10 +62,10 @@ def _staged(
     model, adapter = config.model, config.adapter
     # Its checkpoints only hold the adapter: the base and its positions stay.
     if previous is not None and adapter.rank:
-        model, adapter = previous.model, dataclasses.replace(adapter, path=str(previous.folder))
+        model, adapter = previous.model, dataclasses.replace(adapter, path=previous.location)
     elif previous is not None:
         model = dataclasses.replace(
-            model, path=str(previous.folder), preset=None, tokenizer=None, overrides={}
+            model, path=previous.location, preset=None, tokenizer=None, overrides={}
         )
     train, optimizer = config.train, config.optimizer
     return dataclasses.replace(
@@ -94,7 +94,7 @@ def _staged(
             else stage.warmup_steps,
             warmup_fraction=optimizer.warmup_fraction if stage.warmup_steps is None else 0.0,
         ),
-        run_dir=str(config.folder if last else config.folder / EARLIER_STAGES / str(index + 1)),
+        run_dir=config.location + ("" if last else f"/{EARLIER_STAGES}/{index + 1}"),
     )
 
 
@@ -152,7 +152,7 @@ def _first_unfinished(stages: list[RunConfig]) -> int:
       UserError: an earlier stage's folder holds another run.
     """
     for index, (stage, following) in enumerate(itertools.pairwise(stages)):
-        if not RunDirectory(following.folder).config.exists():
+        if not has_begun(following):
             return index
         check_run(stage)  # the next one has begun, so this one is finished, if it is the same
     return len(stages) - 1

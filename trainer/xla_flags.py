@@ -48,7 +48,7 @@ class Flag:
 # The variable with each platform's compiler flags.
 VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS", "cpu": "XLA_FLAGS"}
 # Chips with SparseCores: their compilers overlap no gather that the TensorCore drives.
-_SPARSE_CORES = ("v5p", "v6e")
+_SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 FLAGS = {
     "tpu": (
         Flag(
@@ -129,7 +129,14 @@ FLAGS = {
 # PCI ids of Google's chips (nothing else distinguishes v5e and v5p hosts).
 _GOOGLE, _CHIPS = (
     "0x1ae0",
-    {"0x0027": "v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"},
+    {
+        "0x0027": "v3",
+        "0x005e": "v4",
+        "0x0062": "v5p",
+        "0x0063": "v5e",
+        "0x006f": "v6e",
+        "0x0076": "tpu7x",
+    },
 )
 
 

@@ -209,6 +209,7 @@ HARDWARE: dict[str, Hardware] = {
     "v5p": _tpu("v5p", MatrixUnits(4, 128), fused_cores=2),
     "v5e": _tpu("v5e", MatrixUnits(4, 128), fused_cores=1, far_exposed=True),
     "v6e": _tpu("v6e", MatrixUnits(2, 256, rows=2), fused_cores=1, far_exposed=True),
+    "tpu7x": _tpu("tpu7x", MatrixUnits(2, 256, rows=2), fused_cores=1),
     "a100-nvlink": _gpu("a100", _A100_RATES, 3.4 * MICRO, {}),
     # DGX A100: eight GPUs, each with a network card of 100 Gbit/s, as in DistFlashAttn, section 4,
     # and Ring Attention, Table 2.

@@ -33,7 +33,13 @@ from scripts.benchmarks.results import load, renew, row, same_versions
 from trainer.options import command, option
 
 NAME = "kernel_cycles"
-TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+TOPOLOGIES = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
 GOALS = ("v5p", "v6e")  # generations compared with splash attention
 PASSES = ("forward", "backward")
 COMPILERS = ("jax", "jaxlib", "libtpu")

@@ -17,7 +17,14 @@ from typing import Any
 from data.outputs import output_files
 from model.config import TransformerConfig
 from planning.costs import HARDWARE, Sizes, TrainingStep, estimate, time_range
-from planning.costs.measured import MILLION, THOUSAND, full_rate, measured_steps, slowest
+from planning.costs.measured import (
+    MILLION,
+    THOUSAND,
+    compared_steps,
+    full_rate,
+    measured_steps,
+    slowest,
+)
 from scripts.benchmarks.commands import write_json
 from trainer.options import command, option
 
@@ -32,7 +39,7 @@ MACHINES = {
 def measured_rows() -> list[dict[str, Any]]:
     """Returns the measured steps, each with our estimate, its relative error, and our range."""
     rows = []
-    for step in measured_steps():
+    for step in (*measured_steps(), *compared_steps()):
         seconds = time_range(step.job)
         ours = estimate(step.job).seconds
         rows.append(

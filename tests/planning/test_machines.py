@@ -26,6 +26,9 @@ from planning.topology import topology_devices
         ("v4-128", "v4:4x4x4", 64, 16),
         ("v3-32", "v3:4x4", 32, 4),
         ("v6e-8", "v6e:2x4", 8, 1),
+        ("tpu7x-128", "tpu7x:4x4x4", 128, 16),
+        ("Ironwood-8", "tpu7x:2x2x1", 8, 1),
+        ("2xtpu7x:2x2x2", "2xtpu7x:2x2x2", 32, 4),
         ("v5litepod-256", "v5e:16x16", 256, 64),
         ("2xv5e-16", "2xv5e:4x4", 32, 8),
         ("v4:4x4x4", "v4:4x4x4", 64, 16),
@@ -67,8 +70,9 @@ def test_a_number_before_gpus_is_of_their_hosts(name, topology, machines):
 )
 def test_an_unlisted_name_is_any_gpu_where_its_memory_is_given(name, topology):
     assert topology_of(name, any_gpu=True) == topology
-    with pytest.raises(ValueError, match="no device is called v7x"):
-        topology_of("v7x-8", any_gpu=True)
+    for name in ("v8x-8", "tpu8x:2x2x1"):
+        with pytest.raises(ValueError, match=r"no device is called (v8x|tpu8x)"):
+            topology_of(name, any_gpu=True)
 
 
 def test_gpus_are_told_from_tpus():
@@ -83,7 +87,9 @@ def test_gpus_are_told_from_tpus():
         ("8xH10", "no device is called h10 (did you mean H100?)"),
         ("8xH1000", "did you mean H100"),
         ("v5p-33", "slices of v5p are v5p-8, v5p-16, v5p-32"),
-        ("v7x-8", "no device is called v7x"),
+        ("v8x-8", "no device is called v8x"),
+        ("tpu7x-9", "slices of tpu7x are tpu7x-8, tpu7x-16"),
+        ("tpu7x", "written tpu7x-8"),
         ("v5pod-8", "v5p"),
         ("8", "write 8xH100"),
         ("", "write 8xH100"),
@@ -112,7 +118,7 @@ def test_what_is_no_machine_is_named_with_what_is(name, answer):
     )
 
 
-@pytest.mark.parametrize("name", ["v5p-32", "v4-16", "v6e-8", "v5litepod-16", "v3-32"])
+@pytest.mark.parametrize("name", ["v5p-32", "v4-16", "v6e-8", "v5litepod-16", "v3-32", "tpu7x-16"])
 def test_slices_are_those_of_the_compiler(name):
     """The compiler knows each shape by the number of devices that the name says."""
     topology = topology_of(name)

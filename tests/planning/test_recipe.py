@@ -23,6 +23,7 @@ CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
         ("2xv5e:4x4", ["# Command   # on each of 8 hosts:", "#           eval"]),
         ("v5p:4x4x1", ["# Command   # on each of 4 hosts:", "#           eval"]),
         ("h100:2x8", ["# Command   sbatch --nodes 2"]),
+        ("tpu7x:2x2x2", ["# Command   scripts/launch_tpu.sh run NAME --zone ZONE --machine-type"]),
     ],
 )
 def test_a_command_that_each_host_has_to_run_says_so(topology, command):

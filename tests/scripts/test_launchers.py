@@ -500,7 +500,9 @@ def test_the_compilers_know_every_flag(platform):
     assert all(flag.why and flag.name.startswith("xla_") for flag in xla_flags.FLAGS[platform])
 
 
-@pytest.mark.parametrize("slice_", ["v3:4x4", "v4:2x2x2", "v5e:4x4", "v5p:2x2x2", "v6e:4x4"])
+@pytest.mark.parametrize(
+    "slice_", ["v3:4x4", "v4:2x2x2", "v5e:4x4", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x2"]
+)
 def test_each_generations_compiler_takes_its_flags(slice_):
     """libtpu knows more names than each compiler accepts: a default of v5e's makes every
     compilation for v5p fail."""

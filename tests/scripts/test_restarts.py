@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from data.errors import TransientError
 from scripts import launch_local, restarts, run_status
 from scripts.restarts import Restarts, may_pass, pause_before
 from trainer.run import outcome
@@ -112,7 +113,7 @@ def test_a_run_in_s3_is_known_without_s3fs(s3, monkeypatch):
         raise ImportError
 
     monkeypatch.setattr("fsspec.core.url_to_fs", without_s3fs)
-    assert run_status.read_status("s3://bucket/run") == (None, None, None, None, None)
+    assert run_status.read_status("s3://bucket/run") == run_status.Status(*[None] * 4)
     files = {
         "checkpoints/7/manifest.json": b"{}",
         "checkpoints/9/model/x": b"",  # being written
@@ -121,7 +122,32 @@ def test_a_run_in_s3_is_known_without_s3fs(s3, monkeypatch):
     }
     for name, content in files.items():
         s3.store.objects["bucket", f"run/{name}"] = content, 0
-    assert run_status.read_status("s3://bucket/run") == (7, None, {"step": 8}, None, 8)
+    status = run_status.Status(7, None, {"step": 8}, None, 8)
+    assert run_status.read_status("s3://bucket/run") == status
+    # As an earlier stage of a run whose next one has not begun, and then has.
+    for name, content in files.items():
+        s3.store.objects["bucket", f"all/stages/2/{name}"] = content, 0
+    s3.store.objects["bucket", "all/stages/1/checkpoints/5/manifest.json"] = b"{}", 0
+    found = run_status.read_status("s3://bucket/all")
+    assert found == status._replace(stage=2, earlier=5) and found.reached == 13
+
+
+def test_a_later_stages_first_checkpoint_is_progress_after_an_earlier_ones_last(run, capsys):
+    """Else a launcher gives up a curriculum whose stages are each preempted a few times."""
+    stages = run / "stages"
+    for number, steps in (("1", (50, 90)), ("2", (10,)), ("10", ())):
+        for step in steps:
+            (stages / number / "checkpoints" / str(step)).mkdir(parents=True)
+            (stages / number / "checkpoints" / str(step) / "manifest.json").write_text("{}")
+    assert run_status.main([str(run), "--checkpoint"]) == 0
+    assert capsys.readouterr().out == "130\n"
+    (run / "metrics.jsonl").unlink()
+    for step in (9, 30):
+        (run / "checkpoints" / str(step) / "manifest.json").unlink()
+    status = run_status.read_status(str(run))
+    assert (status.stage, status.earlier, status.checkpoint, status.reached) == (2, 90, 10, 100)
+    said = run_status.describe("r", status, 0).splitlines()
+    assert said[1] == "stage        2, after 90 steps of earlier ones"
 
 
 def test_a_local_checkpoint_is_progress_too(run, capsys):
@@ -174,3 +200,15 @@ sys.exit(int(sys.argv[sys.argv.index("--ends") + 1].split(",")[starts - 1]))
     assert "3 starts without a checkpoint" in capfd.readouterr().err
     (tmp_path / "count").unlink()
     assert launch_local.main(["--processes", "1", "--ends", "75"]) == 75, "by default none"
+
+
+def test_a_store_that_does_not_answer_just_now_does_not_end_the_local_launcher(
+    tmp_path, monkeypatch, capfd
+):
+    def fails(_):
+        raise TransientError("gs://bucket/run: HTTP 503")
+
+    monkeypatch.setattr(launch_local, "read_status", fails)
+    flags = ["--run_dir", str(tmp_path / "run"), "--config", "configs/quickstart.yaml"]
+    assert launch_local._reached(flags) is None
+    assert "gs://bucket/run: HTTP 503" in capfd.readouterr().err

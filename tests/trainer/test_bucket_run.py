@@ -85,6 +85,36 @@ def test_trained_killed_resumed_and_exported_as_on_a_disk(
     assert status.checkpoint == small_run.STEPS and status.metrics["step"] == small_run.STEPS
 
 
+@pytest.mark.slow
+def test_a_curriculum_killed_in_its_second_stage_goes_on_there_as_on_a_disk(
+    gcs, small_recipe, repository, tmp_path
+):
+    stages = '[{"context_length": 64, "steps": 6}, {"context_length": 128, "steps": 9}]'
+    flags = ("--stages", stages, "--checkpoint.every", "3", "--train.evaluate_every", "0", *FLAGS)
+
+    def start(run, log):
+        return small_run.start(repository, small_recipe, run, *flags, log=tmp_path / log)
+
+    assert start(tmp_path / "disk", "disk.log").wait(300) == 0, (tmp_path / "disk.log").read_text()
+    run, first = f"gs://bucket/{FOLDER}", start(f"gs://bucket/{FOLDER}", "first.log")
+    patience = time.monotonic() + 300
+    while f"{FOLDER}/checkpoints/3/manifest.json" not in gcs.store.names():
+        said = (tmp_path / "first.log").read_text()
+        assert first.poll() is None and time.monotonic() < patience, said
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    status = run_status.read_status(run)
+    assert (status.stage, status.earlier) == (2, 6) and status.reached >= 9
+    assert start(run, "again.log").wait(300) == 0, (tmp_path / "again.log").read_text()
+    said = (tmp_path / "again.log").read_text()
+    assert "stage 1 of 2" not in said and f"({run}/checkpoints/" in said
+    for number in ("stages/1/", ""):
+        disk = small_run.rows(tmp_path / f"disk/{number}metrics.jsonl")
+        stored = logs(f"{run}/{number}".rstrip("/"), "metrics.jsonl")
+        assert [repeats(row) for row in stored] == [repeats(row) for row in disk]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

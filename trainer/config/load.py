@@ -251,16 +251,19 @@ def _begun(config: RunConfig) -> dict[str, Any]:
 
     Opening the run reports why it cannot be read.
     """
+    names = ("stages/1/config.yaml", "config.yaml")
     if config.in_bucket:
         from trainer.run.bucket import Bucket  # TensorStore, which most commands do without
 
-        content = Bucket(config.location).version("config.yaml").content or b""
+        bucket = Bucket(config.location)
+        contents = (bucket.version(name).content for name in names)
+        content = next(filter(None, contents), b"")
         written = parse(content.decode(errors="replace"), f"{config.location}/config.yaml")
         return written if isinstance(written, dict) else {}
     folder = config.folder
-    for path in (folder / "stages" / "1" / "config.yaml", folder / "config.yaml"):
+    for name in names:
         try:
-            written = parse(read_text(path, folder, MAX_BYTES), str(path))
+            written = parse(read_text(folder / name, folder, MAX_BYTES), str(folder / name))
         except (OSError, ValueError, UserError):
             continue
         if isinstance(written, dict):

@@ -751,12 +751,6 @@ class RunConfig:
             f"the number of devices that the mesh takes, {mesh.product}: simulate {mesh.devices}, "
             "or change the mesh",
         )
-        require(
-            not (self.in_bucket and self.stages),
-            "stages",
-            f"{len(self.stages)} stages",
-            "a run_dir on a file system",
-        )
 
     @property
     def in_bucket(self) -> bool:

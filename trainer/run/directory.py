@@ -230,6 +230,14 @@ def shared_fields(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def has_begun(config: RunConfig) -> bool:
+    """Returns whether this configuration's folder holds a run."""
+    run = RunDirectory.of(config)
+    if run.mirror is not None:
+        return run.mirror.bucket.version(run.config.name).content is not None
+    return run.config.exists()
+
+
 def check_run(
     config: RunConfig, process_zero: bool = True, steps_known: bool = True
 ) -> RunDirectory:
@@ -370,8 +378,8 @@ def _try_to_rename(folder: pathlib.Path) -> None:
 def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
     """The files in a run's folder that no unfinished start of this run can have made."""
     if config.in_bucket:
-        names = Bucket(config.location).names()
-        return [pathlib.Path(name) for name in names if name != LOCK]
+        paths = map(pathlib.Path, Bucket(config.location).names())
+        return [path for path in paths if path.parts[0] not in (LOCK, EARLIER_STAGES)]
     # Both may be in the run's folder.
     kept = [
         pathlib.Path(path).expanduser().resolve()

@@ -23,8 +23,9 @@ from trainer.run.bucket import Bucket
 PUSH_SECONDS = 30.0  # between copies; another is made before each checkpoint, and at the end
 MOST_PARTS = 100  # of a log, from which on the next start makes one of them
 _LOG = ".jsonl"
-# What is not mirrored, but written to the bucket itself: checkpoints, profiles and the lock.
-_APART = ("checkpoints/", "profile/", "lock")
+# What is not mirrored, but written to the bucket itself: checkpoints, profiles and the lock; and
+# earlier stages, which are runs of their own.
+_APART = ("checkpoints/", "profile/", "stages/", "lock")
 
 
 @dataclass

@@ -21,9 +21,9 @@ LANES = 128
 SUB_TILE = 512
 # Of VMEM, what the compiler gives a kernel that asks for nothing: all that a core of v3 or v4 has.
 DEFAULT_VMEM = 16 * 2**20
-# What a kernel asks for elsewhere, of 128, 64 and 128 MiB (jax's TpuInfo): enough for the largest
-# tiles. The rest is left to the compiler, for what it moves beside the kernel.
-VMEM = {"TPU v5 lite": 32 * 2**20, "TPU v5": 32 * 2**20, "TPU v6 lite": 32 * 2**20}
+# What a kernel asks for elsewhere, of 128, 64, 128 and 64 MiB (jax's TpuInfo): enough for the
+# largest tiles. The rest is left to the compiler, for what it moves beside the kernel.
+VMEM = dict.fromkeys(("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"), 32 * 2**20)
 
 
 def tiles_that_fit(

@@ -245,6 +245,7 @@ def test_no_machine_beats_its_own_rates_and_all_its_figures_have_a_source(name):
         ("v5e", "TPU v5 lite"),
         ("v5p", "TPU v5p"),
         ("v6e", "TPU v6 lite"),
+        ("tpu7x", "TPU7x"),
         ("a100-nvlink", "NVIDIA A100-SXM4-80GB"),
         ("h100-infiniband", "NVIDIA H100 80GB HBM3"),
     ],
@@ -413,6 +414,7 @@ def test_a_tile_has_as_many_products_as_the_kernels():
         ("v5p", 1, 7),
         ("v5e", 1, 5),
         ("v6e", 8, 5),
+        ("tpu7x", 1, 5),
         ("h100-infiniband", 8, 7),
     ],
 )

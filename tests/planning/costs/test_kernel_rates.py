@@ -12,8 +12,9 @@ from scripts.benchmarks.results import load
 
 # Cycles in which a tile of 1024 x 1024 and heads of 128 keeps the matrix units busy: forward,
 # backward.
-BUSY = {"v4": (4096, 10240), "v5e": (4096, 10240), "v5p": (4096, 10240), "v6e": (2048, 5120)}
-CORES = {"v3": 1, "v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}  # of a device
+BUSY = dict.fromkeys(("v4", "v5e", "v5p"), (4096, 10240))
+BUSY |= dict.fromkeys(("v6e", "tpu7x"), (2048, 5120))
+CORES = {"v3": 1, "v4": 2, "v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 1}  # of a device
 
 
 def test_the_table_is_of_the_recorded_bundles():
@@ -45,7 +46,8 @@ def test_a_generation_without_bundles_has_the_rate_of_matrix_products():
 
 
 @pytest.mark.parametrize(
-    ("name", "gigahertz"), [("v3", 0.94), ("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75)]
+    ("name", "gigahertz"),
+    [("v3", 0.94), ("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75), ("tpu7x", 2.2)],
 )
 def test_the_matrix_units_of_a_device_have_its_peak(name, gigahertz):
     """v3's and v4's clocks are published (Jouppi et al. 2023, table 4); a wrong number of units

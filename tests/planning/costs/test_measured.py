@@ -8,7 +8,7 @@ import pytest
 
 from model.config import TransformerConfig
 from planning.costs import HARDWARE, Sizes, TrainingStep, estimate, time_range
-from planning.costs.measured import full_rate, kind, measured_steps, slowest
+from planning.costs.measured import compared_steps, full_rate, kind, measured_steps, slowest
 from planning.plan import Job
 from planning.search import candidates
 
@@ -49,6 +49,36 @@ def test_the_measured_steps_are_the_published_ones():
         "huggingface/trl",
         "docs/results/gpu.json",
     }
+
+
+# 64 v5p, 64 Ironwood: seconds, and MFU in percent as the recipes print it.
+WIDE_HEADS = {
+    10.25: 67.3,
+    26.31: 68.1,
+    90.30: 68.7,
+    346.18: 69.9,
+    1358.40: 70.3,
+    8056.40: 36.7,
+    15623.09: 37.1,
+    5.31: 51.7,
+    14.08: 50.7,
+    48.54: 50.9,
+    94.60: 51.0,
+    186.48: 50.9,
+    1124.12: 52.5,
+    2361.05: 48.8,
+    3082.71: 48.8,
+}
+
+
+def test_steps_of_recipes_have_their_published_mfu_and_lie_inside_ranges():
+    """A wrong model, peak or number of devices would show in the MFU."""
+    ours = {}
+    for step in compared_steps():
+        result, seconds = estimate(step.job), time_range(step.job)
+        ours[step.seconds] = 100 * result.mfu * result.seconds / step.seconds
+        assert seconds.low < step.seconds < seconds.high
+    assert ours == pytest.approx(WIDE_HEADS, abs=0.2)
 
 
 STEP = (

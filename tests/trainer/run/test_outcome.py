@@ -2,10 +2,12 @@
 one line."""
 
 import errno
+import http.client
 import io
 import os
 import re
 import socket
+import ssl
 import urllib.error
 
 import pytest
@@ -56,6 +58,23 @@ class ConnectTimeout(Exception):
 
 class JaxRuntimeError(RuntimeError):
     pass
+
+
+def of_library(*names, **attributes):
+    """An error of a library that may be absent: its class's name, and those that it derives from,
+    as the library has them; through `raise UserError from`, as commands pass them on."""
+    kind = Exception
+    for name in reversed(names):
+        kind = type(name, (kind,), {})
+    error = kind("x")
+    vars(error).update(attributes)
+    return raised_for(UserError("gs://bucket/run: x"), error)
+
+
+def connector_error(number):
+    """aiohttp's, which is an OSError with the number of what it was raised for."""
+    kind = type("ClientConnectorError", (type("ClientOSError", (OSError,), {}),), {})
+    return raised_for(UserError("gs://bucket/run: x"), kind(number, "cannot connect"))
 
 
 CAUSES = {
@@ -130,6 +149,55 @@ CAUSES = {
         raised_for(UserError("cannot be downloaded"), HubError(429), hidden=True),
         TRY_AGAIN,
     ),
+    "a name server that is down, by aiohttp": (connector_error(socket.EAI_AGAIN), TRY_AGAIN),
+    "a certificate that does not hold": (
+        of_library("ClientConnectorCertificateError", "ClientConnectorError"),
+        WRONG_INPUT,
+    ),
+    "a connection that ends within TLS": (ssl.SSLEOFError(8, "EOF occurred"), TRY_AGAIN),
+    "a certificate by ssl": (
+        raised_for(ConnectionError("SSL"), ssl.SSLCertVerificationError(1, "self-signed")),
+        WRONG_INPUT,
+    ),
+    "an answer that breaks off, by aiohttp": (of_library("ClientPayloadError"), TRY_AGAIN),
+    "an answer that breaks off, by http.client": (http.client.IncompleteRead(b""), TRY_AGAIN),
+    "an answer that breaks off, by requests": (
+        of_library("ChunkedEncodingError", "RequestException"),
+        TRY_AGAIN,
+    ),
+    "an answer that breaks off, by httpx": (
+        of_library("RemoteProtocolError", "ProtocolError", "TransportError"),
+        TRY_AGAIN,
+    ),
+    "an address that is none, by httpx": (
+        of_library("UnsupportedProtocol", "TransportError"),
+        WRONG_INPUT,
+    ),
+    "an answer that breaks off, by botocore": (
+        of_library("ResponseStreamingError", "HTTPClientError"),
+        TRY_AGAIN,
+    ),
+    "another content than was sent, by gcsfs": (of_library("ChecksumError"), TRY_AGAIN),
+    "a busy store, by gcsfs": (of_library("HttpError", code="503"), TRY_AGAIN),
+    "no right to the bucket, by gcsfs": (of_library("HttpError", code=403), WRONG_INPUT),
+    "a busy store, by botocore": (
+        of_library("ClientError", response={"ResponseMetadata": {"HTTPStatusCode": 503}}),
+        TRY_AGAIN,
+    ),
+    "no right to the bucket, by botocore": (
+        of_library("ClientError", response={"ResponseMetadata": {"HTTPStatusCode": 403}}),
+        WRONG_INPUT,
+    ),
+    "a metadata server that does not answer": (of_library("TransportError"), TRY_AGAIN),
+    "a token that cannot be had for a moment": (
+        of_library("RefreshError", retryable=True),
+        TRY_AGAIN,
+    ),
+    "a login that has expired": (of_library("RefreshError", retryable=False), WRONG_INPUT),
+    "a lock server that restarts": (of_system(errno.ENOLCK, "runs/a"), TRY_AGAIN),
+    "too many files of all programs": (of_system(errno.ENFILE, "runs/a"), TRY_AGAIN),
+    "too many files of one's own": (of_system(errno.EMFILE, "runs/a"), WRONG_INPUT),
+    "a call that its peer has left": (ValueError("CANCELLED: peer"), TRY_AGAIN),
     "what another start may pass": (TransientError("process 0 was not reached"), TRY_AGAIN),
     "Ctrl-C": (KeyboardInterrupt(), 130),
     "Ctrl-C in a library": (

@@ -34,6 +34,7 @@ GENERATIONS = {
     "v5e:2x2": jnp.bfloat16,
     "v5p:2x2x1": jnp.bfloat16,
     "v6e:2x2": jnp.bfloat16,
+    "tpu7x:2x2x1": jnp.bfloat16,
 }
 HEAD_SIZES = (64, 80, 96, 100, 128, 256)
 
