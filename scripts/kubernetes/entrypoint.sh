@@ -11,9 +11,9 @@ eval "$flags"
 if [[ ${1:-} == python ]]; then
   exec "$python" "${@:2}"
 fi
-# The first pod of the first slice counts for all.
+# The first pod of the first slice counts for all; where storage does not answer just now, as a start without a checkpoint.
 if [[ -n ${STARTS:-} && ${JOB_COMPLETION_INDEX:-0} == 0 && ${SLICE:-0} == 0 ]]; then
-  checkpoint=$("$python" -m scripts.run_status --checkpoint "$@")
+  checkpoint=$("$python" -m scripts.run_status --checkpoint "$@") || checkpoint=
   "$python" -m scripts.restarts "$STARTS" --checkpoint "$checkpoint" --longest-pause 120 ${RESTARTS:+--limit "$RESTARTS"}
 fi
 exec "$python" train.py "$@"

@@ -65,7 +65,7 @@ def sbatch(tmp_path):
         f"""#!/bin/bash
         case "$*" in
           *xla_flags*) [ -z "$NO_FLAGS" ] && echo export FLAGS=1 || {{ echo 'error: no plan' >&2; exit 2; }} ;;
-          *run_status*) echo "$CHECKPOINT" ;;
+          *run_status*) [ -z "$NO_STORE" ] || exit "$NO_STORE"; echo "$CHECKPOINT" ;;
           *restarts*) PYTHONPATH={REPOSITORY} exec {sys.executable} -c 'import sys, time
 time.sleep = lambda seconds: print(f"slept {{seconds}}", file=sys.stderr)
 from scripts import restarts
@@ -145,6 +145,7 @@ def test_slurm_queues_again_what_another_start_may_pass(sbatch):
         (1, "RUNNING", True),
         (75, "RUNNING", True),
         (134, "RUNNING", True),
+        (135, "RUNNING", True),  # SIGBUS: a file of a mount that is gone, or /dev/shm is full
         (137, "RUNNING", True),
         (143, "RUNNING", True),
         (143, "COMPLETING", False),
@@ -154,6 +155,26 @@ def test_slurm_queues_again_what_another_start_may_pass(sbatch):
         assert sbatch("--config", "c", CODE=str(code), STATE=state).returncode == code
         assert told.exists() is requeued, code
     assert "#SBATCH --signal=TERM@" in (REPOSITORY / "scripts/launch_slurm.sbatch").read_text()
+
+
+def test_slurm_outlasts_a_controller_and_a_store_that_do_not_answer_just_now(sbatch):
+    """Else a job ends for good, without a word, at a moment's failure of either."""
+    executable(sbatch.folder / "sleep", "#!/bin/bash\n")
+    executable(sbatch.folder / "squeue", "#!/bin/bash\nexit 1\n")
+    executable(
+        sbatch.folder / "scontrol",
+        f"""#!/bin/bash
+        echo "$@" >> {sbatch.folder}/told
+        [ $(wc -l < {sbatch.folder}/told) = "$ANSWERS" ]""",
+    )
+    told = sbatch.folder / "told"
+    for answers, tries, last in (("3", 3, False), ("9", 4, True)):
+        told.unlink(missing_ok=True)
+        done = sbatch("--config", "c", CODE="75", ANSWERS=answers, NO_STORE="75")
+        assert done.returncode == 75 and len(told.read_text().splitlines()) == tries
+        assert ("error: could not be queued again" in done.stderr) is last
+    assert (sbatch.folder / "ran").read_text().count("rank 0") == 2, "trained nevertheless"
+    assert "2 starts" not in done.stderr and "start 2 since" in done.stderr, "counted"
 
 
 def test_slurm_gives_up_after_starts_without_a_checkpoint(sbatch):
@@ -388,7 +409,7 @@ def test_the_container_counts_its_starts_and_needs_the_compilers_flags(tmp_path)
         tmp_path / "python",
         """#!/bin/bash
         echo "$FLAGS" "$@" >> "$(dirname "$0")/ran"
-        case "$*" in *xla_flags*) [ -z "$NO_FLAGS" ] || exit 2; echo export FLAGS=1 ;; *run_status*) echo 40 ;;
+        case "$*" in *xla_flags*) [ -z "$NO_FLAGS" ] || exit 2; echo export FLAGS=1 ;; *run_status*) [ -z "$NO_STORE" ] || exit 75; echo 40 ;;
           *restarts*) exit "${TOO_MANY:-0}" ;; esac""",
     )
 
@@ -419,6 +440,11 @@ def test_the_container_counts_its_starts_and_needs_the_compilers_flags(tmp_path)
     )
     assert run("--config", "a b", STARTS="gs://b/starts", SLICE="1") == (0, [flags, train])
     assert run("--config", "a b", STARTS="gs://b/starts", TOO_MANY="2") == (2, [flags, *counted])
+    unknown = [words.replace("--checkpoint 40", "--checkpoint ") for words in counted]
+    assert run("--config", "a b", STARTS="gs://b/starts", NO_STORE="1") == (
+        0,
+        [flags, *unknown, train],
+    )
     assert run("--config", "a b", NO_FLAGS="1") == (2, [flags])
     assert run("python", "-m", "scripts.export_hf", "r", "o") == (
         0,
