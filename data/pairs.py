@@ -69,7 +69,7 @@ class PairLoader(Loader):
         seed: int,
         shares: bool = False,
     ):
-        """Makes a loader of pairs, which all fit a row; arguments as of `Loader`.
+        """Makes a loader of pairs, which all fit a row; arguments as in `Loader`.
 
         Args:
           shares: whether batches say which prompts are shared, as documents that share any need.

@@ -1,7 +1,7 @@
 """Records of preferences: a prompt with a chosen and a rejected completion, or with one and its
 label.
 
-The shapes are TRL's: an explicit `prompt` beside completions, or completions that are whole
+The shapes are TRL's: an explicit `prompt` next to completions, or completions that are whole
 conversations and share their first turns; or `completion` and `label`. Texts become turns of user
 and assistant, dialogues of `Human:` and `Assistant:` several.
 """
@@ -69,7 +69,7 @@ class PreferenceReader:
             return self._read_labelled(record)
         prompt_name = first_present(record, PROMPTS)
         prompt = _prompt_turns(record[prompt_name], prompt_name) if prompt_name else []
-        # What stands beside both completions is read, or named, with each conversation.
+        # Fields next to both completions are read, or named, with each conversation.
         read = {chosen_name, rejected_name, *_CONTEXT}
         record_id = own_id(record)
         if record_id is not None:
@@ -191,7 +191,7 @@ def _role(turn: Any) -> str | None:
 
 
 def _repeats(prompt: Sequence[Any], turns: Sequence[Any]) -> bool:
-    """Returns whether a whole conversation contains the prompt that stands beside it."""
+    """Returns whether a whole conversation contains the prompt given next to it."""
     texts = [_text(turn) for turn in turns]
     return bool(prompt) and all(_text(turn) in texts for turn in prompt)
 

@@ -129,7 +129,7 @@ def read_shard(path: Path, start: int, stop: int) -> Iterator[bytes]:
 def write_metadata(
     folder: Path, split: str, features: Features, shards: Sequence[ShardSize], name: str = _NAME
 ) -> None:
-    """Writes what tensorflow-datasets needs to open the folder `folder`/`split`, beside its shards.
+    """Writes the files with which tensorflow-datasets opens the shards in `folder`/`split`.
 
     Not by a builder of tensorflow-datasets: that keeps a gigabyte of records in memory, and needs
     tensorflow for more; its sink for Beam cannot write array_record. The format is the only one

@@ -90,7 +90,7 @@ def _largest_part(
     three renderings.
 
     Args:
-      render: renders the first so many exchanges.
+      render: renders a number of first exchanges.
       length: the length of a rendered part.
       max_length: how long the part should be at most.
       guess: an estimate of the number.

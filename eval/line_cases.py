@@ -175,7 +175,7 @@ def generate(
           the style "short".
 
     Raises:
-        UserError: the style is unknown, or has too few keys or numbers for so many lines.
+        UserError: the style is unknown, or has too few keys or numbers for that many lines.
     """
     if key_style not in KEY_STYLES:
         raise UserError(f"key_style {key_style!r} is not known; valid: {', '.join(KEY_STYLES)}")

@@ -24,7 +24,7 @@ from eval import adapters, line_cases, line_report, runner, scoring, suite
 from eval.live_test import Count, LiveTest
 from model.attention.names import Tokens
 from trainer import entry
-from trainer.config.schema import require
+from trainer.config.require import require
 
 MOST_TOKENS = 1_100_000  # in a generated case
 

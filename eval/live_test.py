@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from eval.runner import Prompt
 from eval.suite import Case
 from model.attention.names import Tokens
-from trainer.config.schema import require
+from trainer.config.require import require
 
 Count = Callable[[Prompt], int]
 """Returns the tokens of a prompt."""

@@ -23,7 +23,7 @@ from data.within import read_text
 from eval import adapters, runner, suite
 from eval.live_test import Count, LiveTest
 from trainer import entry
-from trainer.config.schema import require
+from trainer.config.require import require
 
 NEW_TOKENS = 64
 

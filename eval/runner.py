@@ -413,7 +413,7 @@ def _reads(config: TransformerConfig, tokenizer: Tokenizer) -> str:
 
 
 def open_respondent(args: argparse.Namespace) -> LoadedModel:
-    """Opens the model that the shared flags describe."""
+    """Opens the model that the flags of `add_flags` describe, on their mesh."""
     # Imported here, so that a wrong option is reported at once.
     from model.decode import Sampling
     from trainer.config.schema import MeshConfig

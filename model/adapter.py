@@ -27,7 +27,7 @@ NF4_BLOCK = 64
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """Low-rank adapters beside frozen weights: a projection W x becomes W x + s B (A x), of which A
+    """Low-rank adapters of frozen weights: a projection W x becomes W x + s B (A x), of which A
     and B are trained."""
 
     rank: int = 0
@@ -44,7 +44,7 @@ class AdapterConfig:
     """DoRA: an output's column of W + s B A keeps its direction, and its length is trained by
     itself."""
     train: tuple[str, ...] = ()
-    """Modules that are trained whole beside the adapters, by the ends of their names, such as
+    """Modules that are trained whole, besides the adapters, by the ends of their names, such as
     [embed_tokens, norm]: PEFT's modules_to_save. norm means every norm."""
     quantize: Quantization = "none"
     """Store and gather the layers' frozen matrices quantized, and dequantize them where they are

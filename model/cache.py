@@ -80,7 +80,7 @@ class Cache(NamedTuple):
 
     Attributes:
       k, v: in the compute dtype, with RoPE applied; H counts the key heads of all tensor ranks. A
-        head's tokens lie together, so that a product with one query reads them in order.
+        head's tokens are contiguous, so that a product with one query reads them in order.
       index: int32, of each slot's token in its row; segment_ids: int32, 0 where the slot is empty.
     """
 
@@ -203,7 +203,7 @@ class CachedModel:
         `extend` do.
 
         Args:
-          batch: as of `extend`, in natural order; n and each row's first index are multiples of the
+          batch: as in `extend`, in natural order; n and each row's first index are multiples of the
             sequence axis. Tokens that are in the cache already come as padding.
         """
         # So that each device computes what it keeps.

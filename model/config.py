@@ -83,7 +83,7 @@ class TransformerConfig:
       shared_expert_gate: whether a sigmoid of the token multiplies its output.
       output_router_logits: router_aux_loss_coef times the balance loss of the routers is trained
         too; router_z_loss_coef, which no config.json has, is that of their z-loss.
-      adapter: the adapters beside the projections, if there are any; all other weights are frozen.
+      adapter: the adapters of the projections, if there are any; all other weights are frozen.
     """
 
     vocab_size: int = 32000
@@ -382,7 +382,7 @@ class TransformerConfig:
         )
 
     def with_adapter(self, adapter: AdapterConfig) -> TransformerConfig:
-        """This model with adapters beside its projections; itself for rank 0."""
+        """This model with adapters on its projections; itself for rank 0."""
         return dataclasses.replace(self, adapter=adapter) if adapter.rank else self
 
     def projection_sizes(self, name: str) -> tuple[int, int]:
@@ -418,7 +418,7 @@ class TransformerConfig:
 
     @property
     def has_router_losses(self) -> bool:
-        """Whether a loss of the routers is trained beside that of the tokens."""
+        """Whether a loss of the routers is trained in addition to that of the tokens."""
         return bool(self.num_experts and (self.router_aux_loss or self.router_z_loss_coef))
 
     @functools.cached_property

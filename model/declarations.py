@@ -153,7 +153,7 @@ def bind(config: TransformerConfig, weights: dict[str, Weight]) -> DecoderLayer:
 
 
 def module_of(layer: DecoderLayer, name: str) -> nnx.Module:
-    """Returns the module of a layer that has the parameter of this name, as of `declare_layer`."""
+    """Returns the module of a layer that has the parameter of this name, as in `declare_layer`."""
     return functools.reduce(getattr, name.split(".")[:-1], layer)
 
 

@@ -24,7 +24,7 @@ _WEYL = 0x9E3779B9
 
 
 class TokenInfo(NamedTuple):
-    """What a layer reads of its tokens beside their hidden states and what attention's mask needs.
+    """What a layer reads of its tokens, other than hidden states and what attention's mask needs.
 
     Attributes:
       positions: RoPE's. dropout: each token's number, from which the masks follow, as of

@@ -162,7 +162,7 @@ class ExpertProjection(nnx.Module):
     def __call__(
         self, x: Float[Array, "M K"], sizes: Int[Array, " X"], experts: Int[Array, " M"], share=1
     ) -> Float[Array, "M N"]:
-        """Returns the products of rows that are sorted by expert, as of `grouped_product`, with
+        """Returns the products of rows that are sorted by expert, as in `grouped_product`, with
         this share of the biases.
 
         Args:
@@ -278,7 +278,7 @@ class Mixture(nnx.Module):
         self, x: Float[Array, "B T E"], parallel: TensorParallel, labels: TokenInfo
     ) -> tuple[Float[Array, "B T E"], Auxiliary]:
         """Returns the mixture of normalised hidden states, summed over the tensor ranks, and the
-        router's sums over this device's tokens, as of `router_sums`."""
+        router's sums over this device's tokens, as in `router_sums`."""
         x = parallel.whole(x)
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.gate(tokens)
@@ -366,7 +366,7 @@ def router_losses(
     over tokens and layers.
 
     Args:
-      sums: of all layers, stacked [N, ...], as of `router_sums`.
+      sums: of all layers, stacked [N, ...], as in `router_sums`.
     """
     routed = jnp.maximum(totals.real * config.num_hidden_layers, 1)
     scale, losses = totals.weight / routed, {}

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 Axes = tuple[str, ...]
 # The tokens' numbers within a layer, from which the masks of dropout follow; None without dropout.
 DropoutKeys = UInt32[Array, "B T"] | None
-# What a feed-forward gives beside its output, by name: float32 sums over a device's tokens, of any
+# What a feed-forward gives besides its output, by name: float32 sums over a device's tokens, of any
 # shape and with gradient, from which a model makes auxiliary losses
 # (`Transformer.auxiliary_losses`). They are the same on all tensor ranks.
 Auxiliary = dict[str, Float[Array, "..."]]
@@ -130,7 +130,7 @@ class Projection(nnx.Module):
         if not self.adapter.use_dora:
             return adapted
         norms = self.norms(parallel, x.dtype)
-        # A column of zeros, as of a padded head, stays zero.
+        # A column of zeros, as in a padded head, stays zero.
         factors = jnp.where(
             norms > 0, self.lora_magnitude_vector[...] / jnp.where(norms > 0, norms, 1), 0
         )

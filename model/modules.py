@@ -36,7 +36,7 @@ Hidden = Float[Array, "B T E"]
 
 
 class Tokens(NamedTuple):
-    """What projections read beside hidden states.
+    """What projections read in addition to hidden states.
 
     Attributes:
       labels: of the tokens, within the layer. rope: the layer's rotary embedding, or None; length:

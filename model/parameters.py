@@ -126,7 +126,7 @@ class ModelParameters(abc.ABC):
         none.
 
         Args:
-          stored: the stacked layers' weights by name, as of `model.quantized_weights.quantized`.
+          stored: the stacked layers' weights by name, as in `model.quantized_weights.quantized`.
         """
         if self.config.adapter is None or self.config.adapter.quantize == "none":
             return {}

@@ -3,10 +3,10 @@ and dequantized.
 
 A weight [E, H, D] of a layer becomes arrays of the same axes, named after it: in NF4 `.codes` [E/2,
 H, D] and `.absmax` [E/64, H, D], both uint8, and `.nested` [1 + S], float32; in int8 `.codes` [E,
-H, D] and `.absmax` [1, H, D]. Blocks lie along the last of a product's inputs. Shards of codes hold
+H, D] and `.absmax` [1, H, D]. Blocks run along the last of a product's inputs. Shards of codes hold
 whole blocks: an axis of blocks is split only where a mesh axis divides their number
 (`Parameter.granularity`), otherwise another axis is. The few scales of the second quantization,
-whose groups of 256 blocks would straddle shards, lie whole on each device: 4 bytes for 16,384
+whose groups of 256 blocks would straddle shards, are whole on each device: 4 bytes for 16,384
 weights. Of a mixture each expert's matrix is quantized by itself; all parts have a leading axis of
 experts.
 """
@@ -54,7 +54,7 @@ class Nf4Weight(FrozenWeight):
     codes: UInt8[Array, ...]
     absmax: Float[Array, ...]
     axis: int = dataclasses.field(metadata={"static": True})
-    """The axis that blocks lie along."""
+    """The axis that blocks run along."""
 
     def dequantize(self, dtype: Any) -> Float[Array, ...]:
         """See `FrozenWeight.dequantize`. The product of level and scale is rounded once, as
@@ -236,7 +236,7 @@ def assemble(
       name: of the weight.
       parts: arrays by the last parts of their names (`QUANTIZED_PARTS`), without the axis of the
         layers.
-      own: one layer's weight without padding, as of `declare_layer`.
+      own: one layer's weight without padding, as in `declare_layer`.
       padded: the shapes of the same parts, by the same names, over all tensor ranks and with
         padding.
       spec: of one layer's codes.
@@ -260,7 +260,7 @@ def _assemble(
     padded: Mapping[str, tuple[int, ...]],
     spec: PartitionSpec,
 ) -> FrozenWeight:
-    """`assemble` of one matrix, of which so many leading axes are inputs."""
+    """`assemble` of one matrix, of which this many leading axes are inputs."""
     block = NF4_BLOCK if "nested" in parts else 1
     own_blocks = [n // block if i == inputs - 1 else n for i, n in enumerate(own.shape)]
     padded_blocks = [
@@ -281,7 +281,7 @@ def _assemble(
     if block == 1:
         return Int8Weight(trimmed(parts["codes"]), trimmed(parts["absmax"]))
     codes, absmax, nested = parts["codes"], parts["absmax"], parts["nested"]
-    # Scales lie in the order of the matrix [outputs, inputs / 64] of bitsandbytes.
+    # Scales are in the order of the matrix [outputs, inputs / 64] of bitsandbytes.
     scales = jnp.repeat(nested[1:], NESTED_BLOCK)[: math.prod(own_blocks)].reshape(
         *own_blocks[inputs:], *own_blocks[:inputs]
     )
@@ -351,7 +351,7 @@ def quantize_layer(
     """Returns the matrices [outputs, inputs] of a layer's weight, quantized: one, or each expert's.
 
     Args:
-      name: of the weight; stored: all layers of it, as of `quantized`.
+      name: of the weight; stored: all layers of it, as in `quantized`.
       own: the layer's shape without padding.
     """
     if kind == "nf4" and hasattr(stored, "quantized"):

@@ -1,4 +1,4 @@
-"""Where parameters lie on a mesh: one table from logical axes to mesh axes, and how shards become
+"""Where parameters are on a mesh: one table from logical axes to mesh axes, and how shards become
 whole and gradients shards.
 
 Every parameter is split over `tensor` where its heads, feed-forward width or vocabulary are, and
@@ -133,7 +133,7 @@ class TensorParallel:
             group, key = query // key, -(-key // tensor) * tensor
             query = group * key
         kv_heads = key % tensor == 0
-        # The blocks of a quantized down_proj lie along the width, and ranks have whole ones.
+        # The blocks of a quantized down_proj are along the width, and ranks have whole ones.
         block = config.adapter.block if config.adapter else 1
         widths = config.expert_width, config.shared_expert_intermediate_size
         return cls(

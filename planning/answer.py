@@ -307,7 +307,7 @@ def _first(jobs: Iterable[Job]) -> Job | None:
 
 
 def enough(job: Job, devices: int) -> bool:
-    """Returns whether the job fits with its rows split over so many devices."""
+    """Returns whether the job fits with its rows split over this many devices."""
     if job.context % (2 * devices):
         return False
     spread = changed(

@@ -47,7 +47,7 @@ LONG_SECONDS = 3600.0
 ADVISED_MINUTES = 30
 
 Prepare = Callable[[RunConfig, Objective, StepBuilder], list[str]]
-"""Prepares a run's evaluations, and returns the names of what they measure beside held-out data."""
+"""Prepares a run's evaluations; returns the names of what they measure besides held-out data."""
 
 
 def _no_evaluations(*_: Any) -> list[str]:

@@ -92,7 +92,7 @@ def parser() -> entry.CommandParser:
         "--qlora",
         type=entry.at_least_one,
         metavar="RANK",
-        help="the same beside a base in NF4",
+        help="the same with a base in NF4",
     )
     _add_memory_options(options)
     options.add_argument(

@@ -1,4 +1,4 @@
-"""Prints where a training step's time goes: by part, beside the least that each part can take.
+"""Prints where a training step's time goes: by part, next to the least that each part can take.
 
     python -m scripts.profile_step --model llama-3.2-1b --dtype bfloat16 --length 32768   # on a GPU
     python -m scripts.profile_step --length 2048 --steps 2            # on a CPU: SmolLM2 135M
@@ -214,7 +214,7 @@ def work(args: Options) -> None:
 
 
 def report_trace(args: Options, trace: Path) -> None:
-    """Prints the table of a trace that is there; a compiled text beside it names parts better."""
+    """Prints the table of a trace that is there; a compiled text next to it names parts better."""
     if not trace.is_dir():
         raise UserError(f"--trace: found no folder {trace}; give RUN/profile of a run")
     texts = [folder / TEXT for folder in (trace, trace.parent)]
@@ -222,7 +222,7 @@ def report_trace(args: Options, trace: Path) -> None:
     devices = read_trace(trace, is_communication)
     print(*table(part_rows(devices, args.steps, CompiledParts(text))), sep="\n")
     if not text:
-        print(f"no {TEXT} beside the trace: the optimizer's kernels count as elementwise")
+        print(f"no {TEXT} next to the trace: the optimizer's kernels count as elementwise")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

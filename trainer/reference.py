@@ -1,7 +1,7 @@
 """The reference of preference tuning: log-likelihoods of all completions under the model that
 training begins with.
 
-They are computed once, before the first step, and stored beside the prepared data: no step then
+They are computed once, before the first step, and stored next to the prepared data: no step then
 needs a second model. A start that was interrupted goes on where it was.
 """
 

@@ -33,7 +33,7 @@ def _hash(text: str) -> int:
 
 
 def draw_keys(rng: np.random.Generator, kind: str, count: int, reserved: bool) -> list[str]:
-    """Returns so many different keys of words, in random order: reserved ones, or none of these.
+    """Returns `count` different keys of words, in random order: reserved ones, or none of these.
 
     Raises:
       ValueError: there are fewer reserved keys of two words.

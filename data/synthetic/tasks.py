@@ -82,7 +82,7 @@ class Haystack:
         return " " if self.name == "text" else "\n"
 
     def take(self, units: int) -> list[str]:
-        """Returns so many sentences; of the haystack "needles" none, since these need keys."""
+        """Returns `count` sentences; of the haystack "needles" none, since these need keys."""
         if self.name == "noise":
             return [NOISE] * units
         return (
@@ -93,7 +93,7 @@ class Haystack:
 
 
 def _names(rng: np.random.Generator, count: int, kind: str, evaluation: bool) -> list[str]:
-    """Returns so many distinct keys, pairs of words or uuids; training gets no reserved words."""
+    """Returns `count` distinct keys, pairs of words or uuids; training gets no reserved words."""
     if kind == "uuids":
         return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
     if not evaluation:

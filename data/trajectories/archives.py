@@ -24,7 +24,7 @@ ADDRESS = "https://dl.fbaipublicfiles.com/exorl"
 ALGORITHMS = ("aps", "diayn", "disagreement", "icm", "icm_apt", "proto", "random", "rnd", "smm")
 DOMAINS = tuple(dict.fromkeys(task.domain for task in TASKS.values()))
 RECORD = "downloaded.json"
-"""File beside the buffer that says where the episodes are from."""
+"""File next to the buffer that says where the episodes are from."""
 
 
 def archive_folder(root: Path, domain: str, algorithm: str) -> Path:

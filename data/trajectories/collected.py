@@ -1,4 +1,4 @@
-"""What a folder of collected episodes says of itself: collected.json beside the buffer."""
+"""What a folder of collected episodes says of itself: collected.json next to the buffer."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Explorer:
             self.replay.add(decisions.state[step], after[step], action, 0.0, False, [{}])
 
     def learn(self, decisions: int) -> None:
-        """Takes the optimizer steps that follow an episode of so many decisions."""
+        """Takes the optimizer steps that follow an episode of this many decisions."""
         self.episodes += 1
         if self.episodes == UNGUIDED:
             self.replay.normalise_by_contents()

@@ -30,9 +30,9 @@ class TokenCoords(NamedTuple):
         is seen by nothing.
       start: `index` of the first token of the token's document (`document_starts`); only global
         tokens need it, else None.
-      shared: which tokens a later document sees beside its own: a positive number, rising along the
-        row, for the tokens of a beginning that it shares, minus that number for its tokens, 0 for
-        others. None where nothing is shared.
+      shared: which tokens a later document sees besides its own: a positive number, rising along
+        the row, for the tokens of a beginning that it shares, minus that number for its tokens, 0
+        for others. None where nothing is shared.
     """
 
     index: Int[Array, "B T"]  # type: ignore[assignment]  # hides tuple.index, which nobody calls
@@ -117,10 +117,10 @@ class Mask:
 
 
 def check_starts(starts: jax.Array | None, mask: Mask) -> jax.Array:
-    """Returns `starts` (or values derived from them).
+    """Returns the documents' starts, which a mask with global tokens needs; call it for those only.
 
     Raises:
-      ValueError: they are missing, and global tokens need them.
+      ValueError: they are missing (None).
     """
     if starts is None:
         raise ValueError(

@@ -53,7 +53,7 @@ def permutation(length: int, shards: int, layout: str) -> Int[np.ndarray, " L"]:
       layout: one of LAYOUTS.
 
     Raises:
-      ValueError: as of `check_length`.
+      ValueError: as in `check_length`.
     """
     check_length(length, shards, layout)
     order = np.arange(length)

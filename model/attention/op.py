@@ -80,7 +80,7 @@ class AttentionOp:
     def forward(
         self, queries: Queries, keys: Keys, sinks: Float[Array, " Hq"] | None = None
     ) -> AttentionPartial:
-        """out in q's dtype, and lse in float32; `sinks`, float32, as of `with_sinks`."""
+        """out in q's dtype, and lse in float32; `sinks`, float32, as in `with_sinks`."""
         partial = self.schedule.forward(self._kernel(queries), queries, keys, self._context)
         return self._rounded(with_sinks(partial, sinks), queries)
 
@@ -206,7 +206,7 @@ def attend(
     Args:
       op: the operation, see `AttentionOp.create`.
       queries, keys: this rank's own.
-      sinks: float32, as of `with_sinks`.
+      sinks: float32, as in `with_sinks`.
 
     Returns:
       out [B, T, Hq, D] in q's dtype, and lse [B, Hq, T] in float32.

@@ -13,7 +13,7 @@ _PARTIAL = "partial_rotary_factor"
 
 
 class Phi3Family(Family):
-    """A family whose configs name the original length beside the RoPE rule, and call longrope by
+    """A family whose configs name the original length next to the RoPE rule, and call longrope by
     older names too."""
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:

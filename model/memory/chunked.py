@@ -100,7 +100,7 @@ def _buffers(leaves: list[jax.Array], results: list[jax.ShapeDtypeStruct]) -> li
 
 def _sum_over_chunks(step: Callable, arrays: Any, size: int) -> tuple[Any, Any]:
     """Runs `step(chunk of arrays) -> (summands, results)` over all chunks: the sums, and the
-    results as of `over_chunks`."""
+    results as in `over_chunks`."""
     if size == jax.tree.leaves(arrays)[0].shape[1]:
         return step(arrays)
 
@@ -152,7 +152,7 @@ def chunked(
     """Returns fn(weights, arrays, constants), a tree of arrays [B, T, ...], computed in chunks of
     the sequence.
 
-    All arguments are as of `chunked_with_sums`, but that fn returns no sums.
+    All arguments are as in `chunked_with_sums`, but that fn returns no sums.
     """
     return chunked_with_sums(
         lambda *part: ((), fn(*part)), weights, arrays, constants, dtype=dtype, chunk=chunk
@@ -266,7 +266,7 @@ def chunked_total(
     backward pass only scales it by the sum's cotangent, and nothing is computed twice.
 
     Args:
-      fn: position-wise, returns float32 [B, c]; otherwise all arguments are as of `chunked`.
+      fn: position-wise, returns float32 [B, c]; otherwise all arguments are as in `chunked`.
       shares: float32, not differentiated.
     """
     size = _chunk_size(shares.shape[1], chunk)

@@ -50,7 +50,7 @@ class ScanRunner(LayerRunner):
     """Scans over the layers, and keeps between forward and backward what the remat policy names
     (`remat.py`).
 
-    The scan's carry has the token coordinates beside the hidden states. A mask that is computed
+    The scan's carry has the token coordinates next to the hidden states. A mask that is computed
     from values outside of the carry would be loop-invariant, and differentiating the scan would
     hoist it out and keep it for every layer.
     """

@@ -94,7 +94,7 @@ def check_combination(
       layers: of the model; period: how many of them differ before they repeat; key_heads: key/value
         heads of a device;
       sequence: devices along the sequence axis.
-      schedule: as of `model.attention.schedules.get_schedule`.
+      schedule: as in `model.attention.schedules.get_schedule`.
 
     Raises:
       ValueError: one line that names the option, what was found and what would work.

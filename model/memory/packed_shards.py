@@ -100,7 +100,7 @@ class PackedShards:
 
     def unpack(self, packed: list[Float[Array, "P F R C"]]) -> dict[str, jax.Array]:
         """Returns the whole weights from all ranks' packed arrays: those that are trained float32
-        by type as of `sharding.gather`, the others in their own dtype."""
+        by type as in `sharding.gather`, the others in their own dtype."""
         weights: dict[str, jax.Array] = {}
         for names, x in zip(self._arrays, packed, strict=True):
             weights |= self._cut(

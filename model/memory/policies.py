@@ -28,7 +28,7 @@ class RematPolicy:
     every_k: bool = False
 
     def keeps_on(self, memory: Memory) -> tuple[str, ...]:
-        """The names, as of `checkpoint_name`, of what a layer keeps in this memory."""
+        """The names, as in `checkpoint_name`, of what a layer keeps in this memory."""
         attention = ("attention_out", "attention_lse") if self.attention == memory else ()
         return (("layer_input",) if self.inputs == memory else ()) + attention
 

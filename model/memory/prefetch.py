@@ -94,7 +94,7 @@ class _PrefetchedLayers:
     all ranks of the layer that runs next.
 
     Attributes:
-      layers: one of each kind, as of `LayerRunner`.
+      layers: one of each kind, as in `LayerRunner`.
       packed: how the weights that travel are packed; `weights` gathers the others.
       count: number of layers.
     """

@@ -54,7 +54,7 @@ def scan_layers(
     Sublinear Memory Cost, section 4).
 
     Args:
-      bodies: one for each kind of layer, as of `scan_periods`; each names its hidden states
+      bodies: one for each kind of layer, as in `scan_periods`; each names its hidden states
         `layer_input`, and attention's results `attention_out` and `attention_lse`, by
         `checkpoint_name`.
       layers: a tree of arrays with the layers on the leading axis.

@@ -19,7 +19,7 @@ class Collective(NamedTuple):
     thousands of devices, are not listed.
 
     Attributes:
-      kind, nbytes: as of `Send`.
+      kind, nbytes: as in `Send`.
       lines: the ranks of each line.
     """
 

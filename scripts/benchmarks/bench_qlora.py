@@ -220,7 +220,7 @@ def theirs(length: int, weights: Path, args: Options) -> dict:
 
 
 def _peft_model(args: Options, weights: Path, device: str):
-    """Returns transformers' model with peft's adapters beside bitsandbytes' NF4, every layer a copy
+    """Returns transformers' model with peft's adapters on bitsandbytes' NF4, every layer a copy
     of the one in the folder."""
     import torch
     import transformers

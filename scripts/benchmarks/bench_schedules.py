@@ -44,7 +44,7 @@ from trainer.config.schema import MeshConfig
 from trainer.options import Tokens, add_options, option
 from trainer.xla_flags import FLAGS
 
-# Pods with twice as many chips as ranks: as in training, another mesh axis beside the sequence.
+# Pods with twice as many chips as ranks: as in training, another mesh axis than the sequence.
 # (The TPU's compiler may turn a reduce-scatter over all chips of a pod into an all-reduce.)
 PODS = {4: "v4:2x2x2", 8: "v4:2x2x4", 16: "v4:4x4x2", 64: "v4:4x4x8", 256: "v4:8x8x8"}
 # Name in the table: schedule, layout, and the window in blocks if there is one. The layout matters

@@ -55,7 +55,7 @@ def document_lengths(length: int, count: int) -> list[int]:
 
 
 def preset(name: str, layers: int):
-    """Returns the configuration of a preset, with so many layers if that is not 0."""
+    """Returns the configuration of a preset, with `layers` layers if that is not 0."""
     from model.config import TransformerConfig
 
     config = TransformerConfig.preset(name)

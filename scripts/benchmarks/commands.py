@@ -65,7 +65,7 @@ def run_for(
     *,
     grace: float = 0,
 ) -> str:
-    """Runs Python for at most so many seconds, then stops it and its own processes.
+    """Runs Python for at most `seconds`, then stops it and its own processes.
 
     Args:
       words: Python's arguments.

@@ -5,10 +5,10 @@
     python -m scripts.benchmarks.gpu_call --call mixtures    # another three
     python -m scripts.benchmarks.gpu_call --tiny             # the same rows at tiny sizes, on a CPU
 
-The call `steps`: steps of Llama 3.2 1B's shape beside transformers + Liger, of eight layers of 8B
-with their profile, and kernels beside cuDNN and torch. The call `qlora`: Llama 3.1 8B's shape by
-QLoRA beside transformers + peft + bitsandbytes. The call `mixtures`: three layers of Qwen3-30B-A3B
-beside transformers, at 32K with Liger. A row that does not fit into what is left of the time is
+The call `steps`: steps of Llama 3.2 1B's shape against transformers + Liger, of eight layers of 8B
+with their profile, and kernels against cuDNN and torch. The call `qlora`: Llama 3.1 8B's shape by
+QLoRA against transformers + peft + bitsandbytes. The call `mixtures`: three layers of Qwen3-30B-A3B
+against transformers, at 32K with Liger. A row that does not fit into what is left of the time is
 left out by name. OUTPUT/rows.jsonl gets a line after each row, and each row's folder what its
 command wrote. --wheels prints the command that downloads the peers' packages for a machine without
 network, which installs them by pip install --no-index --find-links WHEELS.
@@ -82,7 +82,7 @@ STEPS = (
     ),
 )
 _QLORA = "--model smollm2-135m --layers 2 --lengths 128 --document-tokens 64 --dtype float32"
-# At 32K ten steps of both sides would not fit beside the ten at 8K.
+# At 32K ten steps of both sides would not fit in addition to the ten at 8K.
 QLORA = (
     Row("qlora_8k", 110, "bench_qlora --torch-liger --lengths 8192", f"{_QLORA} --steps 3"),
     Row(
@@ -118,7 +118,7 @@ def module(words: str) -> list[str]:
 
 
 def measure(row: Row, args: Options, seconds: float) -> dict:
-    """Runs a row for at most so many seconds; returns what became of it."""
+    """Runs a row for at most `seconds`; returns what became of it."""
     words = module(row.words)
     if args.tiny:  # Liger needs a GPU
         words = [*(word for word in words if word != "--torch-liger"), *row.tiny.split()]

@@ -46,7 +46,7 @@ CASES = (
     ("window 300", "zigzag", "packed"),
     ("full", "striped", "packed"),
 )
-# Of --long: heads as of LLaMA-3.1-8B, whose last ones, farthest into an array, are compared.
+# Of --long: heads as in LLaMA-3.1-8B, whose last ones, farthest into an array, are compared.
 LONG_HEADS, LONG_KV_HEADS, LONG_HEAD_DIM, LONG_WINDOW, LONG_PART = 32, 8, 128, 500, 64
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 # 16-bit operands, weights included, carry 8 bits of a number. Chosen before any measurement.
@@ -144,7 +144,7 @@ def attend(
     """Returns RESULTS of two shards, by four calls of the kernel each way, in the order of the row.
 
     Args:
-      dtype: of the operands; mask_name, packing: as of CASES.
+      dtype: of the operands; mask_name, packing: as in CASES.
 
     Returns:
       float64 by name: lse [1, H, LENGTH], the others [1, LENGTH, H, head_dim].

@@ -58,7 +58,7 @@ def measured_rows() -> list[dict[str, Any]]:
 
 
 def held_out_rows() -> list[dict[str, Any]]:
-    """Returns each system's steps beside ranges whose ends the other systems' steps set."""
+    """Returns each system's steps compared with ranges whose ends the other systems' steps set."""
     rows = []
     for system in dict.fromkeys(step.system for step in measured_steps()):
         steps = [step for step in measured_steps() if step.system == system]

@@ -218,7 +218,7 @@ class Options:
 
     model: str = option("SmolLM2's folder, such as scripts.make_smollm2 makes")
     like: str = option("LongChat's file of 200 lines", metavar="FILE.jsonl")
-    text: str = option("a text to train on beside the exercises", metavar="TEXT.txt")
+    text: str = option("a text to train on in addition to the exercises", metavar="TEXT.txt")
     book: str = option("another, for the loss before and after", metavar="BOOK.txt")
     limit: int = option("cases of the file", 48)
     output: str = option("folder of the run and the evaluations", "runs/retrieval")

@@ -189,7 +189,7 @@ def overlap(out: Path) -> Rows:
     rows, measured = {}, read_json(out / "overlap.json")
 
     def exposed(name: str, backward: bool) -> str:
-        """Returns how often a schedule's permutes run beside no kernel, of how often in all."""
+        """Returns how many of a schedule's permutes overlap with no kernel, of how many."""
         permutes = [
             entry
             for entry in measured
@@ -413,6 +413,6 @@ def _found(cells: dict[str, str], seen: dict) -> dict[str, str]:
         found = f"{digits}e{int(exponent)}" if largest else "0"
         found += f", {cases:,} comparisons"
     else:
-        found = f"holds, {seen['passed']:,} tests"
+        found = f"holds, {seen['passed']:,} test{'s' * (seen['passed'] > 1)}"
     verdict = ("short" if failed else "held") if cells["goal"] else "no goal"
     return {"found": found, "verdict": verdict}

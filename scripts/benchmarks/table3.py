@@ -182,7 +182,7 @@ def _hours(cell: Cell, job: Job, outcome: Outcome) -> float:
 
 
 class Longest:
-    """The longest contexts of the stored cells, in tokens, beside the paper's."""
+    """The longest contexts of the stored cells, in tokens, and the paper's."""
 
     def __init__(self, contents: list[dict[str, Any]]):
         self.stored = {

@@ -112,7 +112,7 @@ def verify(
     """Compares every file that the manifest lists with its size and checksum, and returns the
     manifest.
 
-    Files that the manifest does not list are ignored: a note put beside a checkpoint does no harm.
+    Files that the manifest does not list are ignored: a note put next to a checkpoint does no harm.
 
     Args:
       items: the items whose files are compared; None compares all.

@@ -6,7 +6,8 @@ from data.errors import UserError
 from data.paths import on_this_machine
 
 from .numbers import refusal
-from .schema import DataConfig, ModelConfig, RunConfig, require
+from .require import require
+from .schema import DataConfig, ModelConfig, RunConfig
 
 
 def check(config: RunConfig, source: str = "configuration") -> RunConfig:

@@ -20,12 +20,15 @@ from data.paths import cache_folder
 from data.tokenizer import TEMPLATE_DATE
 from data.trajectories.options import TrajectoryConfig
 from model.adapter import AdapterConfig
-from model.attention.names import MESH_AXES, Tokens
+from model.attention.names import Tokens
 from model.attention.options import AttentionConfig
 from model.config import ADJUSTABLE, POSITIONS
 from model.memory.options import MemoryConfig
 
+from .mesh import DistributedConfig, MeshConfig
+from .optimizer import OptimizerConfig
 from .preference import PreferenceConfig
+from .require import require, require_at_least
 
 VERSION = 2
 # The stores that a run can be kept in.
@@ -34,19 +37,6 @@ BUCKETS = (GCS, "s3://")
 # Fields of Hugging Face's config.json that hold a number of tokens; model.overrides and stages.rope
 # also read 64K.
 _LENGTHS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
-
-
-def require(valid: bool, field: str, value: object, needs: str) -> None:
-    """Raises ValueError, `field: found value, needs ...`, unless `valid`."""
-    if not valid:
-        raise ValueError(f"{field}: found {value!r}, needs {needs}")
-
-
-def _require_at_least(section: object, name: str, minimum: int, *fields: str) -> None:
-    """Raises ValueError for the first of the section's fields that is below the minimum."""
-    for field in fields:
-        value = getattr(section, field)
-        require(value >= minimum, f"{name}.{field}", value, f"at least {minimum}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +160,7 @@ class DataConfig:
     it."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, "data", 1, "context_length")
+        require_at_least(self, "data", 1, "context_length")
         require(
             0 <= self.held_out_fraction < 1,
             "data.held_out_fraction",
@@ -201,249 +191,6 @@ def _date(text: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """The number of devices along each axis; their product is the number of all devices."""
-
-    data: int = 1
-    """Copies of the model, each with its own share of the batch."""
-    fsdp: int = 1
-    """Shards of the batch, over which the parameters are sharded too."""
-    expert: int = 1
-    """Shards of a mixture's experts, and of the batch: hidden states are sent to the devices of
-    their experts."""
-    tensor: int = 1
-    """Shards of the heads and of the feed-forward width."""
-    sequence: int = 1
-    """Shards of the sequence."""
-    sequence_parallel: bool = False
-    """Megatron's sequence parallelism: between attention and feed-forward the tokens are split over
-    tensor too."""
-    dcn: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Factors of the axes that cross the slow network between TPU slices or GPU hosts, such as
-    {data: 2}; their product is the number of slices or hosts. Not needed on one slice, or on GPUs
-    if the outermost axes are to cross."""
-    order: tuple[Literal["data", "fsdp", "expert", "tensor", "sequence"], ...] = ()
-    """The axes, from distant devices to near ones; by default data, fsdp, expert, sequence, tensor:
-    tensor waits for its sums, while the kernels hide the ring along the sequence."""
-    simulate: int = 0
-    """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
-
-    def __post_init__(self) -> None:
-        _require_at_least(self, "mesh", 1, *MESH_AXES)
-        _require_at_least(self, "mesh", 0, "simulate")
-        divisors = all(
-            axis in MESH_AXES
-            and isinstance(factor, int)
-            and factor >= 1
-            and getattr(self, axis) % factor == 0
-            for axis, factor in self.dcn.items()
-        )
-        require(
-            divisors,
-            "mesh.dcn",
-            self.dcn,
-            "factors of the axes, such as {data: 2}, each a divisor of its axis in "
-            f"{self.product}",
-        )
-        require(
-            sorted(self.order)
-            in (
-                [],
-                sorted(MESH_AXES),
-                *([sorted(set(MESH_AXES) - {"expert"})] if self.expert == 1 else []),
-            ),
-            "mesh.order",
-            self.order,
-            f"all five axes, each once: {', '.join(MESH_AXES)}; expert may be left out where it "
-            "is 1",
-        )
-
-    @property
-    def devices(self) -> int:
-        """The number of devices that the mesh takes."""
-        return self.rows * self.tensor * self.sequence
-
-    @property
-    def rows(self) -> int:
-        """The number of shards of a batch's rows."""
-        return self.data * self.fsdp * self.expert
-
-    @property
-    def named(self) -> str:
-        """The axes for messages; expert only if used."""
-        axes = [axis for axis in MESH_AXES if axis != "expert" or self.expert > 1]
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
-
-    @property
-    def product(self) -> str:
-        """The axes and their product, for messages."""
-        return f"{self.named} = {self.devices}"
-
-
-@dataclasses.dataclass(frozen=True)
-class DistributedConfig:
-    """The other processes, if JAX does not detect them (it does on Cloud TPU, GKE, Slurm)."""
-
-    coordinator: str | None = None
-    """Address of process 0 as HOST:PORT; any free port, the same for all."""
-    process_id: int | None = None
-    """Number of this process, from 0."""
-    num_processes: int | None = None
-    """Number of all processes; mesh.simulate counts the devices of all of them."""
-    stall_minutes: float = 15.0
-    """Minutes that a step may take, or ten times the usual step if that is more, before all
-    processes print their stacks and end with exit code 75. 0 waits forever, here and below."""
-    compile_minutes: float = 180.0
-    """The same for compiling, and for the first step."""
-    save_minutes: float = 60.0
-    """The same for waiting for a checkpoint."""
-    evaluate_minutes: float = 240.0
-    """The same for the evaluations after a step."""
-
-    def __post_init__(self) -> None:
-        for name in ("stall_minutes", "compile_minutes", "save_minutes", "evaluate_minutes"):
-            minutes = getattr(self, name)
-            require(
-                0 <= minutes < math.inf,
-                f"distributed.{name}",
-                minutes,
-                "minutes, or 0 for no limit",
-            )
-        given = {
-            "coordinator": self.coordinator,
-            "process_id": self.process_id,
-            "num_processes": self.num_processes,
-        }
-        missing = [name for name, value in given.items() if value is None]
-        if len(missing) == len(given):
-            return
-        if self.coordinator is None or self.process_id is None or self.num_processes is None:
-            raise ValueError(
-                f"distributed.{missing[0]}: missing; give coordinator, process_id and "
-                "num_processes together, or none of them if JAX detects its cluster"
-            )
-        require(
-            0 <= self.process_id < self.num_processes,
-            "distributed.process_id",
-            self.process_id,
-            f"one of 0 .. {self.num_processes - 1} for {self.num_processes} processes",
-        )
-        require(
-            ":" in self.coordinator,
-            "distributed.coordinator",
-            self.coordinator,
-            "HOST:PORT of process 0",
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer, the learning-rate schedule, and clipping."""
-
-    name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
-    """AdamW; Lion, with one moment; Adafactor, with a row and a column of the second moment; or
-    Muon, which orthogonalises the updates of the layers' matrices and trains all other parameters
-    by AdamW with Nesterov momentum, without weight decay."""
-    learning_rate: float = 2e-5
-    """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """The learning rate after the warm-up: cosine or linear decay to its final share, constant, or
-    constant until a decay in the last steps (wsd: warm-up, stable, decay). A run with one of the
-    last two can be extended."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly to its peak."""
-    warmup_fraction: float = 0.0
-    """Share of the steps over which it rises, such as 0.03, instead of warmup_steps."""
-    final_fraction: float = 0.1
-    """Learning rate at the last step, as a share of the peak; ignored if constant."""
-    decay_fraction: float = 0.2
-    """Share of the steps, at the end, in which the schedule wsd decays linearly."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of the matrices."""
-    clip_norm: float = 1.0
-    """The gradient is scaled down to this global norm; 0 never clips."""
-    moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """Precision in which both moments are stored; updates compute in float32. 8bit: floats of 8
-    bits with a scale for each 128 numbers, rounded stochastically; those of norms and biases stay
-    float32."""
-    weight_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which the trained weights are stored. bfloat16 rounds each update
-    stochastically, so that steps too small for its 8 bits move weights on average."""
-    average_decay: float = 0.0
-    """Decay of an exponential moving average of the trained weights, such as 0.999; it takes 4
-    bytes per parameter, and `scripts.export_hf --average` writes it. The first steps decay less: (1
-    + n) / (10 + n) after n steps. 0 keeps none."""
-
-    def __post_init__(self) -> None:
-        _require_at_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
-        require(
-            0 < self.learning_rate < math.inf,
-            "optimizer.learning_rate",
-            self.learning_rate,
-            "a positive number",
-        )
-        require(
-            not (self.warmup_steps and self.warmup_fraction),
-            "optimizer.warmup_fraction",
-            self.warmup_fraction,
-            "to be left out with optimizer.warmup_steps; keep one of them",
-        )
-        for name in ("final_fraction", "decay_fraction", "warmup_fraction"):
-            require(
-                0 <= getattr(self, name) <= 1,
-                f"optimizer.{name}",
-                getattr(self, name),
-                "a share between 0 and 1",
-            )
-        require(
-            0 <= self.average_decay < 1,
-            "optimizer.average_decay",
-            self.average_decay,
-            "a number from 0 to below 1",
-        )
-        require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
-        require(
-            self.moment_dtype != "8bit" or self.name in ("adamw", "lion"),
-            "optimizer.moment_dtype",
-            self.moment_dtype,
-            f"float32 or bfloat16 with optimizer.name {self.name}",
-        )
-        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
-            require(0 <= beta < 1, f"optimizer.{name}", beta, "a number from 0 to below 1")
-            # bfloat16 has 8 bits: a moment that loses less than 1/256 per step would never shrink.
-            require(
-                self.moment_dtype != "bfloat16" or beta <= 0.99,
-                f"optimizer.{name}",
-                beta,
-                "at most 0.99 with optimizer.moment_dtype bfloat16",
-            )
-
-    def stable_steps(self, steps: int) -> int:
-        """Returns the number of first steps whose learning rate a longer run would share."""
-        if self.warmup_fraction:  # a longer run has a longer warm-up
-            return 0
-        if self.schedule == "constant":
-            return steps
-        return steps - self.decay_steps(steps) if self.schedule == "wsd" else 0
-
-    def first_steps(self, steps: int) -> int:
-        """Returns the number of first steps in which the learning rate rises, of `steps`."""
-        return (
-            math.ceil(self.warmup_fraction * steps) if self.warmup_fraction else self.warmup_steps
-        )
-
-    def decay_steps(self, steps: int) -> int:
-        """Returns the number of last steps in which the schedule wsd decays, of `steps`."""
-        return round(self.decay_fraction * steps)
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The length of training, and its batches."""
 
@@ -468,8 +215,8 @@ class TrainConfig:
     sooner."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, "train", 1, "steps", "batch_size", "accumulation", "log_every")
-        _require_at_least(self, "train", 0, "evaluate_every")
+        require_at_least(self, "train", 1, "steps", "batch_size", "accumulation", "log_every")
+        require_at_least(self, "train", 0, "evaluate_every")
         require(
             self.epochs is None or 0 < self.epochs < math.inf,
             "train.epochs",
@@ -538,9 +285,9 @@ class CheckpointConfig:
     """Measurements without a new best after which the run ends; 0 trains to the last step."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, "checkpoint", 0, "every", "patience", "minutes", "grace_seconds")
-        _require_at_least(self, "checkpoint", 1, "keep")
-        _require_at_least(self, "checkpoint", 0, "local_every")
+        require_at_least(self, "checkpoint", 0, "every", "patience", "minutes", "grace_seconds")
+        require_at_least(self, "checkpoint", 1, "keep")
+        require_at_least(self, "checkpoint", 0, "local_every")
         require(
             self.local is None or self.local.startswith(("/", "~/")) or "://" in self.local,
             "checkpoint.local",
@@ -619,8 +366,8 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rope", with_lengths(self.rope, _LENGTHS))
-        _require_at_least(self, "stages", 1, "context_length")
-        _require_at_least(
+        require_at_least(self, "stages", 1, "context_length")
+        require_at_least(
             self, "stages", 0, "steps", "batch_size", "in_context", "accumulation", "learning_rate"
         )
         require(
@@ -664,8 +411,8 @@ class SampleConfig:
     """Tokens of the longest answer."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, "samples", 0, "every")
-        _require_at_least(self, "samples", 1, "new_tokens")
+        require_at_least(self, "samples", 0, "every")
+        require_at_least(self, "samples", 1, "new_tokens")
         require(
             all(prompt.strip() for prompt in self.prompts)
             and len({*self.prompts, "step"}) == len(self.prompts) + 1,

@@ -153,7 +153,8 @@ def folder_config(folder: str | Path) -> TransformerConfig:
 
 
 def are_equal(first: Any, second: Any) -> bool:
-    """Whether two tensors in files are equal, reading rows up to the first difference."""
+    """Whether two slices of safetensors files (`get_slice`) are equal; reads rows up to the first
+    difference."""
     shape = first.get_shape()
     if shape != second.get_shape():
         return False

@@ -36,7 +36,7 @@ def dequantized(base: Mapping[str, Any], config: TransformerConfig) -> dict[str,
     """Returns the base's parameters, dequantized where the model with adapters has codes.
 
     Args:
-      base: as of `merged`.
+      base: as in `merged`.
       config: of the model with its adapters.
     """
     assert config.adapter is not None

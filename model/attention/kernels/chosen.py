@@ -48,7 +48,7 @@ class ChosenKernel(Kernel):
     Attributes:
       name: `auto`, or a kernel that is tried before those of `auto`.
       tiles: sizes of tiles by name, where they are given.
-      shards, rows_in_order: as of `over_shards` and `with_rows_in_order`.
+      shards, rows_in_order: as in `over_shards` and `with_rows_in_order`.
     """
 
     name: str

@@ -175,7 +175,7 @@ def cudnn_forward(
     Args:
       lengths: the numbers of real queries and keys in each row, int32; () for masks without
         padding, which see all.
-      mask: one of MASKS.
+      mask: one of the values of MASKS.
     """
     binding, absent, options = _binding(q, lengths, mask, scale)
     return binding._dot_product_attention_fwd_p.bind(
@@ -194,7 +194,7 @@ def cudnn_backward(
     mask: str,
     scale: float,
 ) -> list[jax.Array]:
-    """cuDNN's dq, dk, dv, in q's dtype; arguments as of `cudnn_forward`."""
+    """cuDNN's dq, dk, dv, in q's dtype; arguments as in `cudnn_forward`."""
     binding, absent, options = _binding(q, lengths, mask, scale)
     return binding._dot_product_attention_bwd_p.bind(
         q,

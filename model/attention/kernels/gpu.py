@@ -278,10 +278,10 @@ class GpuKernel(Kernel):
     """FlashAttention-2 in tiles.
 
     Attributes:
-      query_tile, key_tile: at most so many tokens in a tile, rounded down to a power of two from 16
-        on; 0: as many as suit the device, the operands and the head size, which is the most in any
-        case.
-      query_shards, key_shards: as of `over_shards`.
+      query_tile, key_tile: at most this many tokens in a tile, rounded down to a power of two from
+        16 on; 0: as many as suit the device, the operands and the head size, which is the most in
+        any case.
+      query_shards, key_shards: as in `over_shards`.
       interpret: runs the same kernels on any platform, for tests.
     """
 

@@ -50,7 +50,7 @@ class Kernel(abc.ABC):
         """Returns the kernel for blocks that are the tokens of several shards in a row, as after a
         gather.
 
-        With most layouts the visible keys of such a block lie apart, a run of them in each shard. A
+        With most layouts the visible keys of such a block are scattered, a run in each shard. A
         kernel that walks from its first to its last needed tile needs to know where shards end;
         others return themselves.
 

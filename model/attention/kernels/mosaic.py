@@ -41,8 +41,8 @@ class MosaicKernel(AccumulatingKernel):
     `choice.LIMITS` says: bfloat16 or float16 on Hopper GPUs, without soft-caps and global tokens.
 
     Attributes:
-      query_shards, key_shards: as of `over_shards`.
-      rows_in_order: as of `with_rows_in_order`.
+      query_shards, key_shards: as in `over_shards`.
+      rows_in_order: as in `with_rows_in_order`.
       interpret: parameters of Mosaic's interpreter (`InterpretGPUParams`), which runs the same
         kernels anywhere, slowly, for tests; None: compiled.
     """

@@ -6,7 +6,7 @@ tested against it.
     O = P V                                        dS = P * (dP - delta)
                                                    dQ = scale dS K,  dK = scale dS^T Q
 
-All in float32, and per group: the G = Hq / Hkv query heads that share a key head lie along an axis
+All in float32, and per group: the G = Hq / Hkv query heads that share a key head are along an axis
 of their own.
 """
 
@@ -78,7 +78,7 @@ class ReferenceKernel(Kernel):
         key."""
         seen = visible(queries.coords, keys.coords, mask)[:, None, None]
         k = keys.k.astype(jnp.float32)
-        # A token that is decoded: keys are read as they lie, where the other product transposes
+        # A token that is decoded: keys are read in place, where the other product transposes
         # them.
         if q.shape[3] == 1:
             scores = (

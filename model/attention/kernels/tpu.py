@@ -122,7 +122,7 @@ def _device_kind() -> str:
 
 
 def _fused(rows_and_heads: int) -> bool:
-    """Whether the fused backward kernel is the faster one, for so many pairs of a batch row and a
+    """Whether the fused backward kernel is the faster one, for this many pairs of a batch row and a
     key head.
 
     It adds to dq from one tile of keys after the other, so that the cores of a chip (two of v4 and

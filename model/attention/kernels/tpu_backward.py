@@ -297,7 +297,7 @@ def dkv(
     """The gradients of k and v in float32, stacked, [2, B, Hkv, Tk, D], summed over the query heads
     that share a key head.
 
-    Arguments as of `dq`.
+    Arguments as in `dq`.
     """
     return _by_key_tiles(None, q, kv, saved, q_coords, kv_coords, options)[0]
 

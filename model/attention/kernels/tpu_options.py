@@ -22,14 +22,14 @@ SUB_TILE = 512
 # Of VMEM, what the compiler gives a kernel that asks for nothing: all that a core of v3 or v4 has.
 DEFAULT_VMEM = 16 * 2**20
 # What a kernel asks for elsewhere, of 128, 64, 128 and 64 MiB (jax's TpuInfo): enough for the
-# largest tiles. The rest is left to the compiler, for what it moves beside the kernel.
+# largest tiles. The rest is left to the compiler, for what it moves during the kernel.
 VMEM = dict.fromkeys(("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"), 32 * 2**20)
 
 
 def tiles_that_fit(
     query_tile: int, key_tile: int, head_dim: int, itemsize: int, vmem: int = DEFAULT_VMEM
 ) -> tuple[int, int]:
-    """These tile sizes, or smaller ones that fit into so many bytes of VMEM beside 1 MiB for
+    """These tile sizes, or smaller ones that fit into this many bytes of VMEM, next to 1 MiB for
     coordinates.
 
     Counted for the kernel that needs most: q, dout, k, v and two float32 results or carries, each
@@ -60,7 +60,7 @@ class Scores(NamedTuple):
     takes.
 
     Attributes:
-      mask, scale, softcap: as of Kernel.
+      mask, scale, softcap: as in Kernel.
       float32_operands: tiles are cast to float32 before they are multiplied, as on v3.
     """
 
@@ -108,10 +108,10 @@ class TileOptions:
     """What the kernels are compiled for.
 
     Attributes:
-      mask, scale, softcap: as of Kernel.
+      mask, scale, softcap: as in Kernel.
       query_tile, key_tile: tokens in a tile; they divide the (padded) lengths.
       float32_operands: tiles are cast to float32 before they are multiplied.
-      interpret: as of TpuKernel.
+      interpret: as in TpuKernel.
       vmem: bytes of VMEM that a kernel asks for.
     """
 

@@ -36,7 +36,7 @@ from ..coords import (
 )
 from .tpu_options import LANES, Scores, TileOptions
 
-# The kind of a part beside those of `tile_kind`: all its tokens are of one document.
+# Another kind of a part than those of `tile_kind`: all its tokens are of one document.
 ONE_DOCUMENT = 3
 # Instead of -inf as the largest score of a row that has seen no key: -inf - -inf is NaN. Hidden
 # scores themselves are -inf.

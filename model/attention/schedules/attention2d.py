@@ -25,7 +25,7 @@ With `overlap` (Attention2D-O, section 3.4, Algorithms 4 to 6; backward Appendix
 queries; then the queries of the row pass by, one block travelling while another is computed with.
 Partial results, and dQ, follow one hop behind to their owner, and dK and dV are reduce-scattered
 round the column while the last block of queries is computed with, block after block. As many
-numbers travel, and every hop runs beside a kernel but the last one of a partial result or dQ.
+numbers travel, and every hop overlaps with a kernel but the last one of a partial result or dQ.
 """
 
 from __future__ import annotations

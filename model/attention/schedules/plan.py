@@ -120,7 +120,7 @@ class Send(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The kernel calls of a round, and the transfers that run beside them or follow from them."""
+    """The kernel calls of a round, and the transfers that overlap with them or follow from them."""
 
     tasks: tuple[Task, ...]
     sends: tuple[Send, ...] = ()
@@ -174,7 +174,7 @@ def line_size(pairs: Pairs) -> int:
 
 
 def lines(size: int, inner: int) -> tuple[list[range], list[range]]:
-    """(outer, inner) lines of ranks as of `Ranks.split`: the inner lines are of `inner` neighbours,
+    """(outer, inner) lines of ranks as in `Ranks.split`: the inner lines are of `inner` neighbours,
     a divisor of `size`.
 
     lines(8, 4) has the inner lines 0..3 and 4..7, and the outer lines (0, 4), (1, 5), (2, 6) and

@@ -1,4 +1,4 @@
-"""Replicas of the global tokens on every rank, beside a windowed ring (DistFlashAttn, Appendix D,
+"""Replicas of the global tokens on every rank, next to a windowed ring (DistFlashAttn, Appendix D,
 "Global attention").
 
 A window lets each block of a ring in contiguous order visit the nearest ranks alone (`ring.py`). A

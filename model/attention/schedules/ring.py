@@ -267,7 +267,7 @@ def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
     visit all ranks.
 
     Args:
-      visit: as of `ring_pass`.
+      visit: as in `ring_pass`.
 
     Returns:
       The last carry; what all ranks contributed for `own`; the shards of all ranks [P, ...]; the

@@ -35,7 +35,7 @@ class Context:
 
     Attributes:
       ranks: the shards of the sequence.
-      mask: which keys a query sees, beside its own document's.
+      mask: which keys a query sees in its document.
       scale: multiplies the scores.
     """
 

@@ -57,7 +57,7 @@ def distflashattn() -> list[Row]:
 
 
 def _dgx(nodes: int):
-    """Returns the hardware of so many DGX nodes of 8 A100."""
+    """Returns the hardware of `nodes` DGX nodes of 8 A100."""
     return HARDWARE["a100-infiniband" if nodes > 1 else "a100-nvlink"]
 
 

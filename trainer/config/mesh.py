@@ -1,0 +1,145 @@
+"""The sections `mesh` and `distributed` of a recipe: devices and processes."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from model.attention.names import MESH_AXES
+
+from .require import require, require_at_least
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """The number of devices along each axis; their product is the number of all devices."""
+
+    data: int = 1
+    """Copies of the model, each with its own share of the batch."""
+    fsdp: int = 1
+    """Shards of the batch, over which the parameters are sharded too."""
+    expert: int = 1
+    """Shards of a mixture's experts, and of the batch: hidden states are sent to the devices of
+    their experts."""
+    tensor: int = 1
+    """Shards of the heads and of the feed-forward width."""
+    sequence: int = 1
+    """Shards of the sequence."""
+    sequence_parallel: bool = False
+    """Megatron's sequence parallelism: between attention and feed-forward the tokens are split over
+    tensor too."""
+    dcn: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Factors of the axes that cross the slow network between TPU slices or GPU hosts, such as
+    {data: 2}; their product is the number of slices or hosts. Not needed on one slice, or on GPUs
+    if the outermost axes are to cross."""
+    order: tuple[Literal["data", "fsdp", "expert", "tensor", "sequence"], ...] = ()
+    """The axes, from distant devices to near ones; by default data, fsdp, expert, sequence, tensor:
+    tensor waits for its sums, while the kernels hide the ring along the sequence."""
+    simulate: int = 0
+    """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, "mesh", 1, *MESH_AXES)
+        require_at_least(self, "mesh", 0, "simulate")
+        divisors = all(
+            axis in MESH_AXES
+            and isinstance(factor, int)
+            and factor >= 1
+            and getattr(self, axis) % factor == 0
+            for axis, factor in self.dcn.items()
+        )
+        require(
+            divisors,
+            "mesh.dcn",
+            self.dcn,
+            "factors of the axes, such as {data: 2}, each a divisor of its axis in "
+            f"{self.product}",
+        )
+        require(
+            sorted(self.order)
+            in (
+                [],
+                sorted(MESH_AXES),
+                *([sorted(set(MESH_AXES) - {"expert"})] if self.expert == 1 else []),
+            ),
+            "mesh.order",
+            self.order,
+            f"all five axes, each once: {', '.join(MESH_AXES)}; expert may be left out where it "
+            "is 1",
+        )
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that the mesh takes."""
+        return self.rows * self.tensor * self.sequence
+
+    @property
+    def rows(self) -> int:
+        """The number of shards of a batch's rows."""
+        return self.data * self.fsdp * self.expert
+
+    @property
+    def named(self) -> str:
+        """The axes for messages; expert only if used."""
+        axes = [axis for axis in MESH_AXES if axis != "expert" or self.expert > 1]
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
+
+    @property
+    def product(self) -> str:
+        """The axes and their product, for messages."""
+        return f"{self.named} = {self.devices}"
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """The other processes, if JAX does not detect them (it does on Cloud TPU, GKE, Slurm)."""
+
+    coordinator: str | None = None
+    """Address of process 0 as HOST:PORT; any free port, the same for all."""
+    process_id: int | None = None
+    """Number of this process, from 0."""
+    num_processes: int | None = None
+    """Number of all processes; mesh.simulate counts the devices of all of them."""
+    stall_minutes: float = 15.0
+    """Minutes that a step may take, or ten times the usual step if that is more, before all
+    processes print their stacks and end with exit code 75. 0 waits forever, here and below."""
+    compile_minutes: float = 180.0
+    """The same for compiling, and for the first step."""
+    save_minutes: float = 60.0
+    """The same for waiting for a checkpoint."""
+    evaluate_minutes: float = 240.0
+    """The same for the evaluations after a step."""
+
+    def __post_init__(self) -> None:
+        for name in ("stall_minutes", "compile_minutes", "save_minutes", "evaluate_minutes"):
+            minutes = getattr(self, name)
+            require(
+                0 <= minutes < math.inf,
+                f"distributed.{name}",
+                minutes,
+                "minutes, or 0 for no limit",
+            )
+        given = {
+            "coordinator": self.coordinator,
+            "process_id": self.process_id,
+            "num_processes": self.num_processes,
+        }
+        missing = [name for name, value in given.items() if value is None]
+        if len(missing) == len(given):
+            return
+        if self.coordinator is None or self.process_id is None or self.num_processes is None:
+            raise ValueError(
+                f"distributed.{missing[0]}: missing; give coordinator, process_id and "
+                "num_processes together, or none of them if JAX detects its cluster"
+            )
+        require(
+            0 <= self.process_id < self.num_processes,
+            "distributed.process_id",
+            self.process_id,
+            f"one of 0 .. {self.num_processes - 1} for {self.num_processes} processes",
+        )
+        require(
+            ":" in self.coordinator,
+            "distributed.coordinator",
+            self.coordinator,
+            "HOST:PORT of process 0",
+        )

@@ -1,0 +1,114 @@
+"""The section `optimizer` of a recipe: the update rule, its schedule, and clipping."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from .require import require, require_at_least
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, the learning-rate schedule, and clipping."""
+
+    name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
+    """AdamW; Lion, with one moment; Adafactor, with a row and a column of the second moment; or
+    Muon, which orthogonalises the updates of the layers' matrices and trains all other parameters
+    by AdamW with Nesterov momentum, without weight decay."""
+    learning_rate: float = 2e-5
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """The learning rate after the warm-up: cosine or linear decay to its final share, constant, or
+    constant until a decay in the last steps (wsd: warm-up, stable, decay). A run with one of the
+    last two can be extended."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+    warmup_fraction: float = 0.0
+    """Share of the steps over which it rises, such as 0.03, instead of warmup_steps."""
+    final_fraction: float = 0.1
+    """Learning rate at the last step, as a share of the peak; ignored if constant."""
+    decay_fraction: float = 0.2
+    """Share of the steps, at the end, in which the schedule wsd decays linearly."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of the matrices."""
+    clip_norm: float = 1.0
+    """The gradient is scaled down to this global norm; 0 never clips."""
+    moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """Precision in which both moments are stored; updates compute in float32. 8bit: floats of 8
+    bits with a scale for each 128 numbers, rounded stochastically; those of norms and biases stay
+    float32."""
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which the trained weights are stored. bfloat16 rounds each update
+    stochastically, so that steps too small for its 8 bits move weights on average."""
+    average_decay: float = 0.0
+    """Decay of an exponential moving average of the trained weights, such as 0.999; it takes 4
+    bytes per parameter, and `scripts.export_hf --average` writes it. The first steps decay less: (1
+    + n) / (10 + n) after n steps. 0 keeps none."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
+        require(
+            0 < self.learning_rate < math.inf,
+            "optimizer.learning_rate",
+            self.learning_rate,
+            "a positive number",
+        )
+        require(
+            not (self.warmup_steps and self.warmup_fraction),
+            "optimizer.warmup_fraction",
+            self.warmup_fraction,
+            "to be left out with optimizer.warmup_steps; keep one of them",
+        )
+        for name in ("final_fraction", "decay_fraction", "warmup_fraction"):
+            require(
+                0 <= getattr(self, name) <= 1,
+                f"optimizer.{name}",
+                getattr(self, name),
+                "a share between 0 and 1",
+            )
+        require(
+            0 <= self.average_decay < 1,
+            "optimizer.average_decay",
+            self.average_decay,
+            "a number from 0 to below 1",
+        )
+        require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
+        require(
+            self.moment_dtype != "8bit" or self.name in ("adamw", "lion"),
+            "optimizer.moment_dtype",
+            self.moment_dtype,
+            f"float32 or bfloat16 with optimizer.name {self.name}",
+        )
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            require(0 <= beta < 1, f"optimizer.{name}", beta, "a number from 0 to below 1")
+            # bfloat16 has 8 bits: a moment that loses less than 1/256 per step would never shrink.
+            require(
+                self.moment_dtype != "bfloat16" or beta <= 0.99,
+                f"optimizer.{name}",
+                beta,
+                "at most 0.99 with optimizer.moment_dtype bfloat16",
+            )
+
+    def stable_steps(self, steps: int) -> int:
+        """Returns the number of first steps whose learning rate a longer run would share."""
+        if self.warmup_fraction:  # a longer run has a longer warm-up
+            return 0
+        if self.schedule == "constant":
+            return steps
+        return steps - self.decay_steps(steps) if self.schedule == "wsd" else 0
+
+    def first_steps(self, steps: int) -> int:
+        """Returns the number of first steps in which the learning rate rises, of `steps`."""
+        return (
+            math.ceil(self.warmup_fraction * steps) if self.warmup_fraction else self.warmup_steps
+        )
+
+    def decay_steps(self, steps: int) -> int:
+        """Returns the number of last steps in which the schedule wsd decays, of `steps`."""
+        return round(self.decay_fraction * steps)
