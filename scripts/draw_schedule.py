@@ -43,7 +43,6 @@ PALETTE = "332288 88ccee 117733 ddcc77 cc6677 44aa99 882255 999933"
 COLOURS = np.array([list(bytes.fromhex(colour)) for colour in PALETTE.split()]) / 255
 # Colours of tiles that are skipped, or not in this round.
 SKIPPED, IDLE = np.array([0.86] * 3), np.array([0.975] * 3)
-TEXT_COLOUR = "#2b2b2b"
 WIDTH, HEIGHT = 12.0, 9.0  # inches: a picture of at most this size fits on a screen
 PITCH = 2.2  # inches from a panel to the next, at most
 LETTERS = 15  # in an inch below a panel

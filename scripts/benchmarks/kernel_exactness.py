@@ -36,9 +36,8 @@ from trainer.options import TokensOr0, command, option
 ROWS, LENGTH, HEADS, KV_HEADS = 2, 1180, 4, 2  # 1,180: not a multiple of any tile
 HEAD_DIMS = (64, 128, 256)
 MASKS = {"causal": Mask(), "window 300": Mask(window=300), "full": Mask(causal=False)}
-# Documents of a row: one; several, followed by padding; several, with padding inside one of them
-# too.
-PACKINGS = ("one", "packed", "interrupted")
+# Mask, layout, and documents of a row: one; several, then padding; several, with padding inside
+# one of them too.
 CASES = (
     ("causal", "contiguous", "packed"),
     ("causal", "striped", "one"),

@@ -1,13 +1,14 @@
-"""Attention2D: Figures 4 to 6, as far as they survive in words."""
+"""Attention2D: Figures 4 and 6, as far as they survive in words."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 
 from planning.costs.hardware import HARDWARE
 from planning.costs.step import Sizes, estimate
 from scripts.benchmarks import paper_rows as paper
-from scripts.benchmarks.paper_predictions.row import PaperStep, Row, bytes_received
+from scripts.benchmarks.paper_predictions.row import PaperStep, Row
 
 _row = functools.partial(Row, "Attention2D")
 
@@ -53,71 +54,20 @@ def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) 
 
 
 def attention2d() -> list[Row]:
-    """Returns the rows of Attention2D: Figures 4 to 6, as far as they survive in words."""
-    claims, figures = [], []
+    """Returns the rows of Attention2D: Figures 4 and 6, as far as they survive in words."""
+    rows = []
     for figure, hardware, models in (
         ("Figure 4", "a100-ethernet", ("760M", "2.7B", "13B")),
         ("Figure 6", "h100-ethernet", ("66B", "175B")),
     ):
-        speedups = {
-            (model, length, batch, overlap): attention2d_speedup(
-                model, hardware, length, batch, overlap
-            )
-            for model in models
-            for length in LENGTHS
-            for batch in BATCHES
-            for overlap in (False, True)
-        }
-        figures += [
-            _row(
-                figure,
-                f"{model} {'O' if overlap else 'NO'}, 64 GPUs, {batch} x {length} tokens",
-                None,
-                speedup,
-                note="speed-up over ring; the bars carry no numbers in the text at hand",
-            )
-            for (model, length, batch, overlap), speedup in speedups.items()
+        cases = itertools.product(models, LENGTHS, BATCHES, (False, True))
+        speedups = [
+            attention2d_speedup(model, hardware, length, batch, overlap)
+            for model, length, batch, overlap in cases
         ]
         for claim, speedup in paper.ATTENTION2D_SPEEDUP.items():
             if claim.startswith(figure):
                 extreme = max if claim.endswith("most") else min
                 place, text = claim.split(", ", 1)
-                claims.append(
-                    _row(place, text, speedup, extreme(speedups.values()), note=ATTENTION2D_MISS)
-                )
-    block = _gpt("13B", "a100-ethernet", 64, 2**17, 1, "ring", "zigzag").block
-    ring, grid = (
-        sum(bytes_received(schedule, "striped", 64, block)) for schedule in ("ring", "attention2d")
-    )
-    claims.append(
-        _row(
-            "Figures 4 and 6",
-            "bytes received by ring over Attention2D, P = 64",
-            None,
-            ring / grid,
-            note="what a network of equal ranks alone could give",
-        )
-    )
-    return claims + figures + _attention2d_figure_5()
-
-
-def _attention2d_figure_5() -> list[Row]:
-    rows = []
-    for schedule, layout in (("ring", "zigzag"), ("attention2d", "striped")):
-        for length in LENGTHS[-3:]:
-            few, many = (
-                estimate(
-                    _gpt("2.7B", "a100-ethernet", ranks, length, 64, schedule, layout, False)
-                ).seconds
-                for ranks in (16, 64)
-            )
-            rows.append(
-                _row(
-                    "Figure 5",
-                    f"2.7B {schedule}: time on 16 over time on 64 GPUs, {length} tokens",
-                    None,
-                    few / many,
-                    note="lost; the text expects 2 = sqrt(64 / 16) of Attention2D, 1 of the ring",
-                )
-            )
+                rows.append(_row(place, text, speedup, extreme(speedups), note=ATTENTION2D_MISS))
     return rows

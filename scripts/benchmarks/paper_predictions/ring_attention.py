@@ -96,17 +96,6 @@ def _ring_appendix_c() -> list[Row]:
             between=times,
         )
     )
-    rows += [
-        _row(
-            "Figure 5",
-            f"{name}: {longer} x 4K",
-            None,
-            flops_ratio(name, longer),
-            note="the figure's bars carry no numbers in the text at hand",
-        )
-        for name in paper.RING_FIGURE_5_HIDDEN
-        for longer in (8, 32, 64, 256, 2560, 25600)
-    ]
     return rows
 
 
