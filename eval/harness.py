@@ -282,7 +282,7 @@ class Harness:
         )
         raise UserError(
             f"--length: found {self.length}, which leaves no room for a question of {answer.task} "
-            f"beside an answer of {most}; {new_tokens + 1} or more would work"
+            f"with an answer of {most}; {new_tokens + 1} or more would work"
         )
 
     def chat_prompt(self, turns: list[dict[str, str]], generation: bool = True) -> str:

@@ -95,7 +95,7 @@ class AdapterConfig:
         }
         field = next((name for name, value in beside.items() if value), None)
         if self.rank == 0 and field:
-            raise ValueError(f"adapter.rank: found 0 beside adapter.{field}; needs at least 1")
+            raise ValueError(f"adapter.rank: found 0 with adapter.{field}; needs at least 1")
 
     def with_rank(self, rank: int, quantize: Quantization = "none") -> AdapterConfig:
         """Returns these adapters with another rank, base and, if the rank differs, alpha: twice it,

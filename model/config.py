@@ -344,7 +344,7 @@ class TransformerConfig:
                     )
         if self.sliding_window is None and LAYER_TYPES[0] in (self.layer_types or ()):
             raise ValueError(
-                f"sliding_window: found null beside {LAYER_TYPES[0]!r} in layer_types; needs a "
+                f"sliding_window: found null with {LAYER_TYPES[0]!r} in layer_types; needs a "
                 "number of tokens"
             )
 

@@ -163,7 +163,7 @@ def _from_parameters(
         and (as_float(f"{key}.rope_theta", inner_theta) != as_float("rope_theta", outer_theta))
     ):
         raise ValueError(
-            f"rope_theta: {outer_theta} beside {key}.rope_theta {inner_theta}; remove the wrong one"
+            f"rope_theta: {outer_theta} and {key}.rope_theta {inner_theta}; remove the wrong one"
         )
     theta = next((t for t in (inner_theta, outer_theta) if t is not None), 10000.0)
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):

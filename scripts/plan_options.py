@@ -295,7 +295,7 @@ def _adapter(args: argparse.Namespace, given: AdapterConfig) -> AdapterConfig:
     from data.errors import UserError
 
     if args.lora and args.qlora:
-        raise UserError("--lora: found beside --qlora; keep one of them")
+        raise UserError("--lora: found together with --qlora; keep one of them")
     if not (args.lora or args.qlora):
         return given
     return given.with_rank(args.lora or args.qlora, "nf4" if args.qlora else "none")

@@ -102,7 +102,7 @@ def test_the_recipe_has_the_adapters_and_is_taken(tmp_path, capsys):
     assert ", LoRA of rank 8" in said
     assert said_by(capsys, *JOB, "--lora", 8, "--qlora", 8) == (
         2,
-        "error: --lora: found beside --qlora; keep one of them\n",
+        "error: --lora: found together with --qlora; keep one of them\n",
     )
 
 
