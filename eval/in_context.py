@@ -157,7 +157,10 @@ class Agent:
         # Appended before each decision: the last one's result, then what the next one depends on.
         self.kinds = (ACTION, REWARD, RETURN_TO_GO, STATE) if conditioned else (ACTION, STATE)
         capacity = inputs.options.in_context * decisions * len(self.kinds) + len(self.kinds)
-        self.cached = CachedModel(model, AgenticTransformer.local_actions, rows, capacity)
+        # A decision's tokens are few.
+        self.cached = CachedModel(
+            model, AgenticTransformer.local_actions, rows, capacity, dense=len(self.kinds)
+        )
         self.begin_context()
 
     def begin_context(self) -> None:

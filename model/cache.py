@@ -63,13 +63,17 @@ def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> A
     )
 
 
-def _over_cache(op: AttentionOp, queries: Queries, keys: Keys) -> AttentionPartial:
-    """Returns attention over this device's part of the cache."""
+def _over_cache(op: AttentionOp, queries: Queries, keys: Keys, dense: int) -> AttentionPartial:
+    """Returns attention over this device's part of the cache.
+
+    Args:
+      dense: most new tokens whose scores are all in memory at once.
+    """
     # The scores of one token are few, and the other kernels' tiles of queries would be all but
     # empty. A cache may have empty slots between a document's tokens.
     kernel = (
         ReferenceKernel(softcap=op.kernel.softcap)
-        if queries.q.shape[1] == 1
+        if queries.q.shape[1] <= dense
         else op.kernel.with_rows_in_order(False)
     )
     return kernel.forward(queries, keys, mask=op.mask, scale=op.scale)
@@ -108,12 +112,15 @@ class CachedModel:
       capacity: most tokens of a row; C is this rounded up to a multiple of the sequence axis. Under
         the RoPE rules `dynamic` and `longrope` all tokens are embedded as those of a row of this
         length.
+      dense: most new tokens whose scores over the cache are all in memory at once, which is faster
+        for few tokens.
     """
 
     model: Transformer
     head: Callable[[Any, Shards, Float[Array, "B n E"]], Float[Array, "B n ..."]]
     rows: int
     capacity: int
+    dense: int = 1
 
     @property
     def ranks(self) -> int:
@@ -254,14 +261,16 @@ class CachedModel:
     def _attend_whole(
         self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys, before: TokenCoords
     ) -> AttentionPartial:
-        return merge_over(_over_cache(op, queries, cached), "sequence")
+        return merge_over(_over_cache(op, queries, cached, self.dense), "sequence")
 
     def _attend_split(
         self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys, before: TokenCoords
     ) -> AttentionPartial:
         every = jax.tree.map(lambda x: lax.all_gather(x, "sequence", axis=1, tiled=True), queries)
         past = merge_over(
-            _over_cache(op, every, cached._replace(coords=before)), "sequence", scatter=True
+            _over_cache(op, every, cached._replace(coords=before), self.dense),
+            "sequence",
+            scatter=True,
         )
         return merge(op.forward(queries, new), past)
 

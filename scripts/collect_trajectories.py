@@ -36,12 +36,11 @@ from rich.progress import Progress
 from data.errors import UserError
 from data.folders import exclusive, sync
 from data.printable import console
-from data.trajectories.collected import claim, describe, record
-from data.trajectories.episodes import Episode, episode_return, read_episode, write_episode
+from data.trajectories.collected import claim, describe, stored_episodes
+from data.trajectories.episodes import episode_return, write_episode
 from data.trajectories.play import Policy, play_episode
-from data.trajectories.rows import Decisions, decisions
 from data.trajectories.search import Search, SearchConfig
-from data.trajectories.tasks import TASKS, Task, get_task, make_environment
+from data.trajectories.tasks import TASKS, get_task, make_environment
 from trainer import entry
 from trainer.options import AtLeastOne, command, option
 
@@ -53,7 +52,6 @@ EXPLORERS = ("rnd", "icm_apt", "proto")
 """Explorers that learn, which are named as ExoRL's archives. Seeds depend on the order."""
 UPDATES = 1  # optimizer steps of an explorer per decision
 WORKERS = 2
-REPORTED = 50  # episodes of an explorer between two printed lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,21 +323,6 @@ def _seed(seed: int, policy: str, index: int) -> int:
     return int(np.random.SeedSequence((seed, names.index(policy), index)).generate_state(1)[0])
 
 
-def stored_episodes(folder: Path, count: int, state: Path) -> list[Path]:
-    """Returns the files of the first `count` episodes, which `state` has learned from.
-
-    Raises:
-      UserError: one is missing.
-    """
-    files = {int(path.stem.split("_")[1]): path for path in folder.glob("collected_*_*.npz")}
-    if missing := sorted(set(range(count)) - set(files)):
-        raise UserError(
-            f"{folder}: episode {missing[0]} is missing, and {len(missing) - 1} more; remove "
-            f"{state}, and the same command plays all of them again"
-        )
-    return [files[number] for number in range(count)]
-
-
 def explore(args: Options) -> None:
     """Collects the missing episodes of an explorer that learns, in this process.
 
@@ -347,64 +330,30 @@ def explore(args: Options) -> None:
       UserError: its learner is not installed, its state is damaged, or an episode is missing.
     """
     try:
-        from data.trajectories.explorer import Explorer
+        from data.trajectories.exploration import Exploration
     except ImportError:
         raise UserError(
             f"--explorer {args.explorer}: the learner is missing: make install EXTRAS=rl installs "
             "stable-baselines3"
         ) from None
-    task = get_task(args.task)
-    folder = Path(args.output).expanduser() / task.domain / args.explorer / "buffer"
-    folder.mkdir(parents=True, exist_ok=True)
-    about, state = folder.parent / "collected.json", folder.parent / "explorer.pt"
-    description = describe(task, args.seed, args.action_repeat, ("stable_baselines3", "torch"))
-    updates = args.updates or UPDATES
-    learner = {"learner": "TD3", "updates_per_decision": updates}
-    claim(about, description | learner | {"episodes": {args.explorer: args.episodes}})
-    steps = task.episode_steps // args.action_repeat
-    capacity = args.episodes * steps
-    explorer = Explorer(args.explorer, task, args.seed, capacity, updates)
-    if state.exists():
-        explorer.load(state)
-    for file in stored_episodes(folder, explorer.episodes, state):
-        explorer.remember(*_learned_from(read_episode(file, task), args.action_repeat))
+    assert args.explorer is not None
+    exploration = Exploration(
+        args.explorer,
+        get_task(args.task),
+        Path(args.output).expanduser(),
+        episodes=args.episodes,
+        action_repeat=args.action_repeat,
+        updates=args.updates or UPDATES,
+        seed=args.seed,
+    )
     with Progress(console=console(), transient=False) as progress:
-        bar = progress.add_task(f"exploring {task.domain} by {args.explorer}", total=args.episodes)
-        progress.advance(bar, explorer.episodes)
-        returns: list[float] = []
-        while explorer.episodes < args.episodes:
-            number = explorer.episodes
-            seed = _seed(args.seed, args.explorer, number)
-            episode = play_episode(task, seed, args.action_repeat, explorer.policy())
-            write_episode(folder, "collected", number, episode)
-            explorer.remember(*_learned_from(episode, args.action_repeat))
-            explorer.learn(steps)
-            explorer.save(state)
-            returns.append(episode_return(episode.reward))
-            progress.advance(bar)
-            if explorer.episodes % REPORTED == 0 or explorer.episodes == args.episodes:
-                progress.console.print(_exploration(explorer, task, returns), highlight=False)
-                returns.clear()
-    record(about, cpu_hours=round(explorer.cpu_seconds / 3600, 3))
-    print(
-        f"{task.domain}: {explorer.episodes} episodes below {folder.parent}, "
-        f"{explorer.cpu_seconds / 3600:.2f} CPU hours"
-    )
-
-
-def _learned_from(episode: Episode, action_repeat: int) -> tuple[Decisions, np.ndarray]:
-    """Returns an episode's decisions, and the state after the last one."""
-    made = decisions(episode, action_repeat)
-    return made, episode.observation[len(made.reward) * action_repeat]
-
-
-def _exploration(explorer: Any, task: Task, returns: Sequence[float]) -> str:
-    """Returns the line that is printed every REPORTED episodes."""
-    return (
-        f"episode {explorer.episodes}: returns of {task.name} {min(returns):.1f} to "
-        f"{max(returns):.1f}, mean {np.mean(returns):.1f}; intrinsic reward "
-        f"{explorer.replay.mean_reward:.3f}; {explorer.cpu_seconds / 3600:.2f} CPU hours"
-    )
+        name = f"exploring {exploration.task.domain} by {args.explorer}"
+        bar = progress.add_task(name, total=args.episodes)
+        exploration.run(
+            functools.partial(_seed, args.seed, args.explorer),
+            functools.partial(progress.advance, bar),
+            functools.partial(progress.console.print, highlight=False),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
     python -m scripts.inspect_trajectories trajectories/exorl --task walker_walk --plot returns.png
 
 Returns are the task's: episodes collected for another task of the body get new rewards from their
-states, which takes a fraction of a second each.
+states, which takes a fraction of a second each. Coverage is the share of a grid's cells that an
+algorithm's states visit; the grid spans the two directions in which all states differ most.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from data import printable
 from data.errors import UserError
@@ -29,6 +30,8 @@ from trainer.options import command, option
 QUANTILES = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
 BINS = 40
 TABLE_WIDTH = 100  # characters
+CELLS = 40  # of the coverage's grid along each of its two directions
+EVERY = 10  # steps between two states that count for the coverage
 NAMED = 10  # left-out files that the terminal names
 
 
@@ -42,25 +45,82 @@ def spread(returns: Float[np.ndarray, " n"]) -> dict[str, float]:
     }
 
 
-def read_returns(
-    files: Sequence[Path], task: Task
-) -> tuple[dict[str, Float[np.ndarray, " n"]], list[str]]:
-    """Returns each algorithm's returns, and why each unusable file is left out."""
+class Contents(NamedTuple):
+    """What is read of a folder.
+
+    Attributes:
+      returns: of each algorithm's episodes; states: its states, every EVERYth.
+      left_out: why each unusable file is.
+    """
+
+    returns: dict[str, Float[np.ndarray, " n"]]
+    states: dict[str, Float[np.ndarray, "m O"]]
+    left_out: list[str]
+
+
+def read_contents(files: Sequence[Path], task: Task) -> Contents:
+    """Reads the episodes, with the task's rewards."""
     from rich.progress import track
 
     returns: dict[str, list[float]] = {}
+    states: dict[str, list[np.ndarray]] = {}
     left_out = []
     for file in track(files, f"reading {task.name}", console=printable.console(), transient=True):
         algorithm = file.parent.parent.name if file.parent.name == "buffer" else file.parent.name
         try:
-            returns.setdefault(algorithm, []).append(
-                episode_return(read_with_rewards(file, task).reward)
-            )
+            episode = read_with_rewards(file, task)
         except UserError as error:
             left_out.append(str(error))
+            continue
+        returns.setdefault(algorithm, []).append(episode_return(episode.reward))
+        states.setdefault(algorithm, []).append(episode.observation[::EVERY])
+    return Contents(
+        {algorithm: np.array(values) for algorithm, values in returns.items()},
+        {algorithm: np.concatenate(parts) for algorithm, parts in states.items()},
+        left_out,
+    )
+
+
+def visits(states: Mapping[str, Float[np.ndarray, "m O"]]) -> dict[str, Int[np.ndarray, "C C"]]:
+    """Returns how many states of each algorithm are in each cell of one grid.
+
+    The grid spans all states along their first two principal components, each number divided by its
+    deviation, but for the outermost 1% along each.
+    """
+    every = np.concatenate(list(states.values())).astype(np.float64)
+    mean, std = every.mean(0), every.std(0)
+    std = np.where(std < 1e-6, 1.0, std)
+    _, _, directions = np.linalg.svd(np.cov((every - mean).T / std[:, None]))
+    planes = {name: (values - mean) / std @ directions[:2].T for name, values in states.items()}
+    spread = np.quantile(np.concatenate(list(planes.values())), [0.005, 0.995], axis=0).T
+    edges = [np.linspace(low, max(high, low + 1e-6), CELLS + 1) for low, high in spread]
     return {
-        algorithm: np.array(values) for algorithm, values in returns.items() if values
-    }, left_out
+        name: np.histogram2d(plane[:, 0], plane[:, 1], bins=edges)[0].astype(int)
+        for name, plane in planes.items()
+    }
+
+
+def draw_coverage(task: Task, counts: Mapping[str, Int[np.ndarray, "C C"]], path: Path) -> None:
+    """Draws the visits of each algorithm, in one colour scale."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.0 + 3.0 * len(counts), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(counts), sharex=True, sharey=True, squeeze=False)[0]
+    most = max(int(count.max()) for count in counts.values())
+    for axes, (algorithm, count) in zip(panels, counts.items(), strict=True):
+        shown = np.ma.masked_equal(count.T, 0)
+        image = axes.pcolormesh(shown, norm=LogNorm(1, max(most, 2)))
+        axes.set_title(f"{algorithm}: {share(count):.0%} of the cells", fontsize="small")
+        axes.set(xticks=[], yticks=[], xlabel="first component")
+    panels[0].set_ylabel("second component")
+    figure.colorbar(image, ax=panels, label=f"states of {task.domain}")
+    figure.savefig(path, dpi=120, metadata=PICTURE_METADATA)
+
+
+def share(count: Int[np.ndarray, "C C"]) -> float:
+    """Returns the share of cells with a state."""
+    return float((count > 0).mean())
 
 
 def show(
@@ -127,11 +187,15 @@ def inspect(args: Options) -> dict[str, Any]:
     task = get_task(args.task)
     outputs = [
         output_file(path, marker)
-        for path, marker in ((args.plot, PICTURE), (args.json, b'"algorithms"'))
+        for path, marker in (
+            (args.plot, PICTURE),
+            (args.coverage, PICTURE),
+            (args.json, b'"algorithms"'),
+        )
         if path
     ]
     files = episode_files(Path(args.path).expanduser(), task)
-    returns, left_out = read_returns(files, task)
+    returns, states, left_out = read_contents(files, task)
     if not returns:
         raise UserError(
             f"{args.path}: none of {len(files)} episodes can be used; the first: {left_out[0]}"
@@ -140,15 +204,21 @@ def inspect(args: Options) -> dict[str, Any]:
     if len(returns) > 1:
         algorithms["all"] = spread(np.concatenate(list(returns.values())))
     show(task, algorithms, left_out)
+    counts = visits(states)
+    shares = {name: share(count) for name, count in counts.items()}
+    print("coverage: " + ", ".join(f"{name} {part:.1%}" for name, part in shares.items()))
     result = {
         "path": str(args.path),
         "task": task.name,
         "algorithms": algorithms,
         "returns": {name: values.tolist() for name, values in returns.items()},
+        "coverage": shares,
         "left_out": left_out,
     }
     if args.plot:
         draw(task, returns, Path(args.plot))
+    if args.coverage:
+        draw_coverage(task, counts, Path(args.coverage))
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if outputs:
@@ -166,6 +236,9 @@ class Options:
     task: str = option(f"out of {', '.join(TASKS)}")
     plot: str | None = option(
         "draw a histogram of the returns of each algorithm", None, metavar="FILE.png"
+    )
+    coverage: str | None = option(
+        "draw which states each algorithm visits", None, metavar="FILE.png"
     )
     json: str | None = option(
         "write the numbers, every return and all files that are left out", None, metavar="FILE.json"

@@ -37,8 +37,8 @@ WRITERS = {
         ("ring_4.png", "ulysses_4.png"),
     ),
     "scripts.inspect_trajectories": (
-        "none --task walker_walk --plot {out}/a.png --json {out}/a.json",
-        ("a.png", "a.json"),
+        "none --task walker_walk --plot {out}/a.png --coverage {out}/c.png --json {out}/a.json",
+        ("a.png", "c.png", "a.json"),
     ),
     "scripts.make_preferences": ("{out}", ("train.jsonl", "held_out.jsonl")),
     "scripts.make_short_tasks": (
@@ -99,6 +99,7 @@ PASS_ON = {
     "scripts.benchmarks.curriculum",
     "scripts.benchmarks.extension",
     "scripts.benchmarks.in_context",
+    "scripts.benchmarks.exploration",
     "scripts.benchmarks.checkpoint_stores",  # a checkpoint in a folder of its own, removed again
     "scripts.benchmarks.preference",
     "scripts.benchmarks.evidence",

@@ -58,6 +58,21 @@ def claim(path: Path, description: dict[str, Any]) -> None:
     _write(path, begun)
 
 
+def stored_episodes(folder: Path, count: int, state: Path) -> list[Path]:
+    """Returns the files of the first `count` episodes, which `state` has learned from.
+
+    Raises:
+      UserError: one is missing.
+    """
+    files = {int(path.stem.split("_")[1]): path for path in folder.glob("collected_*_*.npz")}
+    if missing := sorted(set(range(count)) - set(files)):
+        raise UserError(
+            f"{folder}: episode {missing[0]} is missing, and {len(missing) - 1} more; remove "
+            f"{state}, and the same command plays all of them again"
+        )
+    return [files[number] for number in range(count)]
+
+
 def record(path: Path, **fields: Any) -> None:
     """Adds fields to what a folder says of itself."""
     _write(path, read_json(path, path.parent) | fields)

@@ -56,6 +56,8 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 class RandomNetworkDistillation(IntrinsicReward):
     """The error in predicting a random network's features of the next state, over its deviation."""
 
+    moments: Tensor
+
     def __init__(self, states: int, actions: int) -> None:
         super().__init__()
         self.normalize = nn.BatchNorm1d(states, affine=False)
@@ -123,6 +125,8 @@ class Prototypes(IntrinsicReward):
     NEIGHBOUR = 3
     TEMPERATURE = 0.1
     MOMENTUM = 0.05
+    queue: Tensor
+    added: Tensor
 
     def __init__(self, states: int, actions: int) -> None:
         super().__init__()

@@ -65,6 +65,26 @@ def test_the_table_the_numbers_and_the_picture(folder, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_coverage_counts_the_visited_cells(folder, tmp_path, capsys):
+    """Along the two directions of most variance, of made-up states: an algorithm that visits a half
+    of the plane has half the cells."""
+    generator = np.random.default_rng(0)
+    plane = np.zeros((20_000, 5))
+    plane[:, :2] = generator.uniform(-1, 1, (20_000, 2))
+    plane[:, 2] = plane[:, 0]  # so that the first direction is these two's
+    counts = inspect_trajectories.visits({"all": plane, "half": plane[plane[:, 0] > 0]})
+    assert inspect_trajectories.share(counts["all"]) > 0.99
+    assert inspect_trajectories.share(counts["half"]) == pytest.approx(0.5, abs=0.03)
+    assert counts["all"].sum() == pytest.approx(20_000, rel=0.03)
+    numbers, picture = tmp_path / "numbers.json", tmp_path / "coverage.png"
+    options = ["--coverage", str(picture), "--json", str(numbers)]
+    assert inspect_trajectories.main([str(folder), "--task", TASK.name, *options]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shares = json.loads(numbers.read_text())["coverage"]
+    printed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+    assert f"coverage: {printed}" in capsys.readouterr().out
+
+
 def test_other_rewards_are_those_of_the_task(folder, capsys):
     """Files of another task are rewarded from their states: a pole that stands in the middle earns
     1 at each step."""

@@ -1,0 +1,242 @@
+"""Trains and evaluates in-context reinforcement learning on episodes of an explorer.
+
+    python -m scripts.benchmarks.exploration --data trajectories/exploration
+
+A cell is a task, a protocol, a method and a training seed. Finished cells are skipped, an
+interrupted one continues, and one that another such command works on is passed over, so that any
+number of them may share a folder, one pinned to each core. A task waits until its body has 1,000
+episodes. Writes docs/results/exploration.json after each cell, also half of the table.
+
+What follows was chosen before any result was seen. CPU hours of a cell, estimated from short runs
+of cartpole on one busy core of an AMD EPYC: BC-10% 0.2, DT 0.5, AT N = 4 0.4, N = 16 0.6, N = 32
+1.1; all cells together 32, two cores for 16 hours. The result has the measured ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.errors import TransientError, UserError
+from data.folders import exclusive
+from data.trajectories.tasks import TASKS, Task, get_task
+from data.within import read_json
+from scripts.benchmarks.commands import python, write_json
+from scripts.benchmarks.exploration_cells import (
+    EPISODES,
+    EVALUATION_SEEDS,
+    PAPER_RETURNS,
+    PLAYED,
+    PROTOCOLS,
+    RECIPE,
+    TRAININGS,
+    Cell,
+    Training,
+    cells,
+)
+from scripts.benchmarks.exploration_table import Answer, save_result
+from trainer import entry
+from trainer.options import AtLeastOne, command, option
+
+
+def action_repeat(data: Path, task: Task) -> int:
+    """Returns the action repeat that a body's episodes were collected with.
+
+    Raises:
+      UserError: its folders differ.
+    """
+    found = {
+        int(read_json(about, about.parent)["action_repeat"])
+        for about in data.glob(f"{task.domain}/*/collected.json")
+    }
+    if len(found) != 1:
+        raise UserError(
+            f"--data: {data}/{task.domain} has action_repeat {sorted(found)}; one would work"
+        )
+    return found.pop()
+
+
+def has_episodes(data: Path, task: Task) -> bool:
+    """Returns whether a body's collection is finished."""
+    return len(list(data.glob(f"{task.domain}/*/buffer/*.npz"))) >= EPISODES
+
+
+def run_folder(cell: Cell, args: Options) -> Path:
+    """Returns the folder of a cell's run; those with a share of the steps are apart."""
+    share = () if args.share == 1 else (f"{args.share:g}_of_the_steps",)
+    return Path(args.output, *share, cell.name)
+
+
+def is_measured(cell: Cell, args: Options) -> bool:
+    """Returns whether all of a cell's evaluations are finished."""
+    answers = (f"in_context_{number}/cpu.json" for number in range(len(cell.requests)))
+    return all((run_folder(cell, args) / answer).exists() for answer in answers)
+
+
+def measure(cell: Cell, args: Options) -> bool:
+    """Trains and evaluates a cell; returns False if its episodes or a training that it begins with
+    are not there yet, or another process works on it."""
+    if not has_episodes(Path(args.data), get_task(cell.task)):
+        return False
+    try:
+        train(cell, args)
+        with locked(cell, args):
+            for number in range(len(cell.requests)):
+                evaluate(cell, number, args)
+    except TransientError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def locked(cell: Cell, args: Options) -> Iterator[Path]:
+    """Yields the folder of a cell's run, which no other process measures meanwhile.
+
+    Raises:
+      TransientError: another process does.
+    """
+    folder = run_folder(cell, args)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder.with_suffix(".lock"), f"measures {folder.name}"):
+        yield folder
+
+
+def train(cell: Cell, args: Options) -> Path:
+    """Trains a cell unless done, after the training that it begins with; returns its folder."""
+    training, task, data = TRAININGS[cell.method], get_task(cell.task), Path(args.data)
+    fields = [*PROTOCOLS[cell.protocol], *training.options]
+    repeat = action_repeat(data, task)
+    tokens = (2 if "none" in fields else 4) * (task.episode_steps // repeat) * training.in_context
+    fields += ["in_context", str(training.in_context), "action_repeat", str(repeat)]
+    more = [
+        f"--trajectories.{name} {value}"
+        for name, value in zip(fields[::2], fields[1::2], strict=True)
+    ]
+    values = {"data": data.resolve(), "prepared": (Path(args.output) / "prepared").resolve()}
+    if training.start:
+        values["start"] = train(dataclasses.replace(cell, method=training.start), args)
+        more += ["--model.path {start} --optimizer.learning_rate 5.0e-4"]
+    if training.devices > 1:
+        devices = training.devices
+        more += [f"--mesh.sequence {devices} --mesh.simulate {devices} --attention.layout striped"]
+    with locked(cell, args) as folder:
+        if (folder / "trained.json").exists():
+            return folder.resolve()
+        seconds = timed(
+            folder,
+            f"train.py --config {RECIPE} --name {cell.task} --stages [] --run_dir {{run}} "
+            "--trajectories.path {data} --data.prepared {prepared} "
+            f"--trajectories.task {cell.task} --data.context_length {tokens} "
+            f"--model.overrides.max_position_embeddings {tokens} "
+            f"--train.batch_size {training.rows} --train.steps {steps(training, args)} "
+            f"--checkpoint.every {max(10, training.steps // 10)} "
+            f"--model.seed {cell.seed} --data.seed {cell.seed} " + " ".join(more),
+            run=folder.resolve(),
+            **values,
+        )
+        write_json(folder / "trained.json", {"cpu_seconds": seconds})
+    return folder.resolve()
+
+
+def steps(training: Training, args: Options) -> int:
+    """Returns the optimizer steps of a training."""
+    return max(2, round(training.steps * args.share))
+
+
+def evaluate(cell: Cell, number: int, args: Options) -> None:
+    """Plays a cell's model, asked for its return of this number in `requests`, unless done."""
+    folder = run_folder(cell, args)
+    answer = folder / f"in_context_{number}"
+    if (answer / "cpu.json").exists():
+        return
+    target = f" --target {PAPER_RETURNS[cell.task]}" if number else ""
+    seconds = timed(
+        answer,
+        "-m eval.in_context --checkpoint {run} --output {output} "
+        f"--seeds {args.seeds} --episodes {args.episodes}" + target,
+        run=folder.resolve(),
+        output=answer.resolve(),
+    )
+    write_json(answer / "cpu.json", {"cpu_seconds": seconds})
+
+
+def timed(folder: Path, text: str, **values: object) -> float:
+    """Runs a command as `python`; returns its CPU seconds, with those of interrupted tries.
+
+    Args:
+      folder: keeps the seconds of tries that failed beside it.
+    """
+    spent = folder.with_name(f"{folder.name}.spent.json")
+    before = json.loads(spent.read_text(encoding="utf-8")) if spent.exists() else 0.0
+    begun = _children_seconds()
+    try:
+        python(text, **values)
+    finally:
+        total = before + _children_seconds() - begun
+        write_json(spent, total)
+    return total
+
+
+def _children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def work(args: Options) -> None:
+    """Measures cell by cell, and saves after each, until none can be measured here and now."""
+    text = f"python -m scripts.benchmarks.exploration --data {args.data}"
+    progress = True
+    while progress:
+        left = [cell for cell in cells(args.tasks) if not is_measured(cell, args)]
+        progress = False
+        for cell in left:
+            if not measure(cell, args):
+                continue
+            progress = True
+            if args.share == 1:
+                finished = {
+                    other: answers_of(other, args) for other in cells() if is_measured(other, args)
+                }
+                with exclusive(Path(args.output) / "result.lock", "writes the result"):
+                    save_result(finished, text)
+    left = [cell for cell in cells(args.tasks) if not is_measured(cell, args)]
+    print(
+        f"{len(left)} cells are left, which wait for {EPISODES} episodes of their body or are "
+        "another command's"
+    )
+
+
+def answers_of(cell: Cell, args: Options) -> list[Answer]:
+    """Returns what a finished cell's evaluations found."""
+    folder = run_folder(cell, args)
+    trained = json.loads((folder / "trained.json").read_text(encoding="utf-8"))["cpu_seconds"]
+    answers = []
+    for number, request in enumerate(cell.requests):
+        answer = folder / f"in_context_{number}"
+        found = json.loads((answer / "results.json").read_text(encoding="utf-8"))
+        played = json.loads((answer / "cpu.json").read_text(encoding="utf-8"))["cpu_seconds"]
+        answers.append(Answer(request, found, (trained + played) / 3600))
+    return answers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    tasks: tuple[str, ...] = option("tasks", tuple(TASKS), choices=TASKS)
+    data: str = option("output of scripts.collect_trajectories", "trajectories/exploration")
+    output: str = option("folder of the runs", "runs/exploration")
+    seeds: AtLeastOne = option("of the evaluation", EVALUATION_SEEDS)
+    episodes: AtLeastOne = option("consecutive ones of the evaluation", PLAYED)
+    share: float = option("of the steps: less than 1 tries the commands and saves no result", 1.0)
+
+
+main = command(Options, work, output="output")
+
+
+if __name__ == "__main__":
+    entry.leave(main())

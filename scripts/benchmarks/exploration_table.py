@@ -1,0 +1,169 @@
+"""The table of scripts.benchmarks.exploration: scores, intervals and verdicts of finished cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from data.trajectories.tasks import TASKS
+from scripts.benchmarks.exploration_cells import (
+    BASELINES,
+    LONGEST,
+    METHODS,
+    PLAYED,
+    PROTOCOLS,
+    RECIPE,
+    SHORTEST,
+    Cell,
+)
+from scripts.benchmarks.results import FOLDER, load, measured, row, save
+
+NAME = "exploration"
+CELLS = "returns of the cells by evaluation seed, and of each episode"
+SCORES = "returns, mean over seeds and 95% bootstrap intervals over training and evaluation seeds"
+CELL = ("task", "protocol", "method", "training seed", "requested return")
+VALUES = ("last", "best", "mean")
+FACTS = [
+    "Episodes of scripts.collect_trajectories --explorer, collected with dm_control: not ExoRL's.",
+    "Ours: a mixture of eight actions, no action tokens, loss on a context's last episode. The "
+    "paper's: one action by squared error, action tokens, loss on all. Both ask for the best "
+    "return in the data.",
+    f"Of {PLAYED} consecutive episodes; a new context begins after N.",
+    "Steps of 16 episodes: BC-10% and DT 1000, AT N = 4 800; N = 16 goes on from it with 150 steps "
+    "of 16, N = 32 with 80 of 32.",
+    "Sizes, seeds and protocols were chosen before any result was seen.",
+    "CPU hours are of the cell's own training and evaluation, without the trainings before it.",
+]
+DEPENDS_ON = (
+    "data/trajectories/*.py",
+    "model/agentic.py",
+    "model/cache.py",
+    "trainer/trajectories.py",
+    "eval/in_context.py",
+    RECIPE,
+)
+
+
+class Answer(NamedTuple):
+    """What an evaluation found.
+
+    Attributes:
+      requested: the return that the model was asked for, in words; found: eval.in_context's result;
+      cpu_hours: of the training and the evaluation.
+    """
+
+    requested: str
+    found: dict[str, Any]
+    cpu_hours: float
+
+
+def _line(cell: Cell, answer: Answer) -> list[str]:
+    """Returns an evaluation's line of the table CELLS."""
+    found = answer.found
+    return [
+        *(cell.task, cell.protocol, cell.method, str(cell.seed), answer.requested),
+        *(_numbers(found["scores"][name]["by_seed"]) for name in VALUES),
+        _numbers(np.mean(found["returns"], axis=0)),
+        *(f"{found[name]:.1f}" for name in ("data_best", "data_mean")),
+        f"{answer.cpu_hours:.2f}",
+    ]
+
+
+def _numbers(values: Any) -> str:
+    return " ".join(f"{value:.1f}" for value in values)
+
+
+def nested_bootstrap(
+    values: Float[np.ndarray, "S E"], resamples: int = 10000
+) -> tuple[float, float]:
+    """Returns the bounds of the mean's 95% interval: training seeds are resampled, and evaluation
+    seeds within each."""
+    generator = np.random.default_rng(0)
+    seeds, evaluations = values.shape
+    rows = generator.integers(seeds, size=(resamples, seeds, 1))
+    columns = generator.integers(evaluations, size=(resamples, seeds, evaluations))
+    means = values[rows, columns].mean((1, 2))
+    return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
+
+
+def summarize(lines: list[list[str]]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Returns (task, protocol, method, requested return) -> mean and interval of each of VALUES."""
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for line in lines:
+        groups.setdefault((*line[:3], line[4]), []).append(line)
+    summaries = {}
+    for key, group in groups.items():
+        of_key: dict[str, Any] = {"lines": group}
+        for column, name in enumerate(VALUES, len(CELL)):
+            values = np.array([[float(x) for x in line[column].split()] for line in group])
+            of_key[name] = (float(values.mean()), *nested_bootstrap(values))
+        summaries[key] = of_key
+    return summaries
+
+
+def save_result(answers: Mapping[Cell, Sequence[Answer]], text: str) -> None:
+    """Stores the finished cells, and keeps those that were measured elsewhere."""
+    finished = [_line(cell, answer) for cell, found in answers.items() for answer in found]
+    path = FOLDER / f"{NAME}.json"
+    stored = load(NAME).tables[CELLS]["rows"] if path.exists() else []
+    new = {tuple(line[: len(CELL)]) for line in finished}
+    lines = finished + [line for line in stored if tuple(line[: len(CELL)]) not in new]
+    lines.sort(key=_order)
+    summaries = summarize(lines)
+    scores = [
+        [
+            *key,
+            *("{:.1f} ({:.1f} to {:.1f})".format(*found[name]) for name in VALUES),
+            *found["lines"][0][-3:-1],
+            str(len(found["lines"])),
+            f"{sum(float(line[-1]) for line in found['lines']):.2f}",
+        ]
+        for key, found in summaries.items()
+    ]
+    columns = [*CELL, *VALUES, "episodes", "best in data", "mean of data", "CPU hours"]
+    titles = [name for name in CELL if name != "training seed"]
+    about = [f"{name} of {PLAYED}" for name in VALUES]
+    tables = {
+        SCORES: {
+            "columns": [*titles, *about, *columns[-3:-1], "training seeds", columns[-1]],
+            "rows": scores,
+        },
+        CELLS: {"columns": columns, "rows": lines},
+    }
+    hours = sum(float(line[-1]) for line in lines)
+    title = "In-context reinforcement learning on episodes of an explorer without a task"
+    facts = [*FACTS, f"{len(lines)} evaluations are measured, in {hours:.1f} CPU hours."]
+    rows = dict(_rows(summaries))
+    save(NAME, measured(title, rows, text, DEPENDS_ON, facts=facts, tables=tables))
+
+
+def _order(line: list[str]) -> tuple[int, ...]:
+    task, protocol, method, seed, request = line[: len(CELL)]
+    return (
+        *(list(names).index(name) for names, name in ((PROTOCOLS, protocol), (TASKS, task))),
+        *(METHODS.index(method), int(request != "best in the data"), int(seed)),
+    )
+
+
+def _rows(summaries: dict[tuple[str, ...], dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yields the result's rows: for each task and protocol, the last episode of each method."""
+    for protocol in PROTOCOLS:
+        for task in TASKS:
+            last = {
+                method: summaries[key]["last"]
+                for method in METHODS
+                if (key := (task, protocol, method, "best in the data")) in summaries
+            }
+            if not last:
+                continue
+            held = None
+            if set(last) >= {*BASELINES, SHORTEST, LONGEST}:
+                above = all(last[LONGEST][1] > last[method][2] for method in BASELINES)
+                held = above and last[LONGEST][0] >= last[SHORTEST][0]
+            found = "; ".join(f"{method} {score[0]:.0f}" for method, score in last.items())
+            name = task if protocol == "ours" else f"{task}_paper"
+            what = f"{task}, episode {PLAYED}, {protocol} protocol"
+            yield name, row(what, found, "N = 32 above both baselines, at least N = 4", held)

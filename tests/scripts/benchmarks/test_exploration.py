@@ -1,0 +1,149 @@
+"""Cells of in-context reinforcement learning on exploration: what is trained after what, what is
+skipped, and what half a table says."""
+
+import json
+
+import numpy as np
+import pytest
+
+from scripts.benchmarks import exploration, exploration_table, results
+from scripts.benchmarks.exploration_cells import TASKS, TRAININGS, Cell, cells
+from scripts.benchmarks.exploration_table import CELLS, NAME, SCORES, Answer, nested_bootstrap
+from trainer.config.load import load
+
+
+def found(last, seeds=20, episodes=32):
+    returns = np.linspace(0, 2 * last, seeds)[:, None] * np.ones(episodes)
+    scores = {name: {"by_seed": returns[:, -1].tolist()} for name in ("last", "best", "mean")}
+    more = {"data_best": 100.0, "data_mean": 50.0}
+    return {"returns": returns.tolist(), "scores": scores, **more}
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """Results are stored in a folder of the test, and read from it."""
+    folder = tmp_path / "results"
+    monkeypatch.setattr(exploration_table, "FOLDER", folder)
+    monkeypatch.setattr(exploration_table, "load", lambda name: results.load(name, folder))
+    monkeypatch.setattr(
+        exploration_table, "save", lambda name, result: results.save(name, result, folder)
+    )
+    return lambda: results.load(NAME, folder)
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """Commands are recorded instead of run; evaluations find 10, or end with an error once."""
+    commands = []
+
+    def python(text, **values):
+        words = [word.format(**values) for word in text.split()]
+        commands.append(words)
+        if "eval.in_context" in words:
+            folder = values["output"]
+            folder.mkdir(parents=True)
+            (folder / "results.json").write_text(json.dumps(found(10.0)))
+        else:
+            values["run"].mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(exploration, "python", python)
+    monkeypatch.setattr(exploration, "EPISODES", 1)
+    for body, repeat in (("cartpole", 5), ("jaco", 2)):
+        buffer = tmp_path / f"data/{body}/rnd/buffer"
+        buffer.mkdir(parents=True)
+        (buffer / "collected_0_1000.npz").touch()
+        (buffer.parent / "collected.json").write_text(json.dumps({"action_repeat": repeat}))
+    return commands
+
+
+def trained(commands):
+    """Returns the trainings' run folders and options."""
+    return {
+        words[words.index("--run_dir") + 1].partition("runs/")[2]: words[1:]
+        for words in commands
+        if words[0] == "train.py"
+    }
+
+
+def test_every_cell_is_trained_after_what_it_begins_with(asked, stored, tmp_path, capsys):
+    options = ["--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
+    assert exploration.main(options) == 0
+    runs = trained(asked)
+    names = list(runs)
+    assert len(names) == 2 * (5 + 1 + 2 * (3 + 1) + 5 + 1), "with those of one episode in a context"
+    assert "64 cells are left" in capsys.readouterr().out, "of four bodies' tasks two are there"
+    start, long = (f"cartpole_swingup/ours_at__n___{n}_seed_0" for n in (4, 32))
+    assert names.index(start) < names.index(long)
+    config = load(runs[long])
+    assert config.model.path.endswith(start) and config.mesh.sequence == 8
+    assert config.data.context_length == 32 * 200 * 4 == 25_600
+    assert config.trajectories.loss_on == "last" and not config.trajectories.see_actions
+    cloning = load(runs["jaco_reach_top_left/the_paper_s_bc_10__seed_0"])
+    assert cloning.data.context_length == 125 * 2 and cloning.trajectories.best == 0.1
+    assert cloning.trajectories.see_actions and cloning.trajectories.loss_on == "all"
+    seeds = {
+        words[words.index("--model.seed") + 1] for name, words in runs.items() if "_n___4_" in name
+    }
+    assert seeds == {"0", "1", "2"}
+    asked.clear()
+    assert exploration.main(options) == 0 and not asked, "finished cells are skipped"
+    lines = stored().tables[CELLS]["rows"]
+    assert len(lines) == 2 * (5 + 2 * 3 + 5 + 1), "the paper's N = 4 is asked for two returns"
+
+
+def test_a_failed_evaluation_is_tried_again_alone(asked, stored, tmp_path, monkeypatch):
+    options = ["--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
+    good = exploration.python
+
+    def bad(text, **values):
+        if "eval.in_context" in text:
+            raise exploration.UserError("killed")
+        good(text, **values)
+
+    monkeypatch.setattr(exploration, "python", bad)
+    assert exploration.main([*options, "--tasks", "cartpole_swingup"]) == 2
+    assert len(asked) == 1
+    monkeypatch.setattr(exploration, "python", good)
+    assert exploration.main([*options, "--tasks", "cartpole_swingup"]) == 0
+    assert "eval.in_context" in asked[1], "the training was finished"
+
+
+def test_half_a_table_is_completed_elsewhere(stored):
+    """Cells that another machine measured stay; verdicts need both baselines and both lengths."""
+    task = "walker_walk"
+    first = {
+        Cell(task, "ours", method, 0): [Answer("best in the data", found(last), 0.5)]
+        for method, last in (("BC-10%", 1.0), ("DT", 2.0), ("AT, N = 4", 10.0))
+    }
+    exploration_table.save_result(first, "command")
+    assert stored().rows[task]["verdict"] == "no goal"
+    second = {Cell(task, "ours", "AT, N = 32", 0): [Answer("best in the data", found(12.0), 1.0)]}
+    second[Cell(task, "ours", "DT", 1)] = [Answer("best in the data", found(4.0), 0.5)]
+    exploration_table.save_result(second, "command")
+    row = stored().rows[task]
+    assert row["verdict"] == "held" and row["found"] == (
+        "BC-10% 1; DT 3; AT, N = 4 10; AT, N = 32 12"
+    )
+    scores = {line[2]: line for line in stored().tables[SCORES]["rows"]}
+    assert list(scores) == ["BC-10%", "DT", "AT, N = 4", "AT, N = 32"]
+    assert scores["DT"][4].startswith("3.0 (") and scores["DT"][-2:] == ["2", "1.00"]
+    assert "5 evaluations are measured, in 3.0 CPU hours." in stored().facts
+
+
+def test_intervals_are_over_training_seeds_too():
+    """By a normal approximation: the variance of the mean over S seeds of E evaluations."""
+    generator = np.random.default_rng(0)
+    values = np.array([0.0, 10.0, 20.0])[:, None] + generator.normal(size=(3, 20))
+    low, high = nested_bootstrap(values)
+    between, within = values.mean(1).var() / 3, values.var(1).mean() / 60
+    expected = 2 * 1.96 * np.sqrt(between + within)
+    assert abs((high - low) / expected - 1) < 0.15
+    alone = nested_bootstrap(values[:1])
+    assert alone[1] - alone[0] < 0.15 * (high - low)
+
+
+def test_cells_are_ordered_by_need():
+    order = list(cells())
+    assert len(order) == len(set(order)) == 6 * (5 + 2 * 3 + 5)
+    assert {cell.seed for cell in order[:30]} == {0} and order[0].task == next(iter(TASKS))
+    assert all(TRAININGS[cell.method].in_context <= 4 for cell in order if cell.seed)
