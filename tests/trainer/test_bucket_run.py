@@ -3,6 +3,7 @@ start, exported."""
 
 import json
 import os
+import re
 import signal
 import time
 
@@ -113,6 +114,37 @@ def test_a_curriculum_killed_in_its_second_stage_goes_on_there_as_on_a_disk(
         disk = small_run.rows(tmp_path / f"disk/{number}metrics.jsonl")
         stored = logs(f"{run}/{number}".rstrip("/"), "metrics.jsonl")
         assert [repeats(row) for row in stored] == [repeats(row) for row in disk]
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_goes_on_from_a_later_checkpoint_of_its_host(
+    gcs, small_recipe, repository, tmp_path
+):
+    flags = ("--checkpoint.every", "20", "--checkpoint.local_every", "1", *FLAGS)
+
+    def start(place, log):
+        local = ("--checkpoint.local", str(tmp_path / f"host of {log}"))
+        run = f"gs://bucket/{place}"
+        return small_run.start(repository, small_recipe, run, *flags, *local, log=tmp_path / log)
+
+    def newest_local():
+        parts = (tmp_path / "host of killed").glob("*/*/step_*.part_0")
+        return max((int(re.findall(r"step_(\d+)", part.name)[0]) for part in parts), default=0)
+
+    killed, patience = start("killed", "killed"), time.monotonic() + 300
+    while newest_local() < 23:
+        said = (tmp_path / "killed").read_text()
+        assert killed.poll() is None and time.monotonic() < patience, said
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    step = newest_local()
+    assert start("killed", "killed").wait(300) == 0, (tmp_path / "killed").read_text()
+    said = (tmp_path / "killed").read_text()
+    assert f"continuing from step {step} (local checkpoint," in said
+    assert start("whole", "whole").wait(300) == 0, (tmp_path / "whole").read_text()
+    whole, found = (logs(f"gs://bucket/{run}", "metrics.jsonl") for run in ("whole", "killed"))
+    assert [repeats(row) for row in found] == [repeats(row) for row in whole]
 
 
 @pytest.mark.parametrize(
