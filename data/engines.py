@@ -1,16 +1,19 @@
 """One interface for two libraries: tokenizers (tokenizer.json) and sentencepiece (.model)."""
 
 import json
+import math
 import string
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from data.errors import UserError
+from data.errors import UserError, first_line
 
 # Unicode noncharacters, which occur in no real text: data.tokenizer replaces them in its input.
 # Put before a text that continues a conversation, GUARD keeps the library from treating it as the
 # beginning of a text.
 GUARD = "\ufdd0\ufdd1\ufdd0"
+# Characters that a tokenizer may make of one; those of published models make a few.
+MOST_GROWTH = 1_000
 
 
 class Spans(NamedTuple):
@@ -75,7 +78,15 @@ class HuggingFace(Engine):
         from tokenizers import Tokenizer as Library
 
         self._spec = json.loads(files["tokenizer.json"])
-        self._full = Library.from_str(json.dumps(self._spec))
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            if _growth(self._spec.get(part)) > MOST_GROWTH:
+                raise UserError(
+                    f"the {part} of its tokenizer.json makes more than {MOST_GROWTH:,} characters "
+                    "of one; a published tokenizer would work"
+                )
+        self._full = Library.from_str(
+            json.dumps({**self._spec, "truncation": None, "padding": None})
+        )
         self.special_tokens = {}
         self.controls = {
             token["content"]: ControlToken(
@@ -130,10 +141,10 @@ class HuggingFace(Engine):
 
     def encode(self, text: str, beginning: bool) -> Spans:
         if beginning:
-            encoding = self._encoder.encode(text, add_special_tokens=False)
+            encoding = _encoded(self._encoder, text, add_special_tokens=False)
             ids, offsets = encoding.ids, encoding.offsets
         else:
-            encoding = self._encoder.encode(GUARD + text, add_special_tokens=False)
+            encoding = _encoded(self._encoder, GUARD + text, add_special_tokens=False)
             shift = len(GUARD)
             ids = encoding.ids[1:]
             offsets = [(start - shift, end - shift) for start, end in encoding.offsets[1:]]
@@ -144,10 +155,43 @@ class HuggingFace(Engine):
 
     def begins_with(self, bos_id: int, flag: bool | None) -> bool:
         del flag  # transformers writes it next to a tokenizer.json, but does not read it there
-        return self._full.encode("a").ids[:1] == [bos_id]
+        return _encoded(self._full, "a").ids[:1] == [bos_id]
 
     def decode(self, ids: list[int]) -> str:
         return self._full.decode(ids, skip_special_tokens=False)
+
+
+def _growth(part: Any) -> float:
+    """Returns a bound on the characters that a part of a tokenizer.json makes of each one."""
+    if not isinstance(part, dict):
+        return 1.0
+    if part.get("type") == "Replace":
+        # A regular expression may match nothing, between any two characters.
+        matched = len(part["pattern"].get("String", ""))
+        content = len(part["content"])
+        return max(1.0, content / matched) if matched else 1.0 + content
+    if part.get("type") == "Prepend":
+        return 1.0 + len(part["prepend"])
+    steps = [step for value in part.values() if isinstance(value, list) for step in value]
+    return math.prod(map(_growth, steps))
+
+
+def _encoded(library: Any, text: str, **options: Any) -> Any:
+    """Returns the library's encoding of a text.
+
+    Raises:
+      UserError: the tokenizer cannot encode it.
+    """
+    try:
+        return library.encode(text, **options)
+    except BaseException as error:
+        # What the library's Rust code raises is no Exception, and has no name to import.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"the tokenizer cannot encode a text of {len(text):,} characters "
+            f"({first_line(error)}); another tokenizer would work"
+        ) from None
 
 
 class Sentencepiece(Engine):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any, cast
 
 from data import near_duplicates, paths, prepared, tables
@@ -351,7 +352,7 @@ def check_arrays(source: Source, tokenizer: Tokenizer) -> None:
 
 
 def _content_hash(source: Source) -> str:
-    """Returns a hash of the contents of the source's files, in their order."""
+    """Returns a hash of the contents of the source's files, in their order, and of their kinds."""
     digest = hashlib.sha256()
     for file in source.files():
         if not file.exists():
@@ -360,4 +361,19 @@ def _content_hash(source: Source) -> str:
             )  # raises the error about the missing file
         with file.open() as opened:
             digest.update(hashlib.file_digest(cast(Any, opened), "sha256").digest())
+        digest.update(_reader(file, source).encode())
     return digest.hexdigest()
+
+
+def _reader(file: File, source: Source) -> str:
+    """Returns what of a file's name decides how its bytes are read, where they do not say it.
+
+    A table's rows are cut at commas or at tabs, a text may be JSON or a data set's card.
+    """
+    if PurePosixPath(file.path).name == source_readers.CARD:
+        return source_readers.CARD
+    is_text = source.format == "text" and file.suffix not in (
+        *source_readers.JSON,
+        *tables.SUFFIXES,
+    )
+    return ".txt" if is_text else file.suffix if file.suffix == ".tsv" else ""

@@ -51,6 +51,7 @@ _ATTEMPTS, _FIRST_WAIT = 7, 0.1  # of an access to a store; seconds, doubled eac
 COPIED_BYTES = 1 << 22  # at a time
 LARGE_BYTES = 1 << 24
 """Files of at least this size have their digest kept."""
+_SETTLED_SECONDS = 2.0  # file systems keep times to within that
 # Caches that the library datasets keeps in a data folder, such as a filtered copy of the data.
 _CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(?:_\d+_of_\d+)?\.arrow")
 _STORE = re.compile(rf"({'|'.join(STORES)}):/", re.IGNORECASE)
@@ -265,13 +266,16 @@ def cache_folder(name: str) -> Path:
 def file_digest(path: str | Path) -> str:
     """Returns the SHA-256 of a file's contents, in hexadecimal.
 
-    That of a large file is kept in this machine's cache, and taken from there while the file's size
-    and times are the same.
+    That of a large file is kept in this machine's cache, and taken from there while it is the same
+    file with the same size and times. `os.utime` sets one of them, not the time of the change. That
+    of a file which was changed a moment ago is not kept: a clock's tick may hold another change.
     """
     path = Path(path).resolve()
     status = path.stat()
     known = {
         "path": str(path),
+        "device": status.st_dev,
+        "inode": status.st_ino,
         "size": status.st_size,
         "modified_ns": status.st_mtime_ns,
         "changed_ns": status.st_ctime_ns,
@@ -285,7 +289,7 @@ def file_digest(path: str | Path) -> str:
         pass
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if status.st_size >= LARGE_BYTES:
+    if status.st_size >= LARGE_BYTES and time.time() - status.st_ctime > _SETTLED_SECONDS:
         with suppress(OSError):  # such as a cache that cannot be written to
             kept.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import unicodedata
@@ -64,7 +65,10 @@ class _Output:
     def _dropped_where_nobody_reads(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
+        except OSError as error:
+            # A pipe without a reader, or a terminal that was closed.
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
             # Python would complain of what is left in the stream's buffer when it exits.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a command at once, as PID 1 and during downloads or compilation too.
+"""SIGTERM, SIGHUP and Ctrl-C end a command at once, also as PID 1 and while it compiles.
 
 Python runs a signal's handler only when the running call returns to the interpreter, which takes
 half an hour in a compiler; and the system ignores SIGTERM for PID 1, as which a container starts
@@ -8,6 +8,7 @@ save; see `trainer.run.preemption`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from types import FrameType
 # without it.
 INTERRUPT_SECONDS = 1.0
 
-_OURS = (signal.SIGTERM, signal.SIGINT)
+_OURS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _interrupted = threading.Event()
 _before_the_end: list[Callable[[int, str], object]] = []
 
@@ -34,6 +35,8 @@ def end_at_once() -> None:
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: None)  # the thread does it all
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # not under nohup
+        signal.signal(signal.SIGHUP, lambda *_: None)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     threading.Thread(target=_listen, args=(read_end,), name="signals at once", daemon=True).start()
@@ -55,8 +58,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _listen(read_end: int) -> None:
     """The thread that reads which signals have arrived."""
     while byte := os.read(read_end, 1):
-        if byte[0] == signal.SIGTERM:
-            _end(128 + signal.SIGTERM, "stopped (SIGTERM): the same command starts again")
+        if byte[0] in (signal.SIGTERM, signal.SIGHUP):
+            name = signal.Signals(byte[0]).name
+            # A closed terminal counts as SIGTERM.
+            _end(128 + signal.SIGTERM, f"stopped ({name}): the same command starts again")
         if (
             byte[0] == signal.SIGINT
             and signal.getsignal(signal.SIGINT) == _interrupt
@@ -67,7 +72,8 @@ def _listen(read_end: int) -> None:
 
 
 def _end(code: int, line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        print(line, file=sys.stderr, flush=True)
     for tell in _before_the_end:
         tell(code, line)
     os._exit(code)
@@ -85,6 +91,8 @@ def _reset() -> None:
     """In a forked child: signals as they were before `end_at_once`."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == _interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _release()

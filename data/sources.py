@@ -53,26 +53,29 @@ class Format(NamedTuple):
     """For messages about a file that is not in this format: what would work."""
 
 
-_JSON = (".json", ".jsonl", ".ndjson")
+JSON = (".json", ".jsonl", ".ndjson")
+"""Suffixes of files that are read alike, as JSON or JSON lines."""
+CARD = "README.md"
+"""A file that is about a data set, if it begins as the hub's do."""
 FORMATS = {
     "sharegpt": Format(
-        (*_JSON, *tables.SUFFIXES),
+        (*JSON, *tables.SUFFIXES),
         "records with `messages`, `conversations`, `instruction` and `output`, `prompt` and "
         "`completion`, `question` and `answer` and others (docs/data.md), or the source's "
         "`fields`, such as {question: user, answer: assistant}, would work",
     ),
     "text": Format(
-        (".txt", ".md", *_JSON, *tables.SUFFIXES),
+        (".txt", ".md", *JSON, *tables.SUFFIXES),
         "a plain UTF-8 text, or JSON records with a string `text`, would work",
     ),
     "preference": Format(
-        (*_JSON, *tables.SUFFIXES),
+        (*JSON, *tables.SUFFIXES),
         "records with `prompt`, `chosen` and `rejected`, or conversations `chosen` and `rejected` "
         "that begin alike, or `prompt`, `completion` and `label`, or the source's `fields`, such "
         "as {question: prompt, better: chosen, worse: rejected}, would work",
     ),
     "tokens": Format(
-        (".npy", *_JSON, ".parquet", ".arrow"),
+        (".npy", *JSON, ".parquet", ".arrow"),
         "a .npy array of integers, or JSON records with a list `tokens` and perhaps a "
         "`loss_mask`, would work",
     ),
@@ -335,7 +338,7 @@ def _without_metadata(
 def _is_card(file: str, text: str) -> bool:
     """Returns whether a text is a README.md that begins with fields in YAML, as the hub's do."""
     return (
-        PurePosixPath(file).name == "README.md"
+        PurePosixPath(file).name == CARD
         and re.match(r"---\n.*?\n---(?:\n|\Z)", text, re.DOTALL) is not None
     )
 
@@ -344,7 +347,7 @@ def _raw_records(
     file: File, source: Source, report: SourceReport, advance: Advance | None
 ) -> Iterator[object]:
     """Yields JSON values, one string for a plain text file, or arrays [n] of token ids."""
-    if file.suffix not in (*tables.SUFFIXES, ".npy") and (source.has_turns or file.suffix in _JSON):
+    if file.suffix not in (*tables.SUFFIXES, ".npy") and (source.has_turns or file.suffix in JSON):
         yield from read_records(file, report, advance)
         return
     if not file.exists():

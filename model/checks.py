@@ -5,6 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any, TypeGuard
 
+import numpy as np
+
+_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+MOST = 2**31 - 1  # devices count in int32
+
 
 def is_int(value: Any) -> TypeGuard[int]:
     """Whether a value is a whole number; true and false are none."""
@@ -13,14 +18,16 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 def require_int(name: str, value: Any, at_least: int) -> None:
     """Raises ValueError, naming the field, unless the value is a whole number of at least
-    `at_least`."""
+    `at_least` that int32 holds."""
     if not is_int(value) or value < at_least:
         raise ValueError(f"{name}: {value!r} is not a whole number of at least {at_least}")
+    if value > MOST:
+        raise ValueError(f"{name}: {value!r} is not a whole number of at most {MOST:,}")
 
 
 def require_number(name: str, value: Any, above: float, or_equal: bool = False) -> None:
-    """Raises ValueError, naming the field, unless the value is a finite number above (`or_equal`:
-    or at) `above`."""
+    """Raises ValueError, naming the field, unless the value is a number above (`or_equal`: or at)
+    `above` that float32 holds."""
     good = (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
@@ -29,6 +36,11 @@ def require_number(name: str, value: Any, above: float, or_equal: bool = False) 
     if not good or value < above or (value == above and not or_equal):
         raise ValueError(
             f"{name}: {value!r} is not a number {'of at least' if or_equal else 'above'} {above}"
+        )
+    if abs(value) > _LARGEST or 0 < abs(value) < _SMALLEST:
+        raise ValueError(
+            f"{name}: {value!r} is not a number that float32 holds; one from {_SMALLEST:.6g} "
+            f"to {_LARGEST:.6g}, would work"
         )
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from .adapter import FEED_FORWARD, ROUTER, AdapterConfig
-from .checks import is_int, require_int, require_number
+from .checks import MOST, is_int, require_int, require_number
 from .families import FAMILIES, family_of, find_preset
 from .families.family import BY_FAMILY, NEUTRAL
 from .rope_config import PER_CHANNEL, RopeConfig
+
+MOST_LAYERS = 10_000
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # The fields that may change while the weights stay the same; names are Hugging Face's.
@@ -176,6 +178,11 @@ class TransformerConfig:
             "max_position_embeddings",
         ):
             require_int(name, getattr(self, name), at_least=1)
+        if self.num_hidden_layers > MOST_LAYERS:
+            raise ValueError(
+                f"num_hidden_layers: found {self.num_hidden_layers}; up to {MOST_LAYERS:,} would "
+                "work"
+            )
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -256,7 +263,7 @@ class TransformerConfig:
             for value in values:
                 # -1 is what some published configs say for "none"; it indexes nothing here, so it
                 # does no harm.
-                if value is not None and not (is_int(value) and value >= -1):
+                if value is not None and not (is_int(value) and -1 <= value <= MOST):
                     raise ValueError(f"{name}: {value!r} is not a token id")
 
     def _check_rope(self) -> None:

@@ -84,6 +84,7 @@ def train(
         {
             "the model's fingerprint": objective.origin,
             "the data's fingerprint": objective.fingerprint,
+            **{f"the model's {name}": value for name, value in objective.inputs.items()},
             **shared_fields(config),
         }
     )
@@ -284,7 +285,9 @@ class _Training:
         )
 
     def _check_fingerprints(self, saved: dict[str, Any], path: str) -> None:
-        """Raises UserError if the checkpoint's data or initial parameters were different."""
+        """Raises UserError if the checkpoint's data, initial parameters or other inputs were
+        different."""
+        remedy = "give the files that the run began with, or another --run_dir"
         for name, current in self._fingerprints.items():
             if saved.get(name, current) != current:
                 difference = (
@@ -293,9 +296,16 @@ class _Training:
                     else "began with another model"
                 )
                 raise UserError(
-                    f"{path}: {difference} (fingerprint {saved[name]}, now {current}); give the "
-                    "files that the run began with, or another --run_dir"
+                    f"{path}: {difference} (fingerprint {saved[name]}, now {current}); {remedy}"
                 )
+        for name, fields in saved.get("inputs", {}).items():
+            now = self.objective.inputs.get(name, {})
+            for field in fields.keys() & now.keys():  # releases may add some
+                if fields[field] != now[field]:
+                    raise UserError(
+                        f"{path}: began with another {name} ({field} {fields[field]}, now "
+                        f"{now[field]}); {remedy}"
+                    )
 
     @property
     def _fingerprints(self) -> dict[str, str]:
@@ -714,6 +724,7 @@ class _Training:
         return {
             "step": self.step,
             **self._fingerprints,
+            "inputs": self.objective.inputs,
             "evaluated": self.evaluated,
             "updates": self.updates,
             "skipped": self.skipped,

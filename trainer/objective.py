@@ -104,6 +104,11 @@ class Objective(abc.ABC):
     def origin(self) -> str:
         """A text that changes whenever initial parameters read from files would; "" if drawn."""
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What else of its files decides the training, in JSON, by its name in messages."""
+        return {}
+
     @abc.abstractmethod
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
         """Computes the loss of a global batch; gradients are taken with respect to `params`.

@@ -202,6 +202,15 @@ class PreferenceObjective(TextObjective):
             for loader in loaders:
                 loader.references = self._references(loader.documents, load)
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """See `Objective`."""
+        if self.config.preference.ref_model is None:
+            return super().inputs
+        _, source = self._reference
+        reference = {"fingerprint": source.fingerprint, **source.config.to_hf()}
+        return {**super().inputs, "reference": reference}
+
     def _load(self, split: str) -> PairLoader:
         data = self.config.data
         documents = getattr(self.prepared, split)

@@ -8,7 +8,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import jax
 import numpy as np
@@ -216,6 +216,12 @@ class TextObjective(Objective):
     def origin(self) -> str:
         """See `Objective`."""
         return self.source.fingerprint
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """See `Objective`."""
+        config = self.source.config.with_length(self.config.data.context_length)
+        return {"config.json": config.to_hf()}
 
     def _open_data(self) -> None:
         data, rows = self.config.data, self.config.train.batch_size

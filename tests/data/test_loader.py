@@ -404,6 +404,18 @@ def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatc
     )
 
 
+def test_a_file_that_is_read_in_another_way_by_its_name_is_prepared_anew(tokenizer, tmp_path):
+    """Its bytes are the same; a table's rows are cut at commas or at tabs."""
+    rows = "text\n" + "".join(f"story {number}\n" for number in range(20))
+    folders = set()
+    for name in ("rows.csv", "rows.tsv", "rows.txt", "README.md"):
+        (tmp_path / name).write_text(rows)
+        source = Source(str(tmp_path / name), "text")
+        made = prepare([source], tokenizer, LENGTH, tmp_path / "made", held_out_fraction=0)
+        folders.add(made.folder)
+    assert len(folders) == 4
+
+
 def test_weights_mix_sources_and_the_mix_resumes(small, tokenizer, tmp_path):
     """Each source is used as often as its weight says; a second loader that starts later gives the
     same batches."""

@@ -3,6 +3,7 @@ machine's cache."""
 
 import hashlib
 import json
+import os
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -190,6 +191,7 @@ def test_a_digest_is_of_every_byte_and_kept(tmp_path, monkeypatch):
     file."""
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(paths, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(paths, "_SETTLED_SECONDS", -1.0)
     small, large = tmp_path / "small", tmp_path / "large"
     small.write_bytes(b"a")
     large.write_bytes(bytes(100_000))
@@ -204,3 +206,21 @@ def test_a_digest_is_of_every_byte_and_kept(tmp_path, monkeypatch):
     assert paths.file_digest(large) == hashlib.sha256(large.read_bytes()).hexdigest()
     kept.write_text("{")
     assert paths.file_digest(large) == hashlib.sha256(large.read_bytes()).hexdigest()
+
+
+def test_a_digest_is_not_kept_of_a_file_that_may_change_within_a_tick(tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(paths, "LARGE_BYTES", 1000)
+    large, other = tmp_path / "large", tmp_path / "other"
+    large.write_bytes(bytes(100_000))
+    paths.file_digest(large)
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr(paths, "_SETTLED_SECONDS", -1.0)
+    before, times = paths.file_digest(large), (large.stat().st_atime_ns, large.stat().st_mtime_ns)
+    other.write_bytes(b"x" * 100_000)
+    os.utime(other, ns=times)
+    other.replace(large)  # another file of the same size and time of writing
+    assert paths.file_digest(large) != before
+    large.write_bytes(b"y" * 100_000)
+    os.utime(large, ns=times)
+    assert paths.file_digest(large) == hashlib.sha256(b"y" * 100_000).hexdigest()

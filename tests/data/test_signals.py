@@ -40,6 +40,7 @@ def busy(repository, how="", *before):
     ("number", "code", "line"),
     [
         (signal.SIGTERM, 143, "stopped (SIGTERM): the same command starts again\n"),
+        (signal.SIGHUP, 143, "stopped (SIGHUP): the same command starts again\n"),
         (signal.SIGINT, 130, "stopped\n"),
     ],
 )
@@ -51,6 +52,30 @@ def test_a_signal_ends_a_command_within_a_long_call(repository, number, code, li
     process.send_signal(number)
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (code, line) and time.monotonic() - start < 5
+
+
+def test_what_is_printed_to_a_closed_terminal_ends_nothing(repository):
+    """Its terminal is closed while it writes; the signal for that is ignored, as under nohup."""
+    code = """
+import signal, sys, time
+from data.printable import printable_output
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with printable_output():
+    print("ready", flush=True)
+    time.sleep(0.5)
+    print("nobody reads this", flush=True)
+    print("nor this", file=sys.stderr, flush=True)
+sys.exit(7)
+"""
+    master, slave = os.openpty()
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(
+        command, cwd=repository, stdout=slave, stderr=slave, start_new_session=True
+    )
+    os.close(slave)
+    assert os.read(master, 100).startswith(b"ready")
+    os.close(master)
+    assert process.wait(timeout=30) == 7
 
 
 def test_as_pid_1_too(repository):

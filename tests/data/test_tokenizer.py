@@ -245,3 +245,48 @@ def test_a_vocabulary_with_merges_is_what_transformers_makes_of_it(tmp_path, des
         assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
     ours.save(tmp_path / "saved")
     assert Tokenizer.load(tmp_path / "saved").encode("the hat") == ours.encode("the hat")
+
+
+def _replaces(text, content):
+    return {"type": "Replace", "pattern": {"String": text}, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": [_replaces("a", "aa")] * 40}),
+        ("normalizer", _replaces("a", "b" * 1_000_000)),
+        ("normalizer", {"type": "Prepend", "prepend": "x" * 100_000}),
+        ("decoder", {"type": "Sequence", "decoders": [_replaces("a", "aa")] * 40}),
+    ],
+)
+def test_a_tokenizer_that_makes_gigabytes_of_a_text_is_refused(part, value, tmp_path):
+    spec = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**spec, part: value}), encoding="utf-8")
+    with pytest.raises(UserError, match=f"the {part} of its tokenizer.json makes more than 1,000"):
+        Tokenizer.load(tmp_path)
+
+
+def test_padding_and_truncation_of_a_tokenizer_are_not_of_texts(tmp_path):
+    """Padding to 10**11 tokens aborts the process."""
+    spec = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    spec["padding"] = {
+        **{"strategy": {"Fixed": 10**11}, "direction": "Right", "pad_to_multiple_of": None},
+        **{"pad_id": 0, "pad_type_id": 0, "pad_token": "x"},
+    }
+    spec["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst"}
+    spec["truncation"]["stride"] = 0
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    text = "a text of several words"
+    assert Tokenizer.load(tmp_path).encode(text) == Tokenizer.load(TINY).encode(text)
+
+
+def test_a_pattern_that_backtracks_without_end_is_one_line(tmp_path, capfd):
+    spec = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    pattern = {"Regex": "(a|aa)+$"}
+    spec["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated"}
+    spec["pre_tokenizer"]["invert"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    tokenizer = Tokenizer.load(tmp_path)
+    with pytest.raises(UserError, match=r"cannot encode a text of [0-9,]+ characters \(Onig"):
+        tokenizer.encode("a" * 2000 + " b")

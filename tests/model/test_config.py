@@ -218,6 +218,11 @@ def test_folder_and_preset_errors(tmp_path):
         ({"rope_scaling": 1.5}, "rope_scaling: found 1.5; needs an object or null"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps: 10+ is not a number above 0"),
         ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_theta": 1e39}, "rope_theta: 1e[+]39 is not a number that float32 holds"),
+        ({"rms_norm_eps": 1e-45}, "rms_norm_eps: 1e-45 is not a number that float32 holds"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: found 1000000000; up to 10,000 would"),
+        ({"max_position_embeddings": 2**70}, "[0-9]+ is not a whole number of at most 2,147,483,6"),
+        ({"eos_token_id": 2**70}, "eos_token_id: [0-9]+ is not a token id"),
     ],
 )
 def test_values_of_other_types_name_the_field(fields, words):

@@ -34,6 +34,7 @@ from tests.small_preference import (
 from trainer.config.checks import check
 from trainer.config.preference import PreferenceConfig
 from trainer.config.schema import AdapterConfig, MeshConfig, SourceConfig
+from trainer.huggingface.folder import weights_fingerprint
 from trainer.preference_loss import Pairs, pair_losses
 from trainer.reference import _write
 from trainer.source_kinds import HuggingFaceSource
@@ -332,6 +333,8 @@ def test_the_reference_is_computed_once_and_goes_on_where_it_was(
     by_path = dataclasses.replace(by_path, data=config.data)
     objective = open_objective(by_path)
     assert (objective.loader.references == others).all(), "a reference by its path"
+    reference = {"fingerprint": weights_fingerprint(models[1])}
+    assert objective.inputs["reference"].items() >= reference.items()
     batch = objective.to_device(next(objective.batches(0)))
     _, measures, _ = loss_and_gradient(objective, objective.read_params(), batch)
     # Beside its own, the model's rewards would be rounding, some 6e-6.

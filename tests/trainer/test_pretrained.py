@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import transformers
 import yaml
+from safetensors.numpy import load_file, save_file
 
 import train
 from data.prepared import INDEX
@@ -199,3 +200,36 @@ def test_another_model_of_the_same_shape_is_refused(run, recipe, hf_model, tmp_p
         and f"checkpoints/{STEPS}: began with another model" in said
         and "--run_dir" in said
     )
+
+
+def test_another_config_of_the_same_weights_is_refused(run, recipe, hf_model, tmp_path, capfd):
+    other = pathlib.Path(shutil.copytree(hf_model, tmp_path / "other"))
+    written = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    (other / "config.json").write_text(
+        json.dumps({**written, "rms_norm_eps": 0.125}), encoding="utf-8"
+    )
+    assert weights_fingerprint(other) == weights_fingerprint(hf_model)
+    capfd.readouterr()
+    assert train.main(command(recipe, other)) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and f"checkpoints/{STEPS}: began with another config.json" in said
+    assert "(rms_norm_eps 1e-06, now 0.125); give the files that the run began with" in said
+
+
+def test_the_index_that_chooses_between_two_files_is_in_the_fingerprint(hf_model, tmp_path):
+    """Of tensors that both hold, each with other numbers."""
+    folders = []
+    for chosen in ("a", "b"):
+        folder = pathlib.Path(shutil.copytree(hf_model, tmp_path / chosen))
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        for name, factor in (("a", 1), ("b", 2)):
+            changed = {key: factor * value for key, value in tensors.items()}
+            save_file(changed, folder / f"{name}.safetensors")
+        norm = next(key for key in tensors if "norm" in key)
+        files = dict.fromkeys(tensors, "a.safetensors") | {norm: f"{chosen}.safetensors"}
+        index = json.dumps({"weight_map": files})
+        (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+        folders.append(folder)
+    first, second = map(weights_fingerprint, folders)
+    assert first != second

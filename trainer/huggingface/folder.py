@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import math
 import re
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -204,7 +205,21 @@ def weights_fingerprint(folder: str | Path) -> str:
     for path in sorted(Path(folder).glob("*.safetensors")):
         check_within(folder, path)
         digest.update(f"{path.name}\0{file_digest(path)}\0".encode())
+    for name, file in sorted(_chosen_by_index(Path(folder)).items()):
+        digest.update(f"{name}\0{file}\0".encode())
     return digest.hexdigest()[:32]
+
+
+def _chosen_by_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> its file's, of those that several files hold, of which an index names one."""
+    index_file = folder / "model.safetensors.index.json"
+    if file_within(folder, "model.safetensors") or not file_within(folder, index_file.name):
+        return {}
+    indexed, holders = _read_index(index_file), collections.Counter[str]()
+    for path in set(indexed.values()):
+        with suppress(SafetensorError, OSError), safe_open(path, framework="np") as opened:
+            holders.update(opened.keys())  # `open_tensors` says what is wrong with the others
+    return {name: path.name for name, path in indexed.items() if holders[name] > 1}
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
