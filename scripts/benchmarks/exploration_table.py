@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from data.trajectories.tasks import TASKS
+from scripts.benchmarks import results
 from scripts.benchmarks.exploration_cells import (
     BASELINES,
     LONGEST,
@@ -19,9 +20,10 @@ from scripts.benchmarks.exploration_cells import (
     SHORTEST,
     Cell,
 )
-from scripts.benchmarks.results import FOLDER, load, measured, row, save
+from scripts.benchmarks.results import Result, load, renew, row, save
 
 NAME = "exploration"
+TITLE = "In-context reinforcement learning on episodes of an explorer without a task"
 CELLS = "returns of the cells by evaluation seed, and of each episode"
 SCORES = "returns, mean over seeds and 95% bootstrap intervals over training and evaluation seeds"
 CELL = ("task", "protocol", "method", "training seed", "requested return")
@@ -107,8 +109,9 @@ def summarize(lines: list[list[str]]) -> dict[tuple[str, ...], dict[str, Any]]:
 def save_result(answers: Mapping[Cell, Sequence[Answer]], text: str) -> None:
     """Stores the finished cells, and keeps those that were measured elsewhere."""
     finished = [_line(cell, answer) for cell, found in answers.items() for answer in found]
-    path = FOLDER / f"{NAME}.json"
-    stored = load(NAME).tables[CELLS]["rows"] if path.exists() else []
+    if not (results.FOLDER / f"{NAME}.json").exists():
+        save(NAME, Result(TITLE, depends_on=dict.fromkeys(DEPENDS_ON, "")))
+    stored = load(NAME).tables.get(CELLS, {}).get("rows", [])
     new = {tuple(line[: len(CELL)]) for line in finished}
     lines = finished + [line for line in stored if tuple(line[: len(CELL)]) not in new]
     lines.sort(key=_order)
@@ -134,10 +137,8 @@ def save_result(answers: Mapping[Cell, Sequence[Answer]], text: str) -> None:
         CELLS: {"columns": columns, "rows": lines},
     }
     hours = sum(float(line[-1]) for line in lines)
-    title = "In-context reinforcement learning on episodes of an explorer without a task"
     facts = [*FACTS, f"{len(lines)} evaluations are measured, in {hours:.1f} CPU hours."]
-    rows = dict(_rows(summaries))
-    save(NAME, measured(title, rows, text, DEPENDS_ON, facts=facts, tables=tables))
+    renew(NAME, dict(_rows(summaries)), command=text, facts=facts, tables=tables)
 
 
 def _order(line: list[str]) -> tuple[int, ...]:

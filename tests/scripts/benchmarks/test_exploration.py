@@ -22,13 +22,9 @@ def found(last, seeds=20, episodes=32):
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
     """Results are stored in a folder of the test, and read from it."""
-    folder = tmp_path / "results"
-    monkeypatch.setattr(exploration_table, "FOLDER", folder)
-    monkeypatch.setattr(exploration_table, "load", lambda name: results.load(name, folder))
-    monkeypatch.setattr(
-        exploration_table, "save", lambda name, result: results.save(name, result, folder)
-    )
-    return lambda: results.load(NAME, folder)
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
+    return lambda: results.load(NAME)
 
 
 @pytest.fixture
