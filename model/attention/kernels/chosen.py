@@ -17,7 +17,7 @@ from ..choice import Choice, Request, select
 from ..coords import Mask
 from ..partial import AttentionPartial
 from .cudnn import CudnnKernel
-from .device import device_kind
+from .device import device_kind, mesh_device_kind
 from .gpu import GpuKernel
 from .kernel import Kernel
 from .mosaic import MosaicKernel
@@ -40,10 +40,10 @@ PLATFORMS = ("tpu", "cuda", "default")
 class ChosenKernel(Kernel):
     """The kernel that `choice.select` names for each call.
 
-    The kernels of all platforms are traced, and the choice between platforms is made when the
-    program is lowered, because only
-    then is the platform known: a CPU host may compile for a described TPU topology, and inside
-    `shard_map` there is no mesh of real devices to look at.
+    Under a mesh of devices, such as inside `shard_map`, only the kernel of their platform is
+    traced. Elsewhere the kernels of all platforms are traced, and the choice between them is made
+    when the program is lowered, because only then is the platform known: a CPU host may compile for
+    a described TPU.
 
     Attributes:
       name: `auto`, or a kernel that is tried before those of `auto`.
@@ -114,7 +114,7 @@ class ChosenKernel(Kernel):
             jax=jax.__version_info__ if self.name == "auto" else (),
         )
         choice = select(self.name, request)
-        if platform == ("tpu" if "TPU" in device else "cuda" if "NVIDIA" in device else "default"):
+        if platform == _platform(device):
             self._warn(choice)
         kernel = self._made(choice.name, request)
         return kernel.over_shards(*self.shards).with_rows_in_order(self.rows_in_order)
@@ -136,13 +136,19 @@ class ChosenKernel(Kernel):
             warnings.warn(f"attention kernel: {choice}", stacklevel=5)
 
     def _call(self, method: str, q: jax.Array, *blocks: Any, mask: Mask, scale: float) -> Any:
+        device = mesh_device_kind()
         methods = {
             platform: _traced_once(self.on(platform, q, mask), method, mask, scale)
-            for platform in PLATFORMS
+            for platform in (PLATFORMS if device is None else (_platform(device),))
         }
         if len(set(methods.values())) == 1:
-            return methods["default"](*blocks)
+            return next(iter(methods.values()))(*blocks)
         return lax.platform_dependent(*blocks, **methods)
+
+
+def _platform(device: str) -> str:
+    """Returns which of PLATFORMS a kind of device belongs to."""
+    return "tpu" if "TPU" in device else "cuda" if "NVIDIA" in device else "default"
 
 
 @functools.cache

@@ -7,5 +7,10 @@ import jax
 
 def device_kind() -> str:
     """The kind of device for which the program is traced: the mesh's, or the first device's."""
+    return mesh_device_kind() or jax.devices()[0].device_kind
+
+
+def mesh_device_kind() -> str | None:
+    """Returns the kind of the mesh's devices, or None where there is no mesh of devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.device_kind if device is not None else jax.devices()[0].device_kind
+    return None if device is None else device.device_kind
