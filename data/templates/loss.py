@@ -1,6 +1,9 @@
 """Finds which characters of a rendered conversation are trained on."""
 
+import json
 from collections.abc import Sequence
+from datetime import datetime
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from data.conversation import Message
@@ -16,18 +19,18 @@ MAX_CALL_TURNS = (
 Range = tuple[int, int]
 
 
-class _Turn(NamedTuple):
-    """Where a turn is in the text."""
+class _Part(NamedTuple):
+    """Where a turn's text is, or a part of it between texts of other turns.
+
+    Gemma 4's template writes what an answer says beside its calls after their results.
+    """
 
     start: int
     end: int
-    whole: bool
-    """Whether no other turn's text stands between its own."""
-    own: list[Range]
     previous_end: int
-    """Where the text of turns before it ends."""
+    """Where the text of other turns before it ends."""
     next_start: int
-    """Where the text of turns after it begins."""
+    """Where the text of other turns after it begins."""
     last_field: str
     """The field of its last character."""
 
@@ -60,66 +63,61 @@ def trained_ranges(
     finder = _Borders(rendered, controls, messages, template, tokenizer, tools)
     ranges: list[Range] = []
     for number in answers:
-        turn = turns.get(number)
-        if turn is None or number not in trained:
+        if number not in trained:
             continue
-        if not turn.whole:
-            ranges += turn.own
-            continue
-        ranges.append((finder.start_of(number, turn), finder.end_of(number, turn)))
+        for part in turns.get(number, [])[:1]:
+            ranges.append((finder.start_of(number, part), finder.end_of(number, part)))
+        for part in turns.get(number, [])[1:]:
+            ranges.append((part.start, finder.usual_end_of(part)))
     return sorted(ranges)
 
 
 def _block_is_trained(
-    block: Range, turns: dict[int, _Turn], answers: list[int], trained: set[int]
+    block: Range, turns: dict[int, list[_Part]], answers: list[int], trained: set[int]
 ) -> bool:
     if len(trained) == len(answers):
         return True
     inside = [
         number
-        for number, turn in turns.items()
-        if any(s < block[1] and block[0] < e for s, e in turn.own)
+        for number, parts in turns.items()
+        if any(part.start < block[1] and block[0] < part.end for part in parts)
     ]
     return bool(trained & set(inside))
 
 
-def _turns(rendered: Rendered) -> dict[int, _Turn]:
+def _turns(rendered: Rendered) -> dict[int, list[_Part]]:
     """Returns where turns are in the text, by number; turns without text are absent.
 
     What a template writes of a call once more after it, such as its name in the heading of the
     result, is not the assistant's.
     """
-    places: list[
-        tuple[int, int, int, str]
-    ] = []  # (start, end, turn, field) of the text of turns, in order
-    own: dict[int, list[int]] = {}  # turn -> numbers of its places
+    places: list[tuple[int, int, str]] = []  # (start, end, field) of turns' texts, in order
+    parts: list[tuple[int, list[int]]] = []  # turn, numbers of consecutive places of it
     written: set[tuple] = set()  # what of calls has been written
     repeated: set[int] = set()  # places of what has been written before
     at = 0
     for length, source, offset in rendered.runs:
         if source is not None:
-            part = (id(source), offset, length)
-            if source.field == "tool_calls" and part in written:
+            text = (id(source), offset, length)
+            if source.field == "tool_calls" and text in written:
                 repeated.add(len(places))
-            written.add(part)
-            own.setdefault(source.turn, []).append(len(places))
-            places.append((at, at + length, source.turn, source.field))
+            written.add(text)
+            if not parts or parts[-1][0] != source.turn:
+                parts.append((source.turn, []))
+            parts[-1][1].append(len(places))
+            places.append((at, at + length, source.field))
         at += length
-    turns = {}
-    for turn, numbers in own.items():
-        following = numbers[-1] + 1
-        while numbers[-1] in repeated:
+    turns: dict[int, list[_Part]] = {}
+    for turn, numbers in parts:
+        first, following = numbers[0], numbers[-1] + 1
+        while numbers and numbers[-1] in repeated:
             numbers.pop()
-        first, last = numbers[0], numbers[-1]
-        turns[turn] = _Turn(
-            places[first][0],
-            places[last][1],
-            last - first + 1 == len(numbers),
-            [places[n][:2] for n in numbers],
-            places[first - 1][1] if first else 0,
-            places[following][0] if following < len(places) else at,
-            places[last][3],
-        )
+        if not numbers:
+            continue
+        start, (_, end, field) = places[first][0], places[numbers[-1]]
+        previous_end = places[first - 1][1] if first else 0
+        next_start = places[following][0] if following < len(places) else at
+        turns.setdefault(turn, []).append(_Part(start, end, previous_end, next_start, field))
     return turns
 
 
@@ -150,12 +148,13 @@ class _Borders:
         """Of that, what follows the text of the last turn."""
         self._heading: _Heading | None = None
         self._number = 0  # of the first control token that may follow an answer
+        self._ending = _ending_of(template, tokenizer)
         if len(messages) > MAX_CALL_TURNS and any(message.tool_calls for message in messages):
             raise TemplateError(
                 f"a conversation with tool calls of more than {MAX_CALL_TURNS} turns"
             )
 
-    def start_of(self, number: int, turn: _Turn) -> int:
+    def start_of(self, number: int, turn: _Part) -> int:
         """Returns where the generation prompt before a turn ends, or the turn's own text begins."""
         gap = self._text[turn.previous_end : turn.start]
         if not number or not gap:
@@ -167,7 +166,20 @@ class _Borders:
         if self._heading is None:
             self._heading = self._find_heading()
         length = self._heading.length_in(gap)
-        return turn.start if length is None else turn.previous_end + length
+        if length is not None:
+            return turn.previous_end + length
+        if self._messages[number - 1].role == "tool":
+            return self._start_after_result(number, turn)
+        return turn.start
+
+    def _start_after_result(self, number: int, turn: _Part) -> int:
+        """Returns where the generation prompt after a tool's result ends, which may be empty."""
+        try:
+            prompt = self._template.render(self._messages[:number], self._tools, True).text
+        except TemplateError:
+            return turn.start
+        within = turn.previous_end <= len(prompt) <= turn.start
+        return len(prompt) if within and self._text.startswith(prompt) else turn.start
 
     def _prompt_before(self, number: int) -> None:
         """Renders what precedes a turn, with the generation prompt."""
@@ -199,15 +211,17 @@ class _Borders:
             answer = self._template.render([*before, Message("assistant", "a")], self._tools)
         except TemplateError:
             return _Heading("")
-        turn = _turns(answer).get(len(before))
-        usual = answer.text[turn.previous_end : turn.start] if turn else ""
+        parts = _turns(answer).get(len(before))
+        usual = answer.text[parts[0].previous_end : parts[0].start] if parts else ""
         usual = usual[len(tail) :] if usual.startswith(tail) else ""
         return _Heading("", tail=tail, usual=usual if usual.strip() else "")
 
-    def end_of(self, number: int, turn: _Turn) -> int:
+    def end_of(self, number: int, turn: _Part) -> int:
         """Returns where the token that ends a turn ends, or the turn's own text."""
         text, controls = self._text, self._controls
         if turn.last_field == "content":
+            if (end := self.usual_end_of(turn)) > turn.end:
+                return end
             while self._number < len(controls) and controls[self._number].token_start < turn.end:
                 self._number += 1
             following = controls[self._number] if self._number < len(controls) else None
@@ -223,8 +237,9 @@ class _Borders:
                 alone = self._template.render(self._messages[: number + 1], self._tools)
             except TemplateError:
                 return turn.end
-            place = _turns(alone).get(number)
-            rest = alone.text[place.end :] if place else ""
+            parts = _turns(alone).get(number)
+            same = alone.text.startswith(text[: turn.end])
+            rest = alone.text[turn.end if same else parts[-1].end :] if parts else ""
             after = after[: _common_length(after, rest)]
         # The turn ends with a control token, after which the template may write more, such as a
         # line's end.
@@ -235,6 +250,58 @@ class _Borders:
             if turn.end <= control.token_start and control.token_end <= end
         ]
         return after_it[-1] if after_it else end
+
+    def usual_end_of(self, turn: _Part) -> int:
+        """Returns where what follows every answer ends, or the turn's own text."""
+        follows = self._text.startswith(self._ending, turn.end, turn.next_start)
+        return turn.end + len(self._ending) if follows else turn.end
+
+
+def _ending_of(template: Template, tokenizer: Tokenizer) -> str:
+    """Returns what a template writes after every answer, up to its last control token.
+
+    Command R7B's writes two end tokens, others a text before theirs. It is empty where an answer in
+    the middle ends in another way than the last one, as in Harmony.
+    """
+    variables = json.dumps(template.variables, sort_keys=True, default=str)
+    before, common, last = _around_answers(
+        template.source, template.specials, template.date, variables
+    )
+    # Some templates write the next heading after every answer. It begins as the conversation does.
+    bos = tokenizer.controls.get(tokenizer.bos_token or "")
+    ids = (control.id for control in find_controls(_plain(before), tokenizer).controls)
+    opening = next((token for token in ids if bos is None or token != bos.id), None)
+    end = 0
+    for control in find_controls(_plain(common), tokenizer).controls:
+        if control.id == opening:
+            break
+        end = control.token_end
+    if not end and common == last:  # plain text ends an answer
+        return common.rstrip()
+    return common[:end]
+
+
+@lru_cache(maxsize=256)
+def _around_answers(
+    source: str, specials: tuple[str | None, ...], date: datetime, variables: str
+) -> tuple[str, str, str]:
+    """Returns what a template writes before the first turn, after any answer, and after the last.
+
+    They are empty if it refuses a conversation of two questions and answers.
+    """
+    template = Template(source, specials, date, json.loads(variables))
+    roles = ("user", "assistant", "user", "assistant")
+    try:
+        rendered = template.render([Message(role, "a") for role in roles])
+    except TemplateError:
+        return "", "", ""
+    turns = _turns(rendered)
+    if not {0, 1, 3} <= turns.keys():
+        return "", "", ""
+    middle = rendered.text[turns[1][-1].end : turns[1][-1].next_start]
+    last = rendered.text[turns[3][-1].end :]
+    before = rendered.text[: turns[0][0].start]
+    return before, last[: _common_length(last, middle)], last
 
 
 class _Heading:

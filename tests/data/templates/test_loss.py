@@ -49,3 +49,26 @@ def test_the_date_is_the_recipes(tmp_path):
         assert dated.decode([token for segment in segments for token in segment.ids]).startswith(
             text
         )
+
+
+def test_all_that_ends_an_answer_is_trained_on(tmp_path):
+    """Two end tokens, one after a text, a text alone; not the heading that is always written."""
+    heading = "{{ '<unk>assistant\n' }}"
+    for number, (end, extra, expected) in enumerate(
+        [
+            ("</s><s>", "", "</s><s>"),
+            (" (end)</s>\n", "", " (end)</s>"),
+            ("\n### End\n\n", "", "\n### End"),
+            ("</s>\n", heading, "</s>"),
+        ]
+    ):
+        turns = (
+            "{% for m in messages %}{{ '<unk>' + m.role + '\n' + m.content }}"
+            "{% if m.role == 'assistant' %}{{ '" + end + "' }}{% else %}{{ '\n' }}{% endif %}"
+            "{% endfor %}"
+        )
+        prompt = extra or "{% if add_generation_prompt %}" + heading + "{% endif %}"
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        texts, _ = trained(tokenizer_with(turns + prompt, folder))
+        assert texts == ["Let me see. ANSWER: 4" + expected], (end, texts)

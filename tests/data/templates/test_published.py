@@ -115,6 +115,15 @@ CASES = {
         ],
         TOOLS,
     ),
+    "words beside a call": (
+        [
+            _user("How is Ulm?"),
+            _answer("Let me look.", tool_calls=[_call("weather", city="Ulm")]),
+            RESULT,
+            _answer("It is sunny.", reasoning_content="Yes."),
+        ],
+        TOOLS,
+    ),
     "calls alone": (
         [
             _user("How is Ulm?"),
@@ -171,7 +180,7 @@ def pair(request, tmp_path_factory):
     marks = {
         mark
         for text in TEMPLATES.values()
-        for mark in re.findall(r"<[|｜][^<>'\" ]{1,30}[|｜]>|<\w+_of_\w+>", text)
+        for mark in re.findall(r"<[|｜][^<>'\" ]{1,30}[|｜]>|<\w+_of_\w+>|<\|\w+>|<\w+\|>", text)
     }
     Tokenizer.load(TINY).with_controls(sorted(marks)).save(folder)
     if request.param == "tags are tokens":
@@ -246,26 +255,53 @@ def test_ids_and_masks_are_transformers(pair, name):
             assert ("Hm." in ours.decode(ids)) == bool(can_write) or notes, case
 
 
-def test_harmony_trains_on_what_its_training_form_marks(pair):
-    """But for the generation prompt: a call, not the name of its tool before the result."""
-    tokenizer, _ = pair
-    start, role = tokenizer.controls["<|start|>"].id, tokenizer.encode("assistant")
+TRAINING = [name for name in TEMPLATES if f"{name}_training" in TEMPLATES]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_loss_is_what_the_training_form_marks(pair, name):
+    """But for parts of the generation prompt, and what follows the end token."""
+    tokenizer, theirs = pair
+    prompt = theirs.apply_chat_template(
+        [FIRST], add_generation_prompt=True, tokenize=False, chat_template=TEMPLATES[name]
+    )
     for case, (turns, tools) in CASES.items():
-        masks = []
-        for name in ("gptoss", "gptoss_training"):
+        masks, texts = [], []
+        for form in (name, f"{name}_training"):
             ours = copy.copy(tokenizer)
-            ours.chat_template = TEMPLATES[name]
-            segments = encode_conversation(
-                list(map(message, turns)), "tokenizer", ours, tools=tools or ()
-            ).segments
+            ours.chat_template = TEMPLATES[form]
+            try:
+                segments = encode_conversation(
+                    list(map(message, turns)), "tokenizer", ours, tools=tools or ()
+                ).segments
+            except UserError:
+                break
             ids, mask = ids_and_mask(segments)
             masks.append(mask)
-        prompt = [start, *role]
-        for i in range(len(ids)):
-            begins = masks[1][i] and not (i and masks[1][i - 1])
-            if begins and ids[i : i + len(prompt)] == prompt:
-                masks[1][i : i + len(prompt)] = [0] * len(prompt)
-        assert masks[0] == masks[1], case
+            texts.append(ids)
+        if len(texts) < 2 or texts[0] != texts[1]:  # some write other whitespace
+            continue
+        # Gemma 4 ends a call with this token, as its generation_config.json says.
+        end_of_call = tokenizer.controls["<|tool_response>"].id
+        ours_alone = {token for token, a, b in zip(ids, *masks, strict=True) if a and not b}
+        assert ours_alone <= {end_of_call}, case
+        assert any(masks[0]) == any(masks[1]), case
+        for answer in _runs(masks[1]):
+            trained = [at for at in answer if masks[0][at]]
+            assert trained, case
+            assert trained == list(range(trained[0], trained[-1] + 1)), case
+            before = ours.decode(ids[answer.start : trained[0]], False)
+            after = ours.decode(ids[trained[-1] + 1 : answer.stop], False)
+            assert before in prompt, (case, before)
+            # Phi-3's closes the whole conversation with EOS.
+            closes = answer.stop == len(ids) and after.strip() == tokenizer.eos_token
+            assert not after.strip() or closes, (case, after)
+
+
+def _runs(mask):
+    """Returns the ranges of ones."""
+    edges = [at for at in range(len(mask) + 1) if [*mask, 0][at] != [0, *mask][at]]
+    return [range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])

@@ -202,6 +202,24 @@ RAW = {  # files of each measurement -> row, what it finds, its verdict
             "padding": ("0.07%", "held"),
         },
     ),
+    "preparation": (
+        {
+            "baseline.json": {
+                "baseline": "67afd98",
+                "seconds": {
+                    "dump": [{"this": 3.0, "baseline": 2.0}, {"this": 3.2, "baseline": 2.0}],
+                    "fixtures": [{"this": 4.2, "baseline": 4.0}, {"this": 4.0, "baseline": 4.0}],
+                    "import": [{"this": 0.1, "baseline": 0.1}],
+                    "help": [{"this": 3.3, "baseline": 3.0}],
+                },
+            }
+        },
+        {
+            "dump": ("1.55x (1.50 to 1.60), 3.10 s", "short"),
+            "fixtures": ("1.02x (1.00 to 1.05), 4.10 s", "held"),
+            "help": ("1.10x (1.10 to 1.10), 3.30 s", "short"),
+        },
+    ),
     "identity": (
         {"before.json": {"named": 0}}
         | {
