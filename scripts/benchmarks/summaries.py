@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -255,6 +256,31 @@ def measured_steps(out: Path) -> Rows:
         )
         for entry in measured["measured"]
     }
+    return rows
+
+
+# What `bench_data --baseline` runs, and how many times the baseline's CPU time it may take.
+AGAINST_BASELINE = {
+    "dump": ("preparing the first 4 MiB of the dirty dump", 1.5),
+    "fixtures": ("preparing the quickstart's data", 1.05),
+    "import": ("python -c 'import train'", 1.05),
+    "help": ("train.py --help", 1.05),
+}
+
+
+def preparation(out: Path) -> Rows:
+    measured = read_json(out / "baseline.json")
+    rows: Rows = {}
+    for name, (what, goal) in AGAINST_BASELINE.items():
+        pairs = measured["seconds"][name]
+        ratios = [pair["this"] / pair["baseline"] for pair in pairs]
+        ratio, seconds = statistics.median(ratios), statistics.median(p["this"] for p in pairs)
+        rows[name] = row(
+            f"{what}: CPU time over that of {measured['baseline']}, median of {len(pairs)} pairs",
+            f"{ratio:.2f}x ({min(ratios):.2f} to {max(ratios):.2f}), {seconds:.2f} s",
+            f"{goal}x",
+            ratio <= goal,
+        )
     return rows
 
 
