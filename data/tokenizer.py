@@ -17,6 +17,7 @@ from data.engines import ControlToken, Engine, HuggingFace, Sentencepiece, Spans
 from data.errors import UserError, first_line
 from data.within import check_within, file_within
 
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # used with `tools`
 # The files of a tokenizer. A saved tokenizer has those of them that the original had.
 FILES = (
     "tokenizer.json",
@@ -25,6 +26,7 @@ FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    TOOL_TEMPLATE,
 )
 BPE_FILES = ("vocab.json", "merges.txt")  # a tokenizer.json is made of these if it is missing
 WOULD_WORK = (
@@ -50,6 +52,8 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int | None
     pad_id: int | None
+    special_tokens: dict[str, str]
+    """The texts that chat templates know by a name, such as bos_token and unk_token."""
     controls: dict[str, ControlToken]
     """The control tokens by their text."""
     vocab_size: int
@@ -74,13 +78,11 @@ class Tokenizer:
         self.controls = engine.controls
         self.vocab_size = engine.vocab_size
         config = _parse_json(files, "tokenizer_config.json", path)
+        named = [_parse_json(files, "special_tokens_map.json", path), config]
+        if "added_tokens_decoder" not in config:  # transformers prefers the older file then
+            named.reverse()
         self._set_special_tokens(
-            {
-                **engine.special_tokens,
-                **_named(_parse_json(files, "special_tokens_map.json", path)),
-                **_named(config),
-            },
-            path,
+            {**engine.special_tokens, **_named(named[0]), **_named(named[1])}, path
         )
         flag = config.get("add_bos_token")
         self.adds_bos = self.bos_id is not None and engine.begins_with(
@@ -107,8 +109,7 @@ class Tokenizer:
     def _set_special_tokens(self, config: dict[str, object], path: str) -> None:
         """Sets bos_token, bos_id and so on from the names in the tokenizer's files."""
         for name in ("bos", "eos", "pad"):
-            text = config.get(f"{name}_token")
-            text = text.get("content") if isinstance(text, dict) else text
+            text = _token_text(config.get(f"{name}_token"))
             if text is not None and not (isinstance(text, str) and _is_text(text)):
                 raise UserError(
                     f"{path}: its {name}_token is {text!r}, which is no text; the text of a token "
@@ -124,6 +125,14 @@ class Tokenizer:
             if text not in self.controls:
                 # Named in the config only, it is a control token all the same.
                 self.controls[text] = ControlToken(text, token_id)
+        extra = config.get("extra_special_tokens")
+        named = {**config, **(extra if isinstance(extra, dict) else {})}
+        texts = {name: _token_text(value) for name, value in named.items()}
+        self.special_tokens = {
+            name: text
+            for name, text in texts.items()
+            if name.endswith("_token") and isinstance(text, str) and _is_text(text)
+        }
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -308,9 +317,11 @@ class Tokenizer:
             if config.pop("chat_template", None) is not None:
                 files["tokenizer_config.json"] = _dump_json(config)
             files["chat_template.jinja"] = chat_template.encode()
+            files.pop(TOOL_TEMPLATE, None)
         elif self.chat_template is not None and "chat_template.jinja" in files:
             files["chat_template.jinja"] = self.chat_template.encode()
         for name, content in files.items():
+            (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(content)
 
     def _sentencepiece_config(self) -> bytes:
@@ -359,28 +370,40 @@ def _named(config: dict) -> dict:
 
 
 def _chat_template(files: dict[str, bytes], config: dict, path: str) -> str | None:
-    """Returns the chat template in chat_template.jinja, or otherwise in tokenizer_config.json."""
-    if "chat_template.jinja" in files:
-        try:
-            return files["chat_template.jinja"].decode()
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}: byte {error.start} of chat_template.jinja is not UTF-8 text"
-            ) from None
+    """Returns the chat template in chat_template.jinja, or otherwise in tokenizer_config.json.
+
+    Where there is another one for conversations with tools, the two become one.
+    """
     template = config.get("chat_template")
-    if isinstance(template, list):  # an older form in transformers, with several named templates
-        entries = [
-            entry
-            for entry in template
-            if isinstance(entry, dict) and entry.get("name") == "default"
-        ]
-        template = entries[-1].get("template") if entries else None
-    if template is not None and not _is_text(template):
-        raise UserError(
-            f"{path}: the chat_template in tokenizer_config.json is no text; a Jinja template "
-            "would work"
-        )
-    return template
+    named: dict[object, object] = {"default": template}
+    if isinstance(template, dict):
+        named = template
+    elif isinstance(template, list):  # an older form in transformers, with several named templates
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {str(entry.get("name")): entry.get("template") for entry in entries}
+    for name, file in (("default", "chat_template.jinja"), ("tool_use", TOOL_TEMPLATE)):
+        if file in files:
+            try:
+                named = {**named, name: files[file].decode()}
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}: byte {error.start} of {file} is not UTF-8 text") from None
+    default, tool_use = named.get("default"), named.get("tool_use")
+    for text in named.values():
+        if text is not None and not _is_text(text):
+            raise UserError(
+                f"{path}: the chat_template in tokenizer_config.json is no text; a Jinja template "
+                "would work"
+            )
+    if not (isinstance(default, str) and isinstance(tool_use, str)):
+        return default if isinstance(default, str) else None
+    # Jinja drops a line's end after a tag, and the last one of a template.
+    first, second = tool_use.removesuffix("\n"), default.removesuffix("\n")
+    return f"{{% if tools %}}{{{{ '' }}}}{first}{{% else %}}{{{{ '' }}}}{second}{{% endif %}}"
+
+
+def _token_text(value: object) -> object:
+    """Returns the text of a special token that is written as a text or as its properties."""
+    return value.get("content") if isinstance(value, dict) else value
 
 
 def _is_text(value: object) -> bool:

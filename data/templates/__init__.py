@@ -133,7 +133,7 @@ def encode_conversation(
     """
     if not messages:
         raise TemplateError("a conversation without turns")
-    specials = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+    specials = tuple(sorted(tokenizer.special_tokens.items()))
     program = Template(
         jinja_template(template, tokenizer),
         specials,

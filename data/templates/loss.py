@@ -283,7 +283,7 @@ def _ending_of(template: Template, tokenizer: Tokenizer) -> str:
 
 @lru_cache(maxsize=256)
 def _around_answers(
-    source: str, specials: tuple[str | None, ...], date: datetime, variables: str
+    source: str, specials: tuple[tuple[str, str], ...], date: datetime, variables: str
 ) -> tuple[str, str, str]:
     """Returns what a template writes before the first turn, after any answer, and after the last.
 

@@ -39,8 +39,8 @@ class Template(NamedTuple):
 
     source: str
     """The template in Jinja."""
-    specials: tuple[str | None, ...]
-    """Texts of BOS, EOS and the padding token."""
+    specials: tuple[tuple[str, str], ...]
+    """Names and texts of special tokens, such as ("bos_token", "<s>")."""
     date: datetime
     """What strftime_now writes."""
     variables: Mapping[str, Any] = {}
@@ -95,7 +95,6 @@ class Template(NamedTuple):
         variables = {
             name: track(value, -1, "variables", sources) for name, value in self.variables.items()
         }
-        specials = zip(("bos_token", "eos_token", "pad_token"), self.specials, strict=True)
         _set_limit(sources, len(turns))
         meter.printed, meter.generated = 0, []
         context = template.new_context(
@@ -105,7 +104,7 @@ class Template(NamedTuple):
                 "tools": descriptions,
                 "documents": None,
                 "strftime_now": partial(strftime, self.date),
-                **{name: token for name, token in specials if token is not None},
+                **dict(self.specials),
                 **variables,
             }
         )
@@ -184,7 +183,7 @@ class _Outline(NamedTuple):
 @lru_cache(maxsize=1024)
 def _outline(
     source: str,
-    specials: tuple[str | None, ...],
+    specials: tuple[tuple[str, str], ...],
     date: datetime,
     roles: tuple[str, ...],
     add_generation_prompt: bool,

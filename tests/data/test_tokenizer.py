@@ -290,3 +290,75 @@ def test_a_pattern_that_backtracks_without_end_is_one_line(tmp_path, capfd):
     tokenizer = Tokenizer.load(tmp_path)
     with pytest.raises(UserError, match=r"cannot encode a text of [0-9,]+ characters \(Onig"):
         tokenizer.encode("a" * 2000 + " b")
+
+
+_TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+_TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+_PLAIN = "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
+_WITH_TOOLS = "{{ tools | tojson }}" + _PLAIN
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {  # the older file has other tokens; transformers takes them if the config adds none
+            "tokenizer_config.json": {"chat_template": "{{ bos_token + eos_token }}" + _PLAIN},
+            "special_tokens_map.json": {"bos_token": "</s>", "eos_token": {"content": "<s>"}},
+        },
+        {
+            "tokenizer_config.json": {
+                "chat_template": "{{ bos_token + eos_token }}" + _PLAIN,
+                "added_tokens_decoder": {"2": {"content": "</s>", "special": True}},
+            },
+            "special_tokens_map.json": {"bos_token": "</s>", "eos_token": {"content": "<s>"}},
+        },
+        {  # further names
+            "tokenizer_config.json": {
+                "sep_token": "</s>",
+                "extra_special_tokens": {"image_token": "<pad>"},
+                "chat_template": "{{ sep_token + image_token }}" + _PLAIN,
+            },
+        },
+        {  # another template with tools, in three spellings
+            "tokenizer_config.json": {
+                "chat_template": [
+                    {"name": "default", "template": _PLAIN},
+                    {"name": "tool_use", "template": _WITH_TOOLS + "\n"},
+                ]
+            },
+        },
+        {
+            "tokenizer_config.json": {
+                "chat_template": {"default": "\n" + _PLAIN, "tool_use": _WITH_TOOLS}
+            },
+        },
+        {
+            "tokenizer_config.json": {},
+            "chat_template.jinja": _PLAIN,
+            "additional_chat_templates/tool_use.jinja": _WITH_TOOLS,
+        },
+    ],
+)
+@pytest.mark.parametrize("tools", [(), _TOOLS])
+def test_names_and_templates_are_those_that_transformers_takes(tmp_path, files, tools):
+    from transformers import AutoTokenizer
+
+    from data.conversation import Message
+
+    folder = shutil.copytree(TINY, tmp_path / "tokenizer")
+    config = json.loads((TINY / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        fields = {**config, **content} if name == "tokenizer_config.json" else content
+        text = fields if isinstance(fields, str) else json.dumps(fields)
+        (folder / name).write_text(text)
+    messages = [Message(**turn) for turn in _TURNS]
+    theirs = AutoTokenizer.from_pretrained(folder)
+    Tokenizer.load(folder).save(tmp_path / "saved")
+    expected = theirs.apply_chat_template(_TURNS, tools=list(tools) or None, return_dict=False)
+    for path in (folder, tmp_path / "saved"):
+        tokenizer = Tokenizer.load(path)
+        segments = render(messages, "tokenizer", tokenizer, tools=tools)
+        ids = [token for segment in segments for token in segment.ids]
+        assert ids == expected, (tokenizer.decode(ids, False), theirs.decode(expected))

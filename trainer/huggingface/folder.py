@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from data import hub
 from data.paths import file_digest
+from data.tokenizer import TOOL_TEMPLATE
 from data.within import check_within, file_within, read_json
 from model.config import TransformerConfig
 from model.rope import inverse_frequencies
@@ -41,6 +42,7 @@ SMALL_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    TOOL_TEMPLATE,
     "adapter_config.json",
 )
 _WEIGHTS = (

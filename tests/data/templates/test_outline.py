@@ -49,7 +49,7 @@ def _merged(runs):
 @pytest.mark.parametrize("source", WRITING)
 def test_an_outline_gives_what_the_template_gives(source):
     assert compile_template(source).only_writes
-    template = Template(source, ("<s>", "</s>", None), TEMPLATE_DATE)
+    template = Template(source, (("bos_token", "<s>"), ("eos_token", "</s>")), TEMPLATE_DATE)
     compared = 0
     for roles in ORDERS:
         for first in range(len(CONTENTS)):
@@ -80,7 +80,9 @@ def test_a_template_runs_once_for_the_same_roles(monkeypatch):
     monkeypatch.setattr(
         Template, "_run", lambda self, *given: (runs.append(1), run(self, *given))[1]
     )
-    template = Template(BUILT_IN["chatml"], ("<s>", "</s>", None), TEMPLATE_DATE)
+    template = Template(
+        BUILT_IN["chatml"], (("bos_token", "<s>"), ("eos_token", "</s>")), TEMPLATE_DATE
+    )
     for content in "abc":
         text = template.render([Message("user", content), Message("assistant", "x")]).text
         assert (
@@ -137,7 +139,7 @@ def test_a_template_that_may_look_at_contents_runs_every_time(source):
 def test_the_work_for_long_contents_is_counted_in_an_outline():
     source = "{% for i in range(9000) %}{{ messages[0].content }}{% endfor %}"
     assert compile_template(source).only_writes
-    template = Template(source, (None, None, None), TEMPLATE_DATE)
+    template = Template(source, (), TEMPLATE_DATE)
     assert len(template.render([Message("user", "a" * 99)]).text) == 9000 * 99
     with pytest.raises(TemplateError, match="does not end"):
         template.render([Message("user", "a" * 100_000)])

@@ -179,7 +179,9 @@ def run(seeds, compare):
         source = Grammar(seed).template()
         start, result = time.thread_time(), None
         try:
-            result = Template(source, ("<s>", "</s>", None), TEMPLATE_DATE).render(TURNS)
+            result = Template(
+                source, (("bos_token", "<s>"), ("eos_token", "</s>")), TEMPLATE_DATE
+            ).render(TURNS)
             rendered += 1
         except UserError as error:
             assert "chat template" in str(error), source
