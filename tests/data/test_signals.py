@@ -11,8 +11,9 @@ import pytest
 
 # Minutes in which no handler of Python's runs, as while a program compiles.
 BUSY = """
-import hashlib, os, sys
+import hashlib, os, signal, sys
 from data.signals import end_at_once
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as a terminal has it, also where tests run by nohup
 end_at_once()
 if sys.argv[1] == "fork":
     child = os.fork()
@@ -50,7 +51,10 @@ def test_a_signal_ends_a_command_within_a_long_call(repository, number, code, li
     time.sleep(0.5)  # until it is within the call
     start = time.monotonic()
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
+    try:
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert (process.returncode, said) == (code, line) and time.monotonic() - start < 5
 
 
