@@ -318,13 +318,11 @@ def test_jax_binds_the_same(coordinator, bound):
 
 def test_while_processes_gather_the_first_says_who_is_absent(address, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.2)
-    together([(address, number, 4) for number in (0, 2)], seconds=0.7)
+    together([(address, number, 4) for number in (0, 2)], seconds=1.5)
     said = capfd.readouterr().err.splitlines()
-    assert len(said) >= 2
-    assert all(
-        line.startswith("process 0: processes 1, 3 of 4 not here yet; waiting for up to")
-        for line in said
-    )
+    assert len(said) >= 2 and all(line.startswith("process 0: processes 1, ") for line in said)
+    # A first report may come before process 2 does.
+    assert said[-1].startswith("process 0: processes 1, 3 of 4 not here yet; waiting for up to")
 
 
 @pytest.mark.parametrize("answer", ["[" * 4000, "go away", "[2]", "\x1b[2J"])
