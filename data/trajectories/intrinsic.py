@@ -8,6 +8,7 @@ has them for states, with smaller networks.
 
 from __future__ import annotations
 
+import abc
 import copy
 from typing import Any, NamedTuple
 
@@ -27,16 +28,16 @@ class Transitions(NamedTuple):
     next_state: Tensor
 
 
-class IntrinsicReward(nn.Module):
+class IntrinsicReward(nn.Module, abc.ABC):
     """A reward that is learned from the transitions that it rewards."""
 
+    @abc.abstractmethod
     def loss(self, batch: Transitions) -> Tensor:
-        """Returns what the optimizer minimizes."""
-        raise NotImplementedError
+        """Returns what the optimizer minimizes, a scalar."""
 
+    @abc.abstractmethod
     def reward(self, batch: Transitions) -> Tensor:
         """Returns the rewards [B, 1] of the transitions; may update running statistics."""
-        raise NotImplementedError
 
     def after_step(self) -> None:
         """Runs after an optimizer step on `loss`."""

@@ -24,7 +24,10 @@ def test_its_recipe_and_weights_are_read(run):
     assert config.train.steps == STEPS and config.data.context_length == 64
     with CheckpointStore(run) as store:
         assert store.latest_good() == KILLED
-    found = sums(run / "checkpoints" / str(KILLED))
+    checkpoint = run / "checkpoints" / str(KILLED)
+    for path in checkpoint.rglob("commit_success.txt"):  # names no folder of the machine
+        assert f" to {checkpoint.relative_to(REPOSITORY)}" in path.read_text(encoding="utf-8")
+    found = sums(checkpoint)
     assert found == pytest.approx(expected(run)["sums"], rel=1e-12)
 
 
