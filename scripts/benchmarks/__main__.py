@@ -3,6 +3,7 @@
     python -m scripts.benchmarks                       # stale ones; continues an interrupted start
     python -m scripts.benchmarks --only step kernels   # these, fresh or not
     python -m scripts.benchmarks --stale               # lists stale results, measures nothing
+    python -m scripts.benchmarks --fresh step          # fails where one of these is stale
 
 A result is fresh while the programs that it depends on are unchanged since its measurement: see
 `freshness`. Results carried over from the previous page count by the programs of the commit that
@@ -18,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+from data.errors import UserError
 from data.outputs import check_own, new_folder
 from scripts.benchmarks import page
 from scripts.benchmarks.commands import read_json, write_json
@@ -46,6 +48,21 @@ def report_stale() -> None:
             else f"measured by {result.command or 'hand'}"
         )
         print(f"{name}: {origin}{took}; {how}\n    changed: {', '.join(patterns)}")
+
+
+def report_fresh(names: tuple[str, ...]) -> int:
+    """Prints for each result whether it is fresh; returns 1 where one is not.
+
+    Raises:
+      UserError: there is no such result.
+    """
+    known, stale = load_all(), stale_results()
+    for name in names:
+        if name not in known:
+            raise UserError(f"--fresh: found {name!r}; needs a result: {', '.join(known)}")
+        why = f"stale, changed: {', '.join(stale[name])}" if name in stale else "fresh"
+        print(f"{name}, {known[name].date}: {why}")
+    return int(any(name in stale for name in names))
 
 
 def run_commands(name: str, folder: Path, conversations: Path) -> float:
@@ -108,12 +125,17 @@ class Options:
         metavar="NAME",
     )
     stale: bool = option("only list results whose code has changed")
+    fresh: tuple[str, ...] = option(
+        "only tell whether these are fresh: 1 if one is not", (), metavar="NAME"
+    )
     conversations: Path = option("identity conversations", CONVERSATIONS)
     output: Path = option("folder for what the commands write", Path("runs/bench"))
 
 
 def work(args: Options) -> int:
-    """Returns 0, or 1 if a measurement failed; the others still run."""
+    """Returns 0, or 1 if a measurement failed (the others still run) or one of `fresh` is stale."""
+    if args.fresh:
+        return report_fresh(args.fresh)
     if args.stale:
         report_stale()
         return 0

@@ -14,7 +14,7 @@ def test_records_beyond_the_librarys_buffer_are_written_and_are_not_kept_in_memo
 ):
     """tensorflow-datasets holds back a gigabyte, and asks for tensorflow to write more."""
     monkeypatch.setattr(shuffle, "MAX_MEM_BUFFER_SIZE", 1 << 20)
-    count, length = 40, 1 << 18
+    count, length = 40, 1 << 16
 
     def records(count=count):
         for number in range(count):

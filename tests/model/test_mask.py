@@ -74,7 +74,7 @@ def test_logits_of_packed_documents_are_the_dense_masks(model_of, mask, schedule
     assert np.abs(got - expected[:, order])[real[:, order]].max() <= 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("mask", [WINDOW, BOTH], ids=str)
+@pytest.mark.parametrize("mask", [WINDOW, pytest.param(BOTH, marks=pytest.mark.slow)], ids=str)
 def test_prefetched_weights_visit_all_ranks_though_a_window_keeps_keys_near(mask):
     """In runs of 16 tokens a window of 9 reaches the rank before alone; the weights of the next
     layer come from all four."""

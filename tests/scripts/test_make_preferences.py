@@ -27,7 +27,7 @@ def test_pairs_prefer_short_answers_and_held_out_questions_ask_of_other_things(t
         assert answer.lower() in record["rejected"].lower()
 
 
-@pytest.mark.parametrize("rank", ["0", "4"])
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.slow), "4"])
 def test_the_recipe_trains_and_evaluates(tmp_path, hf_model, repository, rank):
     make_preferences.main([str(tmp_path)])
     for name in ("train", "held_out"):

@@ -104,6 +104,7 @@ def test_a_metric_that_nothing_measures_is_refused(start):
     )
 
 
+@pytest.mark.slow
 def test_a_metric_that_nothing_measures_is_refused_where_a_run_goes_on_with_it(start, tmp_path):
     start(steps=2)
     code, said = start("--checkpoint.best", "accuracy", steps=4)

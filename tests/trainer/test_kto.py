@@ -155,6 +155,7 @@ def test_other_completions_are_those_of_the_record_before(folder, models):
     assert documents.labels.tolist() == [int(i % 3 != 0) for i in (*range(1, RECORDS), 0)]
 
 
+@pytest.mark.slow
 def test_twenty_steps_are_the_same_on_any_mesh_and_in_parts(folder, models):
     one = make_config(folder, models[0], MeshConfig(), **OPTIONS)
     wide = make_config(folder, models[0], **OPTIONS)

@@ -178,9 +178,8 @@ def test_one_process_says_for_all_which_stage_is_next(recipe, tmp_path, monkeypa
     assert trained == [256, 512]
 
 
-@pytest.mark.parametrize(
-    "during", ["its last step", pytest.param("its last evaluation", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("during", ["its last step", "its last evaluation"])
 def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(
     recipe, tmp_path, monkeypatch, capfd, during
 ):

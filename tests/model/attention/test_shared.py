@@ -85,12 +85,10 @@ def test_every_layout_is_exact(schedule, layout):
     check(run(*arrays, in_order(order)), truth(), order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel",
-    [
-        test_tpu.KERNEL,
-        *(pytest.param(x.KERNEL, marks=pytest.mark.slow) for x in (test_gpu, test_mosaic)),
-    ],
+    [test_tpu.KERNEL, test_gpu.KERNEL, test_mosaic.KERNEL],
     ids=lambda kernel: type(kernel).__name__,
 )
 def test_accelerators_kernels_are_exact(kernel):

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from model.families import FAMILIES
 from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
@@ -20,6 +21,7 @@ PIECES = (
 )
 
 
+@pytest.mark.slow
 def test_layers_with_sinks_are_the_same_however_they_run():
     """The loss and the gradients, those of the sinks too."""
     batch, rng = packed_batch(CONFIG, rows=1, length=64), np.random.default_rng(0)

@@ -17,7 +17,7 @@ SMALL = TransformerConfig(
 
 
 @pytest.mark.skipif(not NEEDED, reason="this jaxlib reads what libtpu compiles")
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", pytest.param("v5e:2x2", marks=pytest.mark.slow)])
 def test_the_compilers_dump_says_what_a_step_sends(tmp_path, topology):
     compiled = compile_step(
         SMALL, topology_devices(topology), 2048, remat="nothing", flags=dump_flags(tmp_path)

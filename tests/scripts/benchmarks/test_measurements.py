@@ -50,7 +50,10 @@ def test_only_what_has_changed_is_measured_again(workspace, tmp_path, capfd):
     capfd.readouterr()
     (tmp_path / "other.py").write_text("y = 2\n")
     assert bench.main(["--output", "out"]) == 0 and capfd.readouterr().out == "size: fresh\n"
+    assert bench.main(["--fresh", "size"]) == 0
     (tmp_path / "code.py").write_text("x = 2\n")
+    assert bench.main(["--fresh", "size"]) == 1
+    assert bench.main(["--fresh", "sise"]) == 2 and "found 'sise'" in capfd.readouterr().err
     assert bench.main(["--stale"]) == 0
     assert "--only size" in (said := capfd.readouterr().out) and "changed: code.py" in said
     assert bench.main(["--output", "out"]) == 0

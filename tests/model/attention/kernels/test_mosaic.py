@@ -286,6 +286,7 @@ def test_auto_leaves_it_where_jaxs_compiler_makes_it_slow(monkeypatch):
     assert get_kernel("mosaic").on("cuda", q, Mask()) == MosaicKernel()
 
 
+@pytest.mark.slow
 def test_promised_rows_are_not_asked_for_their_order():
     """The same results without a choice at run time, for which a GPU's host would wait."""
     check_case(64, MASKS[0], "striped", "padded behind", KERNEL.with_rows_in_order(True))
