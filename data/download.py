@@ -19,7 +19,9 @@ CHUNK = 1 << 20  # bytes
 TIMEOUT = 60  # seconds without a byte
 LONGEST_WAIT = 60  # seconds between two attempts
 _TEMPORARY = (408, 429, 500, 502, 503, 504)  # statuses of servers that may answer a later request
-_CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
+# More digits are no size.
+_SIZE = re.compile(r"\d{1,18}", re.ASCII)
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18})", re.ASCII)
 
 
 class _Interrupted(Exception):
@@ -148,8 +150,8 @@ def _extent(response: http.client.HTTPResponse) -> tuple[int, int | None]:
         if match is None or match.group(1) is None:
             raise _Interrupted("the server sent a part of the file without saying which")
         return int(match.group(1)), int(match.group(2))
-    length = response.headers.get("Content-Length")
-    return 0, None if length is None else int(length)
+    length = response.headers.get("Content-Length", "")
+    return 0, int(length) if _SIZE.fullmatch(length) else None
 
 
 def _copy(
@@ -159,13 +161,17 @@ def _copy(
     size: int | None,
     on_progress: Callable[[int, int | None], object],
 ) -> int:
-    """Writes the response to the file; returns the file's size."""
+    """Writes the response to the file; returns the file's size; UserError beyond the told size."""
     arrived = start
     on_progress(arrived, size)
     # read1 returns what has arrived, so that an interruption loses nothing.
     while chunk := response.read1(CHUNK):
-        file.write(chunk)
         arrived += len(chunk)
+        if size is not None and arrived > size:
+            raise UserError(
+                f"{response.url}: the server sends more than the {size:,} bytes of the file"
+            )
+        file.write(chunk)
         on_progress(arrived, size)
     return arrived
 

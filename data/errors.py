@@ -125,14 +125,17 @@ def is_transient(error: BaseException) -> bool:
     full disk and a refused connection, also where a library in C++ quotes them; answers of servers
     such as 503; broken transfers; and time-outs. A certificate that does not hold is none.
     """
-    links = list(_chain(error))
+    links = list(causes(error))
     return not any(_has_name(link, _LASTING_NAMES) for link in links) and any(
         map(_is_transient_alone, links)
     )
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and those that it was raised for or while handling, the last one first."""
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and those that it was raised for or while handling, the last one first.
+
+    Each comes once, since the error that a library raised again may be one of its own causes.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

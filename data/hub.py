@@ -8,19 +8,22 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import fcntl
+import functools
 import glob
+import hashlib
 import os
 import re
 import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from data.errors import UserError, first_line
 from data.printable import printable
+from data.within import MAX_JSON_BYTES
 
 T = TypeVar("T")
 PREFIX = "hf://datasets/"
@@ -58,11 +61,9 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
     """
     repository, revision, inner = _parts(path)
 
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
-        HfHubHTTPError,
         HFValidationError,
-        LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -76,17 +77,13 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
     ]
     left_out = () if os.path.basename(inner) in NOT_RECORDS else NOT_RECORDS
     try:
-        # Imported libraries know the hub's address as a constant, which HF_ENDPOINT sets.
         snapshot = Path(
-            _interruptible(
-                lambda: snapshot_download(
-                    repository,
-                    repo_type="dataset",
-                    revision=revision,
-                    endpoint=constants.ENDPOINT,
-                    allow_patterns=[escaped, *endings] if inner else endings,
-                    ignore_patterns=[*left_out, *(f"*/{name}" for name in left_out)],
-                )
+            _download(
+                repository,
+                repo_type="dataset",
+                revision=revision,
+                allow_patterns=[escaped, *endings] if inner else endings,
+                ignore_patterns=[*left_out, *(f"*/{name}" for name in left_out)],
             )
         )
     except HFValidationError as error:
@@ -102,10 +99,14 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
         raise UserError(
             f"{path}: the data set {repository} has no revision {revision}; another one would work"
         ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # also what the hub's library makes of an answer that is no hub's
         raise UserError(
-            f"{path}: cannot be downloaded from {constants.ENDPOINT}, and is not in the cache "
-            f"({first_line(error)}); a network, or a local file, would work"
+            printable(
+                f"{path}: cannot be downloaded from {constants.ENDPOINT}, and is not in the cache "
+                f"({first_line(error)}); a network, or a local file, would work"
+            )
         ) from None
     local = snapshot / inner
     if not local.exists():
@@ -178,7 +179,7 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
     Raises:
       UserError: the hub has no such model for this user, or cannot be reached.
     """
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         DryRunError,
         GatedRepoError,
@@ -188,15 +189,7 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
 
     def fetch(**options: Any) -> Any:
         try:
-            return _interruptible(
-                lambda: snapshot_download(
-                    name,
-                    revision=revision,
-                    endpoint=constants.ENDPOINT,
-                    allow_patterns=list(files),
-                    **options,
-                )
-            )
+            return _download(name, revision=revision, allow_patterns=list(files), **options)
         except DryRunError as error:
             raise error.__cause__ or error from None  # what the hub answered
 
@@ -218,11 +211,14 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
                 )
             missing = [file for file in listed if file.will_download]
             if missing:
-                size = sum(file.file_size for file in missing)
+                # Some hubs tell the size of no file that is elsewhere.
+                size = sum(file.file_size or 0 for file in missing)
+                unknown = any(file.file_size is None for file in missing)
                 print(
                     printable(
-                        f"{name}: downloading {size:,} bytes in {len(missing)} "
-                        f"file{'s' if len(missing) > 1 else ''} from {hub} to {cache}"
+                        f"{name}: downloading {'at least ' if unknown else ''}{size:,} bytes "
+                        f"in {len(missing)} file{'s' if len(missing) > 1 else ''} from {hub} to "
+                        f"{cache}"
                     ),
                     file=sys.stderr,
                     flush=True,
@@ -246,6 +242,129 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
         raise
     except Exception as error:  # disk errors, and those of whichever HTTP library the hub uses
         raise _not_downloaded(name, hub, error) from None
+
+
+class _BadAnswer(Exception):
+    """A hub's answer that the hub's library would follow, and must not."""
+
+
+def _download(name: str, **options: Any) -> Any:
+    """Returns what snapshot_download returns; a hub can lie, but it writes no file outside the
+    cache, fills neither memory nor disk, and no file stays that is not the one it has announced.
+
+    Raises:
+      UserError: the contents of a file are not those of its digest.
+      _BadAnswer: an answer is refused.
+    """
+    from huggingface_hub import constants, get_session, snapshot_download
+
+    hooks = get_session().event_hooks
+    if _check_answer not in hooks["response"]:
+        get_session().event_hooks = {**hooks, "response": [*hooks["response"], _check_answer]}
+    kind = options.get("repo_type", "model")
+    blobs = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" / "blobs"
+    before = set(blobs.glob("*"))
+    try:
+        found = _interruptible(
+            lambda: snapshot_download(
+                name,
+                # Imported libraries know the hub's address as a constant, which HF_ENDPOINT sets.
+                endpoint=constants.ENDPOINT,
+                tqdm_class=_bounded_bar(),
+                **options,
+            )
+        )
+    except Exception:  # not Ctrl-C, which does not wait
+        _check_digests(set(blobs.glob("*")) - before)
+        raise
+    _check_digests(set(blobs.glob("*")) - before)
+    return found
+
+
+def _check_answer(response: Any) -> None:
+    """Refuses an answer of a hub whose marks are paths, and one about a repository without end.
+
+    The hub's library names the file that it writes by the mark ETag, wherever that leads.
+
+    Args:
+      response: of the HTTP library that the hub's library uses.
+    """
+    for header in ("X-Linked-ETag", "ETag"):
+        mark = response.headers.get(header)
+        name = mark and mark.lstrip("W/").strip('"')
+        if name and not os.path.normpath(os.path.join("blobs", name)).startswith("blobs/"):
+            raise _BadAnswer(f"its {header} leads out of the cache: {mark}")
+    if response.request.url.path.startswith("/api/"):
+        response.iter_bytes = functools.partial(_bounded, response.iter_bytes)
+
+
+def _bounded(parts: Callable[..., Iterator[bytes]], *arguments: Any) -> Iterator[bytes]:
+    """Yields the parts of an answer, unpacked, which are read whole into memory."""
+    arrived = 0
+    for part in parts(*arguments):
+        arrived += len(part)
+        if arrived > MAX_JSON_BYTES:
+            raise _BadAnswer(f"an answer of more than {MAX_JSON_BYTES:,} bytes")
+        yield part
+
+
+@functools.cache
+def _bounded_bar() -> type:
+    """Returns the bar of the hub's library, which ends a download of more bytes than announced."""
+    from huggingface_hub.utils import tqdm
+
+    class BoundedBar(tqdm):
+        """Counts what arrives on its own, since a bar that is not shown counts nothing."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.arrived = 0
+            self.is_bytes = options.get("name") == "huggingface_hub.snapshot_download"
+            super().__init__(*arguments, **options)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            """As tqdm; raises _BadAnswer."""
+            self.arrived += n or 0
+            if self.is_bytes and self.arrived > (self.total or 0):
+                raise _BadAnswer(f"more than the {self.total or 0:,} bytes announced")
+            return super().update(n)
+
+    return BoundedBar
+
+
+def _check_digests(blobs: set[Path]) -> None:
+    """Removes files of the cache whose contents are not those that their names tell.
+
+    Names are SHA-256 of large files and git's SHA-1 of small ones; of another length they are the
+    mark of a mirror, of which nothing can be told but that some give a plain SHA-1.
+
+    Raises:
+      UserError: there was such a file.
+    """
+
+    def is_other(blob: Path) -> bool:
+        digits = blob.name.lower()
+        if not re.fullmatch("[0-9a-f]{64}|[0-9a-f]{40}", digits):
+            return False
+        with blob.open("rb") as file:
+            if len(digits) == 64:
+                return hashlib.file_digest(file, "sha256").hexdigest() != digits
+            plain, git = hashlib.sha1(), hashlib.sha1(b"blob %d\0" % blob.stat().st_size)
+            while part := file.read(1 << 20):
+                plain.update(part)
+                git.update(part)
+            return digits not in (plain.hexdigest(), git.hexdigest())
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        others = [
+            blob for blob, other in pool.map(lambda blob: (blob, is_other(blob)), blobs) if other
+        ]
+    for blob in others:
+        blob.unlink()
+    if others:
+        raise UserError(
+            f"{others[0]}: arrived with other contents than the hub's digest tells, and was "
+            "removed; the same command downloads it again"
+        )
 
 
 def _interruptible(download: Callable[[], T]) -> T:

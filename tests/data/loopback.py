@@ -14,6 +14,7 @@ class FileServer:
     Attributes:
       content: the file's bytes; etag: its version, or None where the server has none.
       has_ranges: whether parts of the file are sent; has_length: whether the length is.
+      told: what the server says the size is, in place of the truth.
       breaks: number of bytes after which each of the next responses breaks off; then responses are
         whole.
       stalls: number of bytes after which each of the next responses waits for `stalled` to be set.
@@ -24,6 +25,7 @@ class FileServer:
     def __init__(self, content: bytes) -> None:
         self.content, self.etag = content, '"1"'
         self.has_ranges = self.has_length = True
+        self.told: str | None = None
         self.breaks: list[int] = []
         self.stalls: list[int] = []
         self.stalled = threading.Event()
@@ -53,12 +55,14 @@ class FileServer:
                 return
             handler.send_response(206)
             handler.send_header(
-                "Content-Range", f"bytes {start}-{len(self.content) - 1}/{len(self.content)}"
+                "Content-Range",
+                f"bytes {start}-{len(self.content) - 1}/{self.told or len(self.content)}",
             )
         else:
             handler.send_response(200)
         if self.has_length:
-            handler.send_header("Content-Length", str(len(self.content) - start))
+            length = str(len(self.content) - start)
+            handler.send_header("Content-Length", length if start else self.told or length)
         if self.etag is not None:
             handler.send_header("ETag", self.etag)
         handler.end_headers()

@@ -97,6 +97,24 @@ def test_a_busy_server_is_asked_again(server, tmp_path):
     assert fetched(server, tmp_path) == CONTENT and len(server.requests) == 4
 
 
+@pytest.mark.parametrize("told", ["many", "9" * 5000, "\xb2", "-1"])
+def test_a_size_that_is_no_number_is_unknown(server, tmp_path, told):
+    server.told = told
+    seen = []
+    assert fetched(server, tmp_path, on_progress=lambda *done: seen.append(done)) == CONTENT
+    assert seen[-1] == (len(CONTENT), None)
+
+
+def test_a_rest_without_end_is_not_written(server, tmp_path):
+    """A server that sends more than it told would fill the disk."""
+    (tmp_path / "file.part").write_bytes(CONTENT[:100])
+    (tmp_path / "file.part.json").write_text('{"version": "\\"1\\""}')
+    server.told = "2000"
+    with pytest.raises(UserError, match="file: the server sends more than the 2,000 bytes of the"):
+        fetched(server, tmp_path)
+    assert (tmp_path / "file.part").stat().st_size <= 2000 and not (tmp_path / "file").exists()
+
+
 @pytest.mark.parametrize("status", [404, 403])
 def test_what_the_server_refuses_is_said_at_once(server, tmp_path, status):
     server.statuses = [status]

@@ -2,6 +2,7 @@
 serves, what is refused."""
 
 import gzip
+import hashlib
 import http.server
 import json
 import threading
@@ -9,6 +10,7 @@ import threading
 import huggingface_hub.constants
 import pytest
 
+from data import hub as data_hub
 from data import paths
 from data.errors import UserError
 from data.prepare import prepare
@@ -47,6 +49,8 @@ class Hub(HubHandler):
     def do_GET(self, body=True):
         path = self.path.partition("?")[0]
         self.server.requests.append(path)
+        if path.startswith("/api/datasets/") and self.server.listing is not None:
+            return self.answer(200, self.server.listing, {}, body)
         if not path.startswith(("/api/datasets/me/chats", "/datasets/me/chats")):
             return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
         if path.startswith("/api/") and not path.endswith(
@@ -70,9 +74,9 @@ class Hub(HubHandler):
         name = path.partition("/resolve/")[2].partition("/")[2]
         if body:
             self.server.sent.append(name)
-        return self.answer(
-            200, FILES[name], {"ETag": f'"{name.replace("/", "-")}"', "X-Repo-Commit": SHA}, body
-        )
+        headers = {"ETag": f'"{name.replace("/", "-")}"', "X-Repo-Commit": SHA}
+        content = self.server.content if body and self.server.content is not None else FILES[name]
+        return self.answer(200, content, {**headers, **self.server.headers}, body)
 
 
 @pytest.fixture
@@ -80,6 +84,7 @@ def hub(monkeypatch, tmp_path):
     """A hub on this machine, and an empty cache."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.sent, server.requests = [], []
+        server.listing, server.content, server.headers = None, None, {}
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         for name, value in {
@@ -258,3 +263,79 @@ def test_what_is_not_there_is_one_line(hub, path, words):
 def test_a_source_on_this_machine_asks_no_hub(hub, tmp_path):
     (tmp_path / "chats.jsonl").write_bytes(FILES["train.jsonl"])
     assert len(answers(str(tmp_path / "chats.jsonl"))) == 3 and hub.requests == []
+
+
+TRAIN = FILES["train.jsonl"]
+GIT = hashlib.sha1(b"blob %d\0" % len(TRAIN) + TRAIN).hexdigest()
+SHA256 = hashlib.sha256(TRAIN).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "mark", ['"../../../../x"', 'W/"a/../../x"', '".."', '"{tmp_path}/x"', '"{secret}"']
+)
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-ETag"])
+def test_a_hub_that_names_a_file_outside_the_cache_writes_and_reads_none(
+    hub, tmp_path, header, mark
+):
+    """The hub's library takes the name of the file that it writes from the mark."""
+    (tmp_path / "secret").write_text("the user's own")
+    hub.headers = {header: mark.format(tmp_path=tmp_path, secret=tmp_path / "secret")}
+    with pytest.raises(UserError, match=f"its {header} leads out of the cache") as caught:
+        answers("hf://datasets/me/chats/train.jsonl")
+    assert "\n" not in str(caught.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "secret"}
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.name == "x"]
+
+
+@pytest.mark.parametrize("mark", [GIT, SHA256, hashlib.sha1(TRAIN).hexdigest(), "of-a-mirror"])
+def test_contents_are_those_of_the_digest(hub, tmp_path, mark):
+    """What arrived changed is removed; nothing can be told by a mark that is no digest."""
+    path, hub.headers = "hf://datasets/me/chats/train.jsonl", {"ETag": f'"{mark}"'}
+    hub.content = TRAIN.replace(b"Answer 1", b"Answer 9")
+    if mark == "of-a-mirror":
+        assert answers(path)[1] == "Answer 9."
+        return
+    with pytest.raises(UserError, match="arrived with other contents than the hub's digest tells"):
+        answers(path)
+    hub.content = None
+    assert answers(path) == ["Answer 0.", "Answer 1.", "Answer 2."]
+    assert len(hub.sent) == 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [(TRAIN * 50, "more than the .* bytes announced"), (TRAIN[:-1], "should be of size")],
+    ids=["more", "less"],
+)
+def test_a_file_of_another_size_than_announced_is_not_kept(hub, tmp_path, sent, words):
+    """Packed, so that its length on the way does not tell; a body without end would fill the
+    disk."""
+    hub.headers, hub.content = {"X-Linked-Size": str(len(TRAIN))}, gzip.compress(sent)
+    hub.headers |= {"Content-Encoding": "gzip", "Content-Length": str(len(hub.content))}
+    with pytest.raises(UserError, match=words):
+        answers("hf://datasets/me/chats/train.jsonl")
+    assert not [*(tmp_path / "cache").rglob("blobs/*")]
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        b"<html>\x1b[2J",
+        b"[1, 2]",
+        b"[" * 100_000,
+        b'{"id": "me/chats", "siblings": []}',
+        b'{"id": "me/chats", "sha": "../../x", "siblings": [{"rfilename": "a.jsonl"}]}',
+        b'{"id": "me/chats", "sha": "%b", "siblings": [7, {"x": 1}]}' % SHA.encode(),
+        b'{"id": "me/chats", "sha": "%b", "siblings": [{"rfilename": "../a.jsonl"}]}'
+        % SHA.encode(),
+        b'"%b"' % bytes(3_000_000),
+    ],
+    ids=["page", "list", "nested", "no revision", "path", "no names", "out", "without end"],
+)
+def test_an_answer_that_is_no_hubs_is_one_line(hub, monkeypatch, tmp_path, listing):
+    monkeypatch.setattr(data_hub, "MAX_JSON_BYTES", 1_000_000)
+    hub.listing = listing
+    with pytest.raises(UserError, match="hf://datasets/me/chats: cannot be downloaded") as caught:
+        answers("hf://datasets/me/chats")
+    assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
+    assert {path.name for path in tmp_path.iterdir()} <= {"cache"}

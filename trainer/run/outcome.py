@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import NamedTuple
 
-from data.errors import TransientError, UserError, is_transient
+from data.errors import TransientError, UserError, causes, is_transient
 
 SUCCESS = 0
 UNEXPECTED = 1  # a bug, with its traceback
@@ -71,11 +71,9 @@ def one_line(message: str) -> str:
     return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"
 
 
-def _wraps_an_interrupt(error: BaseException | None) -> bool:
+def _wraps_an_interrupt(error: BaseException) -> bool:
     """Whether a Ctrl-C caused the error: interrupted imports of modules raise ImportError."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
+    return any(isinstance(link, KeyboardInterrupt) for link in causes(error))
 
 
 def _out_of_memory(error: RuntimeError) -> str | None:

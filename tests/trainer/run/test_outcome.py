@@ -286,3 +286,11 @@ def test_a_download_that_does_not_get_through(tmp_path):
         port = server.getsockname()[1]
     with pytest.raises(TransientError, match="after 1 attempts"):
         download_file(f"http://127.0.0.1:{port}/x", tmp_path / "x", attempts=1)
+
+
+def test_an_error_among_its_own_causes_is_told():
+    """A library that raises again what an error was raised for makes such a ring."""
+    first, second = ValueError("first"), RuntimeError("second")
+    first.__context__, second.__cause__ = second, first
+    assert outcome_of(first) == (WRONG_INPUT, "first")
+    assert outcome_of(second).code == UNEXPECTED
