@@ -13,7 +13,8 @@ from typing import Any
 from model.adapter import Quantization
 from model.attention.names import MESH_AXES
 
-from .costs.measured import kind, slowest
+from .costs.hardware import Hardware
+from .costs.measured import highest_mfu, kind, slowest
 from .machines import device_count
 from .memory_estimate import MemoryEstimate, estimate_memory
 from .plan import Job, changed
@@ -220,13 +221,20 @@ def time_lines(job: Job, **options: Any) -> list[str]:
     if not figures or job.hardware is None:
         return ["time: not estimated; the cost model does not list this machine"]
     lines = [
-        f"time: from matrix products at the full rate of {job.hardware.peak / 1e12:,.0f} TFLOP/s "
-        "alone,",
+        f"time: from {_low_end(job.hardware, figures['MFU'][1])},",
         f"      to {_high_end(job)}",
     ]
     return lines + [
         f"  {name:20} {_number(low):>9} to {_number(high)}" for name, (low, high) in figures.items()
     ]
+
+
+def _low_end(hardware: Hardware, mfu: float) -> str:
+    """Returns the source of the low end of a time range, where the step has such an MFU."""
+    highest = highest_mfu(hardware)
+    if mfu < highest * (1 - 1e-9):
+        return f"matrix products at the full rate of {hardware.peak / 1e12:,.0f} TFLOP/s alone"
+    return f"the highest MFU measured on such machines, {highest:.1%} of the peak"
 
 
 def _high_end(job: Job) -> str:
@@ -239,7 +247,7 @@ def _high_end(job: Job) -> str:
         )
     factor, step = slowest(kind(job.hardware))
     return (
-        f"{factor:.2g} times the step at that rate, as slow as the slowest that others measured\n"
+        f"{factor:.2g} times the step at full rate, as slow as the slowest that others measured\n"
         f"      ({step.label}, {step.source})"
     )
 

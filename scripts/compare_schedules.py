@@ -149,8 +149,8 @@ def compare(args: argparse.Namespace) -> int:
     )
     print(
         f"{args.model} on {args.hardware or args.topology}, a training step, fastest first; from "
-        "matrix products alone at full rate to the slowest step that others measured on such "
-        "machines; exposed: waiting for transfers"
+        "the highest MFU measured on such machines to the slowest step that others measured on "
+        "them; exposed: waiting for transfers"
     )
     print(f"{'schedule':20} {'layout':10} {'step, s':>18} {'exposed, s':>10} {'MFU, 0..1':>17}")
     for row in rows:

@@ -194,6 +194,15 @@ class TrainingStep:
         return self.rows * self.length // self.sequence
 
     @property
+    def seconds_at_peak(self) -> float:
+        """Seconds of the step's needed work if every chip ran at its peak: over a step's seconds,
+        its MFU."""
+        tokens = self.batch * self.length
+        pairs = tokens * ((self.length + 1) / 2 if self.causal else self.length)
+        needed = self.sizes.needed_flops(tokens, pairs, self.frozen)
+        return needed / (self.devices * self.hardware.peak)
+
+    @property
     def tile_backward_products(self) -> int:
         """Matrix products of a tile in attention's backward pass, as `kernels.tpu` chooses."""
         pairs, cores = self.block.batch * self.block.kv_heads, self.hardware.fused_cores
@@ -328,11 +337,6 @@ def estimate(job: TrainingStep) -> Estimate:
     )
     update = OPTIMIZER_BYTES * shard / hardware.memory_bandwidth
     step = (layer_forward + layer_backward) * sizes.layers + head + Phase(update, update)
-    tokens = job.batch * job.length
-    pairs = tokens * ((job.length + 1) / 2 if job.causal else job.length)
-    mfu = sizes.needed_flops(tokens, pairs, job.frozen) / (
-        step.seconds * job.devices * hardware.peak
-    )
     return Estimate(
         forward_rounds,
         backward_rounds,
@@ -341,8 +345,8 @@ def estimate(job: TrainingStep) -> Estimate:
         layer_forward,
         layer_backward,
         step,
-        mfu,
-        tokens / step.seconds,
+        job.seconds_at_peak / step.seconds,
+        job.batch * job.length / step.seconds,
     )
 
 

@@ -7,8 +7,8 @@
 The first command makes a plan with the real compiler of an absent machine; the second stores it
 under a name, for a recipe its path below configs/. `make evidence` remakes all stored ones. The
 third writes the results `recipes`, `pods`, `contexts` and `memory_1m`. Memory is the compiler's
-figure; seconds range from the matrix units' full rate to the cost model's estimate, or the slowest
-step that others measured.
+figure; seconds range from the highest MFU measured on such a chip to the cost model's estimate, or
+the slowest step that others measured.
 """
 
 from __future__ import annotations
