@@ -29,12 +29,12 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "num_local_experts": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "initializer_range": 0.1,
     "pad_token_id": None,
 }
+LOCAL = {"num_local_experts": 4}  # how some families spell num_experts
 NAMED = ["experts.gate_up_proj", "experts.down_proj"]
 ALL = {"target_modules": "all-linear"}
 BY_NAME = {"target_modules": ["q_proj"], "target_parameters": NAMED}
@@ -42,12 +42,12 @@ BY_NAME = {"target_modules": ["q_proj"], "target_parameters": NAMED}
 # tensors by their names, with one A for both.
 KINDS = {
     "qwen3_moe": ({"moe_intermediate_size": 32, "intermediate_size": 96}, ALL),
-    "gpt_oss": ({"intermediate_size": 48, "sliding_window": 9}, BY_NAME),
-    "gpt_oss's attention": ({"intermediate_size": 48, "sliding_window": 9}, ALL),
-    "mixtral": ({"intermediate_size": 32}, ALL),
+    "gpt_oss": ({**LOCAL, "intermediate_size": 48, "sliding_window": 9}, BY_NAME),
+    "gpt_oss's attention": ({**LOCAL, "intermediate_size": 48, "sliding_window": 9}, ALL),
+    "mixtral": ({**LOCAL, "intermediate_size": 32}, ALL),
     "olmoe": ({"intermediate_size": 32}, ALL),
     "granitemoe": (
-        {"intermediate_size": 32},
+        {**LOCAL, "intermediate_size": 32},
         {"target_modules": ["v_proj"], "target_parameters": [*NAMED, "router.weight"]},
     ),
     "qwen2_moe": (
