@@ -5,7 +5,7 @@ import ast
 
 import pytest
 
-from tests.mutants.__main__ import ROOT, TESTS, sample
+from tests.mutants.__main__ import ROOT, TESTS, sample, slips
 from tests.mutants.mutations import broken, faults
 
 PROGRAM = '''
@@ -47,3 +47,11 @@ def test_a_mutant_differs_in_one_line():
 def test_files_and_their_tests_exist(file):
     assert (ROOT / file).is_file() and all((ROOT / test).is_file() for test in TESTS[file])
     assert 0 < len(sample(file, 5, 0)) <= 5
+
+
+def test_slips_are_faults_of_code_that_is_there():
+    for tests, faulty in slips():
+        assert all((ROOT / test).is_file() for test in tests)
+        for (file, *_), text in faulty.items():
+            ast.parse(text)
+            assert text != (ROOT / file).read_text(encoding="utf-8")

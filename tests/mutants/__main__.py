@@ -3,10 +3,12 @@ runs.
 
     python -m tests.mutants          # a sample of each file in TESTS; goes on where it stopped
     python -m tests.mutants --files trainer/step.py --each 40 --seed 1
+    python -m tests.mutants --slips  # the faults of slips.toml, written by hand
     python -m tests.mutants --show   # the share killed, and the survivors
+    python -m tests.mutants --record # the same, into docs/results/mutants.json
 
 The tests run in a copy of the repository, without those marked slow, as CI runs them. A mutant is
-killed where they fail or take longer than --limit. Outcomes are appended to --output, a line of
+killed where they fail or take much more processor time than without it. Outcomes are appended to --output, a line of
 JSON each. A survivor is either a missing test or an equivalent program;
 tests/mutants/equivalent.txt names those.
 """
@@ -14,21 +16,30 @@ tests/mutants/equivalent.txt names those.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
+import tomllib
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
+from scripts.benchmarks.results import renew, row
 from tests.mutants.mutations import Fault, broken, faults
 
 ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).parent / "equivalent.txt"
+SLIPS = Path(__file__).parent / "slips.toml"
+GOAL = 0.9  # the share to kill, of all that are not equivalent programs
+WAITING = 5  # seconds of the clock for each of the processor's: other work may share the machine
+Key = tuple[str, int, str]  # file, line, fault
 # File -> the tests that CI runs beside it.
 TESTS = {
     "model/attention/coords.py": (
@@ -85,32 +96,20 @@ def copy_repository(folder: Path) -> None:
         shutil.copy2(ROOT / name, folder / name)
 
 
-def is_killed(folder: Path, tests: tuple[str, ...], limit: float) -> bool:
-    """Returns whether the tests fail in a copy of the repository, or take longer than `limit`
-    seconds."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+def is_killed(folder: Path, tests: tuple[str, ...], limit: int) -> bool:
+    """Returns whether the tests fail in a copy of the repository, or take more than `limit` seconds
+    of processor time."""
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests],
         cwd=folder,
-        env=environment,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         process_group=0,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit)),
     )
     try:
-        return process.wait(limit) != 0
+        return process.wait(WAITING * limit) != 0
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         process.wait()
@@ -118,36 +117,68 @@ def is_killed(folder: Path, tests: tuple[str, ...], limit: float) -> bool:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the mutants that have no outcome yet; returns 1 where the tests fail without any
-    fault."""
+    """Runs the faults that have no outcome yet; returns 1 where tests fail without any fault."""
     done = {(row["file"], row["line"], row["what"]) for row in read(args.output)}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         copy_repository(copy)
-        for file in args.files or TESTS:
-            chosen = [
-                fault
-                for fault in sample(file, args.each, args.seed)
-                if (file, fault.line, fault.what) not in done
-            ]
-            start = time.monotonic()
-            if chosen and is_killed(copy, TESTS[file], args.limit):
-                print(f"{file}: its tests fail as it is", file=sys.stderr)
+        for tests, faulty in slips() if args.slips else mutants(args):
+            chosen = {fault: text for fault, text in faulty.items() if fault not in done}
+            if not chosen:
+                continue
+            limit = seconds_of_tests(copy, tests, args.limit)
+            if limit is None:
+                print(f"{' '.join(tests)}: fail without any fault", file=sys.stderr)
                 return 1
-            limit = min(args.limit, 30 + 5 * (time.monotonic() - start))
-            source = (ROOT / file).read_text(encoding="utf-8")
-            for fault in chosen:
-                (copy / file).write_text(broken(source, fault), encoding="utf-8")
-                killed = is_killed(copy, TESTS[file], limit)
-                row = {"file": file, "line": fault.line, "what": fault.what, "killed": killed}
+            for (file, line, what), text in chosen.items():
+                (copy / file).write_text(text, encoding="utf-8")
+                killed = is_killed(copy, tests, limit)
+                shutil.copy2(ROOT / file, copy / file)
+                row = {"file": file, "line": line, "what": what, "killed": killed}
                 with args.output.open("a", encoding="utf-8") as output:
                     output.write(json.dumps(row) + "\n")
-                print(
-                    f"{file}:{fault.line}: {fault.what}: {'killed' if killed else 'SURVIVED'}",
-                    flush=True,
-                )
-            shutil.copy2(ROOT / file, copy / file)
+                print(f"{file}:{line}: {what}: {'killed' if killed else 'SURVIVED'}", flush=True)
     return 0
+
+
+def mutants(args: argparse.Namespace) -> Iterator[tuple[tuple[str, ...], dict[Key, str]]]:
+    """Yields for each file its tests, and its faulty versions by file, line and fault."""
+    for file in args.files or TESTS:
+        source = (ROOT / file).read_text(encoding="utf-8")
+        yield (
+            TESTS[file],
+            {
+                (file, fault.line, fault.what): broken(source, fault)
+                for fault in sample(file, args.each, args.seed)
+            },
+        )
+
+
+def slips() -> Iterator[tuple[tuple[str, ...], dict[Key, str]]]:
+    """Yields the same for each fault of slips.toml.
+
+    Raises:
+      ValueError: a text to replace does not stand once in its file.
+    """
+    for slip in tomllib.loads(SLIPS.read_text(encoding="utf-8"))["slip"]:
+        source = (ROOT / slip["file"]).read_text(encoding="utf-8")
+        if source.count(slip["old"]) != 1:
+            raise ValueError(f"{SLIPS.name}: {slip['what']}: {slip['old']!r} is not there once")
+        line = source[: source.index(slip["old"])].count("\n") + 1
+        key = slip["file"], line, slip["what"]
+        yield tuple(slip["tests"]), {key: source.replace(slip["old"], slip["new"])}
+
+
+@functools.cache
+def seconds_of_tests(folder: Path, tests: tuple[str, ...], most: int) -> int | None:
+    """Returns the seconds of processor time that faulty versions may take, from those of the tests
+    without a fault; None if they fail."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if is_killed(folder, tests, most):
+        return None
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return min(most, 30 + int(3 * took))
 
 
 def read(output: Path) -> list[dict]:
@@ -159,25 +190,61 @@ def read(output: Path) -> list[dict]:
     )
 
 
-def show(output: Path) -> None:
-    """Prints the share killed of each file, and the survivors."""
-    equivalent = EQUIVALENT.read_text(encoding="utf-8").splitlines() if EQUIVALENT.exists() else []
-    names = {line.partition(" # ")[0] for line in equivalent}
-    by_file = defaultdict(list)
-    for row in read(output):
-        if f"{row['file']}:{row['line']}: {row['what']}" not in names:
-            by_file[row["file"]].append(row["killed"])
-    for file, outcomes in sorted(by_file.items()):
-        print(f"{file:45} {sum(outcomes):4} of {len(outcomes):4} killed")
-    total = [killed for outcomes in by_file.values() for killed in outcomes]
-    print(
-        f"{'all':45} {sum(total):4} of {len(total):4} killed "
-        f"({sum(total) / max(len(total), 1):.0%})"
-    )
-    for row in read(output):
-        if not row["killed"]:
-            name = f"{row['file']}:{row['line']}: {row['what']}"
-            print(f"{'equivalent' if name in names else 'survived'}: {name}")
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """The outcomes so far, without equivalent programs.
+
+    Attributes:
+      by_file: file -> (mutants killed, mutants).
+      survived, equivalent: the names of those that no test noticed.
+    """
+
+    by_file: dict[str, tuple[int, int]]
+    survived: list[str]
+    equivalent: list[str]
+
+    @classmethod
+    def read(cls, output: Path) -> Outcomes:
+        """Reads the lines of `output`."""
+        known = EQUIVALENT.read_text(encoding="utf-8").splitlines() if EQUIVALENT.exists() else []
+        names = {line.partition(" # ")[0] for line in known}
+        killed = defaultdict(list)
+        survived, equivalent = [], []
+        for outcome in read(output):
+            name = f"{outcome['file']}:{outcome['line']}: {outcome['what']}"
+            if name in names:
+                equivalent.append(name)
+                continue
+            killed[outcome["file"]].append(outcome["killed"])
+            if not outcome["killed"]:
+                survived.append(name)
+        by_file = {file: (sum(rows), len(rows)) for file, rows in sorted(killed.items())}
+        return cls(by_file, survived, equivalent)
+
+    @property
+    def total(self) -> tuple[int, int]:
+        """(mutants killed, mutants) of all files."""
+        return sum(k for k, _ in self.by_file.values()), sum(n for _, n in self.by_file.values())
+
+    def show(self) -> None:
+        """Prints the share killed of each file, and the survivors."""
+        for file, (killed, count) in {**self.by_file, "all": self.total}.items():
+            print(f"{file:45} {killed:4} of {count:4} killed ({killed / max(count, 1):.0%})")
+        for word, names in (("survived", self.survived), ("equivalent", self.equivalent)):
+            for name in names:
+                print(f"{word}: {name}")
+
+    def record(self) -> None:
+        """Writes them into docs/results/mutants.json."""
+        rows = {
+            file.replace("/", "_").removesuffix(".py"): row(
+                f"faults in {file}: killed", f"{killed} of {count}", "90%", killed >= GOAL * count
+            )
+            for file, (killed, count) in {"all files": self.total, **self.by_file}.items()
+        }
+        facts = [f"Survived: {name}." for name in self.survived]
+        facts += [f"The same program: {name}." for name in self.equivalent]
+        renew("mutants", rows, facts=facts)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -195,7 +262,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=12, help="mutants of a file (default 12)")
     parser.add_argument("--seed", type=int, default=0, help="chooses them (default 0)")
     parser.add_argument(
-        "--limit", type=float, default=600, help="seconds that tests may take (default 600)"
+        "--limit",
+        type=int,
+        default=600,
+        help="seconds of processor time that tests may take (default 600)",
     )
     parser.add_argument(
         "--output",
@@ -204,12 +274,23 @@ def main(argv: list[str] | None = None) -> int:
         help="outcomes (default .cache/mutants.jsonl)",
     )
     parser.add_argument(
+        "--slips", action="store_true", help="those of slips.toml, in place of mutants"
+    )
+    parser.add_argument(
         "--show", action="store_true", help="print the outcomes so far, and run nothing"
+    )
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="print the outcomes so far and write them into docs/results/mutants.json",
     )
     args = parser.parse_args(argv)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    status = 0 if args.show else run(args)
-    show(args.output)
+    status = 0 if args.show or args.record else run(args)
+    outcomes = Outcomes.read(args.output)
+    outcomes.show()
+    if args.record:
+        outcomes.record()
     return status
 
 

@@ -57,6 +57,23 @@ def test_the_rule_skips_and_fills_what_it_can():
     assert kinds_of(bounds, Mask(window=15))[2, 1] not in (SKIP, FULL)
 
 
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=3), Mask(causal=False, window=2)])
+def test_tiles_of_one_token_are_never_masked(mask):
+    """The rule is then the mask itself, its edges included."""
+    coords = TokenCoords(np.arange(9, dtype=np.int32)[None], np.ones((1, 9), np.int32))
+    seen = np.asarray(visible(coords, coords, mask)).reshape(9, 9)
+    kinds = kinds_of(tile_bounds(coords, 1), mask)
+    np.testing.assert_array_equal(kinds, np.where(seen, FULL, SKIP))
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 40))
+def test_the_windows_reach_is_the_farthest_shard_with_a_visible_key(tokens, shards, window):
+    index = np.arange(tokens * shards)
+    near = abs(index[:, None] - index) < window
+    farthest = (abs(index[:, None] // tokens - index // tokens) * near).max()
+    assert Mask(window=window).reach(tokens, shards) == farthest
+
+
 def test_two_tiles_are_of_one_document_where_every_token_is_of_it():
     """By hand: tiles of two tokens, of which 0 is padding."""
     tiles = {"a": (1, 1), "b": (2, 2), "ab": (1, 2), "a and padding": (1, 0), "padding": (0, 0)}

@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from model.attention import AttentionPartial, merge
+from model.attention.partial import with_sinks
 
 from .cases import empty
 
@@ -50,3 +51,24 @@ def test_the_empty_part_changes_nothing(a):
     a = part(a, 0)
     assert_close(merge(a, empty(1, 2, 2, 3)), a)
     assert_close(merge(empty(1, 2, 2, 3), a), a)
+
+
+def test_a_sink_is_one_more_key_whose_value_is_zero():
+    """Against the softmax in float64; a query that sees no key stays empty."""
+    rng = np.random.default_rng(0)
+    scores, values = rng.normal(0, 3, (1, 2, 4, 5)), rng.standard_normal((5, 3))
+    scores[0, :, 3] = -np.inf
+    sinks = rng.normal(0, 3, 2)
+    exponentials = np.exp(scores)
+    totals = exponentials.sum(-1)
+    without = exponentials / np.where(totals == 0, 1, totals)[..., None]
+    with np.errstate(divide="ignore"):
+        partial = AttentionPartial(
+            np.float32(np.einsum("bhtk,kd->bthd", without, values)), np.float32(np.log(totals))
+        )
+    got = with_sinks(partial, np.float32(sinks))
+    shares = exponentials / (totals + np.exp(sinks)[:, None])[..., None]
+    np.testing.assert_allclose(got.out, np.einsum("bhtk,kd->bthd", shares, values), atol=1e-5)
+    expected = np.log(totals + np.exp(sinks)[:, None])
+    np.testing.assert_allclose(got.lse[:, :, :3], expected[:, :, :3], rtol=1e-5)
+    assert np.isneginf(got.lse[:, :, 3]).all() and (np.asarray(got.out)[:, 3] == 0).all()
