@@ -83,9 +83,9 @@ def step_times(results: Mapping[str, Result]) -> str:
     return (
         f"## Seconds per step, LLaMA-3.1-8B, one row\n\n{times}\n"
         "Our ranges, not measured: from matrix products at full rate, but at most the highest MFU\n"
-        "measured on such machines, to the slowest step measured on them ([measured_steps]). TRL's\n"
-        "is Qwen3-8B. How far such a range can be trusted: a system's measured steps, and ranges\n"
-        "that other systems' steps set.\n\n"
+        "measured on such machines, to the slowest step measured on them ([measured_steps]).\n"
+        "TRL's is Qwen3-8B. How far such a range can be trusted: a system's measured steps, and\n"
+        "ranges that other systems' steps set.\n\n"
         f"{held_out}"
     )
 
