@@ -47,7 +47,10 @@ TESTS = {
         "tests/model/attention/test_visited_tiles.py",
     ),
     "model/attention/partial.py": ("tests/model/attention/test_partial.py",),
-    "model/attention/schedules/ring.py": ("tests/model/attention/schedules/test_schedules.py",),
+    "model/attention/schedules/ring.py": (
+        "tests/planning/costs/test_costs.py",
+        "tests/model/attention/schedules/test_schedules.py",
+    ),
     "model/loss.py": ("tests/trainer/test_step.py", "tests/model/test_llama.py"),
     "trainer/step.py": ("tests/trainer/test_step.py", "tests/trainer/test_optimizer.py"),
     "trainer/optimizer.py": ("tests/trainer/test_optimizer.py", "tests/trainer/test_step.py"),
