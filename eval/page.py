@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from data.printable import printable
 
+_LARGEST = 1e300
 COLORS = ("#1f5fa8", "#c2571a")
 STYLE = """
 :root { color-scheme: light; }
@@ -75,12 +76,7 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
       log: the x axis is logarithmic.
     """
     width, height, left, bottom, top, right = 400, 250, 52, 40, 12, 16
-    points = [
-        point
-        for curve in series.values()
-        for point in curve
-        if math.isfinite(point[1]) and (point[0] > 0 or not log)
-    ]
+    points = [point for curve in series.values() for point in curve if _is_drawn(*point, log)]
     if not points:
         return ""
     scale = math.log2 if log else float
@@ -115,7 +111,7 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
             COLORS[index % 2],
             ("", ' stroke-dasharray="6 4"', ' stroke-dasharray="2 3"')[index // 2 % 3],
         )
-        path = " ".join(place(x, y) for x, y in curve if math.isfinite(y) and (x > 0 or not log))
+        path = " ".join(place(x, y) for x, y in curve if _is_drawn(x, y, log))
         marks.append(
             f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}>'
             f"<title>{text(name)}</title></polyline>"
@@ -142,6 +138,11 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
         f"{''.join(marks)}</svg>"
         f"<figcaption>{legend}</figcaption></figure>"
     )
+
+
+def _is_drawn(x: float, y: float, log: bool) -> bool:
+    """Returns whether a point has a place on a chart; spans of larger values are infinite."""
+    return abs(x) < _LARGEST and abs(y) < _LARGEST and (x > 0 or not log)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -26,6 +26,7 @@ from eval.page import STYLE, chart, table, text
 from eval.report_input import Evaluation, Run, Score, read_run, scores_by_run
 from trainer import entry
 from trainer.checkpoint.fetch import run_copy
+from trainer.reporting.rows import is_number
 from trainer.run.bucket import in_bucket
 
 SAMPLES = 3  # right answers, and as many wrong ones
@@ -40,18 +41,19 @@ LONGEST_SAMPLE = 600  # characters of an answer
 
 def cost(run: Run) -> dict[str, str]:
     """Returns a run's cost, as far as its metrics tell."""
-    rows, mesh = run.logs.get("metrics", []), run.config.get("mesh", {})
+    rows, mesh = run.logs.get("metrics", []), run.config.get("mesh")
+    mesh = mesh if isinstance(mesh, dict) else {}
     devices = math.prod(
-        mesh.get(axis, 1) for axis in ("data", "fsdp", "expert", "tensor", "sequence")
+        mesh.get(axis) or 1 for axis in ("data", "fsdp", "expert", "tensor", "sequence")
     )
     steps = [row["step"] for row in rows]
     spans = [step - before for before, step in zip([0, *steps], steps, strict=False)]
     seconds = sum(
-        span * (row.get("step_seconds") or 0) for span, row in zip(spans, rows, strict=True)
+        span * _number(row, "step_seconds") for span, row in zip(spans, rows, strict=True)
     )
     # Metrics of earlier versions lack tokens_seen.
     tokens = sum(
-        span * (row.get("step_seconds") or 0) * (row.get("tokens_per_second") or 0)
+        span * _number(row, "step_seconds") * _number(row, "tokens_per_second")
         for span, row in zip(spans, rows, strict=True)
     )
     last = rows[-1] if rows else {}
@@ -60,15 +62,21 @@ def cost(run: Run) -> dict[str, str]:
     )
     values = {
         "steps": f"{steps[-1]:,}" if steps else "0",
-        "tokens": f"{last.get('tokens_seen', tokens):,.0f}",
+        "tokens": f"{_number(last, 'tokens_seen', tokens):,.0f}",
         "training": _duration(seconds),
         "device hours": f"{seconds * devices / 3600:,.2f} on {devices} {kind}",
-        "compilation": _duration(last.get("compile_seconds") or 0),
+        "compilation": _duration(_number(last, "compile_seconds")),
     }
     for name, label in (("mfu", "MFU, last"), ("peak_device_gib", "peak GiB per device")):
-        if last.get(name) is not None:
+        if is_number(last.get(name)):
             values[label] = f"{last[name]:.3g}"
     return values
+
+
+def _number(row: dict[str, Any], name: str, otherwise: float = 0.0) -> float:
+    """Returns a finite number of a log's row, or else `otherwise`."""
+    value = row.get(name)
+    return value if is_number(value) and math.isfinite(value) else otherwise
 
 
 def _duration(seconds: float) -> str:
@@ -86,7 +94,7 @@ def curves_of(runs: Sequence[Run]) -> str:
     for run in runs:
         for log, rows in run.logs.items():
             keys = dict.fromkeys(
-                key for row in rows for key, value in row.items() if isinstance(value, int | float)
+                key for row in rows for key, value in row.items() if is_number(value)
             )
             chosen = (
                 ("loss", "grad_norm", "learning_rate", "tokens_per_second")
@@ -105,9 +113,7 @@ def curves_of(runs: Sequence[Run]) -> str:
     for log, key in names:
         series = {
             run.name: [
-                (row["step"], row[key])
-                for row in run.logs.get(log, ())
-                if isinstance(row.get(key), int | float)
+                (row["step"], row[key]) for row in run.logs.get(log, ()) if is_number(row.get(key))
             ]
             for run in runs
         }
@@ -324,9 +330,10 @@ def samples_of(run: Run) -> str:
             expected = row.get("expected", row.get("expected_number"))
             verdict = row.get("right", row.get("score"))
             label = row.get("task") or f"{row.get('num_lines')} lines"
+            points = float(verdict) if isinstance(verdict, int | float) else verdict
             facts = (
                 f"{label}, {row.get('prompt_tokens')} tokens; expected {json.dumps(expected)}; "
-                f"score {float(verdict or 0)}"
+                f"score {0.0 if points is None else points}"
             )
             blocks.append(
                 f"<pre>{text(facts)}\n\n{text(str(row.get('generated'))[:LONGEST_SAMPLE])}</pre>"

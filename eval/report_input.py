@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from data.errors import UserError, first_line
 from data.within import read_json, read_text
+from trainer.config.fields import check_kinds
 from trainer.config.yaml_text import InvalidYAML, parse
 from trainer.reporting.rows import is_number, read_rows, read_steps
 from trainer.run.bucket import in_bucket
@@ -42,6 +44,17 @@ class Score:
     high: float
     beyond: bool
     folder: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises TypeError for a value of another kind, since a file may hold any."""
+        for name in ("size", "cases", "score", "low", "high"):
+            value = getattr(self, name)
+            if not (is_number(value) and math.isfinite(value)):
+                raise TypeError(f"{name} is {value!r}, no number")
+        if self.depth is not None and not (is_number(self.depth) and math.isfinite(self.depth)):
+            raise TypeError(f"depth is {self.depth!r}, no number")
+        if not (isinstance(self.evaluation, str) and isinstance(self.task, str)):
+            raise TypeError(f"{self.evaluation!r}, {self.task!r} are no names")
 
     @property
     def key(self) -> tuple:
@@ -139,12 +152,24 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     for root in (folder, *evaluations):
         for path in sorted(root.rglob("loss_by_position.json")):
             found = _json(path, root).get("curves", {})
-            if not isinstance(found, dict):
+            if not (isinstance(found, dict) and all(map(_is_curve, found.values()))):
                 raise UserError(
-                    f"{path}: its curves are no table; without it, the report can be made"
+                    f"{path}: its curves are no tables of losses; without it, the report can be "
+                    "made"
                 )
             curves |= found
     return Run(folder, _config(stages[-1] / CONFIG, folder), _logs(stages, folder), results, curves)
+
+
+def _is_curve(rows: Any) -> bool:
+    """Returns whether these are losses by position."""
+    names = ("tokens_before_from", "tokens_before_to", "loss_nats_per_target")
+    return isinstance(rows, list) and all(
+        isinstance(row, dict)
+        and all(is_number(row.get(name)) for name in names)
+        and all(0 <= row[name] < math.inf for name in names[:2])
+        for row in rows
+    )
 
 
 def _check_model(evaluation: Evaluation, run: Path) -> None:
@@ -173,6 +198,7 @@ def _config(path: Path, folder: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: holds no sections; the one that train.py wrote would work")
+    check_kinds(config, str(path))
     return config
 
 
@@ -297,6 +323,8 @@ def _evaluation_of(path: Path, folder: Path, content: dict[str, Any]) -> Evaluat
     rows = read_rows(cases, folder) if cases.exists() else []
     if not isinstance(about := content.get("about", {}), dict):
         raise TypeError("about is no table")
+    if not isinstance(about.get("command", []), list):
+        raise TypeError("command is no list")
     return Evaluation(path, scores, about, rows)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from data.errors import UserError
 from data.within import check_within, parse_json
 from trainer import entry
+from trainer.reporting.rows import is_number
 
 EARLIER_STAGES = "stages"  # as in trainer.run.directory, which imports JAX
 LAST_BYTES = 65536  # of metrics.jsonl: far more than its last line
@@ -170,9 +171,9 @@ def describe(run: str, status: Status, now: float, price_per_hour: float | None 
         lines.append(f"stage        {status.stage}, after {status.earlier} steps of earlier ones")
     if metrics:
         lines.append(f"step         {metrics['step']}, {_age(status.logged, now)}")
-        if (loss := metrics.get("loss_nats_per_target")) is not None:
+        if is_number(loss := metrics.get("loss_nats_per_target")):
             lines.append(f"loss         {loss:.4f} nats per target")
-        if (rate := metrics.get("tokens_per_second")) is not None:
+        if is_number(rate := metrics.get("tokens_per_second")):
             lines.append(f"speed        {rate:,.0f} tokens/s")
     else:
         lines.append("step         none logged yet")
@@ -186,7 +187,7 @@ def describe(run: str, status: Status, now: float, price_per_hour: float | None 
     )
     if status.local is not None:
         lines.append(f"local        {status.local}, on the hosts themselves (checkpoint.local)")
-    if price_per_hour is not None and (seconds := metrics.get("wall_seconds")) is not None:
+    if price_per_hour is not None and is_number(seconds := metrics.get("wall_seconds")):
         lines.append(
             f"cost         {seconds / 3600 * price_per_hour:,.2f} for {seconds / 3600:.1f} hours "
             "of training; idle time is billed too"

@@ -3,13 +3,16 @@ named."""
 
 import html.parser
 import json
+import random
 import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from data.errors import UserError
 from eval import report
 from eval.line_cases import LineCase
 from eval.line_report import write as write_lines
@@ -426,6 +429,14 @@ def test_a_curve_with_what_is_no_number_is_drawn_without_it():
             ),
             "results.json: a result has no 'tokens'",
         ),
+        (
+            lambda runs: (runs / "after" / "config.yaml").write_text("mesh: {tensor: <b>}"),
+            "config.yaml: mesh.tensor: found '<b>'; a number is needed",
+        ),
+        (
+            lambda runs: (runs / "after" / "config.yaml").write_text("mesh: 7"),
+            "config.yaml: mesh expects the fields",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(runs, capsys, change, words):
@@ -446,3 +457,90 @@ def test_only_a_report_is_overwritten(runs, capsys):
     assert config.read_text() == before
     for _ in range(2):
         assert report.main([str(runs / "after"), "--output", str(runs / "x.html")]) == 0
+
+
+HOSTILE = (
+    None,
+    True,
+    -1,
+    10**400,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "x",
+    "<img src=x onerror=alert(1)>",
+    "| a |\n\n# H\n````\n<b>",
+    "a\x1b]8;;http://evil\x07b\x1b]8;;\x07",
+    "~nobody/x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+)
+
+
+def places(value, path=()):
+    """Yields the paths of the values inside a value of JSON."""
+    if path:
+        yield path
+    listed = enumerate(value) if isinstance(value, list) else ()
+    for key, part in value.items() if isinstance(value, dict) else listed:
+        yield from places(part, (*path, key))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_value_in_any_place_of_a_runs_files(runs, capsys, seed):
+    """The report is made, or one line names the file; nothing of it becomes markup, there or in
+    a model card."""
+    rng, after = random.Random(seed), runs / "after"
+    curve = after / "loss_by_position.json"
+    shutil.copy(runs / "curve" / "loss_by_position.json", curve)
+    checkpoint = max((after / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    names = [
+        *after.rglob("results.json"),
+        *after.rglob("cases.jsonl"),
+        *after.glob("*.jsonl"),
+        after / "config.yaml",
+        checkpoint / "assets" / "run.yaml",
+        curve,
+    ]
+    for _ in range(25):
+        path, value = rng.choice(names), rng.choice(HOSTILE)
+        before = path.read_text(encoding="utf-8")
+        if path.suffix == ".yaml":
+            content = yaml.safe_load(before)
+        elif path.suffix == ".json":
+            content = json.loads(before)
+        else:
+            content = [json.loads(line) for line in before.splitlines() if line.endswith("}")]
+        *outer, last = rng.choice([*places(content)])
+        inside = content
+        for key in outer:
+            inside = inside[key]
+        inside[last] = value
+        path.write_text(
+            yaml.safe_dump(content)
+            if path.suffix == ".yaml"
+            else "".join(json.dumps(row) + "\n" for row in content)
+            if path.suffix == ".jsonl"
+            else json.dumps(content)
+        )
+        page = runs / "x.html"
+        page.unlink(missing_ok=True)
+        code = report.main([str(after), "--output", str(page)])
+        error = capsys.readouterr().err
+        assert code == 0 or (code == 2 and path.name in error and error.count("\n") == 1), error
+        if code == 0:
+            reader = Reader()
+            reader.feed(page.read_text(encoding="utf-8"))
+            assert not reader.loads and not reader.open and "\x1b" not in page.read_text()
+        try:
+            card = model_card(checkpoint, TransformerConfig.preset("llama-7b"))
+        except UserError as error:
+            assert path.name in str(error)
+        else:
+            prose = re.sub(r"(?ms)^(`{3,})yaml\n.*?^\1$", "", card.split("\n---", 1)[1])
+            assert "# H" not in prose.splitlines() and "\x1b" not in card
+            assert "<" not in prose.replace("\\<", "")
+        capsys.readouterr()
+        path.write_text(before, encoding="utf-8")

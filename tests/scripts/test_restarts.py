@@ -212,3 +212,14 @@ def test_a_store_that_does_not_answer_just_now_does_not_end_the_local_launcher(
     flags = ["--run_dir", str(tmp_path / "run"), "--config", "configs/quickstart.yaml"]
     assert launch_local._reached(flags) is None
     assert "gs://bucket/run: HTTP 503" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("value", [[], {"a": 1}, "x", True, 10**400, None])
+def test_a_metric_that_is_no_number_is_left_out(value):
+    names = ("loss_nats_per_target", "tokens_per_second", "wall_seconds")
+    status = run_status.Status(5, 0.0, {"step": 5, **dict.fromkeys(names, value)}, 0.0)
+    assert run_status.describe("r", status, 60, price_per_hour=2.0).splitlines() == [
+        "run          r",
+        "step         5, 60 s ago",
+        "checkpoint   5, 60 s ago",
+    ]

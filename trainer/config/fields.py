@@ -2,12 +2,15 @@
 
 import dataclasses
 import difflib
+import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from data.clean import SETS
 from data.errors import UserError
+from model.attention.names import Tokens
+from trainer.reporting.rows import is_number
 
 from .schema import RunConfig, SourceConfig, StageConfig
 
@@ -172,16 +175,68 @@ def check_list(field: str, entries: Any, source: str) -> None:
             )
 
 
-def check_keys(section: Any, cls: type, prefix: str, source: str) -> None:
-    """Requires a mapping with the fields of `cls`; `prefix` begins the names in messages."""
-    valid = field_names(cls)
+def check_mapping(section: Any, cls: type, prefix: str, source: str) -> None:
+    """Requires a mapping in the place of a section; arguments as in `check_keys`."""
     if not isinstance(section, Mapping):
         raise UserError(
-            f"{source}: {prefix[:-1]} expects the fields {', '.join(valid)}, found {section!r}"
+            f"{source}: {prefix[:-1] or 'a recipe'} expects the fields "
+            f"{', '.join(field_names(cls))}, found {section!r}"
         )
+
+
+def check_keys(section: Any, cls: type, prefix: str, source: str) -> None:
+    """Requires a mapping with the fields of `cls`; `prefix` begins the names in messages."""
+    check_mapping(section, cls, prefix, source)
+    valid = field_names(cls)
     for key in section:
         if key not in valid:
             hint = suggestion(str(key), valid, prefix)
             raise UserError(
                 f"{source}: unknown field {prefix}{key}{hint}; valid: {', '.join(valid)}"
             )
+
+
+def check_kinds(recipe: Mapping[str, Any], source: str) -> None:
+    """Refuses a stored recipe whose sections are no mappings or whose numbers or texts are none.
+
+    For what reads single fields of a recipe that any version, or somebody else, has written; fields
+    that this version does not have may have any value.
+
+    Args:
+      source: the recipe's path, for messages.
+
+    Raises:
+      UserError: names the field.
+    """
+    _check_kinds(recipe, RunConfig, "", source)
+
+
+def _check_kinds(section: Any, cls: type, prefix: str, source: str) -> None:
+    check_mapping(section, cls, prefix, source)
+    for field, kind in typing.get_type_hints(cls).items():
+        name, value = f"{prefix}{field}", section.get(field)
+        if value is None or (isinstance(value, str) and name in (*AUTO, "data.clean")):
+            continue
+        if name in SECTIONS:
+            _check_kinds(value, SECTIONS[name], f"{name}.", source)
+        elif name in LISTS:
+            if not isinstance(value, list):
+                raise UserError(f"{source}: {name} expects a list, found {value!r}")
+            for index, entry in enumerate(value):
+                _check_kinds(entry, LISTS[name], f"{name}[{index}].", source)
+        elif needed := _not_a(value, kind):
+            raise UserError(f"{source}: {name}: found {value!r}; {needed} is needed")
+
+
+def _not_a(value: Any, kind: Any) -> str | None:
+    """Returns what is needed where a value is no text, number or boolean, whichever its type says;
+    None for other types."""
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    kinds = set(typing.get_args(kind) if is_union else [kind]) - {type(None)}
+    if kinds == {str}:
+        return None if isinstance(value, str) else "a text"
+    if kinds == {bool}:
+        return None if isinstance(value, bool) else "true or false"
+    if kinds <= {int, float, Tokens}:
+        return None if is_number(value) else "a number"
+    return None

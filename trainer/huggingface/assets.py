@@ -19,6 +19,7 @@ from model.adapter import Quantization
 from model.attention import Mask
 from model.config import TransformerConfig
 from model.rope_config import RopeConfig
+from trainer.config.fields import check_kinds
 from trainer.config.yaml_text import MAX_BYTES, parse
 
 from .folder import SMALL_FILES, tensor_dtypes
@@ -249,6 +250,13 @@ def _recipe(assets: str | Path) -> dict[str, Any]:
 
 
 def read_recipe(path: Path, folder: Path) -> dict[str, Any]:
-    """Returns the run's configuration in a file of a folder; empty where there is none."""
+    """Returns the run's configuration in a file of a folder; empty where there is none.
+
+    Raises:
+      UserError: a section of it is no mapping, or a number or a text is none.
+    """
     recipe = parse(read_text(path, folder, MAX_BYTES), str(path)) if os.path.lexists(path) else None
-    return recipe if isinstance(recipe, dict) else {}
+    if not isinstance(recipe, dict):
+        return {}
+    check_kinds(recipe, str(path))
+    return recipe

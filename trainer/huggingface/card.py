@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import typing
 from collections.abc import Mapping
@@ -11,10 +12,12 @@ from typing import Any
 
 import yaml
 
+from data.errors import first_line
+from data.printable import printable
 from data.within import read_json
 from model.config import TransformerConfig
 from trainer.config.schema import RunConfig
-from trainer.reporting.rows import read_steps
+from trainer.reporting.rows import is_number, read_steps
 from trainer.run.results import evaluated, is_of_checkpoint
 
 from .assets import read_recipe
@@ -56,7 +59,7 @@ def model_card(
         head["base_model"] = hub_base.partition("@")[0]
     sections = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
-        f"# {name}",
+        f"# {_text(name)}",
         "Trained with Longstripe: exact attention over sequences split across devices.",
         _facts(checkpoint, config, run, hub_base or base),
     ]
@@ -67,10 +70,13 @@ def model_card(
     sections += ["## Licence", LICENCE]
     if run:
         changed = _without_defaults(run, RunConfig)
+        recipe = yaml.safe_dump(_without_folders(changed), sort_keys=False)
+        # Longer than any fence within.
+        fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", recipe)), 0)
         sections += [
             "## Recipe",
             "Fields that are not listed have their defaults.",
-            f"```yaml\n{yaml.safe_dump(_without_folders(changed), sort_keys=False)}```",
+            f"{fence}yaml\n{recipe}{fence}",
         ]
     return "\n\n".join(sections) + "\n"
 
@@ -93,6 +99,12 @@ def write_card(checkpoint: Path, config: TransformerConfig, folder: Path, **opti
     (folder / "README.md").write_text(model_card(checkpoint, config, **options), encoding="utf-8")
 
 
+def _text(value: object) -> str:
+    """Returns a value as Markdown's text on one line: a reader of the card sees it as it is."""
+    line = " ".join(printable(str(value)).split())
+    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
+
+
 def _facts(
     checkpoint: Path, config: TransformerConfig, run: dict[str, Any], base: str | None
 ) -> str:
@@ -107,7 +119,7 @@ def _facts(
     facts["Step"] = checkpoint.name
     if attention.get("window"):
         facts["Sliding window in training"] = f"{attention['window']:,} tokens"
-    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    return "\n".join(f"- {name}: {_text(value)}" for name, value in facts.items())
 
 
 def _data_rows(data: dict[str, Any]) -> str:
@@ -119,29 +131,30 @@ def _data_rows(data: dict[str, Any]) -> str:
     rows = ["| source | format | template | weight | records | kept |", "|---|---|---|---|---|---|"]
     for source in sources:
         report = counts.get(source.get("path"), {})
-        rows.append(
-            f"| {_without_folders(source.get('path', ''))} | {source.get('format') or 'sharegpt'} "
-            f"| {source.get('template') or data.get('template') or ''} | "
-            f"{source.get('weight', 1.0)} | {report.get('records', '')} | {report.get('kept', '')} "
-            "|"
+        cells = (
+            _without_folders(source.get("path", "")),
+            source.get("format") or "sharegpt",
+            source.get("template") or data.get("template") or "",
+            source.get("weight", 1.0),
+            report.get("records", ""),
+            report.get("kept", ""),
         )
+        rows.append(f"| {' | '.join(map(_text, cells))} |")
     return "\n".join(rows)
 
 
 def _report(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the newest data report about the recipe's sources, by path of a source."""
     sources = [str(source.get("path")) for source in data.get("sources") or ()]
-    for path in sorted(
-        Path(data.get("prepared") or "prepared").glob("*/report.json"),
-        key=lambda path: -path.stat().st_mtime,
-    ):
+    found = Path(data.get("prepared") or "prepared").glob("*/report.json")
+    for path in sorted(filter(Path.is_file, found), key=lambda path: -path.stat().st_mtime):
         try:
             reports = read_json(path, path.parent)
         except (OSError, ValueError):
             continue
         by_path = {
             str(report["path"]): report
-            for report in reports
+            for report in (reports if isinstance(reports, list) else ())
             if isinstance(report, dict) and "path" in report
         }
         if sources and set(sources) <= set(by_path):
@@ -159,13 +172,13 @@ def _results(checkpoint: Path) -> str:
         for key in rows[-1] if rows else {}:
             # A loss that is not finite is null in the log.
             values = [
-                (row["step"], row[key])
-                for row in rows
-                if "loss" in key and isinstance(row.get(key), int | float)
+                (row["step"], row[key]) for row in rows if "loss" in key and is_number(row.get(key))
             ]
             if values:
                 (first, loss), (last, last_loss) = values[0], values[-1]
-                lines.append(f"- {key}: {loss:.4g} at step {first}, {last_loss:.4g} at step {last}")
+                lines.append(
+                    f"- {_text(key)}: {loss:.4g} at step {first}, {last_loss:.4g} at step {last}"
+                )
     for path in sorted(run.rglob("results.json")):
         try:
             content = read_json(path, run)
@@ -181,18 +194,35 @@ def _results(checkpoint: Path) -> str:
                 file=sys.stderr,
             )
             continue
-        for row in content.get("within_trained_length", ()):
-            lines.append(
-                f"- line retrieval, {row['num_lines']} lines: {row['right']} of {row['cases']} "
-                f"right, 95% interval {row['low']:.2f} to {row['high']:.2f}"
-            )
-        for row in content.get("results", ()) if "evaluation" in content else ():
-            lines.append(
-                f"- {content['evaluation']}, {row['task']}, {row['tokens']:,} tokens: "
-                f"{row['score']:.3f}, 95% interval {row['low']:.2f} to {row['high']:.2f}, "
-                f"{row['cases']} cases"
+        try:
+            lines += _result_lines(content)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            print(
+                f"warning: {path}: holds no results of an evaluation ({type(error).__name__}: "
+                f"{first_line(error)}); the card leaves it out",
+                file=sys.stderr,
             )
     return "\n".join(lines)
+
+
+def _result_lines(content: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each row of an evaluation's results.
+
+    Raises:
+      KeyError, TypeError, ValueError, OverflowError: a row lacks a value, or has another kind.
+    """
+    lines = [
+        f"- line retrieval, {_text(row['num_lines'])} lines: {_text(row['right'])} of "
+        f"{_text(row['cases'])} right, 95% interval {row['low']:.2f} to {row['high']:.2f}"
+        for row in content.get("within_trained_length", ())
+    ]
+    for row in content.get("results", ()) if "evaluation" in content else ():
+        lines.append(
+            f"- {_text(content['evaluation'])}, {_text(row['task'])}, {row['tokens']:,} tokens: "
+            f"{row['score']:.3f}, 95% interval {row['low']:.2f} to {row['high']:.2f}, "
+            f"{_text(row['cases'])} cases"
+        )
+    return lines
 
 
 def _without_defaults(values: Mapping[str, Any], section: type) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,15 @@ def read_rows(path: Path, folder: Path) -> list[dict[str, Any]]:
 
 def read_steps(path: Path, folder: Path) -> list[dict[str, Any]]:
     """Returns those of `read_rows` that are of a step, with its number."""
-    return [row for row in read_rows(path, folder) if is_number(row.get("step"))]
+    return [
+        row
+        for row in read_rows(path, folder)
+        if is_number(row.get("step")) and math.isfinite(row["step"])
+    ]
 
 
 def is_number(value: object) -> bool:
-    """Returns whether a value of JSON is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Returns whether a value of JSON is a number, and within those of a float if it is whole."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, float)

@@ -29,9 +29,16 @@ def is_of_run(about: Mapping[str, Any], run: Path) -> bool:
       run: the run's folder, which may have moved since.
     """
     weights = _weights(about)
-    if not weights or Path(evaluated(about)).expanduser().resolve().is_relative_to(run.resolve()):
+    if not weights or _is_inside(evaluated(about), run):
         return True
     return weights in _fingerprints([path.parent for path in run.rglob(MANIFEST)])
+
+
+def _is_inside(name: str, run: Path) -> bool:
+    try:
+        return Path(name).expanduser().resolve().is_relative_to(run.resolve())
+    except (OSError, ValueError, RuntimeError):  # no path, or of a user that this machine lacks
+        return False
 
 
 def foreign_run(about: Mapping[str, Any], output: Path) -> Path | None:
