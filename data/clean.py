@@ -14,7 +14,14 @@ from typing import Any, Literal, NamedTuple
 from data import shapes
 from data.conversation import Message, Order
 from data.errors import UserError
-from data.fields import FieldMap, first_present, has_value, renamed, unread_of
+from data.fields import (
+    FieldMap,
+    first_present,
+    has_value,
+    is_undesirable,
+    renamed,
+    unread_of,
+)
 from data.reasons import (
     BROKEN_ID,
     COMPANY_NAME,
@@ -24,6 +31,7 @@ from data.reasons import (
     OTHER_LANGUAGE,
     REFUSAL,
     TOOLS_LEFT_OUT,
+    UNDESIRABLE,
     Drop,
 )
 from data.scraped import before_rate_limit, from_html
@@ -146,6 +154,8 @@ class Cleaner:
         written = shapes.names_in_capitals(as_written)
         record = renamed(as_written, {name: known for known, name in written.items()})
         raw = shapes.read_turns(record)
+        if is_undesirable(record):
+            raise Drop(UNDESIRABLE)
         record_id = own_id(record) or raw.id
         if not raw.turns:
             raise Drop(EMPTY_RECORD)

@@ -8,6 +8,8 @@ from data.reasons import NOT_TEXT, Drop
 
 SHOWN_FIELDS = 12  # names of fields in a message
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
+# A record's verdict on its answer, as TRL and others name it.
+LABEL_FIELDS = ("label", "kto_tag")
 # A record's `reasoning` that says whether, not what, or is an unused column's.
 _NO_REASONING = ("", "on", "off", "yes", "no", "true", "false")
 
@@ -24,6 +26,16 @@ def reasoning_of(record: Mapping[str, Any]) -> dict[str, str]:
         for name in REASONING_FIELDS
         if isinstance(record.get(name), str) and record[name].strip().lower() not in _NO_REASONING
     }
+
+
+def is_undesirable(record: Mapping[str, Any]) -> bool:
+    """Returns whether a record's `label` calls its answer bad, as data for KTO do.
+
+    Next to a `completion` a 0 does so too; elsewhere it is rather the number of a class.
+    """
+    labels = [record[name] for name in LABEL_FIELDS if name in record]
+    is_kto = record.get("completion") is not None
+    return any(label is False or (is_kto and label == 0) for label in labels)
 
 
 def first_present(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:

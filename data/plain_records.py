@@ -8,8 +8,8 @@ from jaxtyping import Int32
 
 from data.clean import own_id
 from data.conversation import Text, Tokens
-from data.fields import shown_fields, unread_of
-from data.reasons import Drop
+from data.fields import is_undesirable, shown_fields, unread_of
+from data.reasons import UNDESIRABLE, Drop
 
 EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`, nor `prompt` and `completion`"
@@ -30,6 +30,8 @@ def parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
     ):
         if not fields["completion"].strip():
             raise Drop(EMPTY_TEXT)
+        if is_undesirable(fields):
+            raise Drop(UNDESIRABLE)
         prompt = _unicode(fields["prompt"])
         text, read = prompt + fields["completion"], {"prompt", "completion"}
     if not isinstance(text, str):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from data import trees
 from data.fields import (
+    LABEL_FIELDS,
     REASONING_FIELDS,
     first_present,
     has_value,
@@ -69,6 +70,7 @@ _KNOWN = frozenset(
         *SYSTEM_FIELDS,
         *TOOL_FIELDS,
         *REASONING_FIELDS,
+        *LABEL_FIELDS,
         *(name for pair in PAIRS for name in pair),
         *("history", "loss_mask", "chosen", "answers"),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.clean import Cleaner
-from data.reasons import Drop
+from data.reasons import UNDESIRABLE, Drop
 from data.report import Report
 from data.shapes import (
     PAIRS,
@@ -235,6 +235,51 @@ def test_replies_other_than_the_best_ranked_are_counted():
 def test_another_shape_is_dropped_with_its_fields(record, reason):
     with pytest.raises(Drop, match=reason):
         turns(record)
+
+
+BAD = [
+    {"prompt": "Go?", "completion": "No.", "label": False},
+    {"prompt": "Go?", "completion": "No.", "label": 0},
+    {"Question": "Go?", "Answer": "No.", "Label": False},
+    {
+        "messages": [{"from": "human", "value": "Go?"}, {"from": "gpt", "value": "No."}],
+        "label": False,
+    },
+    {
+        "messages": [{"from": "human", "value": "Go?"}, {"from": "gpt", "value": "No."}],
+        "kto_tag": False,
+    },
+]
+
+
+@pytest.mark.parametrize("record", BAD)
+def test_an_answer_that_is_labelled_bad_is_not_trained_on(record):
+    with pytest.raises(Drop, match="an answer that its `label` calls bad"):
+        turns(record)
+
+
+@pytest.mark.parametrize("label", [True, 1, 2, None, "", "no"])
+def test_other_labels_leave_an_answer(label):
+    assert turns({"prompt": "Go?", "completion": "Yes.", "label": label})
+    # The number of a class.
+    assert turns({"question": "Go?", "answer": "Yes.", "label": 0})
+
+
+def test_bad_answers_are_counted_in_every_format(tmp_path):
+    """One of a labelled pair is left, whatever the source's format."""
+    path = tmp_path / "labelled.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": "Go?", "completion": text, "label": label}) + "\n"
+            for text, label in (("Yes.", True), ("No.", False))
+        )
+    )
+    for format in ("sharegpt", "text"):
+        report = Report()
+        (record,) = read(Source(str(path), format), report)
+        assert "Yes." in str(record) and "No." not in str(record)
+        assert report.dropped == {UNDESIRABLE: 1}
+        assert UNDESIRABLE in report.summary()
 
 
 def test_a_mapping_of_fields_reads_any_shape():
