@@ -13,7 +13,7 @@ ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 MOST_TIMES = 200
 """How many times the size of its file a text may have. gzip packs text some 3 to 30 times, and a
 file made to unpack to gigabytes 1,000 times."""
-_UNLIMITED = 1 << 24  # bytes that any file may unpack to
+UNLIMITED = 1 << 24  # bytes that any file may unpack to
 _BUFFER = 1 << 18
 
 
@@ -55,7 +55,7 @@ class _Bounded(io.RawIOBase):
         block = self._content.read(len(buffer))
         buffer[: len(block)] = block
         self._unpacked += len(block)
-        if self._unpacked > max(_UNLIMITED, MOST_TIMES * self._file.tell()):
+        if self._unpacked > max(UNLIMITED, MOST_TIMES * self._file.tell()):
             raise UserError(
                 f"{self._name}: unpacks to more than {MOST_TIMES} times its size; text that does "
                 "so would work unpacked"

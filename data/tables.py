@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from data import paths
+from data.compression import MOST_TIMES, UNLIMITED
 from data.errors import UserError, first_line
 from data.paths import File
 from data.printable import printable
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".csv", ".tsv")
 _ROWS = 256  # in memory at a time
+# Bytes of the rows in memory at a time, where a dictionary's largest value may stand in each.
+_BYTES = 1 << 31
 _IN_FILE_FORMAT = (
     b"ARROW1"  # which Arrow's format for files begins with, and that for streams does not
 )
@@ -35,16 +38,31 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
     UTF-8, are left out of their rows, with a note in the report for each column that has some.
 
     Raises:
-      UserError: the file is damaged, or of another kind than its name says.
+      UserError: the file is damaged, of another kind than its name says, or holds out of proportion
+        to its size: a dictionary's value is in the file once, for any number of rows.
     """
     if file.suffix in (".csv", ".tsv"):
         yield from _read_csv(file)
         return
     kind = "Parquet" if file.suffix == ".parquet" else "Arrow"
     unreadable: Counter[str] = Counter()
+    unpacked, most = 0, max(UNLIMITED, MOST_TIMES * file.size())
+    out_of_proportion = UserError(
+        f"{file}: unpacks to more than {MOST_TIMES} times its size; JSON lines of the same would "
+        "work"
+    )
     try:
         with file.open() as opened:
-            for batch in _parquet_batches(opened) if kind == "Parquet" else _arrow_batches(opened):
+            if kind == "Parquet":
+                largest, batches = _parquet_batches(opened)
+                if largest > most:
+                    raise out_of_proportion
+            else:
+                batches = _arrow_batches(opened)
+            for batch in batches:
+                unpacked += sum(map(_size, batch.columns))
+                if unpacked > most:
+                    raise out_of_proportion
                 yield from _rows(batch, unreadable)
     except UserError:
         raise
@@ -60,10 +78,29 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
         ]
 
 
-def _parquet_batches(opened: BinaryIO) -> "Iterator[pyarrow.RecordBatch]":
+def _parquet_batches(opened: BinaryIO) -> "tuple[int, Iterator[pyarrow.RecordBatch]]":
+    """Returns the bytes of the largest group of rows as it is stored before it is compressed, and
+    the batches."""
     from pyarrow import parquet
 
-    return parquet.ParquetFile(opened).iter_batches(batch_size=_ROWS)
+    file = parquet.ParquetFile(opened)
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    largest = max((group.total_byte_size for group in groups), default=0)
+    return largest, file.iter_batches(batch_size=min(_ROWS, max(1, _BYTES // max(1, largest))))
+
+
+def _size(column: "pyarrow.Array") -> int:
+    """Returns a column's bytes, with those of a dictionary's texts as often as they occur."""
+    import pyarrow
+    from pyarrow import compute
+
+    if not pyarrow.types.is_dictionary(column.type):
+        return column.nbytes
+    try:
+        lengths = compute.binary_length(column.dictionary)
+    except pyarrow.ArrowNotImplementedError:  # no texts
+        return column.indices.nbytes
+    return compute.sum(lengths.take(column.indices)).as_py() or 0
 
 
 def _arrow_batches(opened: BinaryIO) -> "Iterator[pyarrow.RecordBatch]":

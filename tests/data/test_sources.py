@@ -1,6 +1,7 @@
 """Reading sources: every record of a malformed dump is counted, and each unusable file gives an
 error of one line."""
 
+import collections
 import datetime
 import decimal
 import gzip
@@ -15,9 +16,11 @@ from pyarrow import ipc, parquet
 
 from data.clean import SETS, CleanConfig
 from data.errors import UserError
+from data.paths import File
 from data.prepare import prepare
-from data.report import DroppedRecord, Report
+from data.report import DroppedRecord, Report, SourceReport
 from data.sources import Source, read
+from data.tables import read_table
 from data.tokenizer import Tokenizer
 
 
@@ -744,3 +747,48 @@ def test_a_saved_data_set_is_read_without_its_caches_and_warns_of_its_test_split
     records = list(read(source, Report()))
     assert [record.messages[0].content for record in records] == ["2?", "0?"]
     assert source.other_splits() == ["test/data-00000-of-00001.arrow"]
+
+
+def _one_text_in_many_rows(texts, rows):
+    values = pyarrow.array(["a" * (1 << 20)] * texts)
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), values)
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("a.parquet", _one_text_in_many_rows(1, 20_000)),
+        ("a.arrow", _one_text_in_many_rows(1, 20_000)),
+        ("a.parquet", pyarrow.array([[0] * 8_000_000], pyarrow.list_(pyarrow.int32()))),
+        ("a.parquet", pyarrow.array(["a" * (1 << 25)])),
+        ("a.parquet", pyarrow.nulls(8_000_000, pyarrow.string())),
+        ("a.arrow", pyarrow.array(["a" * (1 << 25)])),
+    ],
+    ids=["dictionary", "dictionary of Arrow", "list", "text", "rows without values", "packed"],
+)
+def test_a_table_out_of_proportion_to_its_file_is_refused(tmp_path, name, column):
+    """A few hundred bytes may stand for terabytes; 256 rows at most are read before."""
+    path, table = tmp_path / name, pyarrow.table({"text": column})
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path, compression="zstd")
+    else:
+        options = ipc.IpcWriteOptions(compression="zstd")
+        with ipc.new_file(path, table.schema, options=options) as file:
+            file.write_table(table)
+    with pytest.raises(UserError, match=f"{name}: unpacks to more than 200 times its size"):
+        collections.deque(read_table(File(str(path)), SourceReport(str(path))), maxlen=0)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_dictionary_in_proportion_is_read(tmp_path, name):
+    path, rows = tmp_path / name, 3000
+    texts = [np.random.default_rng(number).bytes(200).hex() for number in range(5)]
+    indices = pyarrow.array([number % 5 for number in range(rows)], pyarrow.int32())
+    table = pyarrow.table({"text": pyarrow.DictionaryArray.from_arrays(indices, texts)})
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path)
+    else:
+        with ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    read = [row["text"] for row in read_table(File(str(path)), SourceReport(str(path)))]
+    assert read == [texts[number % 5] for number in range(rows)]
