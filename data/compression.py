@@ -13,8 +13,13 @@ ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 MOST_TIMES = 200
 """How many times the size of its file a text may have. gzip packs text some 3 to 30 times, and a
 file made to unpack to gigabytes 1,000 times."""
-UNLIMITED = 1 << 24  # bytes that any file may unpack to
+_UNLIMITED = 1 << 24  # bytes that any file may unpack to
 _BUFFER = 1 << 18
+
+
+def most_unpacked(size: int) -> int:
+    """Returns the bytes that a file of `size` bytes may unpack to."""
+    return max(_UNLIMITED, MOST_TIMES * size)
 
 
 def decompressed(file: BinaryIO, ending: str, name: str) -> BinaryIO:
@@ -55,7 +60,7 @@ class _Bounded(io.RawIOBase):
         block = self._content.read(len(buffer))
         buffer[: len(block)] = block
         self._unpacked += len(block)
-        if self._unpacked > max(UNLIMITED, MOST_TIMES * self._file.tell()):
+        if self._unpacked > most_unpacked(self._file.tell()):
             raise UserError(
                 f"{self._name}: unpacks to more than {MOST_TIMES} times its size; text that does "
                 "so would work unpacked"

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from data import paths
-from data.compression import MOST_TIMES, UNLIMITED
+from data.compression import MOST_TIMES, most_unpacked
 from data.errors import UserError, first_line
 from data.paths import File
 from data.printable import printable
@@ -46,7 +46,7 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
         return
     kind = "Parquet" if file.suffix == ".parquet" else "Arrow"
     unreadable: Counter[str] = Counter()
-    unpacked, most = 0, max(UNLIMITED, MOST_TIMES * file.size())
+    unpacked, most = 0, most_unpacked(file.size())
     out_of_proportion = UserError(
         f"{file}: unpacks to more than {MOST_TIMES} times its size; JSON lines of the same would "
         "work"

@@ -14,6 +14,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from data.compression import MOST_TIMES, most_unpacked
 from data.download import download_file
 from data.errors import UserError
 from data.folders import exclusive, named_errors, sync, sync_tree
@@ -98,9 +99,13 @@ def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int
         try:
             with zipfile.ZipFile(archive) as opened:
                 members = _episodes(archive, opened)
-                _check_room(
-                    archive, folder.parent, sum(member.file_size for member in members.values())
-                )
+                needed = sum(member.file_size for member in members.values())
+                if needed > most_unpacked(archive.stat().st_size):
+                    raise UserError(
+                        f"{archive}: unpacks to more than {MOST_TIMES} times its size, which no "
+                        "episodes do; nothing was unpacked"
+                    )
+                _check_room(archive, folder.parent, needed)
                 for name, member in members.items():
                     _unpack_member(archive, opened, member, inner / "buffer" / name)
         except zipfile.BadZipFile as error:

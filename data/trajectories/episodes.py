@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Float64
 
+from data.compression import MOST_TIMES, most_unpacked
 from data.errors import UserError
 from data.within import check_within
 
@@ -56,6 +57,13 @@ def read_episode(path: Path, task: Task) -> Episode:
     """
     try:
         with np.load(path, allow_pickle=False) as stored:
+            # Of what unpacks to more than memory holds, nothing is read.
+            unpacked = sum(member.file_size for member in stored.zip.infolist())
+            if unpacked > most_unpacked(path.stat().st_size):
+                raise UserError(
+                    f"{path}: unpacks to more than {MOST_TIMES} times its size; an episode's own "
+                    "arrays would work"
+                )
             arrays = {name: np.asarray(stored[name]) for name in Episode._fields}
     except KeyError as missing:
         raise UserError(

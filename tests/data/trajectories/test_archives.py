@@ -134,6 +134,13 @@ def test_too_little_room_is_known_before(tmp_path, monkeypatch):
         unpacked(tmp_path, archive_of(episodes_of(2)))
 
 
+def test_an_archive_out_of_proportion_is_not_unpacked(tmp_path):
+    content = archive_of([("x/buffer/a_0_20.npz", bytes(1 << 25))], zipfile.ZIP_DEFLATED)
+    with pytest.raises(UserError, match="unpacks to more than 200 times its size"):
+        unpacked(tmp_path, content)
+    assert not (tmp_path / "cartpole" / "proto").exists()
+
+
 def test_what_an_interrupted_unpacking_left_is_no_data(tmp_path):
     left = tmp_path / "cartpole" / "proto.unpacking" / "whole" / "buffer"
     left.mkdir(parents=True)

@@ -94,3 +94,10 @@ def test_episodes_are_found_below_the_data_and_in_a_buffer(tmp_path):
     )
     with pytest.raises(UserError, match="found no episodes; needs cartpole/ALGORITHM/buffer"):
         episode_files(tmp_path / "cartpole", TASK)
+
+
+def test_an_episode_out_of_proportion_is_not_read(tmp_path):
+    path = tmp_path / "a_0_20.npz"
+    np.savez_compressed(path, observation=np.zeros(1 << 23, np.float32))
+    with pytest.raises(UserError, match="unpacks to more than 200 times its size"):
+        read_episode(path, TASK)
