@@ -154,7 +154,11 @@ def _first_failure(statuses: Sequence[int | None]) -> Failure | None:
 
 @contextlib.contextmanager
 def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Forwards SIGINT, SIGTERM and SIGHUP to the processes; yields the received signals."""
+    """Forwards SIGINT, SIGTERM and SIGHUP to the processes; yields the received signals.
+
+    Not those that this process was started to ignore, as nohup makes it ignore SIGHUP: then the
+    processes, which inherit that, ignore them too.
+    """
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -165,6 +169,7 @@ def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]
     handlers = {
         number: signal.signal(number, forward)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
         yield received
@@ -246,6 +251,9 @@ def _run_once(count: int, flags: Sequence[str]) -> tuple[int, list[int]]:
     processes: list[subprocess.Popen] = []
     with forwarding_signals(processes) as received:
         processes += start(count, flags)
+        for number in received:  # before there was a process to forward it to
+            for process in processes:
+                process.send_signal(number)
         status = wait(processes, received)
     for thread in threading.enumerate():
         if thread.name == _forward_stderr.__name__:

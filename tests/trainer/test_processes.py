@@ -3,6 +3,7 @@ the next start goes on."""
 
 import itertools
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -495,7 +496,7 @@ def launched(tmp_path, repository):
     """Gives a launcher of three stand-ins, all under way."""
     (tmp_path / "train.py").write_text(STAND_IN)
 
-    def launch(how):
+    def launch(how, hangup=signal.SIG_DFL):
         started = tmp_path / how
         process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, str(tmp_path / "train.py"), str(started), how],
@@ -503,6 +504,7 @@ def launched(tmp_path, repository):
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
         )
         wait_for(lambda: len(list(tmp_path.glob(f"{how}.*"))) == 3 or process.poll(), [])
         return process
@@ -516,6 +518,29 @@ def test_the_launchers_ctrl_c_comes_to_each_once_and_they_end_in_order(launched)
     said = launcher.communicate(timeout=60)[1].splitlines()
     assert launcher.returncode == 130
     assert sorted(said) == ["said by 0", "said by 1", "said by 2", "stopped (Ctrl-C): saved step 3"]
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_closed_terminal_ends_all_processes_unless_nohup_started_them(launched, nohup):
+    launcher = launched("nothing", signal.SIG_IGN if nohup else signal.SIG_DFL)
+    launcher.send_signal(signal.SIGHUP)
+    if nohup:
+        time.sleep(0.3)
+        for process in children(launcher.pid):
+            os.kill(process, signal.SIGHUP)
+        time.sleep(0.3)
+        assert launcher.poll() is None and len(children(launcher.pid)) == 3
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 128 + signal.SIGTERM
+    else:
+        assert launcher.wait(60) == 128 + signal.SIGHUP
+
+
+def children(process):
+    """Returns the ids of a process's children."""
+    return list(
+        map(int, pathlib.Path(f"/proc/{process}/task/{process}/children").read_text().split())
+    )
 
 
 @pytest.mark.parametrize("whose", ["all", "2"])
