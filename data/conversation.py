@@ -35,6 +35,9 @@ class Message:
     """An assistant's reasoning, if a record keeps it apart; `reasoning_content` in templates."""
     reasoning_field: str = "reasoning_content"
     """The field of the record that the reasoning was in; some templates read `reasoning` alone."""
+    fields: tuple[str, ...] = field(default=(), compare=False)
+    """The names of the turn's fields in the order of its record, if they are OpenAI's: a template
+    that writes a whole turn as JSON writes them so."""
 
     def __post_init__(self):
         if self.role not in ROLES:

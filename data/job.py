@@ -27,7 +27,7 @@ from data.templates.sandbox import compile_template
 from data.tokenizer import Tokenizer
 
 # To be changed with every change to the documents, so that existing folders are not reused.
-RULES = "prepare-10"
+RULES = "prepare-11"
 WORTH_PROCESSES = (
     1 << 23
 )  # bytes of a source from which on several processes, which take seconds to start, encode it

@@ -86,6 +86,7 @@ _NOT_IN_LOSS = ("mask", "masked")  # flags that say: not trained on
 _FLAGS = frozenset((*_IN_LOSS, *_NOT_IN_LOSS))
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _TEXT_PARTS, _THOUGHT_PARTS = (None, "text", "input_text", "output_text"), ("thinking", "reasoning")
+_WRITTEN = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
 _USUAL_FIELDS = 2  # a role and a text
 
 
@@ -209,7 +210,17 @@ def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
         name,
         reasoning=reasoning,
         reasoning_field=(reasoning_fields or REASONING_FIELDS)[0],
+        fields=_written_fields(turn, reasoning_fields),
     )
+
+
+def _written_fields(turn: dict, reasoning_fields: list[str]) -> tuple[str, ...]:
+    """Returns the names of a turn's fields that templates are given, in order; none where they are
+    a role and a content in this order, or have names that no template reads."""
+    names = tuple(turn)
+    if names == ("role", "content") or not {"role", "content"} <= turn.keys():
+        return ()
+    return tuple(name for name in names if name in _WRITTEN or name in reasoning_fields)
 
 
 def _calls(turn: dict, findings: Findings) -> tuple[tuple[dict[str, Any], ...], str | None]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from data.conversation import Message
 from data.errors import UserError
+from data.fields import REASONING_FIELDS
 from data.templates.errors import TemplateError
 from data.templates.sandbox import STEPS, STEPS_PER_VALUE, compile_template, variables_of
 
@@ -15,6 +16,8 @@ from data.templates.sandbox import STEPS, STEPS_PER_VALUE, compile_template, var
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"}
 )
+# The order of a turn's fields where its record has another form.
+_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name")
 # Turns of a conversation whose roles are remembered; longer ones are rarely alike.
 MOST_ALIKE = 64
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -234,18 +237,21 @@ def _fields(message: Message, turn: int, sources: list) -> dict[str, Any]:
     """Returns the fields of a turn as transformers gives them to a template, tracked."""
     from data.templates.tracked import track
 
+    given = message.fields or ("role", "content", message.reasoning_field)
     fields: dict[str, Any] = {
         "role": message.role,
         "content": track(message.content, turn, "content", sources),
     }
     if message.reasoning is not None:
         reasoning = track(message.reasoning, turn, "reasoning", sources)
-        fields.update(thinking=reasoning, reasoning_content=reasoning)
-        fields[message.reasoning_field] = reasoning
+        names = {"thinking", "reasoning_content", *given} & {*REASONING_FIELDS}
+        fields.update(dict.fromkeys(names, reasoning))
     if message.tool_calls:
         fields["tool_calls"] = track(message.tool_calls, turn, "tool_calls", sources)
     for name in ("tool_call_id", "name"):
         text = getattr(message, name)
         if text is not None:
             fields[name] = track(text, turn, name, sources)
-    return fields
+    # The names that transformers adds stand at the two ends.
+    order = ("thinking", *given, *_FIELDS, "reasoning_content")
+    return {name: fields[name] for name in order if name in fields}

@@ -327,6 +327,42 @@ def test_reasoning_has_the_names_that_transformers_gives_it(pair, name, text):
         assert ids_and_mask(segments)[0] == expected, read
 
 
+DUMPS = [
+    "{% for m in messages %}{{ m | tojson }}{% endfor %}",
+    "{% for m in messages %}{% for k, v in m.items() %}{{ k }}={{ v | tojson }} {% endfor %}{% endfor %}",
+    "{{ messages | tojson(indent=2) }}",
+]
+CALL = [_call("weather", city="Ulm")]
+WRITTEN_WHOLE = [
+    _answer("Four."),
+    {"content": "Four.", "role": "assistant"},
+    *(
+        _answer("Four.", **{name: "Easy."})
+        for name in ("reasoning_content", "thinking", "reasoning")
+    ),
+    {"reasoning": "Easy.", "content": "Four.", "role": "assistant"},
+    {"reasoning_content": "Easy.", "role": "assistant", "content": "Four."},
+    _answer("Four.", reasoning="Easy.", thinking="Easy."),
+    _answer("", tool_calls=CALL, reasoning="Easy."),
+    _answer("", thinking="Easy.", tool_calls=CALL),
+]
+
+
+@pytest.mark.parametrize("template", DUMPS)
+@pytest.mark.parametrize("turn", WRITTEN_WHOLE, ids=str)
+def test_a_turn_that_is_written_whole_has_its_fields_in_transformers_order(pair, template, turn):
+    tokenizer, theirs = pair
+    turns = [FIRST, turn]
+    ours = copy.copy(tokenizer)
+    ours.chat_template = template
+    expected = theirs.apply_chat_template(
+        copy.deepcopy(turns), chat_template=template, return_dict=False
+    )
+    messages = Cleaner().clean({"messages": turns}).messages
+    ids = ids_and_mask(encode_conversation(messages, "tokenizer", ours).segments)[0]
+    assert ids == expected, (ours.decode(ids, False), theirs.decode(expected))
+
+
 VARIABLES = {
     "enable_thinking": False,
     "reasoning_effort": "low",
