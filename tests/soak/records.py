@@ -105,6 +105,8 @@ EXTRAS = (
     "name",
     "tool_call_id",
     "loss_mask",
+    "label",
+    "kto_tag",
     "source",
     "score",
     "nested",
