@@ -261,7 +261,7 @@ class PreferenceObjective(TextObjective):
         """Returns the log-likelihoods of a split's N pairs under the reference."""
         unweighted = copy.copy(documents)
         unweighted.source_weights = np.ones_like(documents.source_weights)
-        data = self.config.data
+        data, ref = self.config.data, self.config.preference.ref_model
         loader = self._pair_loader(unweighted, seed=0)
         name = f"{documents.folder.name}-{documents.name}-{self._reference_fingerprint()}.f32"
         return reference_log_likelihoods(
@@ -270,6 +270,7 @@ class PreferenceObjective(TextObjective):
             load,
             local_folder(data.prepared) / "references" / name,
             self.config.logging.console and sys.stderr.isatty(),
+            f"preference.ref_model: {ref}" if ref else f"model.path: {self.config.model.path}",
         )
 
     def _log_likelihoods(self, places: int) -> LogLikelihoods:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Float32
 
+from data.errors import UserError
 from data.pairs import PairBatch, PairLoader
 from data.progress import ProgressBar
 from data.within import read_bytes
@@ -40,6 +41,7 @@ def reference_log_likelihoods(
     compute: Callable[[], LogLikelihoods],
     path: Path,
     progress: bool,
+    name: str,
 ) -> Float32[np.ndarray, "documents 2"]:
     """Returns the log-likelihoods of all pairs of a loader, from the file `path` as far as it has
     them.
@@ -52,6 +54,10 @@ def reference_log_likelihoods(
       compute: loads the model; not called where nothing is to be computed.
       path: the file, whose name changes with the data, the model and how it computes.
       progress: shows a progress bar.
+      name: the reference's, for messages.
+
+    Raises:
+      UserError: a log-likelihood is not finite, of which all losses of the pair would not be.
     """
     count, steps = len(loader.documents), -(-len(loader) // loader.batch_size)
     values = first_then_others(lambda _: _stored(path, count), lambda _: "")
@@ -75,6 +81,12 @@ def reference_log_likelihoods(
             computed = log_likelihoods(read(step)).reshape(loader.batch_size, -1, 2)
             for pairs, places in zip(numbers[step], computed, strict=True):
                 values[pairs] = places[: len(pairs)]
+                if not np.isfinite(values[pairs]).all():
+                    raise UserError(
+                        f"{name}: gives a completion a log-likelihood that is not finite, so that "
+                        "it cannot be the reference; another model, or model.compute_dtype "
+                        "float32, would work"
+                    )
             bar.advance()
             if first and time.monotonic() - saved > SAVE_EVERY:
                 _write(path, values)

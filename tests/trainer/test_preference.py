@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 
 from data.errors import UserError
 from data.templates import jinja_template
@@ -339,6 +340,19 @@ def test_the_reference_is_computed_once_and_goes_on_where_it_was(
     _, measures, _ = loss_and_gradient(objective, objective.read_params(), batch)
     # Beside its own, the model's rewards would be rounding, some 6e-6.
     assert abs(measures["rewards/margins"]) > 1e-4, "the model is not its own reference"
+
+
+def test_a_reference_whose_numbers_overflow_is_named_and_nothing_is_kept(folder, models, tmp_path):
+    """Its weights are finite; every loss of its pairs would not be."""
+    other = shutil.copytree(models[0], tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 3e38)
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    config = make_config(folder, models[0], loss="sigmoid", ref_model=str(other))
+    data = dataclasses.replace(config.data, prepared=str(tmp_path))
+    with pytest.raises(UserError, match=r"preference\.ref_model: .* that is not finite"):
+        open_objective(dataclasses.replace(config, data=data))
+    assert not (tmp_path / "references").exists()
 
 
 def test_a_reference_with_another_tokenizer_is_named(folder, models, tmp_path):

@@ -13,8 +13,14 @@ LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)
 MOST = 2**31 - 1
 SEEDS = 2**32 - 1
-# Decays: a step adds 1 minus them, which must not be 0.
-BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.average_decay")
+# A step adds 1 minus a decay, and divides by 1 minus a share: neither may be 0.
+BELOW = {
+    "optimizer.beta1": 1.0,
+    "optimizer.beta2": 1.0,
+    "optimizer.average_decay": 1.0,
+    "adapter.dropout": 1.0,
+    "preference.label_smoothing": 0.5,
+}
 
 
 def refusal(config: Any) -> str | None:
@@ -39,8 +45,8 @@ def _float_needs(field: str, number: float) -> str | None:
             f"0, or a number of at least {SMALLEST:.6g}: in float32 this one is 0, or loses its "
             "digits"
         )
-    if field in BELOW_ONE and np.float32(number) == 1:
-        return "a number below 1 in float32, such as 0.9999"
+    if np.float32(number) == (limit := BELOW.get(field)):
+        return f"a number below {limit:g} in float32, such as {limit - 1e-4:g}"
     return None
 
 

@@ -49,6 +49,11 @@ class PreferenceConfig:
     def __post_init__(self) -> None:
         if not self.beta > 0:
             raise ValueError(f"preference.beta: found {self.beta}, needs a number above 0")
+        if self.loss == "ipo" and self.beta < 1e-19:
+            raise ValueError(
+                f"preference.beta: found {self.beta}, needs at least 1e-19 with preference.loss "
+                "ipo: the square of 1 / (2 beta) is a float32"
+            )
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(
                 f"preference.label_smoothing: found {self.label_smoothing}, needs 0 to below 0.5"

@@ -48,6 +48,18 @@ NUMERIC = {
             "optimizer.clip_norm: found inf, needs a number of at most 3.40282e+38",
         ),
         (
+            "--preference.loss robust --preference.label_smoothing 0.49999999999",
+            "preference.label_smoothing: found 0.49999999999, needs a number below 0.5 in float32",
+        ),
+        (
+            "--adapter.rank 4 --adapter.targets [q_proj] --adapter.dropout 0.99999999999",
+            "adapter.dropout: found 0.99999999999, needs a number below 1 in float32",
+        ),
+        (
+            "--preference.loss ipo --preference.beta 1e-30",
+            "preference.beta: found 1e-30, needs at least 1e-19 with preference.loss ipo",
+        ),
+        (
             "--train.steps 3000000000",
             "train.steps: found 3000000000, needs a whole number of at most 2,147,483,647",
         ),
