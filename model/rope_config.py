@@ -121,10 +121,17 @@ class RopeConfig:
             # `rope_parameters` of rule default beside a scaling `rope_scaling` is a contradiction,
             # too: one is wrong, and a model fine-tuned under the wrong one is spoilt without a
             # sound.
+            said = [
+                dataclasses.asdict(spellings[key]) for key in ("rope_parameters", "rope_scaling")
+            ]
+            differing = [
+                f"{name} {said[0][name]!r:.80} and {said[1][name]!r:.80}"
+                for name in said[0]
+                if said[0][name] != said[1][name]
+            ]
             raise ValueError(
                 "rope_parameters and rope_scaling contradict each other: "
-                f"{spellings['rope_parameters']} and {spellings['rope_scaling']}; remove the wrong "
-                "one"
+                f"{', '.join(differing)}; remove the wrong one"
             )
         if spellings:
             return next(iter(spellings.values()))

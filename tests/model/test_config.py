@@ -162,7 +162,10 @@ def test_both_spellings_of_rope():
         ),
         ({"rope_parameters": {"rope_type": "spiral"}}, ["rope_parameters", "spiral", "default"]),
         ({"rope_scaling": {**LLAMA3, "factor": None}}, ["factor", "missing"]),
-        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, ["contradict"]),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
+            ["contradict", "rule 'default' and 'llama3'"],
+        ),
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}},
             ["rope_theta", "10000.0", "20000.0"],
