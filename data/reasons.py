@@ -19,9 +19,7 @@ BROKEN_ID = "an `id` with broken characters"
 BAD_TURN = "a turn without role or text"
 BAD_PART = "a content part that is not text: "
 BAD_HISTORY = "`history` is not a list of pairs"
-UNDESIRABLE = (
-    "an answer that its `label` calls bad; format: preference with the loss kto learns from it"
-)
+UNDESIRABLE = "an answer that its `label` calls bad (the format preference, with kto, is for these)"
 BAD_LOSS_MASK = "`loss_mask` does not match the turns"
 TREE_MESSAGE = "one message of a tree, without a usable id"
 MESSAGE_TWICE = "one message of a tree, with the id of another"
