@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import io
 import os
@@ -40,6 +41,7 @@ from typing import Any, NamedTuple, cast
 
 from data.folders import scratch_folder
 from data.printable import printable_output
+from trainer.options import add_options, option
 
 from .restarts import CANNOT_PASS, LIMIT, PREEMPTED, STOPPED, TRANSIENT, Restarts
 from .tpu import workers as remote
@@ -350,6 +352,59 @@ class Launcher:
             sleep(decision.pause)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The launcher's options."""
+
+    verb: str = option(", ".join(VERBS), positional=True, metavar="VERB")
+    name: str = option("of the slices", positional=True, metavar="NAME")
+    zone: str | None = option("such as us-east5-a", None, metavar="Z")
+    project: str | None = option("if not gcloud's default", None, metavar="P")
+    api: str | None = option(
+        "the API of the slices; also implied by --machine-type and --type",
+        None,
+        choices=("queued", "compute"),
+    )
+    machine_type: str = option("Compute Engine's, such as ct6e-standard-4t", "", metavar="T")
+    topology: str = option(
+        "of the slice's chips, such as 4x4; without it one host", "", metavar="T"
+    )
+    type: str = option("the Cloud TPU API's accelerator type, such as v5p-128", "", metavar="T")
+    version: str = option("its runtime version, such as v2-alpha-tpuv5", "", metavar="V")
+    slices: int = option(
+        "number of slices; train.py's mesh.dcn names the axes that cross them", 1, metavar="N"
+    )
+    spot: bool = option("cheaper capacity that may be preempted")
+    flex_start: str = option("capacity for up to this time, such as 4h", "", metavar="TIME")
+    reservation: str = option("the name of your reservation", "", metavar="R")
+    create_options: str = option(
+        "more gcloud options for the creation, such as '--network=n --service-account=a "
+        "--labels=team=x --internal-ips'",
+        "",
+        metavar="'...'",
+    )
+    ssh_options: str = option(
+        "more gcloud options for ssh and scp, such as --tunnel-through-iap or --internal-ip",
+        "",
+        metavar="'...'",
+    )
+    env: list[str] = option(
+        "a variable for the workers; without VALUE its local value: --env HF_TOKEN. It is sent in "
+        "a file that only you can read",
+        [],
+        metavar="NAME[=VALUE]",
+    )
+    worker: str | None = option(
+        "where COMMAND runs, instead of the default above", None, metavar="all|N"
+    )
+    setup: str = option("run on every worker before the installation", "", metavar="COMMAND")
+    poll: float = option("between checks of the slices", 30, metavar="SECONDS")
+    restarts: int = option(
+        "consecutive starts without a new checkpoint after which `run` gives up", LIMIT, metavar="N"
+    )
+    price_per_hour: float | None = option("of all slices together, for `status`", None, metavar="P")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/launch_tpu.sh",
@@ -358,103 +413,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s VERB NAME --zone Z [option ...] [-- COMMAND]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("verb", metavar="VERB", help=", ".join(VERBS))
-    parser.add_argument("name", metavar="NAME", help="of the slices")
-    parser.add_argument("--zone", metavar="Z", help="such as us-east5-a")
-    parser.add_argument("--project", metavar="P", help="if not gcloud's default")
-    parser.add_argument(
-        "--api",
-        choices=("queued", "compute"),
-        help="the API of the slices; also implied by --machine-type and --type",
-    )
-    parser.add_argument(
-        "--machine-type", default="", metavar="T", help="Compute Engine's, such as ct6e-standard-4t"
-    )
-    parser.add_argument(
-        "--topology",
-        default="",
-        metavar="T",
-        help="of the slice's chips, such as 4x4; without it one host",
-    )
-    parser.add_argument(
-        "--type",
-        default="",
-        metavar="T",
-        help="the Cloud TPU API's accelerator type, such as v5p-128",
-    )
-    parser.add_argument(
-        "--version", default="", metavar="V", help="its runtime version, such as v2-alpha-tpuv5"
-    )
-    parser.add_argument(
-        "--slices",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of slices; train.py's mesh.dcn names the axes that cross them",
-    )
-    parser.add_argument(
-        "--spot", action="store_true", help="cheaper capacity that may be preempted"
-    )
-    parser.add_argument(
-        "--flex-start",
-        default="",
-        metavar="TIME",
-        help="capacity for up to this time, such as 4h",
-    )
-    parser.add_argument(
-        "--reservation", default="", metavar="R", help="the name of your reservation"
-    )
-    parser.add_argument(
-        "--create-options",
-        default="",
-        metavar="'...'",
-        help=(
-            "more gcloud options for the creation, such as '--network=n --service-account=a "
-            "--labels=team=x --internal-ips'"
-        ),
-    )
-    parser.add_argument(
-        "--ssh-options",
-        default="",
-        metavar="'...'",
-        help="more gcloud options for ssh and scp, such as --tunnel-through-iap or --internal-ip",
-    )
-    parser.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help=(
-            "a variable for the workers; without VALUE its local value: --env HF_TOKEN. It is "
-            "sent in a file that only you can read"
-        ),
-    )
-    parser.add_argument(
-        "--worker", metavar="all|N", help="where COMMAND runs, instead of the default above"
-    )
-    parser.add_argument(
-        "--setup",
-        default="",
-        metavar="COMMAND",
-        help="run on every worker before the installation",
-    )
-    parser.add_argument(
-        "--poll",
-        type=float,
-        default=30,
-        metavar="SECONDS",
-        help="between checks of the slices (30)",
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=LIMIT,
-        metavar="N",
-        help=f"consecutive starts without a new checkpoint after which `run` gives up ({LIMIT})",
-    )
-    parser.add_argument(
-        "--price-per-hour", type=float, metavar="P", help="of all slices together, for `status`"
-    )
+    add_options(parser, Options)
     return parser
 
 

@@ -29,6 +29,7 @@ from jaxtyping import Float, Int
 from data import printable
 from data.outputs import PICTURE, PICTURE_METADATA, output_files
 from trainer import entry
+from trainer.options import StorePath, Tokens, add_options, option
 
 BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
 
@@ -100,6 +101,38 @@ class Measurement(NamedTuple):
     """What was measured: split, batches, lengths, data."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    config: str = option("the recipe; its fields may follow as flags", metavar="RECIPE.yaml")
+    checkpoint: tuple[StorePath, ...] = option(
+        "checkpoints, runs or Hugging Face models with the same tokenizer; each is a curve",
+        metavar="DIR_OR_HF",
+    )
+    output: Path = option("folder for the table and the plot", metavar="DIR")
+    split: str | None = option(
+        "documents to measure (default: held_out if the recipe has one and --skip is not given, "
+        "otherwise train)",
+        None,
+        choices=("train", "held_out"),
+    )
+    skip: int = option(
+        "number of batches at the beginning of the split's first epoch to leave out, since the "
+        "model was trained on them",
+        0,
+    )
+    batches: int = option("number of batches to measure, at most the rest of the epoch", 8)
+    without_earlier: tuple[Tokens, ...] = option(
+        "also measure with documents cut into pieces of W tokens, a curve for each W",
+        (),
+        metavar="W",
+    )
+    stage: int | None = option(
+        "for a recipe with stages, the stage of the rows, from 1 (default: last)", None
+    )
+
+
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options of the command line, and the flags that are fields of the recipe."""
     parser = entry.CommandParser(
@@ -107,59 +140,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="RECIPE.yaml",
-        help="the recipe; its fields may follow as flags",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        type=entry.store_path,
-        nargs="+",
-        metavar="DIR_OR_HF",
-        help="checkpoints, runs or Hugging Face models with the same tokenizer; each is a curve",
-    )
-    parser.add_argument(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="folder for the table and the plot",
-    )
-    parser.add_argument(
-        "--split",
-        choices=["train", "held_out"],
-        help="documents to measure (default: held_out if the "
-        "recipe has one and --skip is not given, otherwise train)",
-    )
-    parser.add_argument(
-        "--skip",
-        type=int,
-        default=0,
-        help="number of batches at the beginning of the split's first epoch to "
-        "leave out, since the model was trained on them (default 0)",
-    )
-    parser.add_argument(
-        "--batches",
-        type=int,
-        default=8,
-        help="number of batches to measure, at most the rest of the epoch (default 8)",
-    )
-    parser.add_argument(
-        "--without-earlier",
-        type=entry.tokens,
-        nargs="+",
-        default=[],
-        metavar="W",
-        help="also measure with documents cut into pieces of W tokens, a curve for each W",
-    )
-    parser.add_argument(
-        "--stage",
-        type=int,
-        help="for a recipe with stages, the stage of the rows, from 1 (default: last)",
-    )
+    add_options(parser, Options)
     return parser.parse_known_args(argv)
 
 

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from data.templates.built_in import NAMES
 from data.within import read_text
@@ -19,140 +19,13 @@ from planning.memory_options import MEMORY_OPTIONS
 from trainer import entry
 from trainer.config.schema import AttentionConfig
 from trainer.config.yaml_text import MAX_BYTES, parse
+from trainer.options import AtLeastOne, Tokens, add_options, no_download, option
 
 if TYPE_CHECKING:
     from model.adapter import AdapterConfig
     from model.config import TransformerConfig
     from planning.plan import Job
     from trainer.config.schema import MeshConfig, RunConfig
-
-
-def parser() -> entry.CommandParser:
-    """The command's options; the recipe or train.py has the defaults."""
-    options = entry.CommandParser(
-        prog="python -m scripts.plan",
-        allow_abbrev=False,
-        description=(
-            "Plans a training step on an absent machine: memory, time and price at once, and with "
-            "--compile the compiler's plan."
-        ),
-    )
-    options.add_argument("--config", help="a recipe")
-    options.add_argument(
-        "--model",
-        help=(
-            "a preset such as llama-7b, a model's folder (its config.json is enough), or org/name "
-            "on the hub; by default the recipe's"
-        ),
-    )
-    options.add_argument("--no-download", action=entry.NoDownload)
-    options.add_argument(
-        "--machine",
-        "--topology",
-        dest="topology",
-        metavar="MACHINE",
-        help=f"such as {EXAMPLES}",
-    )
-    options.add_argument(
-        "--gpu-memory",
-        type=_checked(gpu_gib),
-        metavar="GIB",
-        help="memory of a GPU, instead of the table's; then any GPU is a machine: gpu, 8xMI300X",
-    )
-    options.add_argument(
-        "--context",
-        type=entry.tokens,
-        help="tokens in a row, such as 64K or 1M; with --search the first one tried",
-    )
-    options.add_argument("--mesh", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1")
-    for axis in MESH_AXES:
-        options.add_argument(
-            f"--{axis}",
-            type=entry.at_least_one,
-            help=f"devices along the axis {axis}, as in --mesh",
-        )
-    options.add_argument("--batch", type=entry.at_least_one, help="rows (default 1)")
-    options.add_argument(
-        "--schedule",
-        type=partial(parse, source="--schedule"),
-        help="as a recipe's attention.schedule (default ring)",
-    )
-    options.add_argument(
-        "--layout",
-        choices=typing.get_args(typing.get_type_hints(AttentionConfig)["layout"]),
-        help="(default striped)",
-    )
-    options.add_argument(
-        "--lora",
-        type=entry.at_least_one,
-        metavar="RANK",
-        help="plan low-rank adapters of this rank, such as 16, in place of a full fine-tune",
-    )
-    options.add_argument(
-        "--qlora",
-        type=entry.at_least_one,
-        metavar="RANK",
-        help="the same with a base in NF4",
-    )
-    _add_memory_options(options)
-    options.add_argument(
-        "--host-gib",
-        type=float,
-        help=(
-            "each device's share of host memory in GiB; plans that need more do not fit (default: "
-            "what such hosts have)"
-        ),
-    )
-    options.add_argument(
-        "--best",
-        action="store_true",
-        help=(
-            "choose the fastest mesh and policy that fit, by the cost model; with --compile also "
-            "the schedule"
-        ),
-    )
-    options.add_argument(
-        "--search",
-        action="store_true",
-        help="find the longest context that fits, and the policy (with "
-        "--best also mesh and schedule) that holds it",
-    )
-    options.add_argument(
-        "--compare", action="store_true", help="print the time of every schedule and layout"
-    )
-    options.add_argument(
-        "--hardware",
-        help="compares them on this machine of the cost model, such as v4 or a100-ethernet",
-    )
-    options.add_argument(
-        "--tokens", type=entry.tokens, help="tokens to train on, such as 100M: adds hours"
-    )
-    options.add_argument("--price-per-device-hour", type=float, help="adds money")
-    options.add_argument(
-        "--compile",
-        action="store_true",
-        help="also compile the step with the machine's compiler",
-    )
-    options.add_argument(
-        "--write",
-        metavar="RECIPE.yaml",
-        help="write the plan as a recipe, with the launcher's command",
-    )
-    options.add_argument(
-        "--template",
-        choices=NAMES,
-        help=(
-            "the chat template of that recipe (default: its template, or tokenizer for the model's)"
-        ),
-    )
-    options.add_argument(
-        "--output",
-        help=(
-            "also write the answer to this JSON file, with --compile the compiler's plan; with "
-            "--search --compile to this folder, with a picture"
-        ),
-    )
-    return options
 
 
 def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -167,6 +40,104 @@ def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
             ) from None
 
     return checked
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options besides the machine, the mesh's axes and those of memory."""
+
+    config: str | None = option("a recipe", None)
+    model: str | None = option(
+        "a preset such as llama-7b, a model's folder (its config.json is enough), or org/name on "
+        "the hub; by default the recipe's",
+        None,
+    )
+    no_download: bool = no_download()
+    gpu_memory: Annotated[float, _checked(gpu_gib)] | None = option(
+        "memory of a GPU, instead of the table's; then any GPU is a machine: gpu, 8xMI300X",
+        None,
+        metavar="GIB",
+    )
+    context: Tokens | None = option(
+        "tokens in a row, such as 64K or 1M; with --search the first one tried", None
+    )
+    mesh: str | None = option("such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1", None)
+    batch: AtLeastOne | None = option("rows (default 1)", None)
+    schedule: Annotated[Any, partial(parse, source="--schedule")] | None = option(
+        "as a recipe's attention.schedule (default ring)", None
+    )
+    layout: str | None = option(
+        "(default striped)",
+        None,
+        choices=typing.get_args(typing.get_type_hints(AttentionConfig)["layout"]),
+    )
+    lora: AtLeastOne | None = option(
+        "plan low-rank adapters of this rank, such as 16, in place of a full fine-tune",
+        None,
+        metavar="RANK",
+    )
+    qlora: AtLeastOne | None = option("the same with a base in NF4", None, metavar="RANK")
+    host_gib: float | None = option(
+        "each device's share of host memory in GiB; plans that need more do not fit (default: what "
+        "such hosts have)",
+        None,
+    )
+    best: bool = option(
+        "choose the fastest mesh and policy that fit, by the cost model; with --compile also the "
+        "schedule"
+    )
+    search: bool = option(
+        "find the longest context that fits, and the policy (with --best also mesh and schedule) "
+        "that holds it"
+    )
+    compare: bool = option("print the time of every schedule and layout")
+    hardware: str | None = option(
+        "compares them on this machine of the cost model, such as v4 or a100-ethernet", None
+    )
+    tokens: Tokens | None = option("tokens to train on, such as 100M: adds hours", None)
+    price_per_device_hour: float | None = option("adds money", None)
+    compile: bool = option("also compile the step with the machine's compiler")
+    write: str | None = option(
+        "write the plan as a recipe, with the launcher's command", None, metavar="RECIPE.yaml"
+    )
+    template: str | None = option(
+        "the chat template of that recipe (default: its template, or tokenizer for the model's)",
+        None,
+        choices=NAMES,
+    )
+    output: str | None = option(
+        "also write the answer to this JSON file, with --compile the compiler's plan; with "
+        "--search --compile to this folder, with a picture",
+        None,
+    )
+
+
+def parser() -> entry.CommandParser:
+    """The command's options; the recipe or train.py has the defaults."""
+    options = entry.CommandParser(
+        prog="python -m scripts.plan",
+        allow_abbrev=False,
+        description=(
+            "Plans a training step on an absent machine: memory, time and price at once, and with "
+            "--compile the compiler's plan."
+        ),
+    )
+    options.add_argument(
+        "--machine",
+        "--topology",
+        dest="topology",
+        metavar="MACHINE",
+        help=f"such as {EXAMPLES}",
+    )
+    add_options(options, Options)
+    for axis in MESH_AXES:
+        options.add_argument(
+            f"--{axis}",
+            type=entry.at_least_one,
+            help=f"devices along the axis {axis}, as in --mesh",
+        )
+    _add_memory_options(options)
+    return options
 
 
 def _add_memory_options(options: argparse.ArgumentParser) -> None:
@@ -220,9 +191,9 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     model = _model(args, recipe)
     if not recipe.stages:
         return [_job(args, recipe, model)]
-    for option in ("context", "batch", "write"):
-        if getattr(args, option):
-            raise UserError(f"--{option}: each of the recipe's stages sets it; leave it out")
+    for name in ("context", "batch", "write"):
+        if getattr(args, name):
+            raise UserError(f"--{name}: each of the recipe's stages sets it; leave it out")
     if not recipe.model.path and not recipe.model.preset and not recipe.model.overrides:
         recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, path="-"))
     if args.mesh or any(getattr(args, axis) for axis in MESH_AXES):
@@ -320,10 +291,10 @@ def _recipe(args: argparse.Namespace) -> RunConfig:
     from trainer.config.load import load
 
     if not args.config:
-        for option, example in (("model", "llama-3.1-8b"), ("context", "128K")):
-            if getattr(args, option) is None and not (option == "context" and args.search):
+        for name, example in (("model", "llama-3.1-8b"), ("context", "128K")):
+            if getattr(args, name) is None and not (name == "context" and args.search):
                 raise UserError(
-                    f"--{option}: missing, such as --{option} {example}; only a recipe (--config) "
+                    f"--{name}: missing, such as --{name} {example}; only a recipe (--config) "
                     "goes without"
                 )
         return DEFAULT_RECIPE

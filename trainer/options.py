@@ -99,6 +99,9 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
         if typing.get_origin(hint) is tuple:
             more.setdefault("nargs", "+")
             hint = typing.get_args(hint)[0]
+        elif typing.get_origin(hint) is list:  # an option that may be repeated
+            more.setdefault("action", "append")
+            hint = typing.get_args(hint)[0]
         if hint is bool:
             more.setdefault("action", "store_true")
         else:
@@ -124,7 +127,7 @@ def _description(options: type, module: types.ModuleType) -> str:
 
 
 def _default_text(default: Any) -> str:
-    if default is REQUIRED or default is None or default == "" or default == ():
+    if default is REQUIRED or default in (None, "", (), []):
         return ""
     values = default if isinstance(default, tuple | list) else [default]
     return f"(default {' '.join(map(str, values))})".replace("%", "%%")
