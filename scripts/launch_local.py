@@ -171,9 +171,12 @@ def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) != signal.SIG_IGN
     }
+    # Through which `data.signals` would end the launcher at once, while the processes still save.
+    at_once = signal.set_wakeup_fd(-1)
     try:
         yield received
     finally:
+        signal.set_wakeup_fd(at_once)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

@@ -473,6 +473,7 @@ STAND_IN = """
 import pathlib, signal, sys, time
 number, told = int(sys.argv[sys.argv.index("--distributed.process_id") + 1]), []
 signal.signal(signal.SIGINT, lambda *_: told.append(1))
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 pathlib.Path(f"{sys.argv[1]}.{number}").touch()
 if sys.argv[2] == "ctrl_c":
     while not told:
@@ -480,13 +481,20 @@ if sys.argv[2] == "ctrl_c":
     time.sleep(0.2 + 0.5 * number)
     sys.stderr.write(f"said by {number}\\nstopped (Ctrl-C): saved step 3\\n")
     sys.exit(130 if len(told) == 1 else 1)
+if sys.argv[2] == "sigterm":
+    while not told:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    pathlib.Path(f"{sys.argv[1]}.saved.{number}").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 if sys.argv[2] in ("all", str(number)):
     sys.stderr.write("error: found 7\\n")
     sys.exit(2)
 time.sleep(100)
 """
-LAUNCH = (
-    "import pathlib, sys; from scripts import launch_local; launch_local.TRAIN = "
+LAUNCH = (  # as `python -m` begins
+    "import pathlib, sys; from data.signals import end_at_once; end_at_once(); from scripts import launch_local; launch_local.TRAIN = "
     "pathlib.Path(sys.argv[1]); sys.exit(launch_local.main(['--processes', '3', *sys.argv[2:]]))"
 )
 
@@ -518,6 +526,13 @@ def test_the_launchers_ctrl_c_comes_to_each_once_and_they_end_in_order(launched)
     said = launcher.communicate(timeout=60)[1].splitlines()
     assert launcher.returncode == 130
     assert sorted(said) == ["said by 0", "said by 1", "said by 2", "stopped (Ctrl-C): saved step 3"]
+
+
+def test_the_launcher_waits_for_what_processes_save_on_sigterm(launched, tmp_path):
+    """A container ends with its first process."""
+    launcher = launched("sigterm")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(60) == 143 and len(list(tmp_path.glob("sigterm.saved.*"))) == 3
 
 
 @pytest.mark.parametrize("nohup", [False, True])
