@@ -317,7 +317,7 @@ def _bounded_bar() -> type:
         """Counts what arrives on its own, since a bar that is not shown counts nothing."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            self.arrived = 0
+            self.arrived = 0.0
             self.is_bytes = options.get("name") == "huggingface_hub.snapshot_download"
             super().__init__(*arguments, **options)
 

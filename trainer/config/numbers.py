@@ -45,7 +45,8 @@ def _float_needs(field: str, number: float) -> str | None:
             f"0, or a number of at least {SMALLEST:.6g}: in float32 this one is 0, or loses its "
             "digits"
         )
-    if np.float32(number) == (limit := BELOW.get(field)):
+    limit = BELOW.get(field)
+    if limit is not None and np.float32(number) == limit:
         return f"a number below {limit:g} in float32, such as {limit - 1e-4:g}"
     return None
 

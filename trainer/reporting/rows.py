@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from data.within import parse_json, read_bytes
 
@@ -37,7 +37,7 @@ def read_steps(path: Path, folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Returns whether a value of JSON is a number, and within those of a float if it is whole."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) <= sys.float_info.max
