@@ -86,9 +86,10 @@ def first_moments(state) -> dict:
     return {name: np.asarray(x) for name, x in moments.items()}
 
 
-def test_parts_are_added_in_float32():
+@pytest.mark.parametrize("weight", [1.0, 1 / 64])
+def test_parts_are_added_in_float32(weight):
     """Eight parts in bfloat16, one with a gradient of 512 and seven of 1: a bfloat16 accumulator
-    would stop at 512."""
+    would stop at 512. All are divided by the sum of their weights, be it less than 1."""
     model = SimpleNamespace(
         mesh=mesh_of({}), config=tiny(), parameters={"w": Parameter((1,), ("norm",))}
     )
@@ -110,6 +111,7 @@ def test_parts_are_added_in_float32():
     )
     batch = {name: np.ones((8, 1), x.dtype) for name, x in builder.abstract_batch.items()}
     batch["tokens"][0] = 512
+    batch["loss_weights"][:] = weight
     params = {"w": jnp.ones(1)}
     state = builder.init_optimizer(params)
     _, state, metrics = builder.lower_train().compile()(
