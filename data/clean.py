@@ -187,7 +187,7 @@ class Cleaner:
         if self.config.rate_limits and is_scrape:
             messages = before_rate_limit(messages, findings.changes)
         self._filter(messages)
-        messages = with_call_ids(messages)
+        messages = with_call_ids(messages, findings.changes)
         said = [_said(message) for message in messages] + [*tools]
         content = json.dumps(said + [template_kwargs] * bool(template_kwargs), ensure_ascii=True)
         digest = hashlib.sha256(content.encode()).digest()[:16]

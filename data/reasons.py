@@ -48,6 +48,7 @@ NO_CONTENT = "a `content` that is null, or missing, next to calls or reasoning: 
 JOINED_PARTS = "parts of a content joined to one text"
 DEVELOPER = "a developer's turn read as a system turn"
 EMPTY_SYSTEM = "empty system turn left out"
+MADE_IDS = "ids made for calls that had none, which some templates write"
 WHITE_SPACE = "white space at the ends of a turn removed"
 OUT_OF_LOSS = "turns left out of the loss by "
 OTHERS_FLAG = "a flag puts a turn that is not the assistant's into the loss: ignored"

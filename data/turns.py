@@ -24,6 +24,7 @@ from data.reasons import (
     LATE_SYSTEM,
     LEADING_ASSISTANT,
     LONE_SURROGATE,
+    MADE_IDS,
     NO_ANSWER,
     NO_CONTENT,
     NO_HUMAN,
@@ -349,12 +350,17 @@ def with_loss_mask(messages: list[Message], mask: object, findings: Findings) ->
     return messages
 
 
-def with_call_ids(messages: list[Message]) -> list[Message]:
-    """Gives ids to calls, and to tools' turns the ids of the calls that they answer, in order."""
+def with_call_ids(messages: list[Message], changes: set[str]) -> list[Message]:
+    """Gives ids to calls, and to tools' turns the ids of the calls that they answer, in order.
+
+    `changes` receives what was changed.
+    """
     result: list[Message] = []
     unanswered: list[str] = []
     for turn, message in enumerate(messages):
         if message.tool_calls:
+            if not all(call.get("id") for call in message.tool_calls):
+                changes.add(MADE_IDS)
             calls = tuple(
                 {**call, "id": call.get("id") or new_id(turn, number, call)}
                 for number, call in enumerate(message.tool_calls)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from data import html
 from data.clean import SETS, CleanConfig, Cleaner
 from data.conversation import Message
-from data.reasons import Drop
+from data.reasons import MADE_IDS, Drop
 from data.splitting import split
 
 SCRAPED = SETS["scraped"]
@@ -128,6 +128,18 @@ def test_a_system_text_becomes_the_first_turn_and_tools_are_reported():
         "arguments": {},
     }
     assert result.content == "1" and result.tool_call_id == call.tool_calls[0]["id"]
+
+
+@pytest.mark.parametrize(("ids", "made"), [({}, True), ({"id": ""}, True), ({"id": "c1"}, False)])
+def test_ids_made_for_calls_are_counted(ids, made):
+    call = {"function": {"name": "f", "arguments": {}}, **ids}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1", **({} if made else {"tool_call_id": "c1"})},
+        {"role": "assistant", "content": "One."},
+    ]
+    assert (MADE_IDS in Cleaner().clean({"messages": turns}).changes) is made
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,8 @@ def test_what_a_template_would_read_otherwise_is_kept_or_counted():
     called = clean(USER, call, silent, ANSWER)
     assert [turn.content for turn in called.messages[1:3]] == ["", ""]
     assert called.changes == {
-        "a `content` that is null, or missing, next to calls or reasoning: taken as empty"
+        "a `content` that is null, or missing, next to calls or reasoning: taken as empty",
+        "ids made for calls that had none, which some templates write",
     }
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     assert clean({"role": "user", "content": parts}, ANSWER).changes == {
