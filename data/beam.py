@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
-from collections.abc import Sequence
+import logging
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -21,6 +24,8 @@ RUNNERS = {
     "spark": "SparkRunner",
     "dataflow": "DataflowRunner",
 }
+
+_AT_A_STEP = re.compile(r" \[while running '[^']*'\]$")  # Beam adds it to messages
 
 
 @dataclass(frozen=True)
@@ -48,15 +53,27 @@ class Beam:
             [f"--runner={RUNNERS[self.runner]}", *self.options]
         )
         try:
-            with beam.Pipeline(options=options) as pipeline:
+            # The log has a worker's traceback, of an error that is raised here.
+            with _silent("apache_beam.runners.common"), beam.Pipeline(options=options) as pipeline:
                 values = pipeline | beam.Create(list(items)) | beam.Reshuffle()
                 for number, step in enumerate(steps):
                     transform = beam.GroupByKey() if step == GROUP else beam.FlatMap(step)
                     values = values | f"step {number}" >> transform
-        except UserError:
-            raise
+        except UserError as error:
+            raise type(error)(_AT_A_STEP.sub("", str(error))) from error
         except Exception as error:  # each runner has its own types
             raise _failure(self.runner, error) from error
+
+
+@contextlib.contextmanager
+def _silent(logger: str) -> Iterator[None]:
+    """Turns off a logger within the context."""
+    log = logging.getLogger(logger)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _failure(runner: str, error: Exception) -> UserError:
@@ -98,7 +115,8 @@ def library() -> ModuleType:
       UserError: it is not installed.
     """
     try:
-        import apache_beam
+        with _silent("root"):  # of what Google's cloud would need
+            import apache_beam
     except ImportError:
         raise UserError(
             "--engine beam needs apache-beam; `make install EXTRAS=beam` installs it"

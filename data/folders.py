@@ -174,7 +174,7 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
             sync_tree(scratch)
             _publish(scratch, folder, is_whole)
     except Exception as error:
-        if (problem := no_room(error)) is None:
+        if isinstance(error, UserError) or (problem := no_room(error)) is None:
             raise
         raise TransientError(
             f"{folder.parent}: {problem} while {folder.name} was written; more room there, or "

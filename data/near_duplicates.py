@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -157,8 +156,8 @@ def sign(records: Iterable[Record], threshold: float, unit: Unit, work: str) -> 
     if File(f"{target}/records").exists():
         return ()
     numbers = {str(file): number for number, file in enumerate(unit.files)}
-    with tempfile.TemporaryDirectory(prefix="longstripe-near-") as name:
-        scratch, start = Path(name), 0
+    start = 0
+    with work_folder.worker_scratch("comparison") as scratch:
         with (
             (scratch / "shingles").open("wb") as shingle_file,
             (scratch / "by_record").open("wb") as key_file,

@@ -37,7 +37,7 @@ from data.paths import File
 from data.record_store import ShardSize
 from data.report import MOST_DROPPED, Report, SourceReport, dropped_file, renumbered
 from data.tokenizer import Tokenizer
-from data.work_folder import read_bytes, read_json, write_bytes
+from data.work_folder import read_bytes, read_json, worker_scratch, write_bytes
 
 _JOB, _SCAN, _PART, _SIZES = "job.pickle", "scan.json", "part.json", "sizes"
 _DIGEST = 16  # bytes
@@ -191,8 +191,7 @@ def _make_part(work: str, unit: Unit) -> tuple[()]:
     job, problem, index = _load_job(work), None, prepared.Index()
     report = SourceReport("", source=unit.source, most_names=sys.maxsize)
     seen = _read_seen(work, unit)
-    with tempfile.TemporaryDirectory(prefix="longstripe-part-") as name:
-        scratch = Path(name)
+    with worker_scratch("part") as scratch:
         try:
             with dropped_file(scratch / prepared.DROPPED) as report.on_drop:
                 serialized = record_store.serialize(
@@ -257,8 +256,7 @@ def _make_shard(work: str, documents: str, shard: _Shard) -> tuple[()]:
     target = f"{documents}/{name}"
     if read_json(done) is not None and File(target).exists():
         return ()
-    with tempfile.TemporaryDirectory(prefix="longstripe-shard-") as folder:
-        scratch = Path(folder)
+    with worker_scratch("shard") as scratch:
         size = record_store.write_shard(
             scratch / name,
             chain.from_iterable(_documents_of(work, span, scratch) for span in shard.spans),

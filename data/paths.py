@@ -378,8 +378,12 @@ def put_file(local: Path, target: str) -> None:
                 file_system.put_file(str(local), path)
                 return
             scratch = f"{path}.{secrets.token_hex(4)}"
-            shutil.copyfile(local, scratch)
-            os.replace(scratch, path)
+            try:
+                shutil.copyfile(local, scratch)
+                os.replace(scratch, path)
+            except BaseException:  # such as a full disk, which would stay full
+                Path(scratch).unlink(missing_ok=True)
+                raise
 
     retried(put)
 

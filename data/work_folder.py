@@ -1,12 +1,39 @@
 """Small files of a folder that workers share, on a file system or in a store: whole, or absent."""
 
+import contextlib
 import json
+import platform
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from data import paths
+from data.errors import TransientError, UserError
+from data.folders import no_room
 from data.paths import File
+
+
+@contextlib.contextmanager
+def worker_scratch(what: str) -> Iterator[Path]:
+    """Yields an empty folder on the worker's own disk, and removes it.
+
+    Raises:
+      TransientError: that disk is full, or the one that a file is copied to; names it.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"longstripe-{what}-") as name:
+        try:
+            yield Path(name)
+        except UserError:
+            raise
+        except Exception as error:  # array_record raises RuntimeError
+            if (problem := no_room(error)) is None:
+                raise
+            place = getattr(error, "filename2", None) or tempfile.gettempdir()
+            raise TransientError(
+                f"{place} of {platform.node()}: {problem} while a {what} was written; with more "
+                "room there, or another folder in TMPDIR, the same command goes on"
+            ) from error
 
 
 def write_bytes(path: str, content: bytes) -> None:

@@ -3,6 +3,8 @@
 import errno
 import gzip
 import json
+import resource
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from pyarrow import parquet
 
 from data import paths, record_store
 from data.clean import SETS, CleanConfig
-from data.errors import UserError
+from data.errors import TransientError, UserError
 from data.prepare import prepare
 from data.report import SourceReport
 from data.sources import Source
@@ -248,6 +250,69 @@ def test_a_failure_keeps_what_is_done_and_the_same_command_goes_on(
     parts = 3 + 1 + 1 + 3 + 2 + 1  # files; a source of trees' rows is one part
     shards = sum("array_record" in name for name in _contents(one.folder))
     assert len(made) == parts + shards + 2, "only what failed is made again"
+
+
+def test_a_full_disk_of_a_worker_is_named_and_the_same_command_goes_on(tokenizer, tmp_path):
+    """A limit on the size of files stands in for the disk."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for file in range(2):
+        chats = [_chat(f"{file} {number}?", f"{number} " * 40) for number in range(300)]
+        (folder / f"{file}.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    one, beam = (tmp_path / name for name in ("one", "beam"))
+    source = [Source(str(folder), template="vicuna_v1.1")]
+    made = prepare(source, tokenizer, LENGTH, one, progress=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(TransientError, match="File too large while a part was") as error:
+            prepare(source, tokenizer, LENGTH, beam, progress=False, engine=Beam())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(error.value).startswith(tempfile.gettempdir()) and "\n" not in str(error.value)
+    assert not [path for path in _contents(beam) if "/parts/" in path or path[0] != "."]
+    again = prepare(source, tokenizer, LENGTH, beam, progress=False, engine=Beam())
+    assert _contents(again.folder) == _contents(made.folder)
+
+
+def test_a_cached_data_set_of_the_hub_gives_the_same_files(tokenizer, tmp_path, monkeypatch):
+    cache = tmp_path / "hub/datasets--me--chats"
+    snapshot = cache / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text("a" * 40)
+    chats = [_chat(f"{number}?", f"It is {number}.") for number in range(9)]
+    (snapshot / "a.jsonl").write_text("\n".join(map(json.dumps, chats[:6])))
+    parquet.write_table(pyarrow.Table.from_pylist(chats[3:]), snapshot / "b.parquet")
+    (snapshot / "README.md").write_text("Chats.")
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    source = Source("hf://datasets/me/chats", template="vicuna_v1.1")
+    one, beam = _both(tmp_path, [source], tokenizer)
+    assert one.report.kept == 9 and one.report.sources[0].dropped["duplicate"] == 3
+    assert _contents(one.folder) == _contents(beam.folder)
+
+
+def test_one_and_two_workers_of_dask_give_the_files_of_one_process(
+    sources, tokenizer, tmp_path, monkeypatch
+):
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    near = CleanConfig(**SETS["scraped"], near_duplicates=0.8)
+    options = {"clean": near, "progress": False, "held_out_fraction": 0.2}
+    one = prepare(sources, tokenizer, LENGTH, tmp_path / "one", **options)
+    for workers in (1, 2):
+        with (
+            distributed.LocalCluster(
+                n_workers=workers, threads_per_worker=1, dashboard_address=None
+            ) as cluster,
+            distributed.Client(cluster) as client,
+        ):
+            engine = Beam("dask", (f"--dask_client_address={client.scheduler.address}",))
+            target = tmp_path / f"dask-{workers}"
+            made = prepare(sources, tokenizer, LENGTH, target, engine=engine, **options)
+        assert _contents(made.folder) == _contents(one.folder)
 
 
 def test_unknown_flags_and_runners_are_refused():
