@@ -285,7 +285,8 @@ def test_a_cached_data_set_of_the_hub_gives_the_same_files(tokenizer, tmp_path, 
     (snapshot / "a.jsonl").write_text("\n".join(map(json.dumps, chats[:6])))
     parquet.write_table(pyarrow.Table.from_pylist(chats[3:]), snapshot / "b.parquet")
     (snapshot / "README.md").write_text("Chats.")
-    constants = pytest.importorskip("huggingface_hub").constants
+    from huggingface_hub import constants
+
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     source = Source("hf://datasets/me/chats", template="vicuna_v1.1")
