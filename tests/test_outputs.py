@@ -75,6 +75,7 @@ WRITERS = {
     "scripts.benchmarks.bench_step": ("--output {out}", ("step.json",)),
     "scripts.profile_step": ("--output {out}", ("profile.json", "profile.png")),
     "scripts.benchmarks.bench_data": ("--output {out}", ("bench_data.json", "dropped.jsonl")),
+    "scripts.benchmarks.bench_engines": ("--output {out}", ("engines.json",)),
     "scripts.benchmarks.kernel_parts": ("--output {out}", ("kernel_parts.json",)),
     "scripts.benchmarks.kernel_exactness": ("--output {out}", ("kernel_exactness.json",)),
     "scripts.benchmarks.gpu_call": ("--output {out}", ("rows.jsonl",)),
