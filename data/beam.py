@@ -25,6 +25,7 @@ RUNNERS = {
     "dataflow": "DataflowRunner",
 }
 
+_MOST_PARTITIONS = 1024  # of Dask: each is a task for its scheduler
 _AT_A_STEP = re.compile(r" \[while running '[^']*'\]$")  # Beam adds it to messages
 
 
@@ -50,7 +51,7 @@ class Beam:
             return
         beam = library()
         options = beam.options.pipeline_options.PipelineOptions(
-            [f"--runner={RUNNERS[self.runner]}", *self.options]
+            [f"--runner={RUNNERS[self.runner]}", *_partitions(self, len(items)), *self.options]
         )
         try:
             # The log has a worker's traceback, of an error that is raised here.
@@ -63,6 +64,15 @@ class Beam:
             raise type(error)(_AT_A_STEP.sub("", str(error))) from error
         except Exception as error:  # each runner has its own types
             raise _failure(self.runner, error) from error
+
+
+def _partitions(engine: Beam, items: int) -> list[str]:
+    """Returns the flag that spreads items over Dask's workers, unless one is given; without it up
+    to 128 items are one worker's."""
+    given = any(flag.startswith(("--dask_npart", "--dask_partition")) for flag in engine.options)
+    if engine.runner != "dask" or given:
+        return []
+    return [f"--dask_partition_size={-(-items // _MOST_PARTITIONS)}"]
 
 
 @contextlib.contextmanager

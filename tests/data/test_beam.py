@@ -3,8 +3,11 @@
 import errno
 import gzip
 import json
+import os
 import resource
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -313,7 +316,16 @@ def test_one_and_two_workers_of_dask_give_the_files_of_one_process(
             engine = Beam("dask", (f"--dask_client_address={client.scheduler.address}",))
             target = tmp_path / f"dask-{workers}"
             made = prepare(sources, tokenizer, LENGTH, target, engine=engine, **options)
-        assert _contents(made.folder) == _contents(one.folder)
+            assert _contents(made.folder) == _contents(one.folder)
+            if workers == 2:
+                engine.run([*range(8)], partial(_note_process, tmp_path))
+                assert len(list(tmp_path.glob("process-*"))) == 2, "both do a part of the work"
+
+
+def _note_process(folder, number):
+    time.sleep(0.1)
+    (folder / f"process-{os.getpid()}").touch()
+    return ()
 
 
 def test_unknown_flags_and_runners_are_refused():

@@ -209,6 +209,9 @@ TESTED = {
     "tests/planning/test_auto.py": [
         "python train.py --model.path org/name --data.path chats.jsonl --data.context_length 131072"
     ],
+    "tests/scripts/benchmarks/test_bench_engines.py": [
+        "python -m scripts.benchmarks.bench_engines --gigabytes 0.25 --rows processes:2 beam:2"
+    ],
     "tests/scripts/benchmarks/test_bench_packing.py": [
         "python -m scripts.benchmarks.bench_packing --documents 100000000"
     ],
