@@ -247,7 +247,8 @@ def work(options: Options) -> Result | None:
                 print(json.dumps(measured), flush=True)
     if not options.write:
         return None
-    words = f"python -m scripts.benchmarks.bench_engines --tokenizer {options.tokenizer.name}"
+    words = "python -m scripts.benchmarks.bench_engines --gigabytes "
+    words += " ".join(f"{size / 1e9:g}" for size in sorted({r["bytes"] for r in rows}))
     return renew("engines", result_rows(rows), command=words, facts=load("engines").facts)
 
 
