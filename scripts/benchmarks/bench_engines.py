@@ -45,6 +45,7 @@ REPEATED = 50  # every such record repeats another
 CONTEXT = 8192
 # Of the scale-up rule's seconds for rows that it was not made of; set before any was measured.
 RULE_WITHIN = 0.2
+WANTED = {"processes": 10**10, "beam": 10**9}  # bytes
 FILE = "engines.json"
 
 
@@ -184,7 +185,7 @@ def result_rows(rows: list[dict]) -> dict[str, dict[str, str]]:
         )
         guess = predicted(rows, r["engine"], r["bytes"], r["cores"])
         is_made_of = r["cores"] == 1 and r["bytes"] in smallest[r["engine"]]
-        name = f"{r['engine']}_{r['cores']}_{r['bytes'] / 1e9:g}"
+        name = f"{r['engine']}_{r['cores']}_{r['bytes'] / 1e6:.0f}mb"
         what = f"{r['engine']}, cores {r['cores']}, {r['bytes'] / 1e9:.3g} GB"
         made[name] = row(what, found)
         if guess is not None and not is_made_of:
@@ -195,6 +196,15 @@ def result_rows(rows: list[dict]) -> dict[str, dict[str, str]]:
                 f"within {RULE_WITHIN:.0%}",
                 abs(off) <= RULE_WITHIN,
             )
+    for engine, size in WANTED.items():
+        largest = max((r["bytes"] for r in rows if r["engine"] == engine), default=0)
+        goal = f"{size / 1e9:g} GB"
+        made[f"{engine}_largest"] = row(
+            f"{engine}: the largest data prepared whole",
+            f"{largest / 1e9:g} GB",
+            goal,
+            largest >= size,
+        )
     several = [size for size in digests if sum(r["bytes"] == size for r in rows) > 1]
     made["same"] = row(
         f"every file of {len(several)} sizes that several rows prepared",

@@ -35,9 +35,12 @@ def test_the_rule_is_a_fixed_time_and_the_same_speed_for_each_core():
     assert predicted(rows, "processes", 10**8, 1) is None
     rows += [_row("beam", 2, 4 * 10**8, 40.0, "b"), _row("beam", 1, 4 * 10**8, 46.0, "a")]
     made = result_rows(rows)
-    assert made["beam_1_0.4_rule"]["verdict"] == "held"
-    assert made["beam_2_0.4_rule"]["verdict"] == "short" and "-38%" in str(made["beam_2_0.4_rule"])
-    assert made["same"]["verdict"] == "short" and "beam_1_0.1_rule" not in made
+    assert made["beam_1_400mb_rule"]["verdict"] == "held"
+    assert made["beam_2_400mb_rule"]["verdict"] == "short" and "-38%" in str(
+        made["beam_2_400mb_rule"]
+    )
+    assert made["beam_largest"]["found"] == "0.4 GB" and made["beam_largest"]["verdict"] == "short"
+    assert made["same"]["verdict"] == "short" and "beam_1_100mb_rule" not in made
 
 
 def test_a_row_is_measured_in_a_process_of_its_own(tmp_path, capsys):
