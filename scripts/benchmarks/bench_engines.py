@@ -257,9 +257,9 @@ def work(options: Options) -> Result | None:
                 print(json.dumps(measured), flush=True)
     if not options.write:
         return None
-    words = "python -m scripts.benchmarks.bench_engines --gigabytes "
-    words += " ".join(f"{size / 1e9:g}" for size in sorted({r["bytes"] for r in rows}))
-    return renew("engines", result_rows(rows), command=words, facts=load("engines").facts)
+    command_line = "python -m scripts.benchmarks.bench_engines --gigabytes "
+    command_line += " ".join(f"{size / 1e9:g}" for size in sorted({r["bytes"] for r in rows}))
+    return renew("engines", result_rows(rows), command=command_line, facts=load("engines").facts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

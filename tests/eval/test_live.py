@@ -127,7 +127,11 @@ def test_samples_are_the_most_likely_tokens_of_the_model_on_one_device(recipe):
     samples.prepare(objective, None)
     answers = samples.run(objective.read_params(), 7)
     model = LanguageModel(
-        objective.model.config, mesh_of({}), "local", objective.model.kernel, objective.model.dtype
+        objective.model.config,
+        mesh_of({}),
+        "local",
+        kernel=objective.model.kernel,
+        dtype=objective.model.dtype,
     )
     params = jax.device_put(objective.source.read(model, config.model.seed), model.shardings)
     logits = jax.jit(model.logits)
