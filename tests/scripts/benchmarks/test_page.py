@@ -23,10 +23,10 @@ COMMITTED = load_all()
 # The figures of README.md: NAME.ROW of a result, and the words around its beginning.
 README_FIGURES = {
     "quickstart.time": "The quickstart took {} in four runs on two CPU cores",
-    "quickstart.retrieval": "its model retrieved {} lines that it had never seen",
-    "retrieval.lines_20": "one line among 20: correct answers improve {}.",
+    "quickstart.retrieval": "its model retrieved {} lines that it had not seen",
+    "retrieval.lines_20": "one line among 20: correct answers go {}.",
     "curriculum.lines_2700": "finds one line among 2,700 in {} cases",
-    "retrieval.lines_200": "LongChat's own 200 lines remain hard: {}.",
+    "retrieval.lines_200": "LongChat's 200 lines remain hard: {}.",
     "gpu_steps.1b_8k": "8K tokens: tokens/s, relative to transformers + Liger; memory | {} |",
     "gpu_steps.1b_32k": "32K tokens: slower, in less memory | {} |",
     "gpu_steps.1b_32k_packed": "32K tokens of 16 documents | {} |",
