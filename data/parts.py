@@ -5,6 +5,7 @@ written whole, and found again by the same command after a failure:
 
     job.pickle, tokenizer/   what is to be done
     scan.json                the units, once duplicates between them are known
+    read/UNIT                how many conversations a unit has, without those it repeats
     seen/UNIT                hashes of a unit's records that an earlier unit has
     near/                    what `data.near_duplicates` finds
     parts/UNIT/              a unit's documents, index, report and dropped records
@@ -80,6 +81,7 @@ def build_in_parts(
     engine.run(units, partial(_make_part, work))
     parts = [_Part.read(work, unit) for unit in units]
     report = _merged_report(job, units, parts)
+    prepared.check_count(sum(part.documents for part in parts))  # before they are merged and copied
     arrays = _merged_index(work, units)
     job.check_split(bool(arrays["held_out"].all()), report)
     shards = _shards(work, units, parts)
@@ -113,6 +115,7 @@ def _scan(job: Job, engine: Engine, work: str) -> list[Unit]:
             GROUP,
             partial(_write_seen, work),
         )
+        _warn_of_too_many(work, scanned)
         whole = {
             number
             for number in {unit.source for unit in scanned}
@@ -136,6 +139,7 @@ def _digests(work: str, unit: Unit) -> Iterator[tuple[tuple[int, bytes], int]]:
         return  # _make_part meets it again
     if reader.has_tree_rows:
         write_bytes(f"{work}/trees/{unit.source}", b"")
+    write_bytes(f"{work}/read/{unit.name}", str(len(seen)).encode())
     yield from (((unit.source, digest), unit.first) for digest in sorted(seen))
 
 
@@ -157,6 +161,19 @@ def _write_seen(work: str, group: tuple[tuple[int, int], Sequence[bytes]]) -> tu
 def _read_seen(work: str, unit: Unit) -> set[bytes]:
     content = read_bytes(f"{work}/seen/{unit.name}") or b""
     return {content[start : start + _DIGEST] for start in range(0, len(content), _DIGEST)}
+
+
+def _warn_of_too_many(work: str, units: Sequence[Unit]) -> None:
+    """Says before the tokenizing that conversations are more than a folder can number. They are
+    not refused yet: some may be dropped as unusable or near duplicates."""
+    found = 0
+    for unit in units:
+        repeated = len(read_bytes(f"{work}/seen/{unit.name}") or b"") // _DIGEST
+        found += int(read_bytes(f"{work}/read/{unit.name}") or 0) - repeated
+    try:
+        prepared.check_count(found, "conversations")
+    except UserError as error:
+        print(f"warning: {error}. This is an error if so many are left", file=sys.stderr)
 
 
 def _sign(work: str, unit: Unit) -> tuple[()]:

@@ -27,6 +27,7 @@ REPORT = "report.json"
 DOCUMENTS = "documents"
 SHARD = ".array_record-"  # in the names of shards alone
 INDEX = "index.npz"  # written last: a folder with an index is complete
+MOST_DOCUMENTS = 2**31 - 1  # of a folder, whose documents are numbered in 32 bits
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,20 @@ def counts(documents: Documents) -> SplitCounts:
     return SplitCounts(len(documents), int(documents.lengths.sum()), int(documents.trained.sum()))
 
 
+def check_count(count: int, what: str = "documents") -> None:
+    """Checks that a folder can number its documents.
+
+    Raises:
+      UserError: there are more than MOST_DOCUMENTS.
+    """
+    if count > MOST_DOCUMENTS:
+        raise UserError(
+            f"data.sources: found {count:,} {what}, and a prepared folder holds at most "
+            f"{MOST_DOCUMENTS:,} documents; several recipes, each with some of the files, would "
+            "work"
+        )
+
+
 class Index:
     """The index of a folder: numbers of every document that are needed without reading it."""
 
@@ -201,13 +216,23 @@ class Index:
         self._columns = {name: array("i") for name in (*names, *of_pairs)}
 
     def add(self, *values: int) -> int:
-        """Adds a document by its length, trained tokens, source, whether it is held out, and,
-        where it is a pair of
-        completions, the length, trained tokens and label of the first, and how many tokens both
-        share; returns its number."""
+        """Adds a document; returns its number.
+
+        Args:
+          values: its length, trained tokens, source, whether it is held out, and, where it is a
+            pair of completions, the length, trained tokens and label of the first, and how many
+            tokens both share.
+
+        Raises:
+          UserError: there are too many, see `check_count`.
+        """
+        check_count(len(self) + 1)
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
-        return len(self._columns["length"]) - 1
+        return len(self) - 1
+
+    def __len__(self) -> int:
+        return len(self._columns["length"])
 
     def arrays(self) -> dict[str, Int32[np.ndarray, " D"]]:
         """Returns the columns of the index, each with an element for every document."""

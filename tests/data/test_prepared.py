@@ -1,0 +1,70 @@
+"""More documents than a prepared folder can number are refused, and never numbered from the start
+again."""
+
+import json
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from data import prepared
+from data.engine import PROCESSES, Processes
+from data.errors import UserError
+from data.prepare import prepare
+from data.sources import Source
+from data.tokenizer import Tokenizer
+from tests.data.test_fixtures import FIXTURES
+
+
+@dataclass(frozen=True)
+class InParts(Processes):
+    """Prepares in parts and shards, as Beam does, in this process."""
+
+    in_parts = True
+
+
+def _prepare(folder, target, engine):
+    tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
+    source = Source(str(folder), template="vicuna_v1.1")
+    return prepare([source], tokenizer, 256, target, progress=False, engine=engine)
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """Three files of four conversations; the first of each file is the same."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for file in range(3):
+        questions = ["Who?", *(f"What is {file} and {number}?" for number in range(3))]
+        records = [
+            {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": "That."}]}
+            for q in questions
+        ]
+        (folder / f"{file}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return folder
+
+
+def test_the_largest_number_is_the_columns_largest():
+    assert np.iinfo(np.int32).max == prepared.MOST_DOCUMENTS
+    index = prepared.Index()
+    index._columns = {name: array("i", [5]) for name in index._columns}
+    assert index.add(*range(8)) == 1 and len(index) == 2
+    prepared.check_count(2_147_483_647)
+    with pytest.raises(UserError, match=r"found 2,147,483,648 documents, .*; several recipes"):
+        prepared.check_count(2_147_483_648)
+
+
+@pytest.mark.parametrize("engine", [PROCESSES, InParts()])
+def test_too_many_documents_are_refused(chats, tmp_path, monkeypatch, capsys, engine):
+    """By hand: 12 conversations, 2 of them repetitions."""
+    monkeypatch.setattr(prepared, "MOST_DOCUMENTS", 9)
+    with pytest.raises(UserError, match=r"found 10 documents, and a prepared .* at most 9 docu"):
+        _prepare(chats, tmp_path / "made", engine)
+    made = [path.name for path in (tmp_path / "made").rglob("*") if path.is_file()]
+    assert not any("array_record" in name for name in made), "it is known before shards are made"
+    said = capsys.readouterr().err
+    assert ("warning: data.sources: found 10 conversations" in said) == engine.in_parts
+    monkeypatch.setattr(prepared, "MOST_DOCUMENTS", 10)
+    assert len(_prepare(chats, tmp_path / "made", engine).train) == 10
+    assert not capsys.readouterr().err and len(list((tmp_path / "made").glob("[!.]*"))) == 1
