@@ -1,13 +1,15 @@
-"""Times the engines that prepare data, and their peak memory, on generated conversations.
+"""Measures the speed and peak memory of the engines that prepare data, on generated conversations.
 
     python -m scripts.benchmarks.bench_engines --tokenizer DIR [--rows processes:1 beam:2 ...] \\
         [--gigabytes 0.25 0.5 1] [--write]
 
 A row is ENGINE:CORES: `processes` on that many cores, or `beam` on Dask with as many worker
-processes on as many cores (in the environment of `make beam`). Each is prepared in a process of
-its own and added to OUTPUT/engines.json as it ends. --write makes docs/results/engines.json of all
-rows there. The data are those of a size whatever machine makes them; every fiftieth record repeats
-an earlier one.
+processes on as many cores (in the environment of `make beam`). Each row is measured in a process of
+its own and saved to OUTPUT/engines.json as soon as it is done; a row that is measured again takes
+the place of the old one. --write makes docs/results/engines.json from all rows saved there.
+
+Data of the same size are the same on every machine. Every fiftieth conversation repeats an earlier
+one.
 """
 
 from __future__ import annotations
@@ -39,19 +41,22 @@ from scripts.benchmarks.results import ROOT, Result, load, renew, row
 from trainer.options import command, option
 
 WORDS = ROOT / "data/fixtures/conversations.json"
-FILE_BYTES = 1 << 24  # so that each of two workers has several
-POOL_WORDS, LONGEST = 1 << 21, 1 << 16  # characters of the longest turn
-REPEATED = 50  # every such record repeats another
-CONTEXT = 8192
-# Of the scale-up rule's seconds for rows that it was not made of; set before any was measured.
-RULE_WITHIN = 0.2
-WANTED = {"processes": 10**10, "beam": 10**9}  # bytes
-FILE = "engines.json"
+ENGINES = ("processes", "beam")
+FILE_BYTES = 1 << 24  # so that each of two workers has several files
+POOL_WORDS = 1 << 21
+LONGEST_TURN = 1 << 16  # characters
+REPEAT_EVERY = 50  # conversations
+CONTEXT_LENGTH = 8192  # tokens
+# Goals, set before anything was measured: the largest relative error of the scale-up rule, and the
+# most bytes that each engine has prepared.
+LARGEST_RULE_ERROR = 0.2
+SIZE_GOALS = {"processes": 10**10, "beam": 10**9}
+RESULTS_FILE = "engines.json"
 
 
 class Conversations:
-    """Generated chats, each decided by its number alone: the words of our fixtures in random order,
-    with a name that no tokenizer knows in every thirty of them."""
+    """Generated conversations, each a function of its number alone: the words of our fixtures in
+    random order, of which every thirtieth is replaced by a number that no tokenizer knows."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -64,12 +69,13 @@ class Conversations:
         self._pool = " ".join(pool)
 
     def __getitem__(self, number: int) -> str:
-        """Returns a record as a line of JSON."""
-        repeats = number % REPEATED == REPEATED - 1
-        told = number // 2 // REPEATED * REPEATED if repeats else number
-        rng = np.random.default_rng(told)
-        lengths = np.clip(rng.lognormal(6.5, 1.0, 4), 8, LONGEST).astype(int)
-        starts = rng.integers(0, len(self._pool) - LONGEST, 4)
+        """Returns a conversation as a line of JSON."""
+        is_repeat = number % REPEAT_EVERY == REPEAT_EVERY - 1
+        # Halfway back, and a multiple, which is never itself a repeat.
+        original = number // 2 // REPEAT_EVERY * REPEAT_EVERY if is_repeat else number
+        rng = np.random.default_rng(original)
+        lengths = np.clip(rng.lognormal(6.5, 1.0, 4), 8, LONGEST_TURN).astype(int)
+        starts = rng.integers(0, len(self._pool) - LONGEST_TURN, 4)
         turns = [
             {"from": ("human", "gpt")[place % 2], "value": self._pool[start : start + length]}
             for place, (start, length) in enumerate(zip(starts, lengths, strict=True))
@@ -78,20 +84,25 @@ class Conversations:
 
 
 def write_conversations(folder: Path, size: int) -> int:
-    """Writes files of conversations, of `size` bytes together; returns how many conversations."""
-    chats, number, written = Conversations(), 0, 0
+    """Writes `size` bytes of conversations to files in a new folder; returns how many there are."""
+    conversations, count, written = Conversations(), 0, 0
     folder.mkdir()
     while written < size:
-        before = written
-        with (folder / f"{before // FILE_BYTES:05d}.jsonl").open("w", encoding="ascii") as file:
-            while written < size and written - before < FILE_BYTES:
-                written += file.write(chats[number] + "\n")
-                number += 1
-    return number
+        file_start = written
+        path = folder / f"{file_start // FILE_BYTES:05d}.jsonl"
+        with path.open("w", encoding="ascii") as file:
+            while written < size and written - file_start < FILE_BYTES:
+                written += file.write(conversations[count] + "\n")
+                count += 1
+    return count
 
 
 def measure(engine: str, cores: int, sources: Path, tokenizer: Path, target: Path) -> dict:
-    """Prepares data in this process and its workers; returns seconds, memory and what was made.
+    """Prepares data in this process and its workers, on `cores` cores.
+
+    Returns:
+      Seconds of wall and CPU time, peak memory in MiB of this process and of each worker (of
+      `processes`: of the largest), and what `_prepared` returns.
 
     Raises:
       UserError: this machine has fewer cores.
@@ -102,9 +113,9 @@ def measure(engine: str, cores: int, sources: Path, tokenizer: Path, target: Pat
     os.sched_setaffinity(0, allowed[:cores])
     if engine == "processes":
         result = _prepared(PROCESSES, sources, tokenizer, target)
-        used = [resource.getrusage(resource.RUSAGE_CHILDREN)]
-        workers = [round(usage.ru_maxrss / 1024, 1) for usage in used if cores > 1]
-        cpu = [time.process_time(), *(usage.ru_utime + usage.ru_stime for usage in used)]
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        worker_peaks = [round(children.ru_maxrss / 1024, 1)] if cores > 1 else []
+        cpu_seconds = [time.process_time(), children.ru_utime + children.ru_stime]
     else:
         from distributed import Client, LocalCluster
 
@@ -114,36 +125,29 @@ def measure(engine: str, cores: int, sources: Path, tokenizer: Path, target: Pat
         with cluster, Client(cluster) as client:
             flag = f"--dask_client_address={client.scheduler.address}"
             result = _prepared(Beam("dask", (flag,)), sources, tokenizer, target)
-            workers = [*client.run(peak_mib).values()]
-            cpu = [time.process_time(), *client.run(time.process_time).values()]
+            worker_peaks = [*client.run(peak_mib).values()]
+            cpu_seconds = [time.process_time(), *client.run(time.process_time).values()]
     return {
         **result,
-        "cpu_seconds": round(sum(cpu), 1),
+        "cpu_seconds": round(sum(cpu_seconds), 1),
         "peak_mib": peak_mib(),
-        "worker_peak_mib": sorted(workers),
+        "worker_peak_mib": sorted(worker_peaks),
     }
 
 
 def _prepared(engine: Engine, sources: Path, tokenizer: Path, target: Path) -> dict[str, Any]:
+    """Prepares data; returns the seconds, the load of the machine before, counts, and a hash of
+    every file that was made."""
     started, load_before = time.monotonic(), os.getloadavg()[0]
     made = prepare(
         [Source(str(sources), template="tokenizer")],
         Tokenizer.load(tokenizer),
-        CONTEXT,
+        CONTEXT_LENGTH,
         target,
         progress=False,
         engine=engine,
     )
     seconds = time.monotonic() - started
-    digest = hashlib.sha256()  # not of index.npz, which has hashes of the others, below
-    for path in sorted(path for path in made.folder.rglob("*") if path.name != INDEX):
-        content = path.read_bytes() if path.is_file() else b""
-        # The data of another measurement were elsewhere.
-        content = content.replace(str(sources).encode(), b"")
-        digest.update(f"{path.relative_to(made.folder)}\0".encode() + content)
-    with np.load(made.folder / INDEX) as index:
-        for name in sorted(set(index.files) - {"files"}):
-            digest.update(name.encode() + index[name].tobytes())
     report = made.report.sources[0]
     return {
         "seconds": round(seconds, 1),
@@ -151,19 +155,35 @@ def _prepared(engine: Engine, sources: Path, tokenizer: Path, target: Path) -> d
         "records": report.records,
         "duplicates": report.dropped["duplicate"],
         "documents": len(made.train),
-        "sha256": digest.hexdigest(),
+        "sha256": _content_hash(made.folder, sources),
     }
 
 
+def _content_hash(folder: Path, sources: Path) -> str:
+    """Returns a hash of prepared data that does not depend on where the sources were."""
+    digest = hashlib.sha256()
+    # The index holds hashes of the other files, which name the sources; its columns are below.
+    for path in sorted(path for path in folder.rglob("*") if path.name != INDEX):
+        content = path.read_bytes() if path.is_file() else b""
+        content = content.replace(str(sources).encode(), b"")
+        digest.update(f"{path.relative_to(folder)}\0".encode() + content)
+    with np.load(folder / INDEX) as index:
+        for name in sorted(set(index.files) - {"files"}):
+            digest.update(name.encode() + index[name].tobytes())
+    return digest.hexdigest()
+
+
 def predicted(rows: Iterable[dict], engine: str, size: int, cores: int) -> float | None:
-    """Returns the seconds of a row by the scale-up rule: a fixed time, and each core the same bytes
-    a second. Both come from the two smallest sizes on one core; None without them."""
-    known = sorted((r["bytes"], r["seconds"]) for r in rows if _is(r, engine, 1))[:2]
-    if len(known) < 2:
+    """Returns the seconds that the scale-up rule gives for `size` bytes: a fixed time, and then
+    each core the same bytes a second. Both are those of the two smallest sizes on one core; None if
+    there are not two."""
+    fitted = sorted((r["bytes"], r["seconds"]) for r in rows if _is(r, engine, 1))[:2]
+    if len(fitted) < 2:
         return None
-    (small, first), (large, second) = known
-    rate = (second - first) / (large - small)
-    return first - small * rate + size * rate / cores
+    (small, small_seconds), (large, large_seconds) = fitted
+    seconds_a_byte = (large_seconds - small_seconds) / (large - small)
+    fixed_seconds = small_seconds - small * seconds_a_byte
+    return fixed_seconds + size * seconds_a_byte / cores
 
 
 def _is(measured: dict, engine: str, cores: int) -> bool:
@@ -171,86 +191,83 @@ def _is(measured: dict, engine: str, cores: int) -> bool:
 
 
 def result_rows(rows: list[dict]) -> dict[str, dict[str, str]]:
-    """Returns the rows of the result."""
-    made: dict[str, dict[str, str]] = {}
-    digests = {r["bytes"]: {o["sha256"] for o in rows if o["bytes"] == r["bytes"]} for r in rows}
-    smallest = {e: sorted(r["bytes"] for r in rows if _is(r, e, 1))[:2] for e in ENGINES}
-    for r in sorted(rows, key=lambda r: (r["engine"], r["cores"], r["bytes"])):
-        speed = r["bytes"] / r["seconds"] / r["cores"] / 1e6
-        memory = ", ".join(f"{mib:,.0f}" for mib in r["worker_peak_mib"])
-        found = (
-            f"{speed:.3g} MB/s a core ({r['bytes'] / r['cpu_seconds'] / 1e6:.3g} a CPU second), "
-            f"{r['seconds']:,.0f} s; peak {r['peak_mib']:,.0f} MiB"
-            + (f", workers {memory}" if memory else "")
-        )
-        guess = predicted(rows, r["engine"], r["bytes"], r["cores"])
-        is_made_of = r["cores"] == 1 and r["bytes"] in smallest[r["engine"]]
-        name = f"{r['engine']}_{r['cores']}_{r['bytes'] / 1e6:.0f}mb"
-        what = f"{r['engine']}, cores {r['cores']}, {r['bytes'] / 1e9:.3g} GB"
-        made[name] = row(what, found)
-        if guess is not None and not is_made_of:
-            off = guess / r["seconds"] - 1
-            made[f"{name}_rule"] = row(
+    """Returns the rows of docs/results/engines.json."""
+    result: dict[str, dict[str, str]] = {}
+    for measured in sorted(rows, key=lambda r: (r["engine"], r["cores"], r["bytes"])):
+        engine, cores, size = measured["engine"], measured["cores"], measured["bytes"]
+        name = f"{engine}_{cores}_{size / 1e6:.0f}mb"
+        what = f"{engine}, cores {cores}, {size / 1e9:.3g} GB"
+        result[name] = row(what, _described(measured))
+        fitted = sorted(r["bytes"] for r in rows if _is(r, engine, 1))[:2]
+        rule_seconds = predicted(rows, engine, size, cores)
+        if rule_seconds is not None and not (cores == 1 and size in fitted):
+            error = rule_seconds / measured["seconds"] - 1
+            result[f"{name}_rule"] = row(
                 f"{what}: the scale-up rule's seconds against the measured ones",
-                f"{guess:,.0f} s, {off:+.0%}",
-                f"within {RULE_WITHIN:.0%}",
-                abs(off) <= RULE_WITHIN,
+                f"{rule_seconds:,.0f} s, {error:+.0%}",
+                f"within {LARGEST_RULE_ERROR:.0%}",
+                abs(error) <= LARGEST_RULE_ERROR,
             )
-    for engine, size in WANTED.items():
+    for engine, goal in SIZE_GOALS.items():
         largest = max((r["bytes"] for r in rows if r["engine"] == engine), default=0)
-        goal = f"{size / 1e9:g} GB"
-        made[f"{engine}_largest"] = row(
+        result[f"{engine}_largest"] = row(
             f"{engine}: the largest data prepared whole",
             f"{largest / 1e9:g} GB",
-            goal,
-            largest >= size,
+            f"{goal / 1e9:g} GB",
+            largest >= goal,
         )
-    several = [size for size in digests if sum(r["bytes"] == size for r in rows) > 1]
-    made["same"] = row(
-        f"every file of {len(several)} sizes that several rows prepared",
-        "the same" if all(len(digests[size]) == 1 for size in several) else "others",
-        "the same",
-        bool(several) and all(len(digests[size]) == 1 for size in several),
+    result["same"] = _same_files(rows)
+    return result
+
+
+def _described(measured: dict) -> str:
+    """Returns a row's speed, time and memory in words."""
+    speed = measured["bytes"] / measured["seconds"] / measured["cores"] / 1e6
+    cpu_speed = measured["bytes"] / measured["cpu_seconds"] / 1e6
+    workers = ", ".join(f"{mib:,.0f}" for mib in measured["worker_peak_mib"])
+    return (
+        f"{speed:.3g} MB/s a core ({cpu_speed:.3g} a CPU second), {measured['seconds']:,.0f} s; "
+        f"peak {measured['peak_mib']:,.0f} MiB" + (f", workers {workers}" if workers else "")
     )
-    return made
 
 
-ENGINES = ("processes", "beam")
+def _same_files(rows: list[dict]) -> dict[str, str]:
+    """Returns the row that says whether every engine made the same files of the same data."""
+    hashes: dict[int, list[str]] = {}
+    for measured in rows:
+        hashes.setdefault(measured["bytes"], []).append(measured["sha256"])
+    compared = [set(of_size) for of_size in hashes.values() if len(of_size) > 1]
+    is_same = all(len(different) == 1 for different in compared)
+    return row(
+        f"every file of {len(compared)} sizes that several rows prepared",
+        "the same" if is_same else "others",
+        "the same",
+        bool(compared) and is_same,
+    )
 
 
 def work(options: Options) -> Result | None:
-    """Measures the rows, or only one of them.
+    """Measures the rows; in a process that this command has started, only one of them.
 
     Raises:
       UserError: a row is none; or the records that were read or dropped are not those written.
     """
     if options.sources:
         [name] = options.rows
-        engine, cores = name.split(":")
+        engine, cores = _parsed(name)
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="engines-") as target:
-            print(
-                json.dumps(
-                    measure(engine, int(cores), options.sources, options.tokenizer, Path(target))
-                )
-            )
+            found = measure(engine, cores, options.sources, options.tokenizer, Path(target))
+        print(json.dumps(found))
         return None
-    output_files(options.output, {FILE: b'"sha256"'})
-    path = options.output / FILE
+    output_files(options.output, {RESULTS_FILE: b'"sha256"'})
+    path = options.output / RESULTS_FILE
     rows = read_json(path) if path.exists() else []
     for gigabytes in options.gigabytes:
+        size = round(gigabytes * 1e9)
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="engines-") as folder:
-            sources, size = Path(folder) / "in", round(gigabytes * 1e9)
-            records = write_conversations(sources, size)
+            records = write_conversations(Path(folder) / "in", size)
             for name in options.rows:
-                engine, _, cores = name.partition(":")
-                if engine not in ENGINES or not cores.isdecimal():
-                    raise UserError(f"--rows: found {name}; processes:2 would work")
-                words = (f"--rows={name}", f"--sources={sources}", f"--scratch={folder}")
-                tokenizer = f"--tokenizer={options.tokenizer}"
-                found = in_own_process("bench_engines", *words, tokenizer)
-                measured = {"engine": engine, "cores": int(cores), "bytes": size, **found}
-                if (found["records"], found["duplicates"]) != (records, records // REPEATED):
-                    raise UserError(f"{name}: {records} records were written; found {found}")
+                measured = _measured_apart(name, size, records, Path(folder), options.tokenizer)
                 key = ("engine", "cores", "bytes")
                 rows = [r for r in rows if any(r[k] != measured[k] for k in key)] + [measured]
                 write_json(path, rows)
@@ -260,6 +277,46 @@ def work(options: Options) -> Result | None:
     command_line = "python -m scripts.benchmarks.bench_engines --gigabytes "
     command_line += " ".join(f"{size / 1e9:g}" for size in sorted({r["bytes"] for r in rows}))
     return renew("engines", result_rows(rows), command=command_line, facts=load("engines").facts)
+
+
+def _parsed(name: str) -> tuple[str, int]:
+    """Returns the engine and the number of cores of a row's name.
+
+    Raises:
+      UserError: it is not ENGINE:CORES.
+    """
+    engine, _, cores = name.partition(":")
+    if engine not in ENGINES or not cores.isdecimal():
+        raise UserError(f"--rows: found {name}; processes:2 would work")
+    return engine, int(cores)
+
+
+def _measured_apart(
+    name: str, size: int, records: int, folder: Path, tokenizer: Path
+) -> dict[str, Any]:
+    """Measures a row in a process of its own.
+
+    Args:
+      name: the row.
+      size: bytes of the data in `folder`/in.
+      records: how many records they are.
+      folder: where the prepared data are, until they are removed.
+      tokenizer: folder of the tokenizer.
+
+    Raises:
+      UserError: `name` is no row; or the records that were read or dropped are not those written.
+    """
+    engine, cores = _parsed(name)
+    found = in_own_process(
+        "bench_engines",
+        f"--rows={name}",
+        f"--sources={folder / 'in'}",
+        f"--scratch={folder}",
+        f"--tokenizer={tokenizer}",
+    )
+    if (found["records"], found["duplicates"]) != (records, records // REPEAT_EVERY):
+        raise UserError(f"{name}: {records} records were written; found {found}")
+    return {"engine": engine, "cores": cores, "bytes": size, **found}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,10 +330,12 @@ class Options:
         "ENGINE:CORES to measure", ("processes:1", "processes:2", "beam:1", "beam:2")
     )
     gigabytes: tuple[float, ...] = option("sizes of the data, 10^9 bytes", (0.25, 0.5, 1.0))
-    write: bool = option("make docs/results/engines.json of the rows measured so far")
-    scratch: Path = option("folder for the data, which are removed", Path(tempfile.gettempdir()))
+    write: bool = option("make docs/results/engines.json from the rows measured so far")
+    scratch: Path = option(
+        "folder for the data, which are removed afterwards", Path(tempfile.gettempdir())
+    )
     output: Path = option("folder for results", Path("runs/bench/engines"))
-    sources: Path | None = option("folder to prepare, in place of data that are made", None)
+    sources: Path | None = option("measure one row on the files of this folder", None)
 
 
 main = command(Options, work)
