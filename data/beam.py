@@ -55,7 +55,7 @@ class Beam:
         )
         try:
             # The log has a worker's traceback, of an error that is raised here.
-            with _silent("apache_beam.runners.common"), beam.Pipeline(options=options) as pipeline:
+            with _silent("apache_beam.runners.common"), _pipeline(options) as pipeline:
                 values = pipeline | beam.Create(list(items)) | beam.Reshuffle()
                 for number, step in enumerate(steps):
                     transform = beam.GroupByKey() if step == GROUP else beam.FlatMap(step)
@@ -73,6 +73,23 @@ def _partitions(engine: Beam, items: int) -> list[str]:
     if engine.runner != "dask" or given:
         return []
     return [f"--dask_partition_size={-(-items // _MOST_PARTITIONS)}"]
+
+
+@contextlib.contextmanager
+def _pipeline(options: Any) -> Iterator[Any]:
+    """Yields a pipeline, which runs when the context ends, and lets go of its results.
+
+    Dask runs tasks again whose results a dead worker had, for as long as a client wants them: in a
+    later pass, or when the workers' folder is removed, which would then be made again.
+    """
+    pipeline = library().Pipeline(options=options)
+    try:
+        with pipeline:
+            yield pipeline
+    finally:
+        client = getattr(getattr(pipeline, "result", None), "client", None)
+        if client is not None:
+            client.close()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import resource
+import signal
 import tempfile
 import time
 from functools import partial
@@ -326,6 +327,36 @@ def _note_process(folder, number):
     time.sleep(0.1)
     (folder / f"process-{os.getpid()}").touch()
     return ()
+
+
+def _note_run(folder, number):
+    with (folder / f"run-{number}").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    return ()
+
+
+def test_what_is_done_is_not_run_again_when_a_worker_of_dask_dies_later(tmp_path):
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        engine = Beam("dask", (f"--dask_client_address={client.scheduler.address}",))
+        engine.run([*range(8)], partial(_note_run, tmp_path))
+        workers = client.run(os.getpid)
+        for pid in workers.values():
+            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while not client.scheduler_info()["workers"].keys().isdisjoint(workers):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        client.wait_for_workers(2, timeout=30)
+        # What would run again comes before it.
+        client.submit(_note_run, tmp_path, 8, priority=-1).result()
+    runs = [path.read_text().count("\n") for path in sorted(tmp_path.iterdir())]
+    assert runs == [1] * 9
 
 
 def test_unknown_flags_and_runners_are_refused():
