@@ -13,6 +13,7 @@ from model.config import TransformerConfig
 from model.frozen import Plain
 from model.grouped import _over_blocks, block_rows, grouped_product
 from tests.compiled_text import product_flops
+from tests.errors import within
 from tests.model.build import llama
 from trainer.flops import flops_per_step
 from trainer.step import StepBuilder
@@ -170,4 +171,4 @@ def test_a_compiled_step_multiplies_what_the_active_parameters_need(preset):
     made = product_flops(step.lower_train().compile().as_text(), "feed_forward", blocks)
     needed = flops_per_step(config, length, pairs=length * 32768 / 2)
     attention = needed - flops_per_step(config, length, pairs=0)
-    assert made + attention == pytest.approx(needed, rel=0.05)
+    within(abs((made + attention) / needed - 1), 0.05, "FLOPs of a mixture", preset)
