@@ -5,7 +5,7 @@ import ast
 
 import pytest
 
-from tests.mutants.__main__ import ROOT, TESTS, sample, slips
+from tests.mutants.__main__ import EQUIVALENT, ROOT, TESTS, Place, sample, slips
 from tests.mutants.mutations import broken, faults
 
 PROGRAM = '''
@@ -52,6 +52,15 @@ def test_files_and_their_tests_exist(file):
 def test_slips_are_faults_of_code_that_is_there():
     for tests, faulty in slips():
         assert all((ROOT / test).is_file() for test in tests)
-        for (file, *_), text in faulty.items():
+        for place, text in faulty.items():
             ast.parse(text)
-            assert text != (ROOT / file).read_text(encoding="utf-8")
+            assert text != (ROOT / place.file).read_text(encoding="utf-8")
+
+
+def test_programs_called_equivalent_are_mutants_of_today():
+    for line in EQUIVALENT.read_text(encoding="utf-8").splitlines():
+        name, _, reason = line.partition(" # ")
+        file = name.partition(":")[0]
+        source = (ROOT / file).read_text(encoding="utf-8")
+        places = [Place.of(file, fault.line, fault.what, source) for fault in faults(source)]
+        assert reason and name in {place.lasting for place in places}, line

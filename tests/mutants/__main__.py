@@ -8,9 +8,9 @@ runs.
     python -m tests.mutants --record # the same, into docs/results/mutants.json
 
 The tests run in a copy of the repository, without those marked slow, as CI runs them. A mutant is
-killed where they fail or take much more processor time than without it. Outcomes are appended to --output, a line of
-JSON each. A survivor is either a missing test or an equivalent program;
-tests/mutants/equivalent.txt names those.
+killed where they fail or take much more processor time than without it. Outcomes are appended to
+--output, a line of JSON each. A survivor is a missing test or an equivalent program;
+tests/mutants/equivalent.txt names the latter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,37 @@ EQUIVALENT = Path(__file__).parent / "equivalent.txt"
 SLIPS = Path(__file__).parent / "slips.toml"
 GOAL = 0.9  # the share to kill, of all that are not equivalent programs
 WAITING = 5  # seconds of the clock for each of the processor's: other work may share the machine
-Key = tuple[str, int, str]  # file, line, fault
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A fault and where it is put.
+
+    Attributes:
+      file, line: where.
+      what: the fault in words.
+      code: the line's text without its comment, by which `equivalent.txt` knows the place when lines have moved.
+    """
+
+    file: str
+    line: int
+    what: str
+    code: str
+
+    @classmethod
+    def of(cls, file: str, line: int, what: str, source: str) -> Place:
+        """Describes a fault in a line of `source`, the content of `file`."""
+        return cls(file, line, what, source.splitlines()[line - 1].split("  # ")[0].strip())
+
+    @property
+    def lasting(self) -> str:
+        """Its description without the line's number."""
+        return f"{self.file}: {self.what} in {self.code}"
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.what} in {self.code}"
+
+
 # File -> the tests that CI runs beside it.
 TESTS = {
     "model/attention/coords.py": (
@@ -130,43 +160,43 @@ def is_killed(folder: Path, tests: tuple[str, ...], limit: int) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the faults that have no outcome yet; returns 1 where tests fail without any fault."""
-    done = {(row["file"], row["line"], row["what"]) for row in read(args.output)}
+    done = {place for place, _ in read(args.output)}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         copy_repository(copy)
         for tests, faulty in slips() if args.slips else mutants(args):
-            chosen = {fault: text for fault, text in faulty.items() if fault not in done}
+            chosen = {place: text for place, text in faulty.items() if place not in done}
             if not chosen:
                 continue
             limit = seconds_of_tests(copy, tests, args.limit)
             if limit is None:
                 print(f"{' '.join(tests)}: fail without any fault", file=sys.stderr)
                 return 1
-            for (file, line, what), text in chosen.items():
-                (copy / file).write_text(text, encoding="utf-8")
+            for place, text in chosen.items():
+                (copy / place.file).write_text(text, encoding="utf-8")
                 killed = is_killed(copy, tests, limit)
-                shutil.copy2(ROOT / file, copy / file)
-                row = {"file": file, "line": line, "what": what, "killed": killed}
+                shutil.copy2(ROOT / place.file, copy / place.file)
+                outcome = {**dataclasses.asdict(place), "killed": killed}
                 with args.output.open("a", encoding="utf-8") as output:
-                    output.write(json.dumps(row) + "\n")
-                print(f"{file}:{line}: {what}: {'killed' if killed else 'SURVIVED'}", flush=True)
+                    output.write(json.dumps(outcome) + "\n")
+                print(f"{'killed  ' if killed else 'SURVIVED'} {place}", flush=True)
     return 0
 
 
-def mutants(args: argparse.Namespace) -> Iterator[tuple[tuple[str, ...], dict[Key, str]]]:
-    """Yields for each file its tests, and its faulty versions by file, line and fault."""
+def mutants(args: argparse.Namespace) -> Iterator[tuple[tuple[str, ...], dict[Place, str]]]:
+    """Yields for each file its tests, and its faulty versions."""
     for file in args.files or TESTS:
         source = (ROOT / file).read_text(encoding="utf-8")
         yield (
             TESTS[file],
             {
-                (file, fault.line, fault.what): broken(source, fault)
+                Place.of(file, fault.line, fault.what, source): broken(source, fault)
                 for fault in sample(file, args.each, args.seed)
             },
         )
 
 
-def slips() -> Iterator[tuple[tuple[str, ...], dict[Key, str]]]:
+def slips() -> Iterator[tuple[tuple[str, ...], dict[Place, str]]]:
     """Yields the same for each fault of slips.toml.
 
     Raises:
@@ -177,8 +207,8 @@ def slips() -> Iterator[tuple[tuple[str, ...], dict[Key, str]]]:
         if source.count(slip["old"]) != 1:
             raise ValueError(f"{SLIPS.name}: {slip['what']}: {slip['old']!r} is not there once")
         line = source[: source.index(slip["old"])].count("\n") + 1
-        key = slip["file"], line, slip["what"]
-        yield tuple(slip["tests"]), {key: source.replace(slip["old"], slip["new"])}
+        place = Place.of(slip["file"], line, slip["what"], source)
+        yield tuple(slip["tests"]), {place: source.replace(slip["old"], slip["new"])}
 
 
 @functools.cache
@@ -193,13 +223,13 @@ def seconds_of_tests(folder: Path, tests: tuple[str, ...], most: int) -> int | N
     return min(most, 30 + int(3 * took))
 
 
-def read(output: Path) -> list[dict]:
-    """Returns the outcomes so far."""
-    return (
-        [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-        if output.exists()
-        else []
-    )
+def read(output: Path) -> list[tuple[Place, bool]]:
+    """Returns the outcomes so far: each fault, and whether a test noticed it."""
+    lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
+    outcomes = [json.loads(line) for line in lines]
+    return [
+        (Place(**outcome), killed) for outcome in outcomes for killed in [outcome.pop("killed")]
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,18 +248,16 @@ class Outcomes:
     @classmethod
     def read(cls, output: Path) -> Outcomes:
         """Reads the lines of `output`."""
-        known = EQUIVALENT.read_text(encoding="utf-8").splitlines() if EQUIVALENT.exists() else []
-        names = {line.partition(" # ")[0] for line in known}
+        known = {line.partition(" # ")[0] for line in EQUIVALENT.read_text("utf-8").splitlines()}
         killed = defaultdict(list)
         survived, equivalent = [], []
-        for outcome in read(output):
-            name = f"{outcome['file']}:{outcome['line']}: {outcome['what']}"
-            if name in names:
-                equivalent.append(name)
+        for place, was_killed in read(output):
+            if place.lasting in known:
+                equivalent.append(str(place))
                 continue
-            killed[outcome["file"]].append(outcome["killed"])
-            if not outcome["killed"]:
-                survived.append(name)
+            killed[place.file].append(was_killed)
+            if not was_killed:
+                survived.append(str(place))
         by_file = {file: (sum(rows), len(rows)) for file, rows in sorted(killed.items())}
         return cls(by_file, survived, equivalent)
 
