@@ -92,7 +92,11 @@ TESTS = {
         "tests/trainer/test_kto.py",
         "tests/trainer/test_adapter_run.py",
     ),
-    "trainer/optimizer.py": ("tests/trainer/test_optimizer.py", "tests/trainer/test_step.py"),
+    "trainer/optimizer.py": (
+        "tests/trainer/test_optimizer.py",
+        "tests/trainer/test_average.py",
+        "tests/trainer/test_step.py",
+    ),
     "trainer/checkpoint/store.py": ("tests/trainer/checkpoint/test_store.py",),
     "trainer/checkpoint/items.py": ("tests/trainer/checkpoint/test_store.py",),
     "trainer/checkpoint/readers.py": ("tests/trainer/checkpoint/test_store.py",),

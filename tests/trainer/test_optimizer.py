@@ -21,6 +21,7 @@ from trainer.config.schema import (
     SourceConfig,
 )
 from trainer.optimizer import (
+    EightBitMoments,
     abstract_state,
     apply_updates,
     learning_rate,
@@ -176,6 +177,8 @@ def test_a_step_that_is_not_finite_leaves_moments_of_8_bits():
     old = optimizer.init(params)
     gradient = {"w.weight": jax.random.normal(jax.random.key(0), (8, 128))}
     _, new = optimizer.update(gradient, old, params)
+    moments = jax.tree.leaves(new, is_leaf=lambda x: isinstance(x, EightBitMoments))
+    assert [int(x.steps) for x in moments if isinstance(x, EightBitMoments)] == [1]
     kept = keep_unless_finite(jnp.bool_(False), new, old)
     for x, before, after in zip(*map(jax.tree.leaves, (kept, old, new)), strict=True):
         np.testing.assert_array_equal(x, before if x.ndim else after)

@@ -86,40 +86,71 @@ def first_moments(state) -> dict:
     return {name: np.asarray(x) for name, x in moments.items()}
 
 
+def weighted(total, weight):
+    """The sums of a loss without sources, auxiliary losses or measures."""
+    none = jnp.zeros(0)
+    return LossSums(total, weight, SourceSums(none, none), {}, {})
+
+
+def one_weight_step(loss, tokens, loss_weight=1.0, parts=1, shape=(), totals=None):
+    """The metrics of a step of a model with one parameter, 1, on rows of one token."""
+    model = SimpleNamespace(
+        mesh=mesh_of(dict(shape)), config=tiny(), parameters={"w": Parameter((1,), ("norm",))}
+    )
+    model.shardings = {"w": NamedSharding(model.mesh, PartitionSpec())}
+    train = TrainConfig(steps=20, accumulation=parts)
+    batch = text_batch(len(tokens), 1, model.mesh)
+    builder = StepBuilder(model, loss, batch, OPTIMIZER, train, totals=totals)
+    rows = {name: np.ones((len(tokens), 1), x.dtype) for name, x in batch.items()}
+    rows["tokens"][:, 0] = tokens
+    rows["loss_weights"][:] = loss_weight
+    params = {"w": jax.device_put(jnp.ones(1), model.shardings["w"])}
+    *_, metrics = builder.lower_train().compile()(
+        params, {}, builder.init_optimizer(params), place_batch(rows, model.mesh), np.int32(0)
+    )
+    return metrics
+
+
 @pytest.mark.parametrize("weight", [1.0, 1 / 64])
 def test_parts_are_added_in_float32(weight):
     """Eight parts in bfloat16, one with a gradient of 512 and seven of 1: a bfloat16 accumulator
     would stop at 512. All are divided by the sum of their weights, be it less than 1."""
-    model = SimpleNamespace(
-        mesh=mesh_of({}), config=tiny(), parameters={"w": Parameter((1,), ("norm",))}
-    )
-    model.shardings = {"w": NamedSharding(model.mesh, PartitionSpec())}
 
     def loss(params, batch):
-        none = jnp.zeros(0)
         narrow = params["w"].astype(jnp.bfloat16) * batch["tokens"].astype(jnp.bfloat16)
-        return LossSums(
-            jnp.sum(narrow.astype(jnp.float32) * batch["loss_weights"]),
-            jnp.sum(batch["loss_weights"]),
-            SourceSums(none, none),
-            {},
-            {},
-        )
+        total = jnp.sum(narrow.astype(jnp.float32) * batch["loss_weights"])
+        return weighted(total, jnp.sum(batch["loss_weights"]))
 
-    builder = StepBuilder(
-        model, loss, text_batch(8, 1, model.mesh), OPTIMIZER, TrainConfig(steps=20, accumulation=8)
-    )
-    batch = {name: np.ones((8, 1), x.dtype) for name, x in builder.abstract_batch.items()}
-    batch["tokens"][0] = 512
-    batch["loss_weights"][:] = weight
-    params = {"w": jnp.ones(1)}
-    state = builder.init_optimizer(params)
-    _, state, metrics = builder.lower_train().compile()(
-        params, {}, state, place_batch(batch, model.mesh), np.int32(0)
-    )
+    metrics = one_weight_step(loss, [512, *[1] * 7], weight, parts=8)
     assert float(metrics.grad_norm) == 519 / 8
-    one_by_one = functools.reduce(jnp.add, jnp.asarray(batch["tokens"][:, 0], jnp.bfloat16))
+    one_by_one = functools.reduce(jnp.add, jnp.asarray([512, *[1] * 7], jnp.bfloat16))
     assert float(one_by_one) == 512
+
+
+def test_a_part_has_rows_of_every_device():
+    """Two devices hold the rows 1, 2 and 4, 8: no row moves to another device."""
+
+    def loss(params, batch):
+        square = jnp.square(jnp.sum(batch["tokens"]).astype(jnp.float32))
+        return weighted(params["w"].sum() * square, jnp.float32(1))
+
+    metrics = one_weight_step(loss, [1, 2, 4, 8], parts=2, shape={"fsdp": 2})
+    assert float(metrics.loss) == ((1 + 4) ** 2 + (2 + 8) ** 2) / 2
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_part_knows_the_totals_of_the_whole_batch(parts):
+    """As the KL term of KTO needs them; one part counts its own."""
+
+    def totals(params, batch):
+        return {"sum": jnp.sum(batch["tokens"]).astype(jnp.float32)}
+
+    def loss(params, batch):
+        whole = batch["sum"] if "sum" in batch else totals(params, batch)["sum"]
+        assert ("sum" in batch) == (parts > 1)
+        return weighted(params["w"].sum() * whole, jnp.float32(1))
+
+    assert float(one_weight_step(loss, [1, 2, 4, 8], parts=parts, totals=totals).loss) == 15
 
 
 @pytest.mark.parametrize("weight", [1.0, np.inf], ids=["finite", "not finite"])

@@ -205,7 +205,7 @@ class Ring(Schedule):
     ) -> tuple[_Routes, Replica | None]:
         """The routes of blocks, and of global tokens where blocks do not visit all ranks."""
         routes = _Routes.choose(ranks, mask, tokens, self.bidirectional, self.ordered)
-        if routes.hops == ranks.size - 1 or not (rides or mask.global_tokens):
+        if not (rides or mask.global_tokens):
             return routes, None
         replica = (
             None if rides else Replica.choose(ranks, mask, tokens, routes.hops, routes.directions)
