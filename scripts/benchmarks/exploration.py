@@ -5,7 +5,8 @@
 A cell is a task, a protocol, a method and a training seed. Finished cells are skipped, an
 interrupted one continues, and one that another such command works on is passed over, so that any
 number of them may share a folder, one pinned to each core. A task waits until its body has 1,000
-episodes. Writes docs/results/exploration.json after each cell, also half of the table.
+episodes. Writes docs/results/exploration.json after each cell, also half of the table; cells that
+it has, from any machine, are not measured again.
 
 What follows was chosen before any result was seen. CPU hours of a cell, estimated from short runs
 of cartpole on one busy core of an AMD EPYC: BC-10% 0.2, DT 0.5, AT N = 4 0.4, N = 16 0.6, N = 32
@@ -38,7 +39,7 @@ from scripts.benchmarks.exploration_cells import (
     Training,
     cells,
 )
-from scripts.benchmarks.exploration_table import Answer, save_result
+from scripts.benchmarks.exploration_table import Answer, is_stored, save_result
 from trainer import entry
 from trainer.options import AtLeastOne, command, option
 
@@ -191,9 +192,8 @@ def work(args: Options) -> None:
     text = f"python -m scripts.benchmarks.exploration --data {args.data}"
     progress = True
     while progress:
-        left = [cell for cell in cells(args.tasks) if not is_measured(cell, args)]
         progress = False
-        for cell in left:
+        for cell in unmeasured(args):
             if not measure(cell, args):
                 continue
             progress = True
@@ -203,11 +203,20 @@ def work(args: Options) -> None:
                 }
                 with exclusive(Path(args.output) / "result.lock", "writes the result"):
                     save_result(finished, text)
-    left = [cell for cell in cells(args.tasks) if not is_measured(cell, args)]
+    left = len(unmeasured(args))
     print(
-        f"{len(left)} cells are left, which wait for {EPISODES} episodes of their body or are "
-        "another command's"
+        f"{left} cells are left, which wait for {EPISODES} episodes of their body or are another "
+        "command's"
     )
+
+
+def unmeasured(args: Options) -> list[Cell]:
+    """Returns the cells that neither the folder of runs nor the result has."""
+    return [
+        cell
+        for cell in cells(args.tasks)
+        if not (is_measured(cell, args) or (args.share == 1 and is_stored(cell)))
+    ]
 
 
 def answers_of(cell: Cell, args: Options) -> list[Answer]:

@@ -106,12 +106,26 @@ def summarize(lines: list[list[str]]) -> dict[tuple[str, ...], dict[str, Any]]:
     return summaries
 
 
+def stored_lines() -> list[list[str]]:
+    """Returns the lines of the table CELLS in the result, if there is one."""
+    if not (results.FOLDER / f"{NAME}.json").exists():
+        return []
+    return load(NAME).tables.get(CELLS, {}).get("rows", [])
+
+
+def is_stored(cell: Cell) -> bool:
+    """Returns whether the result has all of a cell's evaluations."""
+    keys = {tuple(line[: len(CELL)]) for line in stored_lines()}
+    own = (cell.task, cell.protocol, cell.method, str(cell.seed))
+    return all((*own, request) in keys for request in cell.requests)
+
+
 def save_result(answers: Mapping[Cell, Sequence[Answer]], text: str) -> None:
     """Stores the finished cells, and keeps those that were measured elsewhere."""
     finished = [_line(cell, answer) for cell, found in answers.items() for answer in found]
-    if not (results.FOLDER / f"{NAME}.json").exists():
+    stored = stored_lines()
+    if not stored:
         save(NAME, Result(TITLE, depends_on=dict.fromkeys(DEPENDS_ON, "")))
-    stored = load(NAME).tables.get(CELLS, {}).get("rows", [])
     new = {tuple(line[: len(CELL)]) for line in finished}
     lines = finished + [line for line in stored if tuple(line[: len(CELL)]) not in new]
     lines.sort(key=_order)

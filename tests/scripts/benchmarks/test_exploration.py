@@ -104,6 +104,18 @@ def test_a_failed_evaluation_is_tried_again_alone(asked, stored, tmp_path, monke
     assert "eval.in_context" in asked[1], "the training was finished"
 
 
+def test_cells_of_the_result_are_not_measured_again(asked, stored, tmp_path, capsys):
+    """But a training that another one begins with is made where it is missing."""
+    cell = Cell("cartpole_swingup", "ours", "AT, N = 4", 0)
+    exploration_table.save_result({cell: [Answer("best in the data", found(10.0), 0.5)]}, "command")
+    options = ["--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
+    assert exploration.main([*options, "--tasks", "cartpole_swingup"]) == 0
+    played = [words[words.index("--output") + 1] for words in asked if "eval.in_context" in words]
+    assert len(played) == 16 and not any("ours_at__n___4_seed_0" in folder for folder in played)
+    assert "cartpole_swingup/ours_at__n___4_seed_0" in trained(asked), "N = 16 begins with it"
+    assert "0 cells are left" in capsys.readouterr().out
+
+
 def test_half_a_table_is_completed_elsewhere(stored):
     """Cells that another machine measured stay; verdicts need both baselines and both lengths."""
     task = "walker_walk"
