@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from .adapter import FEED_FORWARD, ROUTER, AdapterConfig
-from .checks import MOST, is_int, require_int, require_number
+from .config_checks import LAYER_TYPES, require_consistent, require_fitting_adapter, require_sizes
 from .families import FAMILIES, family_of, find_preset
-from .families.family import BY_FAMILY, NEUTRAL
-from .rope_config import PER_CHANNEL, RopeConfig
+from .rope_config import RopeConfig
 
-MOST_LAYERS = 10_000
-
-LAYER_TYPES = ("sliding_attention", "full_attention")
 # The fields that may change while the weights stay the same; names are Hugging Face's.
 POSITIONS = ("rope_theta", "rope_scaling", "max_position_embeddings")
 ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef", "router_z_loss_coef")
@@ -142,243 +138,31 @@ class TransformerConfig:
     adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
-        self._fill_in()
-        self._check_heads()
-        self._check_numbers()
-        self._check_layers()
-        self._check_experts()
-        self._check_token_ids()
-        self._check_rope()
-        self._check_family()
-        self._check_adapter()
-
-    def _fill_in(self) -> None:
-        """Replaces None by what it stands for, and lists by tuples, which can be hashed."""
-        derived: dict[str, Any] = {
-            "output_bias": self.attention_bias,
-            "num_key_value_heads": self.num_attention_heads,
-        }
-        derived = {name: value for name, value in derived.items() if getattr(self, name) is None}
         for name in ("eos_token_id", "layer_types", "no_rope_layers"):
-            if isinstance(getattr(self, name), list):
-                derived[name] = tuple(getattr(self, name))
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
-
-    def _check_heads(self) -> None:
-        """Raises ValueError unless the sizes are whole and the heads fit them; derives a head's
-        size where none is given."""
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-        ):
-            require_int(name, getattr(self, name), at_least=1)
-        if self.num_hidden_layers > MOST_LAYERS:
-            raise ValueError(
-                f"num_hidden_layers: found {self.num_hidden_layers}; up to {MOST_LAYERS:,} would "
-                "work"
-            )
+            if isinstance(getattr(self, name), list):  # which cannot be hashed
+                self._set(name, tuple(getattr(self, name)))
+        if self.output_bias is None:
+            self._set("output_bias", self.attention_bias)
+        if self.num_key_value_heads is None:
+            self._set("num_key_value_heads", self.num_attention_heads)
+        require_sizes(self)
         if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"head_dim: not given, and hidden_size {self.hidden_size} is not divisible by "
-                    f"num_attention_heads {self.num_attention_heads}; give head_dim"
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        require_int("head_dim", self.head_dim, at_least=2)
-        if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim: {self.head_dim} is odd; rotary embedding turns halves, so it must be "
-                "even"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            good = [
-                n
-                for n in range(1, self.num_attention_heads + 1)
-                if self.num_attention_heads % n == 0
-            ]
-            raise ValueError(
-                f"num_key_value_heads: {self.num_key_value_heads} does not divide "
-                f"num_attention_heads {self.num_attention_heads}; these do: "
-                f"{', '.join(map(str, good))}"
-            )
-
-    def _check_numbers(self) -> None:
-        """Raises ValueError unless the scalars have the right types and ranges."""
-        require_number("rms_norm_eps", self.rms_norm_eps, above=0)
-        require_number("initializer_range", self.initializer_range, above=0, or_equal=True)
-        for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
-            require_number(name, getattr(self, name), above=0)
-        for name in (
-            "attention_multiplier",
-            "query_pre_attn_scalar",
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-        ):
-            if getattr(self, name) is not None:
-                require_number(name, getattr(self, name), above=0)
-        if self.sliding_window is not None:
-            require_int("sliding_window", self.sliding_window, at_least=1)
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "output_bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
-
-    def _check_experts(self) -> None:
-        """Raises ValueError unless a mixture's numbers are whole and fit each other."""
-        require_int("num_experts", self.num_experts, at_least=0)
-        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            require_number(name, getattr(self, name), above=0, or_equal=True)
-        for name in ("norm_topk_prob", "output_router_logits"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
-        require_number("routed_scaling_factor", self.routed_scaling_factor, above=0)
-        require_int(
-            "shared_expert_intermediate_size", self.shared_expert_intermediate_size, at_least=0
-        )
-        if not self.num_experts:
-            return
-        if self.moe_intermediate_size is not None:
-            require_int("moe_intermediate_size", self.moe_intermediate_size, at_least=1)
-        require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1)
-        assert self.num_experts_per_tok is not None
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok: found {self.num_experts_per_tok}; the model has "
-                f"{self.num_experts} experts, so at most {self.num_experts} would work"
-            )
-
-    def _check_token_ids(self) -> None:
-        """Raises ValueError unless the special tokens are ids."""
-        eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-        for name, values in (
-            ("bos_token_id", (self.bos_token_id,)),
-            ("eos_token_id", eos),
-            ("pad_token_id", (self.pad_token_id,)),
-        ):
-            for value in values:
-                # -1 is what some published configs say for "none"; it indexes nothing here, so it
-                # does no harm.
-                if value is not None and not (is_int(value) and -1 <= value <= MOST):
-                    raise ValueError(f"{name}: {value!r} is not a token id")
-
-    def _check_rope(self) -> None:
-        """Raises ValueError unless both rotary embeddings fit a head; gives the dynamic rule the
-        length it grows from."""
-        require_number("partial_rotary_factor", self.partial_rotary_factor, above=0)
-        if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
-            raise ValueError(
-                f"partial_rotary_factor: {self.partial_rotary_factor} of head_dim {self.head_dim} "
-                f"makes {self.rotary_dim} channels; needs an even number of at most head_dim"
-            )
-        object.__setattr__(self, "rope", self._fitted_rope("rope", "rope_scaling"))
-        if self.local_rope is not None:
-            object.__setattr__(self, "local_rope", self._fitted_rope("local_rope", "local_rope"))
-
-    def _fitted_rope(self, name: str, numbers_of: str) -> RopeConfig:
-        """Returns the field `name` with the model's length under the rule dynamic. Raises
-        ValueError unless it fits a head.
-
-        numbers_of: how messages call the object that holds its numbers.
-        """
-        rope = getattr(self, name)
-        if not isinstance(rope, RopeConfig):
-            raise ValueError(f"{name}: {rope!r} is not a RopeConfig")
-        for numbers_name in PER_CHANNEL:
-            numbers = getattr(rope, numbers_name)
-            if numbers is not None and len(numbers) != self.rotary_dim // 2:
-                raise ValueError(
-                    f"{numbers_of}.{numbers_name}: found {len(numbers)} numbers; {self.rotary_dim} "
-                    f"rotated channels need {self.rotary_dim // 2}"
-                )
-        if rope.rule != "dynamic":
-            return rope
-        if self.head_dim < 4:
-            raise ValueError(
-                f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would "
-                "work"
-            )
-        return dataclasses.replace(
-            rope, original_max_position_embeddings=self.max_position_embeddings
-        )
-
-    def _check_adapter(self) -> None:
-        """Raises ValueError unless the adapter fits the projections. In a mixture of experts
-        all-linear becomes the projections that PEFT takes it for."""
-        family = FAMILIES[self.family]
+            self._set("head_dim", self.hidden_size // self.num_attention_heads)
+        require_consistent(self)
+        for name in ("rope", "local_rope"):
+            rope: RopeConfig | None = getattr(self, name)
+            if rope is not None and rope.rule == "dynamic":  # grows from the model's own length
+                length = self.max_position_embeddings
+                changed = dataclasses.replace(rope, original_max_position_embeddings=length)
+                self._set(name, changed)
         if self.adapter is not None and self.num_experts:
-            object.__setattr__(self, "adapter", self.adapter.of_mixture(family.all_linear))
-        if self.adapter is not None:
-            names = self.adapter.projections
-            if ROUTER in names and not self.num_experts:
-                raise ValueError(
-                    f"adapter.targets: found {ROUTER!r}, a router, which models without experts "
-                    "lack; leave it out"
-                )
-            self.adapter.check_sizes({name: self.projection_sizes(name) for name in names})
-            together = list(family.fused_projections.values())
-            if self.num_experts:  # one tensor in transformers
-                together.append(FEED_FORWARD[:2])
-            self.adapter.check_targets(self.family, together)
-            self.adapter.check_blocks(
-                {
-                    "hidden_size": self.hidden_size,
-                    "head_dim": self.head_dim,
-                    "intermediate_size": self.expert_width,
-                    "shared_expert_intermediate_size": self.shared_expert_intermediate_size,
-                }
-            )
+            # all-linear becomes the projections that PEFT takes it for.
+            all_linear = FAMILIES[self.family].all_linear
+            self._set("adapter", self.adapter.of_mixture(all_linear))
+        require_fitting_adapter(self)
 
-    def _check_layers(self) -> None:
-        """Raises ValueError unless the per-layer lists have one valid entry for each layer."""
-        for name, values in (("layer_types", LAYER_TYPES), ("no_rope_layers", (0, 1))):
-            of_layers = getattr(self, name)
-            if of_layers is None:
-                continue
-            if len(of_layers) != self.num_hidden_layers:
-                raise ValueError(
-                    f"{name}: found {len(of_layers)} entries; num_hidden_layers "
-                    f"{self.num_hidden_layers} needs {self.num_hidden_layers}"
-                )
-            for value in of_layers:
-                if value not in values:
-                    raise ValueError(
-                        f"{name}: found {value!r}; supported are {', '.join(map(str, values))}"
-                    )
-        if self.sliding_window is None and LAYER_TYPES[0] in (self.layer_types or ()):
-            raise ValueError(
-                f"sliding_window: found null with {LAYER_TYPES[0]!r} in layer_types; needs a "
-                "number of tokens"
-            )
-
-    def _check_family(self) -> None:
-        """Raises ValueError for values that a config.json of this family cannot express, since an
-        export would then describe a different model."""
-        if self.family not in FAMILIES:
-            raise ValueError(f"family: found {self.family!r}; known: {', '.join(FAMILIES)}")
-        family = FAMILIES[self.family]
-        plain = {name: getattr(type(self), name) for name in BY_FAMILY} | {
-            "output_bias": self.attention_bias
-        }
-        for name, value in {**plain, **family.computes}.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"{name}: found {getattr(self, name)!r}; models of the family {self.family} "
-                    f"have {value!r}"
-                )
-        for name in (f.name for f in dataclasses.fields(self) if f.name in NEUTRAL):
-            if (
-                name not in (*family.takes, *family.computes)
-                and getattr(self, name) not in NEUTRAL[name]
-            ):
-                raise ValueError(
-                    f"{name}: found {getattr(self, name)!r}; models of the family {self.family} "
-                    f"have {NEUTRAL[name][0]!r}"
-                )
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def adapter_of(self, projection: str) -> AdapterConfig | None:
         """Returns the adapter of a projection, such as q_proj, if it has one."""
@@ -518,27 +302,14 @@ class TransformerConfig:
             "family",
             "adapter",
         }
+        nullable = {f.name for f in dataclasses.fields(cls) if "None" in str(f.type)}
+        nullable |= {"head_dim", "num_key_value_heads"}
         values = {name: config[name] for name in names if name in config}
         # "not given" means transformers' default, null means none.
         for name in ("bos_token_id", "eos_token_id"):
             values.setdefault(name, {"bos_token_id": 1, "eos_token_id": 2}[name])
         for name in values:
-            if values[name] is None and name not in (
-                "bos_token_id",
-                "eos_token_id",
-                "pad_token_id",
-                "head_dim",
-                "num_key_value_heads",
-                "sliding_window",
-                "layer_types",
-                "no_rope_layers",
-                "attention_multiplier",
-                "query_pre_attn_scalar",
-                "attn_logit_softcapping",
-                "final_logit_softcapping",
-                "num_experts_per_tok",
-                "moe_intermediate_size",
-            ):
+            if values[name] is None and name not in nullable:
                 raise ValueError(f"{name}: found null; needs a value")
         length = values.get("max_position_embeddings", cls.max_position_embeddings)
         local = config.get("local_rope_parameters")
@@ -596,51 +367,6 @@ class TransformerConfig:
         # The adapter is in no config.json; the local embedding went with rope_parameters, which
         # hold both.
         return dataclasses.replace(moved, adapter=self.adapter, local_rope=self.local_rope)
-
-    @property
-    def trained_length(self) -> int | None:
-        """The tokens that positions are made for: the length that it was trained at, or as far as
-        its scaling stretches that.
-
-        None for the rule `dynamic`, which stretches as far as a row is long.
-        """
-        if self.rope.rule == "dynamic":
-            return None
-        own = FAMILIES[self.family].trained_lengths.get(
-            self.max_position_embeddings, self.max_position_embeddings
-        )
-        return max(
-            own, int((self.rope.original_max_position_embeddings or 0) * (self.rope.factor or 1))
-        )
-
-    def extended(self, length: int) -> dict[str, Any]:
-        """Returns the POSITIONS that stretch this model to `length` tokens, as a recipe's
-        model.overrides take them.
-
-        Positions that are not scaled are stretched by YaRN, by a whole factor; in a family whose
-        files cannot name YaRN by RoPE's base (NTK-aware: base * factor^(d / (d - 2)), so that the
-        slowest pair of d numbers turns as much more slowly). Where they are scaled, the factor of
-        their rule grows. Empty where the length is reached, and for `longrope`, whose factors fit
-        one length.
-        """
-        trained = self.trained_length
-        if trained is None or length <= trained or self.rope.rule == "longrope":
-            return {}
-        scaling = {name: value for name, value in self.rope.to_hf().items() if name != "rope_theta"}
-        times = float(-(-length // trained))
-        if self.rope.rule == "default" and not FAMILIES[self.family].names_yarn:
-            turned = self.head_dim * self.partial_rotary_factor
-            base = round(self.rope.theta * times ** (turned / (turned - 2)))
-            return {"max_position_embeddings": length, "rope_theta": float(base)}
-        if self.rope.rule == "default":
-            scaling = {
-                "rope_type": "yarn",
-                "factor": times,
-                "original_max_position_embeddings": trained,
-            }
-        else:
-            scaling["factor"] = (self.rope.factor or 1.0) * times
-        return {"max_position_embeddings": length, "rope_scaling": scaling}
 
     def with_length(self, length: int) -> TransformerConfig:
         """Returns the model with `max_position_embeddings` raised to at least `length`; RoPE angles

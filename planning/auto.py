@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from data.errors import UserError
+from model.lengths import extended
 from model.memory.options import MemoryConfig, check_combination
 from model.sharding import TensorParallel
 from trainer.config.checks import check
@@ -89,7 +90,7 @@ def plan_on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
     if config.stages:
         raise UserError("mesh: found auto, which plans no stages; axes such as {fsdp: 8} would")
     model = choose_model(config.model, config.adapter.path, weights=False).config
-    if "positions" in config.auto and (positions := model.extended(config.data.context_length)):
+    if "positions" in config.auto and (positions := extended(model, config.data.context_length)):
         overrides = {**config.model.overrides, **positions}
         config = dataclasses.replace(
             config, model=dataclasses.replace(config.model, overrides=overrides)

@@ -12,6 +12,7 @@ from data.conversation import DEFAULT_TEMPLATE
 from model.adapter import AdapterConfig
 from model.attention.names import MESH_AXES
 from model.config import ADJUSTABLE, POSITIONS
+from model.lengths import extended, trained_length
 from trainer.config.load import (
     ADAPTERS_LEARNING_RATE,
     EPOCHS,
@@ -153,7 +154,7 @@ def _positions(job: Job, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" in overrides:  # the recipe sets the length
         return {}
     own = {name: overrides[name] for name in POSITIONS if name in overrides}
-    return (job.model.with_positions(**own) if own else job.model).extended(job.context)
+    return extended(job.model.with_positions(**own) if own else job.model, job.context)
 
 
 def _optimizer(job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +180,7 @@ def _template_lines(recipe: Mapping[str, Any]) -> list[str]:
 
 def _length_lines(job: Job, recipe: Mapping[str, Any]) -> list[str]:
     """Returns the header's line about rows beyond the length that longrope is fitted to."""
-    trained = job.model.trained_length
+    trained = trained_length(job.model)
     chosen = set(recipe.get("model", {}).get("overrides", {})) & set(POSITIONS)
     if job.model.rope.rule != "longrope" or chosen or trained is None or job.context <= trained:
         return []

@@ -24,7 +24,7 @@ MAY_IMPORT = {
 # those below.
 FLOORS = (
     ("checks", "adapter", "rope_config", "families"),
-    ("config",),
+    ("config", "config_checks", "lengths"),
     (
         "codecs",
         "dropout",

@@ -58,6 +58,17 @@ class BestCheckpoint:
         return 0 < self.config.patience <= self.waited
 
     @property
+    def why(self) -> str:
+        """Why the run's patience is exhausted."""
+        name, better = self.config.best, self.config.best_is
+        if self.value is None:
+            return f"{name} was never a finite number in {self.waited} measurements"
+        return (
+            f"{name} was {better} at step {self.step} ({self.value:.6g}), "
+            f"{self.waited} measurements ago"
+        )
+
+    @property
     def to_be_checked(self) -> bool:
         """Whether the metric has not been measured yet, as after resuming with another metric."""
         return self.config.best is not None and not self.is_measured

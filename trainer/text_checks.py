@@ -11,6 +11,7 @@ from data.errors import UserError
 from data.loader import Loader
 from data.prepared import Prepared
 from model.adapter import AdapterConfig
+from model.lengths import extended, trained_length
 
 from .adapted_source import AdaptedSource, CheckpointAdapter
 from .config.schema import ModelConfig, RunConfig
@@ -108,7 +109,7 @@ def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str
       source: the model with the recipe's positions; model: the recipe's section.
       longest: tokens of the longest document.
     """
-    trained = source.config.trained_length
+    trained = trained_length(source.config)
     if (
         not source.is_pretrained
         or "rope_theta" in model.overrides
@@ -116,7 +117,7 @@ def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str
         or longest <= trained
     ):
         return None
-    example = source.config.extended(longest)
+    example = extended(source.config, longest)
     such_as = f", such as --model.overrides '{json.dumps(example)}'" if example else ""
     return f"documents up to {longest:,} tokens, trained for {trained:,}: set rope_scaling{such_as}"
 

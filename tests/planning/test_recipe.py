@@ -7,6 +7,7 @@ import yaml
 
 from model.config import TransformerConfig
 from model.families import FAMILIES
+from model.lengths import trained_length
 from planning.plan import Job
 from planning.recipe import recipe_of, recipe_text
 from trainer.config.load import load
@@ -104,9 +105,9 @@ def test_every_preset_takes_the_positions_that_its_plan_proposes():
     for family in FAMILIES.values():
         for name in family.presets:
             model = TransformerConfig.preset(name)
-            if not model.trained_length:
+            if not trained_length(model):
                 continue
-            job = Job.of(name, "h100:8", 4 * model.trained_length)
+            job = Job.of(name, "h100:8", 4 * trained_length(model))
             overrides = recipe_of(job, {}, "org/name")["model"]["overrides"]
             assert model.with_positions(**overrides).max_position_embeddings == job.context, name
     overrides = recipe_of(Job.of("phi-3-mini-4k", "h100:8", 16384), {}, "org/name")["model"][

@@ -10,7 +10,8 @@ import pytest
 import train
 from data.errors import UserError
 from tests import small_run
-from trainer import loop
+from trainer import finite
+from trainer.config.schema import TrainConfig
 
 
 def command(small_recipe, run, *flags):
@@ -56,7 +57,7 @@ def test_an_update_that_overflows_is_not_saved(small_recipe, tmp_path, capfd):
 def test_a_run_whose_steps_were_all_skipped_is_no_success(
     small_recipe, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr(loop._Training, "_check_finite", lambda training, metrics: False)
+    monkeypatch.setattr(finite.FiniteSteps, "_is_finite", lambda *_: False)
     for _ in range(2):  # and again when the same command finds it finished
         assert train.main(command(small_recipe, tmp_path / "run", "--train.steps", "2")) == 2
         assert "all 2 steps were skipped" in capfd.readouterr().err
@@ -67,8 +68,8 @@ def test_steps_that_are_skipped_to_the_end_are_no_success(
 ):
     """As after an update that leaves finite parameters which give no loss; with held-out data, that
     loss tells (test_bad_input)."""
-    finite = iter([True, False, False])
-    monkeypatch.setattr(loop._Training, "_check_finite", lambda training, metrics: next(finite))
+    verdicts = iter([True, False, False])
+    monkeypatch.setattr(finite.FiniteSteps, "_is_finite", lambda *_: next(verdicts))
     flags = ("--train.steps", "3", "--data.held_out_path", "null", "--data.held_out_fraction", "0")
     for _ in range(2):  # and again when the same command finds it finished
         assert train.main(command(small_recipe, tmp_path / "run", *flags)) == 2
@@ -87,22 +88,20 @@ def test_steps_that_are_skipped_to_the_end_are_no_success(
 )
 def test_one_skipped_last_step_is_no_success_either(skipped, has_held_out, words):
     """Its loss was the only one that could tell whether the update before it was good."""
-    training = SimpleNamespace(
-        step=4,
-        updates=3,
-        skipped=skipped,
-        objective=SimpleNamespace(has_held_out=has_held_out),
-        store=SimpleNamespace(path=lambda step: f"RUN/{step}"),
-        _sound_checkpoints=lambda: "RUN/2 is good",
+    steps = finite.FiniteSteps.restored(
+        TrainConfig(),
+        SimpleNamespace(has_held_out=has_held_out),
+        SimpleNamespace(path=lambda step: f"RUN/{step}", steps=lambda: [2, 4]),
+        {"step": 3, "updates": 3, "skipped": skipped},
     )
     raised = pytest.raises(UserError, match=words) if words else contextlib.nullcontext()
     with raised:
-        loop._Training._require_trained(training)
+        steps.require_trained(4)
 
 
 @pytest.mark.parametrize(
-    ("values", "finite"), [([1.0, 2], True), ([1, np.nan], False), ([np.inf, 1], False)]
+    ("values", "is_finite"), [([1.0, 2], True), ([1, np.nan], False), ([np.inf, 1], False)]
 )
-def test_what_is_finite(values, finite):
-    assert loop._is_finite(jnp.asarray(values, jnp.float32)) is finite
-    assert loop._is_finite(jnp.asarray([1, 2], jnp.int32))
+def test_what_is_finite(values, is_finite):
+    assert finite._is_finite(jnp.asarray(values, jnp.float32)) is is_finite
+    assert finite._is_finite(jnp.asarray([1, 2], jnp.int32))

@@ -17,8 +17,8 @@ from model.language_model import LanguageModel
 from scripts import export_hf
 from trainer.checkpoint.commit import Files
 from trainer.config.schema import MeshConfig
+from trainer.finite import FiniteSteps
 from trainer.huggingface.folder import weights_fingerprint
-from trainer.loop import _Training
 from trainer.mesh import make_mesh
 from trainer.model_source import open_model
 from trainer.step import StepBuilder
@@ -76,7 +76,7 @@ def run(recipe, hf_model, order):
     (model / "config.json").write_text(
         json.dumps({**written, "max_position_embeddings": OWN_LENGTH}), encoding="utf-8"
     )
-    batches, check = TextObjective.batches, _Training._check_finite
+    batches, check = TextObjective.batches, FiniteSteps._is_finite
 
     def vanishing(objective, step):
         shutil.rmtree(model)
@@ -84,9 +84,9 @@ def run(recipe, hf_model, order):
             order.append(f"batch {number}")
             yield batch
 
-    def told(training, metrics):
-        order.append(f"metrics {training.step + 1}")
-        return check(training, metrics)
+    def told(steps, step, metrics):
+        order.append(f"metrics {step + 1}")
+        return check(steps, step, metrics)
 
     def compiled_for_nothing(builder):
         pytest.fail("there are no held-out data")
@@ -94,7 +94,7 @@ def run(recipe, hf_model, order):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TextObjective, "batches", vanishing)
         patch.setattr(StepBuilder, "lower_evaluate", compiled_for_nothing)
-        patch.setattr(_Training, "_check_finite", told)
+        patch.setattr(FiniteSteps, "_is_finite", told)
         assert (
             train.main(
                 command(recipe, model, "--checkpoint.every", "1", "--checkpoint.keep", str(STEPS))

@@ -17,6 +17,7 @@ from tests.soak.digest import NOT_TRAINED
 from trainer.checkpoint import readers as checkpoint
 from trainer.checkpoint.saving import flatten
 from trainer.config import load as config
+from trainer.finite import FiniteSteps
 from trainer.loop import _Training
 from trainer.mesh import make_mesh
 from trainer.reporting.metrics import MEASURED
@@ -133,6 +134,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     """SIGTERM at a step whose held-out loss is due, and whose checkpoint is not; Ctrl-C at one of
     the next start's."""
     run = tmp_path / "run"
+    command = ["--config", str(small_recipe), "--run_dir", str(run)]
     arrived: list[float] = []
     stops = {
         2 * small_run.EVALUATE_EVERY: ("preempted (SIGTERM)", signal.SIGTERM, 143),
@@ -140,23 +142,22 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     }
     assert all(step % small_run.SAVE_EVERY for step in stops)
     check, handlers = (
-        _Training._check_finite,
+        FiniteSteps._is_finite,
         [signal.getsignal(told) for _, told, _ in stops.values()],
     )
 
-    def told(training, metrics):  # while that step is counted
-        is_finite = check(training, metrics)
-        if training.step + 1 == step and training.step == small_run.steps_logged(run):
+    def told(steps, finished, metrics):  # while that step is counted
+        is_finite = check(steps, finished, metrics)
+        if finished + 1 == step and finished == small_run.steps_logged(run):
             with pytest.raises(
                 UserError, match=f"{run}: process {os.getpid()} on .* is training there since "
             ):
-                open_run(training.config)
+                open_run(config.load(command))
             arrived.append(time.monotonic())
             os.kill(os.getpid(), number)
         return is_finite
 
-    monkeypatch.setattr(_Training, "_check_finite", told)
-    command = ["--config", str(small_recipe), "--run_dir", str(run)]
+    monkeypatch.setattr(FiniteSteps, "_is_finite", told)
     for step, (how, number, code) in stops.items():  # noqa: B007 - `told` reads them
         assert train.main(command) == code
         assert time.monotonic() - arrived[-1] < 5, "the time of a step and of saving it"

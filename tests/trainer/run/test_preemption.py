@@ -5,10 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-from types import SimpleNamespace
-
-from trainer.config.schema import CheckpointConfig
-from trainer.loop import _Training
 
 PROGRAM = """
 import hashlib, os, threading
@@ -92,37 +88,6 @@ def test_process_0_decides_for_all_whether_there_is_time(repository):
     said = [process.communicate(timeout=50)[1] for process in processes]
     assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, said
     assert all("no time, says 0\n" in text for text in said), said
-
-
-def test_the_time_is_that_of_the_steps_and_saves_before(tmp_path):
-    waited = []
-    training = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=CheckpointConfig(grace_seconds=25)),
-        watchdog=SimpleNamespace(step_seconds_left=lambda: 20.0),
-        store=SimpleNamespace(
-            save_seconds=4.0,
-            steps=lambda: [3, 6],
-            path=lambda step: tmp_path / str(step),
-            wait_at_most=waited.append,
-        ),
-        local=None,
-        step=7,
-    )
-    training._newest = lambda: _Training._newest(training)
-    assert _Training._no_time_to_finish(training) is None
-    training.store.save_seconds = 6.0
-    said = _Training._no_time_to_finish(training)
-    assert said.startswith("preempted (SIGTERM): step 8 was not finished") and "about 26 s" in said
-    assert said.endswith(f"the same command resumes the run from {tmp_path / '6'}")
-    training.local = SimpleNamespace(newest=7)
-    assert _Training._no_time_to_finish(training).endswith("from the local checkpoint of step 7")
-    training.local, waited = None, waited[:1]
-    assert len(waited) == 1 and 24 < waited[0] <= 25, "a save that is under way may still count"
-    training.watchdog.step_seconds_left = lambda: None
-    assert _Training._no_time_to_finish(training) is None, "nothing is known of the first step"
-    training.watchdog.step_seconds_left = lambda: 9e9
-    training.config.checkpoint = CheckpointConfig(grace_seconds=0)
-    assert _Training._no_time_to_finish(training) is None
 
 
 def test_a_notice_before_the_first_step_of_a_process_of_several_ends_after_that_step(repository):

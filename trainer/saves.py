@@ -1,0 +1,125 @@
+"""When a run saves its state, and whether there is time to after a notice to end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from .checkpoint.clock import SaveClock
+from .checkpoint.local_tier import LocalTier
+from .checkpoint.store import CheckpointStore
+from .reporting.metrics import MetricsLog
+from .run.watchdog import Watchdog
+from .state import TrainingState
+
+LONG_WAIT = 1.0  # seconds of waiting for the previous save after which the log says so
+
+
+class Saves:
+    """Saves a run's state: in the run's folder, and on the hosts if `checkpoint.local` is given.
+
+    Args:
+      assets: folder of the files that each checkpoint gets too, such as the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        store: CheckpointStore,
+        local: LocalTier | None,
+        watchdog: Watchdog,
+        assets: Path,
+    ) -> None:
+        self.state, self.store, self.local, self.watchdog = state, store, local, watchdog
+        self.config, self.assets = state.config.checkpoint, assets
+        self.clock = SaveClock(self.config.minutes)
+
+    def due(self) -> bool:
+        """Returns whether to save now. Every process calls this after every step."""
+        return self.clock.due(self.state.step) or self.state.due(self.config.every)
+
+    def save(self, log: MetricsLog) -> None:
+        """Starts to save a checkpoint of the state.
+
+        Raises:
+          UserError: a parameter is not finite.
+        """
+        self.state.require_finite()
+        self._wait(log, self.store.wait, "checkpoint", "every or a faster store")
+        self.store.protected = self.state.best.step
+        self.clock.saved()
+        self.store.save(
+            self.state.step,
+            model=self.state.saved_params,
+            optimizer=self.state.optimizer_state,
+            data=self.state.saved_data(log.logged),
+            assets=self.assets,
+            shapes=self.state.objective.model.own_shapes,
+        )
+
+    def save_locally(self, log: MetricsLog) -> None:
+        """Starts to save a local checkpoint, if one is due; the last step has no need of one.
+
+        Raises:
+          UserError: a parameter is not finite.
+        """
+        if (
+            self.local is None
+            or self.state.finished
+            or self.state.step % self.config.local_every != 0
+        ):
+            return
+        self.state.require_finite()
+        self._wait(log, self.local.wait, "local checkpoint", "local_every")
+        self.local.save(
+            self.state.step,
+            self.state.saved_params,
+            self.state.optimizer_state,
+            self.state.saved_data(log.logged),
+        )
+
+    def _wait(self, log: MetricsLog, wait: Callable[[], None], what: str, higher: str) -> None:
+        """Waits for the previous save, which may still be removing old ones; says so if it takes
+        long."""
+        start = time.monotonic()
+        with self._saving():
+            wait()
+        if (seconds := time.monotonic() - start) >= LONG_WAIT:
+            log.say(
+                f"step {self.state.step}: waited {seconds:.1f} s for the previous {what}; a higher "
+                f"checkpoint.{higher} would avoid this"
+            )
+
+    def wait(self) -> None:
+        """Waits until the newest checkpoint counts."""
+        with self._saving():
+            self.store.wait()
+
+    def _saving(self) -> AbstractContextManager[None]:
+        return self.watchdog.phase("saving", self.state.config.distributed.save_minutes)
+
+    def no_time_to_finish(self) -> str | None:
+        """Returns why a SIGTERM now would end the run within its step; None if there is time.
+
+        Called by another thread than the loop's. A save that is under way is waited for.
+        """
+        grace, begun = self.config.grace_seconds, time.monotonic()
+        step_seconds = self.watchdog.step_seconds_left()
+        if not grace or step_seconds is None or step_seconds + self.store.save_seconds <= grace:
+            return None
+        needed = step_seconds + self.store.save_seconds
+        self.store.wait_at_most(grace - (time.monotonic() - begun))
+        return (
+            f"preempted (SIGTERM): step {self.state.step + 1} was not finished, since it and its "
+            f"checkpoint need about {needed:,.0f} s more and checkpoint.grace_seconds is "
+            f"{grace:g}; the same command resumes the run from {self._newest()}"
+        )
+
+    def _newest(self) -> str:
+        """Names what a start would go on from."""
+        newest, local = max(self.store.steps(), default=0), (self.local and self.local.newest) or 0
+        if local > newest:
+            return f"the local checkpoint of step {local}"
+        return str(self.store.path(newest)) if newest else "its beginning"

@@ -1,0 +1,243 @@
+"""What a run has trained so far: begun at step 0, or restored from its newest good checkpoint."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import jax
+
+from data.errors import UserError
+
+from .best import BestCheckpoint
+from .build import run_notes
+from .checkpoint.local_tier import LocalTier
+from .checkpoint.store import CheckpointStore
+from .config.schema import RunConfig
+from .finite import FiniteSteps
+from .objective import Objective, Params
+from .run.versions import difference, versions
+from .step import StepBuilder
+
+
+class TrainingState:
+    """One process's arrays and counters of a run.
+
+    Attributes:
+      trainable, frozen: the parameters that are trained, and the others.
+      optimizer_state: moments and counters.
+      step: number of finished steps.
+      tokens_seen: tokens of the finished steps, without padding.
+      logged: the newest checkpoint's record of the logs.
+      evaluated: whether the evaluations that are due after `step` have been done.
+      finite: which steps had a finite loss.
+      best: the best measurement so far, and how many measurements ago.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        objective: Objective,
+        builder: StepBuilder,
+        store: CheckpointStore,
+        local: LocalTier | None,
+    ) -> None:
+        self.config, self.objective, self.builder = config, objective, builder
+        self.store, self.local = store, local
+        self._initialize()
+
+    def catch_up(self) -> bool:
+        """Restores again if another process has saved since; returns whether one has."""
+        behind = self._saved_so_far() != self._seen
+        if behind:
+            self._initialize()
+        return behind
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left, or the run's patience is exhausted."""
+        return self.step >= self.config.train.steps or self.best.exhausted
+
+    def due(self, every: int) -> bool:
+        """Whether something done every `every` steps, and after the last one, is due now."""
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+
+    def require_finite(self) -> None:
+        """Raises UserError if a trained parameter is not finite: the update overflowed."""
+        self.finite.require_finite(self.step, self.trainable)
+
+    @property
+    def params(self) -> Params:
+        """All parameters."""
+        return {**self.trainable, **self.frozen}
+
+    @property
+    def saved_params(self) -> Params:
+        """The parameters that checkpoints hold."""
+        return self.trainable if self.builder.saves_trainable_only else self.params
+
+    def saved_data(self, logged: dict[str, Any]) -> dict[str, Any]:
+        """Returns what checkpoints say of the run's progress, with their record of the logs."""
+        return {
+            "step": self.step,
+            **self._fingerprints,
+            "inputs": self.objective.inputs,
+            "evaluated": self.evaluated,
+            **self.finite.data,
+            "tokens_seen": self.tokens_seen,
+            "wall_seconds": self.wall_seconds,
+            "logged": logged,
+            "versions": versions(),
+            **self.best.data,
+        }
+
+    def start_clock(self) -> None:
+        """Counts the run's seconds of training from now on."""
+        self._started = time.monotonic()
+
+    @property
+    def wall_seconds(self) -> float:
+        """The run's seconds of training, over all its starts."""
+        return self._earlier_seconds + time.monotonic() - self._started
+
+    def say(self, text: str) -> None:
+        """Prints a line before there is a progress bar."""
+        if self.config.logging.console and jax.process_index() == 0:
+            print(text, file=sys.stderr)
+
+    def _initialize(self) -> None:
+        """Restores the newest good checkpoint, local or in the run's folder, or begins at step
+        0."""
+        self.trainable: Params = {}  # frees the arrays of an earlier call
+        self.frozen: Params = {}
+        self.optimizer_state: Any = None
+        self._seen = self._saved_so_far()
+        steps, _ = self._seen
+        if self._restore_local(after=max(steps, default=0)):
+            return
+        newest = self.store.latest_good(meanwhile=True)
+        # The newest one in the folder may be damaged, and a local one older than it.
+        if steps and newest != steps[-1] and self._restore_local(after=newest or 0):
+            return
+        if newest is None:
+            self._begin()
+        else:
+            self._restore(newest)
+
+    def _saved_so_far(self) -> tuple[list[int], dict[str, Any]]:
+        """Returns the steps of all checkpoints in the run's folder, and its record of local
+        ones."""
+        local = {} if self.local is None else self.local.recorded()
+        return self.store.steps_for_all(), local
+
+    def _begin(self) -> None:
+        params = self.builder.stored(self.objective.read_params())
+        self.optimizer_state = self.builder.init_optimizer(
+            {name: params[name] for name in self.builder.trainable}
+        )
+        self._set_params(self._placed(params))
+        self.step, self.evaluated = 0, False
+        self.finite = FiniteSteps(self.config.train, self.objective, self.store)
+        self.tokens_seen, self._earlier_seconds = 0, 0.0
+        self.logged: dict[str, Any] = {}
+        self.best = BestCheckpoint(self.config.checkpoint)
+        self.say(
+            "\n".join(
+                (self.builder.saved_size, *run_notes(self.config, self.objective.model.config))
+            )
+        )
+
+    def _restore(self, checkpoint_step: int) -> None:
+        """Restores a checkpoint of the run's folder."""
+        restored = self.store.restore(
+            checkpoint_step, self.builder.abstract_saved, self.builder.abstract_optimizer
+        )
+        self._go_on(
+            restored.model,
+            restored.optimizer,
+            restored.data or {},
+            str(self.store.path(checkpoint_step)),
+        )
+
+    def _restore_local(self, after: int) -> bool:
+        """Restores the newest local checkpoint after a step, if there is a usable one."""
+        if self.local is None:
+            return False
+        abstract = self.builder.abstract_saved, self.builder.abstract_optimizer
+        restored = self.local.restore(*abstract, after)
+        self.say(self.local.describe(*abstract, self.config.checkpoint.local_every))
+        if restored is None:
+            return False
+        place = f"local checkpoint, {self.local.folder}"
+        self._go_on(restored.model, restored.optimizer, restored.data, place)
+        return True
+
+    def _go_on(self, model: Params, optimizer: Any, data: dict[str, Any], path: str) -> None:
+        """Takes over a checkpoint's state; `path` names it."""
+        self._check_fingerprints(data, path)
+        if jax.process_index() == 0 and (change := difference(data.get("versions", versions()))):
+            print(
+                f"warning: {path}: was written with {change}; the run continues, but may not "
+                "repeat bit by bit what that code would have computed",
+                file=sys.stderr,
+            )
+        base = (
+            self._placed(self.objective.read_params()) if self.builder.saves_trainable_only else {}
+        )
+        self._set_params({**base, **model})
+        self.optimizer_state = optimizer
+        self.step, self.evaluated = data["step"], data["evaluated"]
+        self.finite = FiniteSteps.restored(self.config.train, self.objective, self.store, data)
+        self.tokens_seen, self._earlier_seconds = data["tokens_seen"], data["wall_seconds"]
+        self.logged = data["logged"]
+        self.best = BestCheckpoint.restored(self.config.checkpoint, data)
+        self.store.protected = self.best.step
+        if self.best.exhausted:
+            self.say(
+                f"already stopped at step {self.step}: {self.best.why}; a higher "
+                "checkpoint.patience continues it"
+            )
+        elif self.finished:
+            self.say(f"already trained to step {self.step}")
+        else:
+            self.say(f"continuing from step {self.step} ({path})")
+
+    def _check_fingerprints(self, saved: dict[str, Any], path: str) -> None:
+        """Raises UserError if the checkpoint's data, initial parameters or other inputs were
+        different."""
+        remedy = "give the files that the run began with, or another --run_dir"
+        for name, current in self._fingerprints.items():
+            if saved.get(name, current) != current:
+                difference = (
+                    "was trained on other data, or on text that earlier rules made of these data"
+                    if name == "fingerprint"
+                    else "began with another model"
+                )
+                raise UserError(
+                    f"{path}: {difference} (fingerprint {saved[name]}, now {current}); {remedy}"
+                )
+        for name, fields in saved.get("inputs", {}).items():
+            now = self.objective.inputs.get(name, {})
+            for field in fields.keys() & now.keys():  # releases may add some
+                if fields[field] != now[field]:
+                    raise UserError(
+                        f"{path}: began with another {name} ({field} {fields[field]}, now "
+                        f"{now[field]}); {remedy}"
+                    )
+
+    @property
+    def _fingerprints(self) -> dict[str, str]:
+        """A checkpoint's fingerprints of the run's input files."""
+        return {"fingerprint": self.objective.fingerprint, "model": self.objective.origin}
+
+    def _placed(self, params: Params) -> Params:
+        """Moves the parameters to the memory, device or host, where the step expects them."""
+        return {
+            name: jax.device_put(x, self.builder.abstract_params[name].sharding)
+            for name, x in params.items()
+        }
+
+    def _set_params(self, params: Params) -> None:
+        self.trainable = {name: params[name] for name in self.builder.trainable}
+        self.frozen = {name: x for name, x in params.items() if name not in self.trainable}
