@@ -12,7 +12,8 @@ from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.runtime import Undefined
 
 from data.templates.errors import TemplateError
-from data.templates.tracked import Safe, Tracked, concat, meter, percent, text_of, walk
+from data.templates.meter import meter, walk
+from data.templates.tracked import Safe, Tracked, concat, percent, text_of
 from data.templates.tracked_json import to_json
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {

@@ -10,7 +10,7 @@ from data.templates.rendering import Rendered
 from data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from data.templates.tracked import Source
+    from data.templates.runs import Source
 
 
 @dataclass(frozen=True)

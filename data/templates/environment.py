@@ -1,170 +1,36 @@
-"""The Jinja environment of chat templates: what templates may use, and how their work is counted.
+"""The Jinja environment of chat templates: its texts are tracked and its work is counted.
 
-A template is compiled without evaluating anything, and its tree is changed so that loops, macros,
-comparisons, slices and `~` run through the functions of `counting`. What stands on no list
-here is refused by its name.
+A template is compiled without evaluating anything. What it uses beyond the lists of `allowed` is
+refused by its name.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
 from jinja2.filters import FILTERS
 from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
 from jinja2.tests import TESTS
 from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
+from data.templates.allowed import (
+    ALLOWED_FILTERS,
+    ALLOWED_TESTS,
+    LOOP_ATTRIBUTES,
+    METHODS,
+    OTHER_FUNCTIONS,
+    refuse,
+)
 from data.templates.counting import comparing_tests, counting_filters
 from data.templates.errors import TemplateError
+from data.templates.meter import meter, walk
 from data.templates.outline import MAX_OUTLINED, only_writes_contents
-from data.templates.tracked import Safe, Tracked, concat, meter, percent, text_of, walk
-
-# Those of the published templates of TRL and of the model families.
-ALLOWED_FILTERS = frozenset(
-    [
-        "capitalize",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "first",
-        "float",
-        "format",
-        "indent",
-        "int",
-        "items",
-        "join",
-        "last",
-        "length",
-        "list",
-        "lower",
-        "map",
-        "max",
-        "min",
-        "reject",
-        "rejectattr",
-        "replace",
-        "reverse",
-        "safe",
-        "select",
-        "selectattr",
-        "sort",
-        "string",
-        "title",
-        "tojson",
-        "trim",
-        "unique",
-        "upper",
-    ]
-)
-ALLOWED_TESTS = frozenset(
-    [
-        "!=",
-        "<",
-        "<=",
-        "==",
-        ">",
-        ">=",
-        "boolean",
-        "defined",
-        "divisibleby",
-        "eq",
-        "equalto",
-        "even",
-        "false",
-        "float",
-        "ge",
-        "gt",
-        "in",
-        "integer",
-        "iterable",
-        "le",
-        "lt",
-        "mapping",
-        "ne",
-        "none",
-        "number",
-        "odd",
-        "sequence",
-        "string",
-        "true",
-        "undefined",
-    ]
-)
-_LOOP_ATTRIBUTES = ("first", "last", "index", "index0", "previtem", "nextitem")  # the usual ones
-_OTHER_FUNCTIONS = ("cycler", "joiner", "lipsum")  # Jinja's own, which no published template calls
-_METHODS: tuple[tuple[type, frozenset[str]], ...] = (
-    (
-        str,
-        frozenset(
-            [
-                "capitalize",
-                "count",
-                "endswith",
-                "find",
-                "format",
-                "index",
-                "isalnum",
-                "isalpha",
-                "isdecimal",
-                "isdigit",
-                "islower",
-                "isnumeric",
-                "isspace",
-                "isupper",
-                "join",
-                "lower",
-                "lstrip",
-                "partition",
-                "removeprefix",
-                "removesuffix",
-                "replace",
-                "rfind",
-                "rpartition",
-                "rsplit",
-                "rstrip",
-                "split",
-                "splitlines",
-                "startswith",
-                "strip",
-                "title",
-                "upper",
-            ]
-        ),
-    ),
-    (dict, frozenset(["copy", "get", "items", "keys", "values"])),
-    (list, frozenset(["copy", "count", "index"])),
-    (tuple, frozenset(["count", "index"])),
-)
-MOST_NESTED = 40  # tags; published templates nest 13
-_TAGS = (
-    nodes.Template,
-    nodes.Output,
-    nodes.TemplateData,
-    nodes.For,
-    nodes.If,
-    nodes.Macro,
-    nodes.CallBlock,
-    nodes.FilterBlock,
-    nodes.With,
-    nodes.Assign,
-    nodes.AssignBlock,
-    nodes.ExprStmt,
-    nodes.Break,
-    nodes.Continue,
-    nodes.Scope,
-)
-_NAMES_OF_TAGS = {nodes.ScopedEvalContextModifier: "autoescape", nodes.FromImport: "from"}
-
-
-def _refuse(kind: str, name: str) -> NoReturn:
-    raise TemplateError(f"the chat template uses the {kind} {name[:60]}, which is not allowed")
+from data.templates.tracked import Safe, Tracked, concat, percent, text_of
+from data.templates.tree import Counting, Generation, needles, nodes_of, require_allowed
 
 
 class Environment(ImmutableSandboxedEnvironment):
@@ -197,22 +63,22 @@ class Environment(ImmutableSandboxedEnvironment):
             "raise_exception": raise_exception,
             "range": counted_range,
             "strftime_now": _no_date,
-            **{name: _refusing(name) for name in _OTHER_FUNCTIONS},
+            **{name: _refusing(name) for name in OTHER_FUNCTIONS},
         }
 
     def _parse(self, source: str, *arguments: Any) -> nodes.Template:
         template = super()._parse(source, *arguments)
-        found = _nodes_of(template)
-        _check(found)
-        self.needles = frozenset(_needles(found))
+        found = nodes_of(template)
+        require_allowed(found)
+        self.needles = frozenset(needles(found))
         self.only_writes = len(source) <= MAX_OUTLINED and only_writes_contents(template)
-        return _Counting(found).visit(template)
+        return Counting(found).visit(template)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Returns `obj.attribute` of a template: an attribute, an item or a tracked method."""
-        if isinstance(obj, LoopContext) and attribute in _LOOP_ATTRIBUTES:
+        if isinstance(obj, LoopContext) and attribute in LOOP_ATTRIBUTES:
             return getattr(obj, attribute)
-        for kind, methods in _METHODS:
+        for kind, methods in METHODS:
             if isinstance(obj, kind):
                 return self._attribute_of_data(obj, attribute, kind, methods)
         if not isinstance(obj, LoopContext | Namespace | Macro | Undefined) and hasattr(
@@ -220,7 +86,7 @@ class Environment(ImmutableSandboxedEnvironment):
         ):
             if attribute.startswith("_"):
                 return self.unsafe_undefined(obj, attribute)
-            _refuse("attribute", attribute)
+            refuse("attribute", attribute)
         return super().getattr(obj, attribute)
 
     def _attribute_of_data(
@@ -231,7 +97,7 @@ class Environment(ImmutableSandboxedEnvironment):
         if hasattr(kind, attribute):
             if attribute.startswith("_") or modifies_known_mutable(obj, attribute):
                 return self.unsafe_undefined(obj, attribute)
-            _refuse("method", attribute)
+            refuse("method", attribute)
         if kind is dict and attribute in obj:
             return obj[attribute]
         return self.undefined(obj=obj, name=attribute)
@@ -261,14 +127,14 @@ class Environment(ImmutableSandboxedEnvironment):
     def call_filter(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Calls a filter by name, as the filter `map` does."""
         if name not in ALLOWED_FILTERS:
-            _refuse("filter", str(name))
+            refuse("filter", str(name))
         meter.spend(2)
         return super().call_filter(name, *arguments, **options)
 
     def call_test(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Calls a test by name, as the filter `select` does."""
         if name not in ALLOWED_TESTS:
-            _refuse("test", str(name))
+            refuse("test", str(name))
         meter.spend(2)
         return super().call_test(name, *arguments, **options)
 
@@ -301,9 +167,6 @@ def _printed(context: Any, value: Any) -> str:
     text = text_of(value)
     meter.spend(1 + len(text) // 100)
     return text
-
-
-# Functions of templates.
 
 
 class TemplateDict:
@@ -365,146 +228,6 @@ def _no_date(form: str) -> NoReturn:
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def function(*arguments: Any, **options: Any) -> NoReturn:
-        _refuse("function", name)
+        refuse("function", name)
 
     return function
-
-
-# What happens to a template's tree.
-
-
-class Generation(Extension):
-    """{% generation %}, which marks the assistant's text for the loss."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller: Callable[[], str]) -> str:
-        """Returns a block's text, and notes its range in the printed text, as transformers does."""
-        text = caller()
-        start = meter.printed
-        meter.generated.append((start, start + len(text)))
-        return text
-
-
-def _nodes_of(template: nodes.Template) -> list[nodes.Node]:
-    """Returns all nodes of a template, each before its parts."""
-    found: list[nodes.Node] = [template]
-    for node in found:
-        found.extend(node.iter_child_nodes())
-    return found
-
-
-def _check(found: list[nodes.Node]) -> None:
-    """Raises TemplateError where a template's nodes use what is on no list.
-
-    Args:
-      found: all nodes, each before its parts.
-    """
-    depths: dict[nodes.Node, int] = {found[0]: 0}
-    for node in found:
-        # Jinja's compiler goes through the inner tags again for each outer one.
-        if depths[node] > MOST_NESTED:
-            raise TemplateError(f"the chat template nests more than {MOST_NESTED} tags")
-        for part in node.iter_child_nodes():
-            depths[part] = depths[node] + isinstance(part, nodes.Stmt)
-        if isinstance(node, nodes.Stmt) and not isinstance(node, _TAGS):
-            _refuse("tag", _NAMES_OF_TAGS.get(type(node), type(node).__name__.lower()))
-        if isinstance(node, nodes.Filter) and node.name not in ALLOWED_FILTERS:
-            _refuse("filter", node.name)
-        if isinstance(node, nodes.Test) and node.name not in ALLOWED_TESTS:
-            _refuse("test", node.name)
-        if isinstance(node, nodes.For) and node.recursive:
-            _refuse("tag", "for ... recursive")
-
-
-def _needles(found: list[nodes.Node]) -> Iterator[str]:
-    """Yields the constants that a template looks for with `in`, or with a method such as split."""
-    for node in found:
-        if isinstance(node, nodes.Compare) and isinstance(node.expr, nodes.Const):
-            if any(operand.op in ("in", "notin") for operand in node.ops):
-                yield str(node.expr.value)
-        elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
-            yield from (
-                str(argument.value) for argument in node.args if isinstance(argument, nodes.Const)
-            )
-
-
-def _filter(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)
-
-
-class _Counting(NodeTransformer):
-    """Puts the functions that count into a template."""
-
-    def __init__(self, found: list[nodes.Node]):
-        """Takes all nodes of the template, each before its parts."""
-        self._sizes: dict[nodes.Node, int] = {}  # 25 for each node, 1 for each character of text
-        for node in reversed(found):
-            text = len(node.data) if isinstance(node, nodes.TemplateData) else 0
-            parts = sum(self._sizes[part] for part in node.iter_child_nodes())
-            self._sizes[node] = 25 + text + parts
-
-    def _steps(self, body: list[nodes.Node]) -> int:
-        """Returns how many steps a body takes at most once, without more rounds of loops in it."""
-        return 1 + sum(self._sizes[part] for part in body) // 100
-
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        steps = self._steps(node.body)
-        self.generic_visit(node)
-        node.iter = _filter(cast(nodes.Expr, node.iter), "counted", nodes.Const(steps))
-        return node
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
-        return self._counted_body(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:
-        return self._counted_body(node)
-
-    def _counted_body(self, node: Any) -> Any:
-        steps = self._steps(node.body)
-        self.generic_visit(node)
-        count = _filter(nodes.Const(None, lineno=node.lineno), "spent", nodes.Const(steps))
-        node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))
-        return node
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Expr:
-        self.generic_visit(node)
-        left, comparisons = node.expr, list[nodes.Expr]()
-        for operand in node.ops:
-            comparisons.append(_filter(left, "compared", nodes.Const(operand.op), operand.expr))
-            left = operand.expr
-        result = comparisons[0]
-        for following in comparisons[1:]:
-            result = nodes.And(result, following, lineno=node.lineno)
-        return result
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
-        self.generic_visit(node)
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), "tilde")
-
-    def visit_Add(self, node: nodes.Add) -> nodes.Expr:
-        self.generic_visit(node)
-        if isinstance(node.left, nodes.Filter) and node.left.name == "added":
-            cast(nodes.List, node.left.node).items.append(node.right)
-            return node.left
-        return _filter(nodes.List([node.left, node.right], lineno=node.lineno), "added")
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
-        self.generic_visit(node)
-        if not isinstance(node.arg, nodes.Slice):
-            return node
-        ends = [
-            part or nodes.Const(None) for part in (node.arg.start, node.arg.stop, node.arg.step)
-        ]
-        return _filter(node.node, "sliced", *ends)
-
-    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
-        self.generic_visit(node)
-        if not isinstance(node.key, nodes.Const):
-            node.key = _filter(node.key, "hashable")
-        return node

@@ -85,7 +85,9 @@ class Template(NamedTuple):
     ) -> Rendered:
         """Runs the template."""
         from data.templates.environment import strftime
-        from data.templates.tracked import Source, concat, meter, track
+        from data.templates.meter import meter
+        from data.templates.runs import Source
+        from data.templates.tracked import concat, track
 
         reserved = sorted(RESERVED.intersection(self.variables))
         if reserved:
@@ -160,7 +162,8 @@ class _Outline(NamedTuple):
         Raises:
           TemplateError: it is too long.
         """
-        from data.templates.tracked import Run, Source, meter
+        from data.templates.meter import meter
+        from data.templates.runs import Run, Source
 
         sources = [
             Source(number, "content", message.content) for number, message in enumerate(messages)
@@ -192,7 +195,7 @@ def _outline(
     add_generation_prompt: bool,
 ) -> _Outline | None:
     """Returns the outline of conversations of these roles; None if the template refuses them."""
-    from data.templates.tracked import meter
+    from data.templates.meter import meter
 
     template = Template(source, specials, date)
     try:
@@ -215,7 +218,7 @@ def _outline(
 
 def _set_limit(sources: list, turns: int) -> None:
     """Sets how much work a template may do for a conversation."""
-    from data.templates.tracked import meter
+    from data.templates.meter import meter
 
     characters = sum(len(source.text) for source in sources)
     meter.left = meter.limit = STEPS + STEPS_PER_VALUE * (len(sources) + turns) + characters

@@ -8,56 +8,14 @@ character.
 
 import re
 import string
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from jinja2 import Undefined
 
 from data.templates.errors import TemplateError
-
-
-class Source:
-    """A text that a conversation gives to the template, such as a turn's content."""
-
-    __slots__ = ("field", "found", "needles", "text", "turn")
-
-    def __init__(self, turn: int, field: str, text: str):
-        """Args: the turn's number (-1 for descriptions of tools), its field, and the text."""
-        self.turn, self.field, self.text = turn, field, text
-        self.needles: set[str] = set()
-        """Texts of the template's own that it looked for in any place of this one."""
-        self.found: list[tuple[int, int]] = []
-        """Ranges in which it found what it looked for at one place only, such as the beginning."""
-
-
-Run = tuple[int, Source | None, int | None]
-"""(number of characters, their source or None for the template's own text, offset in the source).
-
-The offset is None where characters were escaped on the way."""
-
-
-class Meter(threading.local):
-    """Counts the work and the output of the template that is rendered in this thread."""
-
-    left = limit = 0
-    """Steps that are left, and that there were."""
-    printed = 0
-    """Number of characters."""
-    generated: list[tuple[int, int]]
-    """Ranges of the text in {% generation %} blocks."""
-
-    def spend(self, steps: int) -> None:
-        """Counts steps of work; raises TemplateError where none are left."""
-        self.left -= steps
-        if self.left < 0:
-            raise TemplateError(
-                "the chat template does not end: too many iterations, or texts too long (more "
-                f"than {self.limit:,} steps of work)"
-            )
-
-
-meter = Meter()
+from data.templates.meter import meter
+from data.templates.runs import Run, Source, cut, joined, of_turns
 
 
 def _runs_of(text: str) -> Sequence[Run]:
@@ -70,24 +28,9 @@ def concat(pieces: Iterable[str]) -> "Tracked":
     """Returns the pieces as one text."""
     pieces = list(pieces)
     text = "".join(pieces)
-    runs: list[Run] = []
-    last: Run | None = None
-    for piece in pieces:
-        for run in _runs_of(piece):
-            if last is not None and last[1] is run[1] and _continues(last, run):
-                last = runs[-1] = (last[0] + run[0], run[1], last[2])
-            else:
-                runs.append(run)
-                last = run
+    runs = joined(map(_runs_of, pieces))
     meter.spend(len(text) // 100 + (len(pieces) + len(runs)) // 8)
     return Tracked(text, runs)
-
-
-def _continues(before: Run, run: Run) -> bool:
-    """Returns whether a run of the same text continues the one before it."""
-    if run[1] is None or (before[2] is None and run[2] is None):
-        return True
-    return before[2] is not None and before[2] + before[0] == run[2]
 
 
 class Tracked(str):
@@ -110,26 +53,12 @@ class Tracked(str):
 
     def _cuts(self, ranges: Iterable[tuple[int, int]]) -> list["Tracked"]:
         """Returns the parts of these ranges (start, end), which are in order and do not overlap."""
-        pieces, runs = [], self.runs
-        number = at = 0  # the first run that may reach into the range, and where it begins
-        plain = str.__getitem__
-        for start, end in ranges:
-            cut: list[Run] = []
-            while number < len(runs) and at + runs[number][0] <= start:
-                at += runs[number][0]
-                number += 1
-            following, begin = number, at
-            while following < len(runs) and begin < end:
-                length, source, offset = runs[following]
-                low, high = max(start, begin), min(end, begin + length)
-                if low < high:
-                    cut.append(
-                        (high - low, source, None if offset is None else offset + low - begin)
-                    )
-                begin += length
-                following += 1
-            pieces.append(self.same(Tracked(plain(self, slice(start, end)), cut)))
-        meter.spend(len(self) // 100 + len(pieces) + len(runs) // 8)
+        ranges, plain = list(ranges), str.__getitem__
+        pieces = [
+            self.same(Tracked(plain(self, slice(start, end)), runs))
+            for (start, end), runs in zip(ranges, cut(self.runs, ranges), strict=True)
+        ]
+        meter.spend(len(self) // 100 + len(pieces) + len(self.runs) // 8)
         return pieces
 
     def _cut(self, start: int, end: int) -> "Tracked":
@@ -139,21 +68,17 @@ class Tracked(str):
 
     def look_for(self, needle: str) -> None:
         """Notes that the template looks for one of its texts in this one."""
-        if needle and not any(source for _, source, _ in _runs_of(needle)):
+        if needle and not of_turns(_runs_of(needle)):
             for _, source, _ in self.runs:
                 if source is not None:
                     source.needles.add(str.__str__(needle))
 
     def _find_at(self, start: int, end: int, needle: str) -> None:
         """Notes that the template found one of its texts at one place."""
-        if any(source for _, source, _ in _runs_of(needle)):
-            return
-        at = 0
-        for length, source, offset in self.runs:
-            low, high = max(start, at), min(end, at + length)
-            if source is not None and offset is not None and low < high:
-                source.found.append((offset + low - at, offset + high - at))
-            at += length
+        if not of_turns(_runs_of(needle)):
+            for length, source, offset in cut(self.runs, [(start, end)])[0]:
+                if source is not None and offset is not None:
+                    source.found.append((offset, offset + length))
 
     def __getitem__(self, key: Any) -> "Tracked":
         if isinstance(key, slice):
@@ -380,7 +305,7 @@ class Tracked(str):
         """
         meter.spend(len(self) // 100)
         text = change(str.__str__(self))
-        if len(text) != len(self) and any(source for _, source, _ in self.runs):
+        if len(text) != len(self) and of_turns(self.runs):
             raise TemplateError(
                 "the chat template changes the letters of a turn's text into others, which cannot "
                 "be followed"
@@ -553,23 +478,6 @@ def quoted(text: str, whole: str, quote_part: Callable[[str, str], str]) -> str:
     return Tracked(whole, [*pieces, (1, None, 0)])
 
 
-def walk(value: Any) -> None:
-    """Counts a step for every value in a nested one, which Python is about to go through."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            meter.spend(1 + len(value) // 100)
-        elif isinstance(value, list | tuple | range):
-            meter.spend(1 + len(value))
-            if not isinstance(value, range):
-                waiting.extend(value)
-        elif isinstance(value, dict):
-            meter.spend(1 + 2 * len(value))
-            waiting.extend(value)
-            waiting.extend(value.values())
-
-
 def track(value: Any, turn: int, field: str, sources: list[Source]) -> Any:
     """Returns a JSON value with all its texts tracked; adds their sources to `sources`."""
     if isinstance(value, str):
@@ -584,11 +492,3 @@ def track(value: Any, turn: int, field: str, sources: list[Source]) -> Any:
     if isinstance(value, list | tuple):
         return [track(item, turn, field, sources) for item in value]
     return value
-
-
-def positions(runs: Iterable[Run]) -> Iterator[tuple[int, int, Source | None, int | None]]:
-    """Yields (start, end, source, offset) of every run."""
-    at = 0
-    for length, source, offset in runs:
-        yield at, at + length, source, offset
-        at += length

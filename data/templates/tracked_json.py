@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from data.templates.tracked import Tracked, concat, meter, quoted
+from data.templates.meter import meter
+from data.templates.tracked import Tracked, concat, quoted
 
 
 def to_json(

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.templates.errors import TemplateError
-from data.templates.tracked import Source, Tracked, concat, meter, percent, text_of, track
+from data.templates.meter import meter
+from data.templates.runs import Source
+from data.templates.tracked import Tracked, concat, percent, text_of, track
 from data.templates.tracked_json import to_json
 
 TEXT = st.text(alphabet="ab <>/\n\té'\"\\&", max_size=12)
