@@ -28,7 +28,7 @@ from trainer.mesh import abstract_mesh
 from trainer.objective import Objective
 from trainer.preference import PreferenceObjective
 from trainer.reporting.boards import import_wandb
-from trainer.run.directory import check_run
+from trainer.run.opening import check_run
 from trainer.stages import stages_of
 from trainer.step import StepBuilder
 from trainer.text import TextObjective

@@ -33,7 +33,7 @@ from trainer.checkpoint.arrays import stored_shapes
 from trainer.config import load as configuration
 from trainer.huggingface import assets, card, folder, peft
 from trainer.model_source import open_model
-from trainer.run.directory import check_run
+from trainer.run.opening import check_run
 from trainer.run.outcome import WRONG_INPUT, outcome_of
 
 SECONDS = 5.0  # in which an error must have been said, on a busy machine

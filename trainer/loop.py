@@ -31,8 +31,10 @@ from .reporting.boards import import_wandb
 from .reporting.metrics import Meter, MetricsLog
 from .reporting.profiling import Profiler
 from .run.cluster import barrier, first_then_others, require_same
-from .run.directory import RunDirectory, check_run, open_run, shared_fields
+from .run.directory import RunDirectory
+from .run.identity import shared_fields
 from .run.logs import replace_file
+from .run.opening import check_run, open_run
 from .run.preemption import Preempted, notices
 from .run.versions import require_same_code, versions
 from .run.watchdog import Watchdog

@@ -15,7 +15,8 @@ from .config.checks import check
 from .config.schema import MeshConfig, RunConfig
 from .mesh import start_devices
 from .run.cluster import first_then_others
-from .run.directory import EARLIER_STAGES, check_run, has_begun
+from .run.directory import EARLIER_STAGES
+from .run.opening import check_run, has_begun
 
 
 def stages_of(config: RunConfig) -> list[RunConfig]:

@@ -1,0 +1,339 @@
+"""The same run goes on in its folder, and another is refused: trainer/run/opening.py, identity.py."""
+
+import contextlib
+import dataclasses
+import errno
+import os
+import pathlib
+import re
+
+import pytest
+import yaml
+
+from data.errors import UserError
+from trainer.config.load import dump
+from trainer.config.schema import (
+    AttentionConfig,
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from trainer.run import logs as run_logs
+from trainer.run import opening
+from trainer.run.identity import identity
+from trainer.run.opening import check_run, open_run
+
+
+@pytest.fixture
+def config(tmp_path):
+    return RunConfig(
+        name="one",
+        model=ModelConfig(preset="tiny", tokenizer="t"),
+        data=DataConfig(sources=(SourceConfig("a.json"),)),
+        run_dir=str(tmp_path / "run"),
+    )
+
+
+def test_same_run_goes_on_after_its_files_have_moved_and_however_often_it_saves(config):
+    """What is in the files is told by fingerprints in the checkpoints: see
+    tests/trainer/test_pretrained.py."""
+    config = dataclasses.replace(config, model=ModelConfig(path="hf"))
+    run = open_run(config)
+    moved = DataConfig(
+        sources=(SourceConfig("elsewhere/a.json"),), held_out_path="elsewhere/b.json"
+    )
+    assert (
+        open_run(
+            dataclasses.replace(
+                config, model=ModelConfig(path="elsewhere/hf", tokenizer="there"), data=moved
+            )
+        )
+        == run
+    )
+    often = {
+        "checkpoint": CheckpointConfig(every=1, keep=9),
+        "evaluations": ({"test": "needle"},),
+        "train": TrainConfig(evaluate_every=3),
+    }
+    assert open_run(dataclasses.replace(config, **often)) == run
+    assert "evaluate_every: 3" in run.config.read_text()
+
+
+def test_compiled_programs_may_be_kept_in_the_runs_folder(config, tmp_path):
+    config = dataclasses.replace(config, compile_cache=str(tmp_path / "run/compiled/xla"))
+    (tmp_path / "run/compiled/xla").mkdir(parents=True)
+    open_run(config)
+    with pytest.raises(UserError, match="holds files but no config"):
+        (tmp_path / "run/config.yaml").unlink()
+        check_run(dataclasses.replace(config, compile_cache=None))
+
+
+def test_same_run_goes_on_whatever_the_hardware(config):
+    run = open_run(config)
+    elsewhere = dataclasses.replace(
+        config,
+        name="two",
+        mesh=MeshConfig(fsdp=4, simulate=4),
+        memory=MemoryConfig(loss_chunk=8),
+        attention=AttentionConfig(kernel="xla", query_tile=8),
+        logging=LoggingConfig(console=False),
+        data=dataclasses.replace(config.data, prepared="/elsewhere"),
+        train=TrainConfig(log_every=5, non_finite="skip", accumulation=2),
+    )
+    assert open_run(elsewhere) == run
+    assert identity(elsewhere) == identity(config)
+    assert "query_tile: 8" in run.config.read_text(), "config.yaml tells how it was last run"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"train": TrainConfig(steps=5)}, "train.steps is 100 there and 5 now"),
+        (
+            {"optimizer": OptimizerConfig(learning_rate=1.0)},
+            "optimizer.learning_rate is 2e-05 there and 1.0 now",
+        ),
+        (
+            {"data": DataConfig(sources=(SourceConfig("a.json", weight=2.0),))},
+            ": data.sources[0].weight is 1.0 there and 2.0 now;",
+        ),
+        (
+            {"data": DataConfig(sources=(SourceConfig("a.json"), SourceConfig("b.json")))},
+            "data.sources[1] is",
+        ),
+        (
+            {"model": ModelConfig(preset="tiny", tokenizer="t", seed=1)},
+            "model.seed is 0 there and 1 now",
+        ),
+        (
+            {"attention": AttentionConfig(layout="contiguous")},
+            "attention.layout is 'striped' there",
+        ),
+    ],
+)
+def test_another_run_is_refused(config, change, words):
+    run = open_run(config)
+    before = run.config.read_text()
+    with pytest.raises(UserError) as error:
+        open_run(dataclasses.replace(config, **change))
+    assert words in str(error.value)
+    assert "--run_dir" in str(error.value) and "delete" in str(error.value)
+    assert run.config.read_text() == before
+
+
+def test_a_trained_run_is_lengthened_from_its_weights_and_never_deleted(config):
+    run = open_run(config)
+    run.checkpoints.mkdir()
+    for change, way in (
+        (
+            {"train": TrainConfig(steps=200)},
+            f"--model.path {run.folder} --run_dir NEW starts from its trained weights",
+        ),
+        ({"optimizer": OptimizerConfig(learning_rate=1.0)}, "give another --run_dir"),
+    ):
+        with pytest.raises(UserError) as error:
+            open_run(dataclasses.replace(config, **change))
+        assert way in str(error.value) and "delete" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "finished", "steps", "allowed"),
+    [
+        ("constant", 100, 200, True),
+        ("constant", 100, 150, True),
+        ("constant", 100, 60, False),
+        ("wsd", 80, 200, True),
+        ("wsd", 100, 200, False),
+        ("cosine", 50, 200, False),
+        ("linear", 50, 200, False),
+    ],
+)
+def test_a_run_is_made_longer_if_no_finished_step_depends_on_its_length(
+    config, schedule, finished, steps, allowed
+):
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(schedule=schedule))
+    assert config.train.steps == 100
+    run = open_run(config)
+    (run.checkpoints / str(finished)).mkdir(parents=True)
+    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+    if allowed:
+        open_run(longer)
+        assert yaml.safe_load(run.config.read_text())["train"]["steps"] == steps
+    else:
+        with pytest.raises(
+            UserError, match=r"optimizer\.schedule constant, or wsd before it decays"
+        ):
+            open_run(longer)
+
+
+def test_a_run_without_the_fields_that_came_later_goes_on_with_their_defaults(config):
+    run = open_run(config)
+    written = yaml.safe_load(run.config.read_text())
+    del (
+        written["optimizer"]["moment_dtype"],
+        written["memory"]["every_k"],
+        written["data"]["clean"]["languages"],
+    )
+    run.config.write_text(yaml.safe_dump(written))
+    open_run(config)
+    run.config.write_text(yaml.safe_dump(written))
+    with pytest.raises(
+        UserError, match=r"optimizer.moment_dtype is 'float32' there and 'bfloat16' now"
+    ):
+        open_run(dataclasses.replace(config, optimizer=OptimizerConfig(moment_dtype="bfloat16")))
+
+
+def test_a_run_of_another_version_is_refused(config):
+    run = open_run(config)
+    run.config.write_text(
+        yaml.safe_dump({**yaml.safe_load(run.config.read_text()), "config_version": 1})
+    )
+    with pytest.raises(UserError, match=r"config\.yaml: config_version: found 1, needs 2"):
+        open_run(config)
+
+
+def test_a_key_written_twice_in_the_runs_configuration_is_refused(config):
+    run = open_run(config)
+    number = len(run.config.read_text().splitlines()) + 1
+    run.config.write_text(run.config.read_text() + "train: {}\n")
+    with pytest.raises(
+        UserError, match=rf"config\.yaml: train is written twice, on lines \d+ and {number}; "
+    ):
+        open_run(config)
+
+
+def test_a_folder_that_is_no_run_is_refused(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    open_run(config)  # empty is fine
+    other = dataclasses.replace(config, run_dir=str(tmp_path))
+    with pytest.raises(UserError, match="not a run"):
+        open_run(other)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        open_run(dataclasses.replace(config, run_dir=str(tmp_path / "file")))
+    (tmp_path / "run" / "config.yaml").write_text("[")
+    with pytest.raises(UserError, match=r"config\.yaml: cannot be read"):
+        open_run(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "character"),
+    [("lr[0.1]", "["), ("[!a]", "["), ("a*b", "*"), ("a?b", "?"), ("a\\b", "\\")],
+)
+def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(
+    config, tmp_path, name, character, monkeypatch
+):
+    """Orbax looks for what it wrote by a pattern that begins with the folder's path, from the root
+    on."""
+    told = f"run_dir: {re.escape(str(tmp_path / name))}.* has {re.escape(character)} in it"
+    with pytest.raises(UserError, match=f"{told}.* would work"):
+        open_run(dataclasses.replace(config, run_dir=str(tmp_path / name / "run")))
+    assert not (tmp_path / name).exists()
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    with pytest.raises(UserError, match=told):
+        open_run(dataclasses.replace(config, run_dir=None))
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    assert open_run(
+        dataclasses.replace(config, run_dir=str(tmp_path / "link" / "run"))
+    ).config.exists()
+
+
+def test_killed_while_opening_can_be_opened(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml.tmp").write_text("half")
+    assert open_run(config).config.exists()
+
+
+def test_of_two_starts_that_open_it_at_once_one_is_refused(config, monkeypatch):
+    """They wrote config.yaml.tmp both, which the first renamed before the second did."""
+    refused = []
+
+    def other_start(path):
+        with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
+            patch.setattr(run_logs, "sync", lambda path: None)
+            open_run(config)
+        refused.append(str(caught.value))
+
+    monkeypatch.setattr(run_logs, "sync", other_start)
+    assert open_run(config).config.exists()
+    assert (
+        len(refused) == 1
+        and f"process {os.getpid()} on " in refused[0]
+        and "is training there" in refused[0]
+    )
+
+
+def test_another_run_that_came_first_is_named(config, monkeypatch):
+    """It came between the check and the lock."""
+    other = dataclasses.replace(config, model=dataclasses.replace(config.model, seed=1))
+    held = opening.held
+
+    @contextlib.contextmanager
+    def held_after_the_other(path):
+        (path.parent / "config.yaml").write_text(dump(other))
+        with held(path):
+            yield
+
+    monkeypatch.setattr(opening, "held", held_after_the_other)
+    with pytest.raises(
+        UserError, match=r"another run is in this folder: model.seed is 1 there and 0 now"
+    ):
+        open_run(config)
+
+
+def test_killed_between_lock_and_configuration_can_be_opened(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").touch()
+    assert open_run(config).config.exists()
+
+
+def test_only_the_first_process_writes_and_the_others_see_it(config, monkeypatch):
+    """On disks of their own they would train up to the first checkpoint, and lose it."""
+    monkeypatch.setattr(opening, "VISIBLE_SECONDS", 0)
+    with pytest.raises(
+        UserError, match=r"run: not seen here, .* a --run_dir that all processes share would work"
+    ):
+        open_run(config, process_zero=False)
+    run = open_run(config)
+    assert open_run(config, process_zero=False) == run
+
+
+def test_a_folder_may_lie_in_the_users_home(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_run(dataclasses.replace(config, run_dir="~/mine")).folder == tmp_path / "mine"
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(config):
+    nowhere = dataclasses.replace(config, run_dir="/proc/none/run")
+    with pytest.raises(
+        UserError, match=r"^/proc: cannot write there \(.*\); give another --run_dir$"
+    ):
+        check_run(nowhere)
+    check_run(nowhere, process_zero=False)
+    run = open_run(config)
+    run.metrics.mkdir()
+    with pytest.raises(UserError, match=rf"^{run.metrics}: cannot write there \(Is a directory\)"):
+        check_run(config)
+
+
+def test_a_file_system_that_renames_no_folders_is_refused_before_the_work(tmp_path, monkeypatch):
+    """A flat bucket mounted by gcsfuse: files and empty folders can be renamed there."""
+    rename = pathlib.Path.rename
+
+    def flat(path, target):
+        if path.is_dir() and any(path.iterdir()):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return rename(path, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", flat)
+    with pytest.raises(UserError, match=f"{tmp_path}: a folder cannot be renamed there .*gs://"):
+        check_run(RunConfig(run_dir=str(tmp_path / "run")))
+    assert not list(tmp_path.iterdir())

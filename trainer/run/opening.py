@@ -1,0 +1,196 @@
+"""Opens a run's folder for training: that of the same run, or one that holds nothing else."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import tempfile
+import time
+
+from data.errors import UserError
+from data.outputs import checkpoint_path
+from data.within import check_within
+from trainer.config import load as configuration
+from trainer.config.schema import RunConfig
+from trainer.run.bucket import Bucket
+from trainer.run.directory import EARLIER_STAGES, RunDirectory
+from trainer.run.identity import require_same
+from trainer.run.lease import LOCK, leased, require_unused
+from trainer.run.lock import held, require_free
+from trainer.run.logs import replace_file
+from trainer.run.mirror import mirrored
+from trainer.run.shared_token import TOKEN_FILE
+
+_TRIAL = "lock-trial"  # a file that is written to a bucket and deleted, to see whether one may
+# A network file system remembers a missing file for a while (NFS for up to 60 seconds).
+VISIBLE_SECONDS = 90
+
+
+def has_begun(config: RunConfig) -> bool:
+    """Returns whether this configuration's folder holds a run."""
+    run = RunDirectory.of(config)
+    if run.mirror is not None:
+        return run.mirror.bucket.version(run.config.name).content is not None
+    return run.config.exists()
+
+
+def check_run(
+    config: RunConfig, process_zero: bool = True, steps_known: bool = True
+) -> RunDirectory:
+    """Returns the run's folder if this configuration may train there; writes nothing.
+
+    Args:
+      process_zero: whether this is process 0, which also checks the lock and foreign files.
+      steps_known: False before train.epochs has become steps; then they are not compared.
+
+    Raises:
+      UserError: the folder holds another run or foreign files, cannot be written to, or another
+        process is training there.
+    """
+    run = RunDirectory.of(config)
+    if run.mirror is not None:
+        run.mirror.pull("" if process_zero else run.config.name)
+    else:
+        checkpoint_path(run.folder, "run_dir")
+    if run.folder.exists() and not run.folder.is_dir():
+        raise UserError(f"{run.folder}: is a file; give another --run_dir")
+    if process_zero:
+        _require_writable(run)
+    if run.config.exists():
+        require_same(run, config, steps_known)
+        if process_zero and run.mirror is not None:
+            require_unused(run.mirror.bucket)
+        elif process_zero:
+            require_free(run.lock)
+    elif process_zero and _foreign_files(config):
+        raise UserError(
+            f"{run}: holds files but no config.yaml, so it is not a run; give another "
+            "--run_dir, or delete it"
+        )
+    return run
+
+
+def open_run(
+    config: RunConfig, process_zero: bool = True, lock: contextlib.ExitStack | None = None
+) -> RunDirectory:
+    """Returns the run's folder with `config` written to it; creates it if needed.
+
+    This claims the folder for the run, so find all other errors before.
+
+    Args:
+      process_zero: whether this is process 0, which writes; the others wait until they see its
+        files.
+      lock: holds the run's lock from before the write; without it the lock is released after the
+        write.
+
+    Raises:
+      UserError: as `check_run`; the folder cannot be written; or the processes do not share its
+        storage.
+    """
+    if config.in_bucket:
+        run = RunDirectory.of(config)
+        return _open_in_bucket(run, config, lock) if process_zero else run
+    run = check_run(config, process_zero)
+    if process_zero:
+        try:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as own:
+                # Of two starts only one writes at a time, and compares with what the other may have
+                # just written.
+                (own if lock is None else lock).enter_context(held(run.lock))
+                if run.config.exists():
+                    require_same(run, config, steps_known=True)
+                replace_file(run.config, configuration.dump(config).encode())
+        except OSError as error:
+            raise UserError(
+                f"{run.folder}: cannot write there ({error.strerror}); give another --run_dir"
+            ) from error
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while not run.config.exists():
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{run.folder}: not seen here, where process 0 has made it; a --run_dir that all "
+                "processes share would work"
+            )
+        time.sleep(1)
+    return run
+
+
+def _open_in_bucket(
+    run: RunDirectory, config: RunConfig, lock: contextlib.ExitStack | None
+) -> RunDirectory:
+    """`open_run` in process 0 for a run in a bucket; others need no file of it but checkpoints."""
+    assert run.mirror is not None
+    with contextlib.ExitStack() as own:
+        held_until = own if lock is None else lock
+        lease = held_until.enter_context(leased(run.mirror.bucket))
+        run.mirror.pull()  # another process may have trained since `check_run`
+        if run.config.exists():
+            require_same(run, config, steps_known=True)
+        replace_file(run.config, configuration.dump(config).encode())
+        run.mirror.push()
+        held_until.enter_context(mirrored(run.mirror))
+        return dataclasses.replace(run, lease=lease)
+
+
+def _require_writable(run: RunDirectory) -> None:
+    """Raises UserError unless the run's folder, or its nearest existing parent, is writable."""
+    if run.mirror is not None:
+        run.mirror.bucket.require_conditions(_TRIAL)
+        return
+    folder = next(path for path in (run.folder, *run.folder.absolute().parents) if path.exists())
+    try:
+        for path in (folder, *(path for path in (run.checkpoints, run.assets) if path.is_dir())):
+            tempfile.TemporaryFile(dir=path).close()
+        for path in (run.metrics, run.held_out, run.lock):
+            if os.path.lexists(path):
+                check_within(run.folder, path)
+                path.open("ab").close()
+        path = folder
+        _try_to_rename(folder)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot write there ({error.strerror}); give another --run_dir"
+        ) from error
+
+
+def _try_to_rename(folder: pathlib.Path) -> None:
+    """Raises UserError if a folder with another one in it cannot be renamed, by which a checkpoint
+    comes to count."""
+    with tempfile.TemporaryDirectory(prefix=".trial-", suffix=".tmp", dir=folder) as trial:
+        written = pathlib.Path(trial) / "checkpoint.tmp"
+        (written / "model").mkdir(parents=True)
+        (written / "model" / "file").write_bytes(b"")
+        try:
+            written.rename(written.with_suffix(""))
+        except OSError as error:
+            raise UserError(
+                f"{folder}: a folder cannot be renamed there ({error.strerror}), by which a "
+                "checkpoint comes to count; instead of a mounted bucket --run_dir "
+                "gs://BUCKET/FOLDER would work, or one with a hierarchical namespace"
+            ) from error
+
+
+def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
+    """The files in a run's folder that no unfinished start of this run can have made."""
+    if config.in_bucket:
+        paths = map(pathlib.Path, Bucket(config.location).names())
+        return [path for path in paths if path.parts[0] not in (LOCK, EARLIER_STAGES)]
+    # Both may be in the run's folder.
+    kept = [
+        pathlib.Path(path).expanduser().resolve()
+        for path in (config.data.prepared, config.compile_cache)
+        if path
+    ]
+    ours = (EARLIER_STAGES, RunDirectory(config.folder).lock.name, TOKEN_FILE)
+    files = (
+        [path for path in config.folder.iterdir() if path.name not in ours]
+        if config.folder.is_dir()
+        else []
+    )
+    return [
+        path
+        for path in files
+        if not path.name.endswith(".tmp")
+        and not any(folder.is_relative_to(path.resolve()) for folder in kept)
+    ]
