@@ -31,14 +31,8 @@ from model.language_model import LanguageModel
 from model.sharding import TensorParallel
 from trainer.build import build_agentic, build_language_model, shares_prompts
 from trainer.config.checks import check
-from trainer.config.schema import (
-    DataConfig,
-    MemoryConfig,
-    MeshConfig,
-    ModelConfig,
-    RunConfig,
-    SourceConfig,
-)
+from trainer.config.data import DataConfig, SourceConfig
+from trainer.config.schema import MemoryConfig, MeshConfig, ModelConfig, RunConfig
 from trainer.devices import GPU_MEMORY_SHARE
 from trainer.mesh import make_mesh
 from trainer.objective import AbstractBatch

@@ -86,7 +86,7 @@ def work(arguments: Options) -> None:
     from data.printable import printable
     from model.config import TransformerConfig
     from trainer.checkpoint.readers import find_checkpoint, stored_average, stored_parameters
-    from trainer.huggingface import peft
+    from trainer.huggingface import adapter_config, peft
     from trainer.huggingface.assets import trained_quantization
     from trainer.huggingface.card import base_without_hub_name, write_card
     from trainer.huggingface.folder import hub_name
@@ -103,7 +103,7 @@ def work(arguments: Options) -> None:
     )
     if arguments.average:
         params = {**params, **stored_average(checkpoint)}
-    is_adapter = (checkpoint / "assets" / peft.CONFIG).is_file()
+    is_adapter = (checkpoint / "assets" / adapter_config.CONFIG).is_file()
     library = "peft" if is_adapter and not arguments.merge else "transformers"
     if not is_adapter and (arguments.merge or arguments.dequantize):
         flag = "merge" if arguments.merge else "dequantize"
@@ -132,7 +132,7 @@ def work(arguments: Options) -> None:
     if not is_adapter:
         write(params, checkpoint / "assets")
     else:
-        adapter, named = peft.read_config(checkpoint / "assets")
+        adapter, named = adapter_config.read_config(checkpoint / "assets")
         base = base or hub_name(named)
         adapter = dataclasses.replace(adapter, quantize=trained_quantization(checkpoint / "assets"))
         config = dataclasses.replace(config, adapter=adapter)

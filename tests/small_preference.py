@@ -10,16 +10,9 @@ import transformers
 from jax.sharding import Mesh
 
 from tests.errors import within
+from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.preference import PreferenceConfig
-from trainer.config.schema import (
-    DataConfig,
-    LoggingConfig,
-    MeshConfig,
-    ModelConfig,
-    RunConfig,
-    SourceConfig,
-    TrainConfig,
-)
+from trainer.config.schema import LoggingConfig, MeshConfig, ModelConfig, RunConfig, TrainConfig
 from trainer.huggingface.table import hf_layout
 from trainer.mesh import make_mesh
 from trainer.preference import PreferenceObjective, preference_loss

@@ -31,7 +31,7 @@ from trainer import entry
 from trainer.checkpoint import readers
 from trainer.checkpoint.arrays import stored_shapes
 from trainer.config import load as configuration
-from trainer.huggingface import assets, card, folder, peft
+from trainer.huggingface import adapter_config, assets, card, folder, peft
 from trainer.model_source import open_model
 from trainer.run.opening import check_run
 from trainer.run.outcome import WRONG_INPUT, outcome_of
@@ -79,7 +79,7 @@ def read_checkpoint(path):
 
 
 def read_adapter(path):
-    peft.read_config(path)
+    adapter_config.read_config(path)
     peft.read_adapter(path, None)
 
 

@@ -15,7 +15,7 @@ from model.language_model import LanguageModel
 
 from .checkpoint.manifest import fingerprint
 from .checkpoint.readers import read_data, restore_model
-from .huggingface import peft
+from .huggingface import adapter_config, peft
 from .huggingface.assets import trained_mask
 from .source_kinds import ModelSource, Params, StoredSource
 
@@ -100,7 +100,7 @@ class PeftAdapter(AdapterSource):
     def fingerprint(self) -> str:
         # Includes its configuration: another lora_alpha makes another model of the same weights.
         content = b"\0".join(
-            (self.folder / name).read_bytes() for name in (peft.CONFIG, peft.WEIGHTS)
+            (self.folder / name).read_bytes() for name in (adapter_config.CONFIG, peft.WEIGHTS)
         )
         return hashlib.sha256(content).hexdigest()[:32]
 
@@ -109,7 +109,7 @@ class PeftAdapter(AdapterSource):
 
     def adapt(self, base: StoredSource, path: str) -> AdaptedSource:
         if base.config.tie_word_embeddings:
-            peft.check_tied(self.folder, self.config)
+            adapter_config.check_tied(self.folder, self.config)
         return AdaptedSource(base.config, base.tokenizer_path, base, self)
 
 

@@ -19,8 +19,9 @@ from .adapted_source import AdaptedSource, AdapterSource, CheckpointAdapter, Pef
 from .checkpoint.commit import MANIFEST
 from .checkpoint.fetch import local_copy
 from .checkpoint.readers import assets_dir, best_or_itself
-from .config.schema import DataConfig, ModelConfig
-from .huggingface import peft
+from .config.data import DataConfig
+from .config.schema import ModelConfig
+from .huggingface import adapter_config
 from .huggingface.assets import trained_quantization
 from .huggingface.folder import folder_config, hub_name, resolve_model_path
 from .source_kinds import (
@@ -45,11 +46,11 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
       ValueError: no such model, or an unsupported architecture; one line that says what would work.
     """
     folder = best_or_itself(local_copy(path))
-    if (folder / peft.CONFIG).is_file() and not (folder / "config.json").exists():
+    if (folder / adapter_config.CONFIG).is_file() and not (folder / "config.json").exists():
         return open_adapter(path)
     if folder.is_dir() and not (folder / "config.json").exists():
         assets = assets_dir(folder)
-        if (assets / peft.CONFIG).is_file():
+        if (assets / adapter_config.CONFIG).is_file():
             return open_adapter(path)
         config = TransformerConfig.from_hf(assets)
         # The search for a run's newest undamaged checkpoint has verified it.
@@ -57,7 +58,7 @@ def open_model(path: str, weights: bool = True) -> StoredSource | AdaptedSource:
         source: StoredSource = CheckpointSource(config, assets, assets.parent, config, verified)
     else:
         folder = resolve_model_path(path, weights)
-        if (folder / peft.CONFIG).is_file() and not (folder / "config.json").exists():
+        if (folder / adapter_config.CONFIG).is_file() and not (folder / "config.json").exists():
             return open_adapter(str(folder))  # an adapter on the hub
         config = folder_config(folder)
         source = HuggingFaceSource(config, folder, folder, config)
@@ -79,13 +80,13 @@ def adapter_source(path: str) -> tuple[AdapterSource, str]:
     folder = best_or_itself(local_copy(path))
     if not folder.is_dir() and hub_name(path):
         folder = resolve_model_path(path)
-    is_checkpoint = folder.is_dir() and not (folder / peft.CONFIG).is_file()
+    is_checkpoint = folder.is_dir() and not (folder / adapter_config.CONFIG).is_file()
     if is_checkpoint:
         assets = assets_dir(folder)
-        if not (assets / peft.CONFIG).is_file():
+        if not (assets / adapter_config.CONFIG).is_file():
             raise ValueError(f"{path}: a checkpoint of a whole model, where an adapter is needed")
         folder = assets.parent
-    config, base = peft.read_config(assets if is_checkpoint else folder)
+    config, base = adapter_config.read_config(assets if is_checkpoint else folder)
     if not is_checkpoint:
         return PeftAdapter(config, folder), base
     config = dataclasses.replace(config, quantize=trained_quantization(assets))
@@ -101,8 +102,8 @@ def open_adapter(path: str, base: str | None = None) -> AdaptedSource:
     _, named = adapter_source(path)
     if not (base or named):
         raise ValueError(
-            f"{path}: {peft.CONFIG} names no base_model_name_or_path; give the base in addition "
-            "to --adapter"
+            f"{path}: {adapter_config.CONFIG} names no base_model_name_or_path; give the base in "
+            "addition to --adapter"
         )
     return with_adapter(open_model(base or named), path)
 

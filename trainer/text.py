@@ -33,8 +33,9 @@ from model.loss import LossSums
 from .adapted_source import AdaptedSource
 from .build import build_language_model, shares_prompts
 from .config import load as configuration
-from .config.schema import RunConfig, SourceConfig
-from .huggingface import peft
+from .config.data import SourceConfig
+from .config.schema import RunConfig
+from .huggingface import adapter_config
 from .mesh import LocalPart, batch_sharding, is_abstract, local_order, local_part, place_batch
 from .model_source import chat_templates, choose_model, for_templates
 from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
@@ -347,7 +348,7 @@ class TextObjective(Objective):
         self.source.write_assets(folder, self.tokenizer, template, resolved)
         if self.config.adapter.rank:
             adapted = self.source.config.with_adapter(self.config.adapter)
-            peft.write_config(adapted, self.source.name, folder)
+            adapter_config.write_config(adapted, self.source.name, folder)
 
 
 def _with_absolute_model(config: RunConfig) -> RunConfig:

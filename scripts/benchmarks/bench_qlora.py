@@ -61,7 +61,8 @@ def write_weights(config: TransformerConfig, adapters: AdapterConfig, folder: Pa
     from ml_dtypes import bfloat16
     from safetensors.numpy import save_file
 
-    from trainer.huggingface.peft import WEIGHTS, adapter_layout, write_config
+    from trainer.huggingface.adapter_config import write_config
+    from trainer.huggingface.peft import WEIGHTS, adapter_layout
     from trainer.huggingface.table import hf_layout
 
     rng = np.random.default_rng(0)

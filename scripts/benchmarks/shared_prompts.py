@@ -44,8 +44,9 @@ def compiled_bytes(tokens: int, share: bool) -> tuple[float, float]:
     from planning.compiled import GIB, memory
     from planning.compiled.communication import communication
     from planning.plan import DEFAULT_RECIPE, changed, compile_run
+    from trainer.config.data import SourceConfig
     from trainer.config.preference import PreferenceConfig
-    from trainer.config.schema import AdapterConfig, MeshConfig, SourceConfig
+    from trainer.config.schema import AdapterConfig, MeshConfig
 
     model = TransformerConfig(
         vocab_size=512,

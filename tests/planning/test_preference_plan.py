@@ -12,8 +12,9 @@ from model.config import TransformerConfig
 from planning import plan
 from planning.plan import DEFAULT_RECIPE, changed, compile_run
 from scripts.benchmarks.plan_store import read_plans
+from trainer.config.data import SourceConfig
 from trainer.config.preference import PreferenceConfig
-from trainer.config.schema import AdapterConfig, MeshConfig, SourceConfig
+from trainer.config.schema import AdapterConfig, MeshConfig
 from trainer.huggingface.table import hf_layout
 
 LENGTH, VOCABULARY, CHUNK = 512, 1024, 32

@@ -15,7 +15,8 @@ from model.config import TransformerConfig
 from scripts import export_hf, push_to_hub
 from tests.conftest import REPOSITORY
 from trainer.config import load
-from trainer.config.schema import DataConfig, ModelConfig, RunConfig, SourceConfig, TrainConfig
+from trainer.config.data import DataConfig, SourceConfig
+from trainer.config.schema import ModelConfig, RunConfig, TrainConfig
 from trainer.huggingface.card import base_without_hub_name, model_card, write_card
 from trainer.text import _with_absolute_model
 

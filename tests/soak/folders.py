@@ -18,7 +18,8 @@ from tests import small_model
 from tests.data.trajectories import made
 from tests.soak.attacks import Case, Fell, refusal
 from tests.soak.damage import WAYS, copied, damage_bytes, damage_file, damage_json, damage_json_file
-from trainer.huggingface.peft import adapter_layout, read_adapter, read_config, write_adapter
+from trainer.huggingface.adapter_config import read_config
+from trainer.huggingface.peft import adapter_layout, read_adapter, write_adapter
 from trainer.model_source import open_model
 
 # How much larger than the model a damaged config may make it, before it counts as one that cannot

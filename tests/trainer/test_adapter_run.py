@@ -17,9 +17,10 @@ from model.config import TransformerConfig
 from scripts import export_hf
 from tests.model.build import llama
 from trainer.checkpoint.readers import restore_model, stored_arrays, stored_average
+from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.load import load
-from trainer.config.schema import DataConfig, ModelConfig, SourceConfig
-from trainer.huggingface import peft
+from trainer.config.schema import ModelConfig
+from trainer.huggingface import adapter_config
 from trainer.mesh import make_mesh
 from trainer.model_source import choose_model, for_templates, open_adapter, open_model
 from trainer.stages import stages_of
@@ -130,7 +131,7 @@ def test_checkpoints_hold_adapters_and_their_moments_alone(run):
     assert names == parts | norms
     moments = {name for name in stored_arrays(checkpoint, "optimizer") if ".mu." in name}
     assert {name.partition(".mu.")[2] for name in moments} == names
-    adapter, _ = peft.read_config(checkpoint / "assets")
+    adapter, _ = adapter_config.read_config(checkpoint / "assets")
     assert (adapter.rank, adapter.projections, adapter.train) == (
         2,
         ("q_proj", "down_proj"),
@@ -252,7 +253,10 @@ def test_a_run_goes_on_from_a_peft_adapter(run, command, tmp_path, capfd):
         "null",
     )
     assert train.main(arguments) == 0
-    assert peft.read_config(pathlib.Path(arguments[3]) / "checkpoints/1/assets")[0].dropout == 0.25
+    assert (
+        adapter_config.read_config(pathlib.Path(arguments[3]) / "checkpoints/1/assets")[0].dropout
+        == 0.25
+    )
     begun = json.loads((pathlib.Path(arguments[3]) / "metrics.jsonl").read_text())[
         "loss_nats_per_target"
     ]

@@ -8,7 +8,8 @@ from model.families import FAMILIES
 from model.rope_config import RopeConfig
 from tests.model.build import mesh_of, tiny
 from trainer.build import build_language_model, run_notes
-from trainer.config.schema import DataConfig, MeshConfig, RunConfig
+from trainer.config.data import DataConfig
+from trainer.config.schema import MeshConfig, RunConfig
 
 GLOBAL = RunConfig(attention=AttentionConfig(global_tokens=4))
 LAYERS = {

@@ -12,7 +12,8 @@ from data.tokenizer import Tokenizer
 from eval.line_cases import generate
 from eval.runner import Prompt, prompt_ids, stop_ids
 from model.config import TransformerConfig
-from trainer.config.schema import DataConfig, ModelConfig, SourceConfig
+from trainer.config.data import DataConfig, SourceConfig
+from trainer.config.schema import ModelConfig
 from trainer.model_source import choose_model, for_templates, open_model
 from trainer.source_kinds import CheckpointSource
 

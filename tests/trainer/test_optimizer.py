@@ -12,14 +12,8 @@ from data.errors import UserError
 from planning.parts import parts_gib
 from tests.model.build import mesh_of, tiny
 from trainer.config.checks import check
-from trainer.config.schema import (
-    DataConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    SourceConfig,
-)
+from trainer.config.data import DataConfig, SourceConfig
+from trainer.config.schema import MemoryConfig, ModelConfig, OptimizerConfig, RunConfig
 from trainer.optimizer import (
     EightBitMoments,
     abstract_state,

@@ -33,8 +33,9 @@ from tests.small_preference import (
     words,
 )
 from trainer.config.checks import check
+from trainer.config.data import SourceConfig
 from trainer.config.preference import PreferenceConfig
-from trainer.config.schema import AdapterConfig, MeshConfig, SourceConfig
+from trainer.config.schema import AdapterConfig, MeshConfig
 from trainer.huggingface.folder import weights_fingerprint
 from trainer.preference_loss import Pairs, pair_losses
 from trainer.reference import _write

@@ -13,7 +13,8 @@ from data.sources import Source
 from data.tokenizer import Tokenizer
 from tests.errors import within
 from tests.model.build import ALL_AT_ONCE, MESHES, llama, packed_batch, permuted, tiny
-from trainer.config.schema import DataConfig, RunConfig, SourceConfig, TrainConfig
+from trainer.config.data import DataConfig, SourceConfig
+from trainer.config.schema import RunConfig, TrainConfig
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder
 from trainer.text import source_names, text_batch

@@ -15,17 +15,17 @@ from tests.data.trajectories.made import folder_of
 from trainer.checkpoint.readers import restore_model
 from trainer.config import load as configuration
 from trainer.config.checks import check
+from trainer.config.data import DataConfig
 from trainer.config.schema import (
     AttentionConfig,
     CheckpointConfig,
-    DataConfig,
     LoggingConfig,
     MeshConfig,
     ModelConfig,
     RunConfig,
-    StageConfig,
     TrainConfig,
 )
+from trainer.config.stage import StageConfig
 from trainer.evaluation import HeldOutLoss
 from trainer.loop import train
 from trainer.mesh import make_mesh

@@ -5,9 +5,10 @@ import dataclasses
 from data.errors import UserError
 from data.paths import on_this_machine
 
+from .data import DataConfig
 from .numbers import refusal
 from .require import require
-from .schema import DataConfig, ModelConfig, RunConfig
+from .schema import ModelConfig, RunConfig
 
 
 def check(config: RunConfig, source: str = "configuration") -> RunConfig:

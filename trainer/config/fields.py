@@ -12,7 +12,9 @@ from data.errors import UserError
 from model.attention.names import Tokens
 from trainer.reporting.rows import is_number
 
-from .schema import RunConfig, SourceConfig, StageConfig
+from .data import SourceConfig
+from .schema import RunConfig
+from .stage import StageConfig
 
 
 def field_names(cls: type) -> list[str]:

@@ -18,8 +18,10 @@ from model.config import ADJUSTABLE
 
 from . import command_line
 from .checks import check
+from .data import SourceConfig
 from .fields import AUTO, check_names, clean_set
-from .schema import STAGED, VERSION, RunConfig, SourceConfig
+from .schema import VERSION, RunConfig
+from .stage import STAGED
 from .yaml_text import MAX_BYTES, parse
 
 # What stands for a section that the planner fills in, and fields of such a section that it does not

@@ -5,7 +5,6 @@ A section whose values break one of its rules raises ValueError: `section.field:
 """
 
 import dataclasses
-import datetime
 import hashlib
 import math
 import os
@@ -13,30 +12,26 @@ import pathlib
 import re
 from typing import Any, Literal
 
-from data.clean import CleanConfig
-from data.conversation import DEFAULT_TEMPLATE
 from data.lengths import with_lengths
 from data.paths import cache_folder
-from data.tokenizer import TEMPLATE_DATE
 from data.trajectories.options import TrajectoryConfig
 from model.adapter import AdapterConfig
 from model.attention.names import Tokens
 from model.attention.options import AttentionConfig
-from model.config import ADJUSTABLE, POSITIONS
+from model.config import ADJUSTABLE
 from model.memory.options import MemoryConfig
 
+from .data import DataConfig
 from .mesh import DistributedConfig, MeshConfig
 from .optimizer import OptimizerConfig
 from .preference import PreferenceConfig
 from .require import require, require_at_least
+from .stage import LENGTHS, StageConfig
 
 VERSION = 2
 # The stores that a run can be kept in.
 GCS = "gs://"
 BUCKETS = (GCS, "s3://")
-# Fields of Hugging Face's config.json that hold a number of tokens; model.overrides and stages.rope
-# also read 64K.
-_LENGTHS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +61,7 @@ class ModelConfig:
     """Seed of the initialiser of a model from scratch."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "overrides", with_lengths(self.overrides, _LENGTHS))
+        object.__setattr__(self, "overrides", with_lengths(self.overrides, LENGTHS))
         require(
             not (self.path and self.preset),
             "model.preset",
@@ -85,109 +80,6 @@ class ModelConfig:
             raise ValueError(
                 f"model.trainable: found {self.trainable!r}, needs a regular expression: {error}"
             ) from error
-
-
-@dataclasses.dataclass(frozen=True)
-class SourceConfig:
-    """One file or folder of records."""
-
-    path: str
-    """File, or folder of files, here or in a store (gs://, s3://); or generated exercises of all
-    sizes up to the context length: synthetic:TASK?count=2000&seed=0, with the tasks lines
-    (&like=FILE for another wording), needles, key_values, variables and copying."""
-    format: str = "sharegpt"
-    """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with
-    `text`), tokens (.npy, or JSON with `tokens` and optional `loss_mask`) or preference (`prompt`,
-    `chosen` and `rejected`, or `completion` and `label`)."""
-    template: str | None = None
-    """Chat template of this source's conversations; data.template by default."""
-    weight: float = 1.0
-    """How many times an epoch contains the source."""
-    fields: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Meanings of the records' field names, such as {question: user, answer: assistant} or {dialog:
-    messages, speaker: role}; see docs/data.md."""
-    add_bos: bool | None = None
-    """Whether each text of format: text begins with BOS; by default as the tokenizer does."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """What the model is trained on."""
-
-    path: str | None = None
-    """One source, short for a list of one; on the command line it replaces the recipe's sources, or
-    only the path of a single one."""
-    template: str = DEFAULT_TEMPLATE
-    """Chat template: tokenizer for the model's own, or vicuna_v1.1, koala, llama-2, llama-3,
-    chatml, alpaca, plain. A base model has none, so choose one of the others."""
-    add_control_tokens: bool = False
-    """Add control tokens that the templates need and the tokenizer lacks, each with a new embedding
-    row."""
-    text_tokens: tuple[str, ...] = ()
-    """Added tokens of the tokenizer that turns may contain, such as [<think>, </think>]: typed,
-    they become these tokens."""
-    template_date: str = TEMPLATE_DATE.date().isoformat()
-    """Date, YYYY-MM-DD or `today`, for chat templates that write one (strftime_now); fixed so that
-    the same data gives the same ids. Chats and evaluations of the model keep it."""
-    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Variables for the chat template, such as {enable_thinking: false} for Qwen 3's; a record's
-    field of this name precedes them. Chats and evaluations of the model keep them."""
-    train_on: Literal["all", "last"] = "all"
-    """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own
-    `train: false` leaves it out."""
-    sources: tuple[SourceConfig, ...] = ()
-    """The sources, each {path, format, template, weight, fields, add_bos}."""
-    context_length: Tokens = 4096
-    """Tokens in a packed row, such as 65536 or 64K (K and M are 2^10 and 2^20, in every field of
-    tokens); a multiple of mesh.sequence, or of twice that for the layout zigzag."""
-    prepared: str = "prepared"
-    """Folder of the tokenized data sets; of one in a store (gs://, s3://), shards are copied to
-    this machine when they are needed."""
-    cache_gib: float = 64.0
-    """GiB of this machine's disk for shards of a `prepared` in a store; those used least recently
-    make room."""
-    held_out_fraction: float = 0.05
-    """Share of the conversations kept out of training for the held-out loss, unless held_out_path
-    is given."""
-    held_out_path: str | None = None
-    """File or folder of held-out records, in the first source's format and template; replaces
-    held_out_fraction."""
-    clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
-    """How conversations are cleaned before training; `clean: scraped` for scraped web chats. Texts
-    and tokens are used unchanged, but for near duplicates of texts."""
-    seed: int = 0
-    """Seed of the order of the documents. The choice of held-out documents does not depend on
-    it."""
-
-    def __post_init__(self) -> None:
-        require_at_least(self, "data", 1, "context_length")
-        require(
-            0 <= self.held_out_fraction < 1,
-            "data.held_out_fraction",
-            self.held_out_fraction,
-            "a share from 0 to below 1",
-        )
-        # The day itself is recorded: a run that continues tomorrow keeps it.
-        object.__setattr__(self, "template_date", _date(self.template_date))
-        for index, source in enumerate(self.sources):
-            require(
-                source.weight > 0,
-                f"data.sources[{index}].weight",
-                source.weight,
-                "a positive number",
-            )
-
-
-def _date(text: str) -> str:
-    """Returns a date as YYYY-MM-DD, of `today` too."""
-    if text == "today":
-        return datetime.date.today().isoformat()
-    try:
-        return datetime.date.fromisoformat(text).isoformat()
-    except ValueError:
-        raise ValueError(
-            f"data.template_date: found {text!r}, needs a date as YYYY-MM-DD, or today"
-        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,60 +230,6 @@ class LoggingConfig:
             steps,
             "the first and the last step of a profile, counted from 1, or []",
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class StageConfig:
-    """A part of a curriculum of lengths; the other sections give its defaults."""
-
-    context_length: Tokens
-    """Tokens in a row; replaces data.context_length."""
-    steps: int = 0
-    """Optimizer steps; 0 means train.steps."""
-    batch_size: int = 0
-    """Rows in a step; 0 means train.batch_size."""
-    in_context: int = 0
-    """Episodes in a row; 0 means trajectories.in_context."""
-    accumulation: int = 0
-    """Parts of a batch; 0 means train.accumulation."""
-    learning_rate: float = 0.0
-    """Peak learning rate; 0 means optimizer.learning_rate."""
-    warmup_steps: int | None = None
-    """Steps of the warm-up; optimizer.warmup_steps by default."""
-    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Changed axes of the mesh, such as {fsdp: 1, sequence: 8}; the number of devices stays."""
-    rope: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields rope_theta, rope_scaling and max_position_embeddings from this stage on, as in
-    model.overrides."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rope", with_lengths(self.rope, _LENGTHS))
-        require_at_least(self, "stages", 1, "context_length")
-        require_at_least(
-            self, "stages", 0, "steps", "batch_size", "in_context", "accumulation", "learning_rate"
-        )
-        require(
-            set(self.rope) <= set(POSITIONS),
-            "stages.rope",
-            self.rope,
-            f"fields out of {', '.join(POSITIONS)}",
-        )
-
-    def replaces(self, name: str) -> bool:
-        """Returns whether the stage sets its field `name`, whose default is in another section."""
-        return getattr(self, name) != getattr(StageConfig, name, None)
-
-
-# The fields of other sections that a stage may replace -> their names in the stage.
-STAGED = {
-    "data.context_length": "context_length",
-    "train.steps": "steps",
-    "train.batch_size": "batch_size",
-    "train.accumulation": "accumulation",
-    "trajectories.in_context": "in_context",
-    "optimizer.learning_rate": "learning_rate",
-    "optimizer.warmup_steps": "warmup_steps",
-}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,9 @@ from data.errors import UserError
 from data.within import read_text
 from trainer.checkpoint.commit import located, steps_in
 from trainer.config import load as configuration
+from trainer.config.data import SourceConfig
 from trainer.config.fields import SECTIONS
-from trainer.config.schema import RunConfig, SourceConfig
+from trainer.config.schema import RunConfig
 from trainer.config.yaml_text import MAX_BYTES, InvalidYAML, parse
 from trainer.run.directory import RunDirectory
 

@@ -17,8 +17,8 @@ from data.errors import UserError
 from eval.live import TESTS
 from eval.live_test import LiveTest
 from trainer.config import fields, parsing
+from trainer.config.data import SourceConfig
 from trainer.config.load import dump, load, resolved
-from trainer.config.schema import SourceConfig
 from trainer.stages import stages_of
 
 RECIPE = {

@@ -7,7 +7,7 @@ import pytest
 
 from model.adapter import FEED_FORWARD, PROJECTIONS, AdapterConfig
 from model.config import TransformerConfig
-from trainer.huggingface.peft import CONFIG, read_config, write_config
+from trainer.huggingface.adapter_config import CONFIG, read_config, write_config
 
 GOOD = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"), dropout=0.1)
 BASE = TransformerConfig(adapter=GOOD)

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from model.adapter import AdapterConfig
 from tests.model.build import llama, tiny
+from trainer.huggingface import adapter_config
 from trainer.huggingface import peft as ours
 from trainer.huggingface.merge import merged
 from trainer.model_source import open_adapter, open_model
@@ -148,11 +149,13 @@ def test_some_of_the_projections_of_one_tensor_are_refused(base):
 
 def test_ranks_of_modules_by_themselves_are_refused(base, tmp_path):
     adapter = AdapterConfig(rank=RANK, alpha=ALPHA)
-    ours.write_config(open_model(str(base)).config.with_adapter(adapter), str(base), tmp_path)
-    path = tmp_path / ours.CONFIG
-    assert ours.read_config(tmp_path)[0].rank == RANK
+    adapter_config.write_config(
+        open_model(str(base)).config.with_adapter(adapter), str(base), tmp_path
+    )
+    path = tmp_path / adapter_config.CONFIG
+    assert adapter_config.read_config(tmp_path)[0].rank == RANK
     path.write_text(path.read_text().replace('"qkv_proj": 12', '"qkv_proj": 16'))
     with pytest.raises(
         ValueError, match="rank_pattern: found 16 for qkv_proj, which is not read; 12 would be"
     ):
-        ours.read_config(tmp_path)
+        adapter_config.read_config(tmp_path)

@@ -17,7 +17,7 @@ from data.tokenizer import Tokenizer
 from model.config import TransformerConfig
 from scripts import export_hf, import_hf
 from tests.model.build import llama
-from trainer.huggingface import peft
+from trainer.huggingface import adapter_config
 from trainer.huggingface.assets import copy_assets, described
 from trainer.huggingface.folder import folder_config
 from trainer.huggingface.table import HoldsNaN, check_numbers
@@ -185,9 +185,9 @@ def test_a_link_that_leads_out_is_refused_by_name(folder, tmp_path, capsys, name
     assert f"{folder / name}: leads to {secret}, outside of its folder" in capsys.readouterr().err
     assert not (tmp_path / "checkpoint").exists()
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / peft.CONFIG).symlink_to(secret)
+    (tmp_path / "adapter" / adapter_config.CONFIG).symlink_to(secret)
     with pytest.raises(UserError, match="outside of its folder"):
-        peft.read_config(tmp_path / "adapter")
+        adapter_config.read_config(tmp_path / "adapter")
 
 
 def test_a_tokenizers_folder_too(folder, tmp_path):

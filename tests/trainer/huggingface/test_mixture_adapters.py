@@ -16,6 +16,7 @@ from model.config import TransformerConfig
 from model.families import FAMILIES
 from tests.model.build import llama, mean_loss
 from tests.trainer.huggingface.test_peft import batch_of
+from trainer.huggingface import adapter_config
 from trainer.huggingface import peft as ours
 from trainer.huggingface.folder import folder_config
 from trainer.huggingface.merge import merged
@@ -235,7 +236,7 @@ def test_a_file_with_tensors_for_each_expert_is_read_as_peft_reads_it(family, na
         r=4, lora_alpha=8, target_modules=list(names.values()), task_type="CAUSAL_LM"
     ).save_pretrained(folder)
     safetensors.torch.save_file(tensors, folder / ours.WEIGHTS)
-    adapter, _ = ours.read_config(folder)
+    adapter, _ = adapter_config.read_config(folder)
     assert adapter.projections == FEED_FORWARD
     read = folder_config(tmp_path / "base").with_adapter(adapter)
     ours.write_adapter(ours.read_adapter(folder, llama(read)), read, None, tmp_path / "ours")

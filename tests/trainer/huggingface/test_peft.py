@@ -15,6 +15,7 @@ from model.dropout import token_keys
 from tests.model.build import llama, mean_loss
 from tests.model.masks import mask
 from trainer.config.schema import OptimizerConfig, TrainConfig
+from trainer.huggingface import adapter_config
 from trainer.huggingface import peft as ours
 from trainer.huggingface.merge import merged
 from trainer.huggingface.write import write_hf
@@ -293,8 +294,8 @@ def test_dropout_enters_as_in_peft(hf_model, tmp_path, use_dora):
 def test_adapters_that_are_not_read_are_named(adapter, hf_model, tmp_path, change, facts):
     """One line with the file, the field, and what would work."""
     _, folder, _ = adapter
-    written = json.loads((folder / ours.CONFIG).read_text())
-    (tmp_path / ours.CONFIG).write_text(json.dumps({**written, **change}))
+    written = json.loads((folder / adapter_config.CONFIG).read_text())
+    (tmp_path / adapter_config.CONFIG).write_text(json.dumps({**written, **change}))
     (tmp_path / ours.WEIGHTS).write_bytes((folder / ours.WEIGHTS).read_bytes())
     with pytest.raises(ValueError) as error:
         source = open_adapter(str(tmp_path), str(hf_model))

@@ -11,18 +11,17 @@ import pytest
 import yaml
 
 from data.errors import UserError
+from trainer.config.data import DataConfig, SourceConfig
 from trainer.config.load import dump
 from trainer.config.schema import (
     AttentionConfig,
     CheckpointConfig,
-    DataConfig,
     LoggingConfig,
     MemoryConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
-    SourceConfig,
     TrainConfig,
 )
 from trainer.run import logs as run_logs
