@@ -73,9 +73,12 @@ def test_rows_are_those_of_the_whole_and_the_cache_stays_within_its_size(opened)
 
 
 def test_a_process_copies_what_its_rows_need(opened, monkeypatch):
-    """Of 1, 2 or 4 processes, each reads its rows of the same batches."""
+    """Of 1, 2 or 4 processes, each reads its rows of the same batches, of a plan in blocks."""
     open_it, first = opened
-    whole = Loader(first, LENGTH, 4, 0).batch(0)
+    loader = Loader(first, LENGTH, 4, 0)
+    last = len(loader) // 4 - 1
+    assert loader._in_blocks and loader._plan(0)._blocks > 2
+    whole, whole_last = loader.batch(0), loader.batch(last)
     for processes in (1, 2, 4):
         for process in range(processes):
             made = open_it(f"{processes}-{process}")
@@ -85,6 +88,8 @@ def test_a_process_copies_what_its_rows_need(opened, monkeypatch):
             assert all(np.array_equal(part[name], whole[name][rows]) for name in whole)
             numbers = {piece.document for row in rows for piece in loader._pieces(row)}
             assert len(_shards(made)) == len({number // 32 for number in numbers})
+            part = loader.batch(last, rows)
+            assert all(np.array_equal(part[name], whole_last[name][rows]) for name in whole)
 
 
 def test_what_is_needed_soon_is_copied_in_advance(opened):

@@ -68,6 +68,7 @@ TESTED = {
         "python -m scripts.prepare --config RECIPE.yaml --engine beam --runner dask -- --dask_client_address=tcp://HOST:8786",
     ],
     "tests/soak/test_slow_store.py": ["python -m tests.soak.slow_store"],
+    "tests/soak/test_cold_start.py": ["python -m tests.soak.cold_start"],
     "tests/soak/test_attacks.py": [
         "python -m tests.soak.attacks records --cases 1000 --seed 100000"
     ],
