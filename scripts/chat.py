@@ -11,6 +11,7 @@ model's, or --template.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from data.printable import printable
 from data.within import read_text
 from eval import runner
 from trainer import entry
+from trainer.options import FreeText, StorePath, Tokens, option, parser_of
 
 if TYPE_CHECKING:
     from model.decode import Generator
@@ -29,31 +31,27 @@ LENGTH = 8192  # tokens of a conversation without a document
 DOCUMENT = "Here is a text. Answer the questions about it.\n\n{text}\n\n{question}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    checkpoint: StorePath = option(
+        "checkpoint, run folder, Hugging Face folder or org/name", positional=True
+    )
+    document: str | None = option("the text to talk about", None, metavar="FILE")
+    question: tuple[FreeText, ...] = option(
+        "ask these instead of reading the terminal", (), metavar="TEXT"
+    )
+    length: Tokens | None = option(
+        f"tokens of the longest conversation (default: {LENGTH:,}, or what the document takes with "
+        "eight turns)",
+        None,
+    )
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options of the command line."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.chat", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument(
-        "checkpoint",
-        type=entry.store_path,
-        help="checkpoint, run folder, Hugging Face folder or org/name",
-    )
-    parser.add_argument("--document", metavar="FILE", help="the text to talk about")
-    parser.add_argument(
-        "--question",
-        nargs="+",
-        type=entry.free_text,
-        default=[],
-        metavar="TEXT",
-        help="ask these instead of reading the terminal",
-    )
-    parser.add_argument(
-        "--length",
-        type=entry.tokens,
-        help="tokens of the longest conversation (default: "
-        f"{LENGTH:,}, or what the document takes with eight turns)",
-    )
+    """Returns the options of the command line, with those that all commands share that ask."""
+    parser = parser_of(Options)
     runner.add_flags(parser, new_tokens=256, evaluation=False)
     return runner.parse(parser, argv)
 

@@ -6,7 +6,7 @@ Prints the first packed rows as text, with trained tokens in colour (without col
 numbers of used and dropped records, the documents' lengths, and the share of padding.
 """
 
-import sys
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from data.loader import Loader
 from data.pairs import PairLoader
 from data.prepared import Documents, counts
 from data.tokenizer import Tokenizer
+from trainer import entry
+from trainer.options import FIELDS, TokensOr0, command, no_download, option, other_words
 
 IN_LOSS, SEPARATOR = "bold green", "dim"  # rich styles
 
@@ -102,43 +104,20 @@ def describe(documents: Documents, loader: Loader) -> str:
     )
 
 
-def show(argv: list[str]) -> None:
-    """Runs the command.
+def work(args: "Options") -> None:
+    """Shows the first rows, and describes both splits.
 
     Raises:
         UserError: the recipe or the data are wrong.
     """
-    from trainer.entry import CommandParser, NoDownload, tokens_or_0
-
-    parser = CommandParser(
-        prog="python -m scripts.inspect_data",
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "config",
-        metavar="CONFIG.yaml",
-        help="a recipe; its fields may follow as --section.field value",
-    )
-    parser.add_argument("--rows", type=int, default=2, help="number of rows to show (default 2)")
-    parser.add_argument(
-        "--tokens",
-        type=tokens_or_0,
-        default=600,
-        help="number of tokens to show of each row (default 600)",
-    )
-    parser.add_argument(
-        "--stage", type=int, help="for a recipe with stages, from 1 (default: the last)"
-    )
-    parser.add_argument("--no-download", action=NoDownload)
-    args, flags = parser.parse_known_args(argv)
     from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates
     from trainer.stages import choose_stage
     from trainer.text import prepare_text
     from trainer.text_checks import data_warnings
 
-    config = choose_stage(load(["--config", args.config, *flags], own=vars(args)), args.stage)
+    given = load(["--config", args.config, *args.flags], own=vars(args).keys() - {"flags"})
+    config = choose_stage(given, args.stage)
     source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     prepared = prepare_text(config, source.config, tokenizer)
     loader_class = PairLoader if config.preference.loss else Loader
@@ -163,14 +142,20 @@ def show(argv: list[str]) -> None:
         )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    from trainer import entry
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
 
-    return entry.run(lambda: show(sys.argv[1:] if argv is None else argv))
+    config: str = option("a recipe", positional=True, metavar="CONFIG.yaml")
+    rows: int = option("number of rows to show", 2)
+    tokens: TokensOr0 = option("number of tokens to show of each row", 600)
+    stage: int | None = option("for a recipe with stages, from 1 (default: the last)", None)
+    no_download: bool = no_download()
+    flags: tuple[str, ...] = other_words("[--section.field value ...]", FIELDS)
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":
-    from trainer.entry import leave
-
-    leave(main())
+    entry.leave(main())

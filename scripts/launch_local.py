@@ -11,6 +11,7 @@ launcher repeats it if another start may pass (scripts/restarts.py).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import secrets
@@ -27,7 +28,7 @@ from typing import NamedTuple
 
 from data.errors import first_line, is_transient
 from data.printable import printable, printable_output
-from trainer.entry import CommandParser
+from trainer.options import AtLeastOne, option, other_words, parse
 from trainer.run.shared_token import TOKEN
 
 from .restarts import Restarts, may_pass
@@ -195,42 +196,34 @@ def end(processes: list[subprocess.Popen]) -> None:
             process.wait()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    restarts: int = option(
+        "restart after errors that may pass, at most N times in a row without a new checkpoint",
+        0,
+        metavar="N",
+    )
+    processes: AtLeastOne = option(
+        "number of processes, which share the devices of mesh.simulate", metavar="N"
+    )
+    flags: tuple[str, ...] = other_words(
+        "--config RECIPE.yaml [--section.field value ...]",
+        "All other flags go to train.py; python train.py --help describes them.",
+    )
+
+
 @printable_output()
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = CommandParser(
-        prog="python -m scripts.launch_local",
-        allow_abbrev=False,
-        usage="%(prog)s --processes N --config RECIPE.yaml [--section.field value ...]",
-        description=__doc__.splitlines()[0],
-        epilog="All other flags go to train.py; python train.py --help describes them.",
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help=(
-            "restart after errors that may pass, at most N times in a row without a new "
-            "checkpoint (0)"
-        ),
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        required=True,
-        metavar="N",
-        help="number of processes, which share the devices of mesh.simulate",
-    )
-    args, flags = parser.parse_known_args(argv)
-    if args.processes < 1:
-        parser.error(f"--processes: found {args.processes}; at least 1")
+    args = parse(Options, argv)
     counted = Restarts(args.restarts)
     while True:
-        status, received = _run_once(args.processes, flags)
+        status, received = _run_once(args.processes, args.flags)
         if received or not args.restarts or not may_pass(status):
             return status
-        decision = counted.after(status, _reached(flags))
+        decision = counted.after(status, _reached(args.flags))
         print(f"launch_local: {decision.reason}", file=sys.stderr)
         if not decision.restart:
             return status

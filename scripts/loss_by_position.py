@@ -15,11 +15,9 @@ Measures the held-out split, if the recipe has one. For the training split, --sk
 number of trained steps, so that the model has not seen the measured rows.
 """
 
-import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +27,7 @@ from jaxtyping import Float, Int
 from data import printable
 from data.outputs import PICTURE, PICTURE_METADATA, output_files
 from trainer import entry
-from trainer.options import StorePath, Tokens, add_options, option
+from trainer.options import FIELDS, StorePath, Tokens, command, option, other_words
 
 BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
 
@@ -131,17 +129,7 @@ class Options:
     stage: int | None = option(
         "for a recipe with stages, the stage of the rows, from 1 (default: last)", None
     )
-
-
-def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options of the command line, and the flags that are fields of the recipe."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.loss_by_position",
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
-    )
-    add_options(parser, Options)
-    return parser.parse_known_args(argv)
+    flags: tuple[str, ...] = other_words("[--section.field value ...]", FIELDS)
 
 
 def cut(batch: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
@@ -156,13 +144,12 @@ def cut(batch: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
     return {**batch, "segment_ids": segment_ids, "positions": batch["positions"] % tokens}
 
 
-def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Measurement:
+def measure(checkpoint: str, args: Options) -> Measurement:
     """Measures one checkpoint.
 
     Args:
         checkpoint: the checkpoint.
         args: the options of the command line.
-        flags: the flags that are fields of the recipe.
 
     Raises:
         UserError: there is no batch to measure.
@@ -178,7 +165,8 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Meas
     from trainer.text import TextObjective, text_batch
 
     config = configuration.load(
-        ["--config", args.config, *flags, "--model.path", checkpoint], own=vars(args)
+        ["--config", args.config, *args.flags, "--model.path", checkpoint],
+        own=vars(args).keys() - {"flags"},
     )
     config = choose_stage(config, args.stage)
     if config.mesh.simulate:
@@ -297,15 +285,15 @@ def print_table(curves: dict[str, list[dict]], title: str) -> None:
         console.print(table)
 
 
-def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
-    """Measures every checkpoint, writes table and plot, and returns each checkpoint's rows."""
+def work(args: Options) -> None:
+    """Measures every checkpoint, and writes table and plot."""
     output_files(
         args.output, {"loss_by_position.json": b'"about"', "loss_by_position.png": PICTURE}
     )
     entry.keep_compiled()
     curves, gains = {}, {}
     for checkpoint in args.checkpoint:
-        curves[checkpoint], without, gain, about = measure(checkpoint, args, flags)
+        curves[checkpoint], without, gain, about = measure(checkpoint, args)
         for tokens in args.without_earlier:
             curves[f"{checkpoint}, pieces of {tokens} tokens"] = without[tokens]
             # Up to W tokens, most targets are predicted from the same text.
@@ -326,13 +314,9 @@ def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
     if gains:
         print_table(gains, "What the earlier text gains: loss without it minus loss with it")
     print(f"wrote {table} and {picture}")
-    return curves
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
-    args, flags = parse(argv)
-    return entry.run(lambda: run(args, flags), args.output)
+main = command(Options, work, output="output")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ and rules. All runs with the same hash use it, on any mesh and any machine that 
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -21,9 +21,10 @@ from data.engine import PROCESSES, Engine
 from data.errors import UserError
 from data.printable import printable
 from trainer import entry
+from trainer.options import FIELDS, no_download, option, other_words, parse
 
 
-def prepare(recipe: str, flags: list[str], engine: Engine) -> None:
+def prepare(recipe: str, flags: Sequence[str], engine: Engine) -> None:
     """Tokenizes the data, unless done, and prints the data report.
 
     Args:
@@ -57,45 +58,39 @@ def prepare(recipe: str, flags: list[str], engine: Engine) -> None:
         print(f"prepared in {prepared.folder}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    config: str = option("a recipe; its fields may follow as flags", metavar="RECIPE.yaml")
+    engine: str = option(
+        "what runs the work: this machine's processes, or Apache Beam (docs/beam.md)",
+        "processes",
+        choices=("processes", "beam"),
+    )
+    runner: str | None = option(
+        "the runner of Beam, direct by default; its own flags follow after --",
+        None,
+        choices=tuple(RUNNERS),
+    )
+    no_download: bool = no_download()
+    flags: tuple[str, ...] = other_words("[--section.field value ...]", FIELDS)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.prepare", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="RECIPE.yaml",
-        help=(
-            "a recipe; its fields may follow as --section.field value (python train.py --help "
-            "describes them)"
-        ),
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("processes", "beam"),
-        default="processes",
-        help="what runs the work: this machine's processes, or Apache Beam (docs/beam.md)",
-    )
-    parser.add_argument(
-        "--runner",
-        choices=tuple(RUNNERS),
-        help="the runner of Beam, direct by default; its own flags follow after --",
-    )
-    parser.add_argument("--no-download", action=entry.NoDownload)
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
-    args, flags = parser.parse_known_args(given[:end])
-    options = tuple(given[end + 1 :])
-    return entry.run(lambda: prepare(args.config, flags, _engine(args, options)))
+    args, own = parse(Options, given[:end]), tuple(given[end + 1 :])
+    return entry.run(lambda: prepare(args.config, args.flags, _engine(args, own)))
 
 
-def _engine(args: argparse.Namespace, options: tuple[str, ...]) -> Engine:
-    """Returns what runs the work."""
+def _engine(args: Options, own: tuple[str, ...]) -> Engine:
+    """Returns what runs the work, with the runner's own flags."""
     if args.engine == "beam":
-        return Beam(args.runner or "direct", options)
-    if args.runner or options:
-        found = f"--runner {args.runner}" if args.runner else f"flags after --: {options[0]}"
+        return Beam(args.runner or "direct", own)
+    if args.runner or own:
+        found = f"--runner {args.runner}" if args.runner else f"flags after --: {own[0]}"
         raise UserError(f"{printable(found)}: is for --engine beam, which would work")
     return PROCESSES
 

@@ -9,17 +9,17 @@ time longer, and ends with 2 after too many: another start would not help.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import sys
 import time
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from data.printable import printable_output
 from data.within import parse_json
-from trainer.entry import CommandParser
+from trainer.options import option, parse
 
 CANNOT_PASS = 2  # an error that would recur
 TRANSIENT = os.EX_TEMPFAIL  # 75: another start may pass
@@ -50,7 +50,7 @@ class Decision(NamedTuple):
     reason: str
 
 
-@dataclass
+@dataclasses.dataclass
 class Restarts:
     """Counts the starts since the newest checkpoint."""
 
@@ -96,48 +96,37 @@ class Restarts:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    record: str = option(
+        "the file that counts the starts, in a folder or bucket shared by all starts",
+        positional=True,
+    )
+    checkpoint: str = option("the newest checkpoint's step; empty for none", "", metavar="STEP")
+    limit: int = option("starts without a new checkpoint, after the first", LIMIT)
+    longest_pause: int = option(
+        "the longest pause before a start", LONGEST_PAUSE, metavar="SECONDS"
+    )
+
+
 @printable_output()
 def main(argv: list[str] | None = None) -> int:
     """Counts a start, waits, and returns 0, or 2 after too many starts."""
     import fsspec
 
-    parser = CommandParser(
-        prog="python -m scripts.restarts", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument(
-        "record",
-        help="the file that counts the starts, in a folder or bucket shared by all starts",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        default="",
-        metavar="STEP",
-        help="the newest checkpoint's step; empty for none",
-    )
-    parser.add_argument(
-        "--limit",
-        type=int,
-        default=LIMIT,
-        help=f"starts without a new checkpoint, after the first (default {LIMIT})",
-    )
-    parser.add_argument(
-        "--longest-pause",
-        type=int,
-        default=LONGEST_PAUSE,
-        metavar="SECONDS",
-        help=f"the longest pause before a start (default {LONGEST_PAUSE})",
-    )
-    args = parser.parse_args(argv)
+    args = parse(Options, argv)
     system, path = fsspec.core.url_to_fs(args.record)
     if not re.fullmatch(r"\d*", args.checkpoint, re.ASCII):
-        parser.error(f"--checkpoint: found {args.checkpoint}; a step, or nothing, would work")
+        return _refuse(f"--checkpoint: found {args.checkpoint}; a step, or nothing, would work")
     newest = int(args.checkpoint) if args.checkpoint else None
     if system.exists(path):
         try:
             stored = parse_json(system.cat_file(path))
             counted = Restarts(args.limit, int(stored["checkpoint"]), int(stored["starts"]))
         except (OSError, ValueError, KeyError, TypeError):
-            parser.error(
+            return _refuse(
                 f"{args.record}: exists, but was not written by this command, so it is not "
                 "overwritten; another file would work"
             )
@@ -149,8 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         path, json.dumps({"checkpoint": counted.checkpoint, "starts": counted.starts}).encode()
     )
     if reason := counted.exhausted():
-        print(f"error: {reason}; fix it and remove {args.record}", file=sys.stderr)
-        return CANNOT_PASS
+        return _refuse(f"{reason}; fix it and remove {args.record}")
     if pause := min(args.longest_pause, pause_before(counted.starts)):
         print(
             f"start {counted.starts} since the newest checkpoint: waiting {pause} s",
@@ -159,6 +147,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         time.sleep(pause)
     return 0
+
+
+def _refuse(problem: str) -> int:
+    print(f"error: {problem}", file=sys.stderr)
+    return CANNOT_PASS
 
 
 if __name__ == "__main__":

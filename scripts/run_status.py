@@ -7,6 +7,7 @@ checkpoint's step is printed, for launchers.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from data.errors import UserError
 from data.within import check_within, parse_json
 from trainer import entry
+from trainer.options import command, option, other_words
 from trainer.reporting.rows import is_number
 
 EARLIER_STAGES = "stages"  # as in trainer.run.directory, which imports JAX
@@ -218,39 +220,33 @@ def run_folder(words: list[str]) -> str:
     return config.run_dir if config.run_dir and "://" in config.run_dir else str(config.folder)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Prints the status; returns the exit code."""
-    parser = entry.CommandParser(
-        prog="python -m scripts.run_status",
-        description=__doc__.splitlines()[0],
-        allow_abbrev=False,
-        usage="%(prog)s RUN | TRAIN_OPTIONS [--price-per-hour P] [--checkpoint]",
-    )
-    parser.add_argument(
-        "--price-per-hour",
-        type=float,
-        metavar="P",
-        help="for all machines together: prints the cost so far",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        action="store_true",
-        help="print only the newest checkpoint's step, or nothing; local ones and the steps of "
-        "earlier stages are counted",
-    )
-    args, words = parser.parse_known_args(argv)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command's options."""
 
-    def work() -> None:
-        if not words:
-            raise UserError("which run? Give its folder, or train.py's options")
-        run = run_folder(words)
-        status = read_status(run)
-        if args.checkpoint:
-            print("" if status.reached is None else status.reached)
-        else:
-            print(describe(run, status, time.time(), args.price_per_hour))
+    price_per_hour: float | None = option(
+        "for all machines together: prints the cost so far", None, metavar="P"
+    )
+    checkpoint: bool = option(
+        "print only the newest checkpoint's step, or nothing; local ones and the steps of earlier "
+        "stages are counted"
+    )
+    words: tuple[str, ...] = other_words("RUN | TRAIN_OPTIONS")
 
-    return entry.run(work)
+
+def work(args: Options) -> None:
+    """Prints the status."""
+    if not args.words:
+        raise UserError("which run? Give its folder, or train.py's options")
+    run = run_folder(list(args.words))
+    status = read_status(run)
+    if args.checkpoint:
+        print("" if status.reached is None else status.reached)
+    else:
+        print(describe(run, status, time.time(), args.price_per_hour))
+
+
+main = command(Options, work)
 
 
 if __name__ == "__main__":

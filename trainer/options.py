@@ -29,6 +29,7 @@ AtLeastOne = Annotated[int, entry.at_least_one]
 FreeText = Annotated[str, entry.free_text]
 StorePath = Annotated[str, entry.store_path]
 REQUIRED: Any = object()
+FIELDS = "The recipe's fields are described by python train.py --help."
 
 
 def option(text: str, default: Any = REQUIRED, *, positional: bool = False, **more: Any) -> Any:
@@ -42,6 +43,15 @@ def option(text: str, default: Any = REQUIRED, *, positional: bool = False, **mo
     """
     about = {"text": text, "default": default, "positional": positional, "more": more}
     return dataclasses.field(metadata=about)
+
+
+def other_words(metavar: str, text: str = "") -> Any:
+    """Returns a field of all words that are no option of the command, such as a recipe's fields.
+
+    Args:
+      metavar: how the usage names them; text: what the help ends with.
+    """
+    return dataclasses.field(metadata={"metavar": metavar, "text": text})
 
 
 def no_download() -> Any:
@@ -77,6 +87,21 @@ def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
     The help begins with the class's docstring if that says more than "The command's options.",
     otherwise with the first line of its module's.
     """
+    parser = parser_of(options)
+    others = next((f for f in dataclasses.fields(options) if "default" not in f.metadata), None)
+    if others is None:
+        values = vars(parser.parse_args(argv))
+    else:
+        usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
+        parser.usage = f"{usage} {others.metadata['metavar']}"
+        parser.epilog = others.metadata["text"]
+        known, words = parser.parse_known_args(argv)
+        values = {**vars(known), others.name: words}
+    return options(**{key: _frozen(value) for key, value in values.items()})
+
+
+def parser_of(options: type) -> entry.CommandParser:
+    """Returns the parser of a dataclass of options, named and described as in `parse`."""
     module = sys.modules[options.__module__]
     name = module.__spec__.name if module.__spec__ else module.__name__
     parser = entry.CommandParser(
@@ -85,13 +110,15 @@ def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
         allow_abbrev=False,
     )
     add_options(parser, options)
-    return options(**{key: _frozen(value) for key, value in vars(parser.parse_args(argv)).items()})
+    return parser
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     """Adds the fields of a dataclass of options to a parser."""
     hints = typing.get_type_hints(options, include_extras=True)
     for field in dataclasses.fields(options):
+        if "default" not in field.metadata:  # of `other_words`
+            continue
         about, hint = field.metadata, hints[field.name]
         more, default, text = dict(about["more"]), about["default"], about["text"]
         if typing.get_origin(hint) in (typing.Union, types.UnionType):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.errors import UserError
-from trainer.options import Tokens, command, option, parse
+from trainer.options import Tokens, command, option, other_words, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,3 +79,22 @@ def test_a_commands_exit_code_is_its_works(capsys):
     assert main(["here", "--model", "m"]) == 3 and seen[0].model == "m"
     assert main(["here", "--model", "m", "--compiled"]) == 2
     assert capsys.readouterr().err == "error: compiled: not here\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Starts something."""
+
+    processes: int = option("how many", 1)
+    others: tuple[str, ...] = other_words("--config RECIPE.yaml", "They go to another command.")
+
+
+def test_words_that_are_no_option_are_kept_in_their_order(capsys):
+    given = parse(Launch, "--config a.yaml --processes 2 --train.steps 3 here".split())
+    assert given.processes == 2
+    assert given.others == ("--config", "a.yaml", "--train.steps", "3", "here")
+    with pytest.raises(SystemExit):
+        parse(Launch, ["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "[--processes PROCESSES] --config RECIPE.yaml" in printed
+    assert printed.endswith("They go to another command.")
