@@ -90,7 +90,7 @@ class Launch:
 
 
 def test_words_that_are_no_option_are_kept_in_their_order(capsys):
-    given = parse(Launch, "--config a.yaml --processes 2 --train.steps 3 here".split())
+    given = parse(Launch, ["--config", "a.yaml", "--processes", "2", "--train.steps", "3", "here"])
     assert given.processes == 2
     assert given.others == ("--config", "a.yaml", "--train.steps", "3", "here")
     with pytest.raises(SystemExit):
