@@ -91,7 +91,8 @@ def output_files(path: str | Path, markers: Mapping[str, bytes]) -> Path:
 
     Args:
       path: the folder.
-      markers: name of each file -> its marker, as in `check_own`.
+      markers: name of each file -> bytes within its first 64 KiB that only this command writes, by
+        which a file of its own is known; see `check_own`.
 
     Raises:
       UserError: it cannot be made or written to, or has such a file that another wrote.

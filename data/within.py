@@ -56,7 +56,7 @@ def check_within(folder: str | Path, path: str | Path) -> None:
 
 
 def check_tree(folder: str | Path, root: str | Path | None = None) -> None:
-    """Checks every file and folder below a folder; errors as in `check_within`.
+    """Raises UserError unless every file and folder below a folder stays inside, as `check_within`.
 
     Args:
       folder: as the user named it, or one inside.

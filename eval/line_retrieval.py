@@ -102,6 +102,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
     """Returns the cases that the command line selects, without those of --tokens.
 
+    Args:
+        args: of `parse`.
+
     Raises:
         UserError: an option is wrong, as far as is known without the model.
     """

@@ -27,8 +27,8 @@ LAYERS = "layers."
 EndsFactory = Callable[..., nnx.Module]
 
 
-def flat(state: Any) -> dict[str, Any]:
-    """Returns the leaves of a Flax state by their dotted names."""
+def flat(state: nnx.State) -> dict[str, Any]:
+    """Returns the leaves of a state of Flax NNX by their dotted names."""
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 
 

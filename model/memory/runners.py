@@ -17,6 +17,7 @@ def layer_runner(layers: tuple[ShardedLayer, ...], weights: WeightGatherer) -> L
 
     Args:
       layers: one of each kind, in the period that they repeat in.
+      weights: of the same model; gathers a layer's parameters where the runner asks for them.
     """
     memory = layers[0].memory
     if memory.prefetch:

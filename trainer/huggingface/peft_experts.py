@@ -163,9 +163,9 @@ def _of_experts(
     )
 
 
-def is_per_expert(files: Iterable[str]) -> bool:
-    """Whether a file's tensors are those of transformers 4, some for each expert."""
-    return any(_OF_ONE_EXPERT.search(name) for name in files)
+def is_per_expert(tensor_names: Iterable[str]) -> bool:
+    """Whether tensors are those of transformers 4, which has some for each expert."""
+    return any(map(_OF_ONE_EXPERT.search, tensor_names))
 
 
 def target_parameters(config: TransformerConfig) -> list[str]:

@@ -34,8 +34,8 @@ def in_bucket(path: str | Path) -> bool:
     return str(path).startswith(BUCKETS)
 
 
-def store_spec(url: str) -> Any:
-    """Returns what TensorStore opens for a folder in a bucket.
+def store_spec(url: str) -> str | dict[str, Any]:
+    """Returns a folder in a bucket as TensorStore's `KvStore.open` takes it: a URL, or a spec.
 
     For s3:// the endpoint and region are those of $AWS_ENDPOINT_URL_S3, $AWS_ENDPOINT_URL and
     $AWS_REGION, as for other programs, which TensorStore does not read.
