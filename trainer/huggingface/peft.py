@@ -54,53 +54,53 @@ def adapter_layout(
         for entry in hf_layout(config)
         if config.adapter.trains(entry.name)
     ]
-    declared, rank = declare(config), config.adapter.rank
-    fused = {
-        name: (module, names)
-        for module, names in FAMILIES[config.family].fused_projections.items()
-        for name in names
-    }
+    shape_of = {name: parameter.shape for name, parameter in declare(config).items()}
     if config.num_experts:
         entries += peft_experts.entries(config, _PREFIX, shares_a, per_expert)
     for projection in config.adapter.projections:
-        if config.num_experts and projection not in ATTENTION:
-            continue
-        block = f"{'self_attn' if projection in ATTENTION else 'mlp'}."
-        inputs, outputs = config.projection_sizes(projection)
-        shapes = {"lora_A": (rank, inputs), "lora_B": (outputs, rank), MAGNITUDE: (outputs,)}
-        module, names = fused.get(projection, (projection, (projection,)))
-        sizes, place = [config.projection_sizes(name)[1] for name in names], names.index(projection)
-        of_outputs = {"first_row": sum(sizes[:place]), "file_rows": sum(sizes)}
-        of_rank = (
-            {"first": 0, "all": rank}
-            if shares_a
-            else {"first": place * rank, "all": len(names) * rank}
+        if projection in ATTENTION or not config.num_experts:
+            entries += _projection_entries(config, projection, shape_of, shares_a)
+    return entries
+
+
+def _projection_entries(
+    config: TransformerConfig,
+    projection: str,
+    shape_of: Mapping[str, tuple[int, ...]],
+    shares_a: bool,
+) -> list[HFEntry]:
+    """Returns the tensors of one projection's adapter; in a fused one's they are some rows and
+    columns."""
+    assert config.adapter is not None
+    rank = config.adapter.rank
+    block = f"{'self_attn' if projection in ATTENTION else 'mlp'}."
+    inputs, outputs = config.projection_sizes(projection)
+    shapes = {"lora_A": (rank, inputs), "lora_B": (outputs, rank), MAGNITUDE: (outputs,)}
+    fused = FAMILIES[config.family].fused_projections
+    module = next((module for module, names in fused.items() if projection in names), projection)
+    names = fused.get(module, (projection,))
+    sizes, place = [config.projection_sizes(name)[1] for name in names], names.index(projection)
+    of_outputs = {"first_row": sum(sizes[:place]), "file_rows": sum(sizes)}
+    first, every = (0, rank) if shares_a else (place * rank, len(names) * rank)
+    within = {
+        "lora_A": {"first_row": first, "file_rows": every},
+        MAGNITUDE: of_outputs,
+        "lora_B": {**of_outputs, "first_column": first, "file_columns": every},
+    }
+    entries = []
+    for part in config.adapter.parts:
+        name, end = f"{LAYERS}{block}{projection}.{part}", "" if part == MAGNITUDE else ".weight"
+        entries.append(
+            HFEntry(
+                name,
+                f"{_PREFIX}model.layers.{{i}}.{block}{module}.{part}{end}",
+                shape_of[name],
+                shapes[part],
+                config.num_hidden_layers,
+                transpose=part != MAGNITUDE,
+                **within[part],
+            )
         )
-        within = {
-            "lora_A": {"first_row": of_rank["first"], "file_rows": of_rank["all"]},
-            MAGNITUDE: of_outputs,
-            "lora_B": {
-                **of_outputs,
-                "first_column": of_rank["first"],
-                "file_columns": of_rank["all"],
-            },
-        }
-        for part in config.adapter.parts:
-            name, end = (
-                f"{LAYERS}{block}{projection}.{part}",
-                "" if part == MAGNITUDE else ".weight",
-            )
-            entries.append(
-                HFEntry(
-                    name,
-                    f"{_PREFIX}model.layers.{{i}}.{block}{module}.{part}{end}",
-                    declared[name].shape,
-                    shapes[part],
-                    config.num_hidden_layers,
-                    transpose=part != MAGNITUDE,
-                    **within[part],
-                )
-            )
     return entries
 
 
