@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import itertools
 import sys
 import types
 import typing
@@ -88,7 +89,7 @@ def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
     otherwise with the first line of its module's.
     """
     parser = parser_of(options)
-    others = next((f for f in dataclasses.fields(options) if "default" not in f.metadata), None)
+    others = next(filter(_takes_others, _fields(options)), None)
     if others is None:
         values = vars(parser.parse_args(argv))
     else:
@@ -116,9 +117,7 @@ def parser_of(options: type) -> entry.CommandParser:
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     """Adds the fields of a dataclass of options to a parser."""
     hints = typing.get_type_hints(options, include_extras=True)
-    for field in dataclasses.fields(options):
-        if "default" not in field.metadata:  # of `other_words`
-            continue
+    for field in itertools.filterfalse(_takes_others, _fields(options)):
         about, hint = field.metadata, hints[field.name]
         more, default, text = dict(about["more"]), about["default"], about["text"]
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -145,6 +144,15 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
         if text:
             more["help"] = text
         parser.add_argument(flag, **more)
+
+
+def _fields(options: type) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(options)
+
+
+def _takes_others(field: dataclasses.Field) -> bool:
+    """Whether a field is of `other_words`."""
+    return "default" not in field.metadata
 
 
 def _description(options: type, module: types.ModuleType) -> str:
