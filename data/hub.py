@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import functools
 import glob
-import hashlib
 import os
 import re
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from data.arrivals import checked, remove_damaged
 from data.errors import UserError, first_line
 from data.printable import printable
 from data.within import MAX_JSON_BYTES
@@ -202,7 +202,7 @@ def download_model(name: str, revision: str | None, files: Sequence[str], needed
         ) as lock:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            _remove_abandoned(cache / f"models--{name.replace('/', '--')}" / "blobs")
+            _remove_abandoned(_in_cache(name, "model") / "blobs")
             listed = fetch(dry_run=True)
             if needed and not any(file.filename.endswith(needed) for file in listed):
                 raise UserError(
@@ -261,11 +261,11 @@ def _download(name: str, **options: Any) -> Any:
     hooks = get_session().event_hooks
     if _check_answer not in hooks["response"]:
         get_session().event_hooks = {**hooks, "response": [*hooks["response"], _check_answer]}
-    kind = options.get("repo_type", "model")
-    blobs = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" / "blobs"
-    before = set(blobs.glob("*"))
-    try:
-        found = _interruptible(
+    repository = _in_cache(name, options.get("repo_type", "model"))
+    remove_damaged(repository)
+    writes_nothing = options.get("dry_run") or is_offline()
+    with contextlib.nullcontext() if writes_nothing else checked(repository):
+        return _interruptible(
             lambda: snapshot_download(
                 name,
                 # Imported libraries know the hub's address as a constant, which HF_ENDPOINT sets.
@@ -274,11 +274,31 @@ def _download(name: str, **options: Any) -> Any:
                 **options,
             )
         )
-    except Exception:  # not Ctrl-C, which does not wait
-        _check_digests(set(blobs.glob("*")) - before)
-        raise
-    _check_digests(set(blobs.glob("*")) - before)
-    return found
+
+
+def cached_model(name: str, revision: str | None, files: Sequence[str]) -> Path:
+    """Returns the folder of a model in the cache, as the hub's library finds it there.
+
+    What a killed download has left damaged is removed first.
+
+    Raises:
+      huggingface_hub.errors.LocalEntryNotFoundError, HFValidationError: it has none.
+    """
+    from huggingface_hub import snapshot_download
+
+    remove_damaged(_in_cache(name, "model"))
+    return Path(
+        snapshot_download(
+            name, revision=revision, local_files_only=True, allow_patterns=list(files)
+        )
+    )
+
+
+def _in_cache(name: str, kind: str) -> Path:
+    """Returns a repository's folder in the cache, which may not exist."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
 
 
 def _check_answer(response: Any) -> None:
@@ -329,42 +349,6 @@ def _bounded_bar() -> type:
             return super().update(n)
 
     return BoundedBar
-
-
-def _check_digests(blobs: set[Path]) -> None:
-    """Removes files of the cache whose contents are not those that their names tell.
-
-    Names are SHA-256 of large files and git's SHA-1 of small ones; of another length they are the
-    mark of a mirror, of which nothing can be told but that some give a plain SHA-1.
-
-    Raises:
-      UserError: there was such a file.
-    """
-
-    def is_other(blob: Path) -> bool:
-        digits = blob.name.lower()
-        if not re.fullmatch("[0-9a-f]{64}|[0-9a-f]{40}", digits):
-            return False
-        with blob.open("rb") as file:
-            if len(digits) == 64:
-                return hashlib.file_digest(file, "sha256").hexdigest() != digits
-            plain, git = hashlib.sha1(), hashlib.sha1(b"blob %d\0" % blob.stat().st_size)
-            while part := file.read(1 << 20):
-                plain.update(part)
-                git.update(part)
-            return digits not in (plain.hexdigest(), git.hexdigest())
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        others = [
-            blob for blob, other in pool.map(lambda blob: (blob, is_other(blob)), blobs) if other
-        ]
-    for blob in others:
-        blob.unlink()
-    if others:
-        raise UserError(
-            f"{others[0]}: arrived with other contents than the hub's digest tells, and was "
-            "removed; the same command downloads it again"
-        )
 
 
 def _interruptible(download: Callable[[], T]) -> T:

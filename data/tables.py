@@ -13,10 +13,12 @@ from jaxtyping import Int
 from data import paths
 from data.compression import MOST_TIMES, most_unpacked
 from data.errors import UserError, first_line
+from data.packed_tables import ARROW_FILE, arrow_unpacked, parquet_chunks
 from data.paths import File
 from data.printable import printable
 from data.records import MAX_BYTES
 from data.report import SourceReport
+from data.row_sizes import check_offsets, may_repeat, row_bytes, without_dictionaries
 
 if TYPE_CHECKING:
     import pyarrow
@@ -25,9 +27,7 @@ SUFFIXES = (".parquet", ".arrow", ".feather", ".csv", ".tsv")
 _ROWS = 256  # in memory at a time
 # Bytes of the rows in memory at a time, where a dictionary's largest value may stand in each.
 _BYTES = 1 << 31
-_IN_FILE_FORMAT = (
-    b"ARROW1"  # which Arrow's format for files begins with, and that for streams does not
-)
+_DICTIONARY_BYTES = 1 << 26  # of the rows that Arrow makes a dictionary for
 MORE_CELLS = "cells beyond the header's columns"
 
 
@@ -46,24 +46,15 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
         return
     kind = "Parquet" if file.suffix == ".parquet" else "Arrow"
     unreadable: Counter[str] = Counter()
-    unpacked, most = 0, most_unpacked(file.size())
-    out_of_proportion = UserError(
-        f"{file}: unpacks to more than {MOST_TIMES} times its size; JSON lines of the same would "
-        "work"
-    )
+    _unpacked, most = 0.0, most_unpacked(file.size())
     try:
-        with file.open() as opened:
-            if kind == "Parquet":
-                largest, batches = _parquet_batches(opened)
-                if largest > most:
-                    raise out_of_proportion
-            else:
-                batches = _arrow_batches(opened)
-            for batch in batches:
-                unpacked += sum(map(_size, batch.columns))
-                if unpacked > most:
-                    raise out_of_proportion
-                yield from _rows(batch, unreadable)
+        # On the disk, since what it unpacks to is read first.
+        with paths.on_disk(file) as path, path.open("rb") as opened:
+            batches = (_parquet_batches if kind == "Parquet" else _arrow_batches)(opened, most)
+            for part in _parts(batches, most, offsets_checked=kind == "Parquet"):
+                yield from _rows(part, unreadable)
+    except _Refused as error:
+        raise UserError(f"{file}: {error}") from None
     except UserError:
         raise
     except Exception as error:  # a damaged page may raise any of Arrow's errors and of Python's
@@ -78,35 +69,55 @@ def read_table(file: File, report: SourceReport) -> Iterator[dict]:
         ]
 
 
-def _parquet_batches(opened: BinaryIO) -> "tuple[int, Iterator[pyarrow.RecordBatch]]":
-    """Returns the bytes of the largest group of rows as it is stored before it is compressed, and
-    the batches."""
+class _Refused(Exception):
+    """What is wrong with a table, and what would work."""
+
+
+_OUT_OF_PROPORTION = (
+    f"unpacks to more than {MOST_TIMES} times its size; JSON lines of the same would work"
+)
+
+
+def _parquet_batches(opened: BinaryIO, most: int) -> "Iterator[pyarrow.RecordBatch]":
+    """Yields batches of rows, each of as many as fit into _BYTES, one at least.
+
+    Raises:
+      _Refused: its pages unpack to more than `most` bytes, or how much a row takes is not told.
+    """
     from pyarrow import parquet
 
     file = parquet.ParquetFile(opened)
-    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-    largest = max((group.total_byte_size for group in groups), default=0)
-    return largest, file.iter_batches(batch_size=min(_ROWS, max(1, _BYTES // max(1, largest))))
+    groups = parquet_chunks(opened, file.metadata)
+    totals = [sum(chunk.in_memory for chunk in group) for group in groups]
+    if sum(totals) > most:
+        raise _Refused(_OUT_OF_PROPORTION)
+    rows = min(_ROWS, max(1, _BYTES // max(1, *totals, 1)))
+    repeated = {chunk.path: chunk for group in groups for chunk in group if chunk.at_most > _BYTES}
+    for chunk in repeated.values():
+        if chunk.refers_back:
+            raise _Refused(
+                f"the column {printable(chunk.path)} is encoded as DELTA_BYTE_ARRAY, of which a "
+                "row may take any size; with another encoding it would work"
+            )
+    if repeated:
+        # As a dictionary a column has each of its texts once, until `row_bytes` has counted them;
+        # Arrow makes one for each batch, so that these are larger.
+        file = parquet.ParquetFile(opened, read_dictionary=list(repeated))
+        rows = max(1, file.metadata.num_rows * _DICTIONARY_BYTES // max(1, sum(totals)))
+    yield from file.iter_batches(batch_size=rows)
 
 
-def _size(column: "pyarrow.Array") -> int:
-    """Returns a column's bytes, with those of a dictionary's texts as often as they occur."""
-    import pyarrow
-    from pyarrow import compute
-
-    if not pyarrow.types.is_dictionary(column.type):
-        return column.nbytes
-    try:
-        lengths = compute.binary_length(column.dictionary)
-    except pyarrow.ArrowNotImplementedError:  # no texts
-        return column.indices.nbytes
-    return compute.sum(lengths.take(column.indices)).as_py() or 0
-
-
-def _arrow_batches(opened: BinaryIO) -> "Iterator[pyarrow.RecordBatch]":
+def _arrow_batches(opened: BinaryIO, most: int) -> "Iterator[pyarrow.RecordBatch]":
+    """Yields the batches as they are stored; errors as in `_parquet_batches`."""
     from pyarrow import ipc
 
-    in_file_format = opened.read(len(_IN_FILE_FORMAT)) == _IN_FILE_FORMAT
+    unpacked = 0
+    for count in arrow_unpacked(opened):
+        unpacked += count
+        if unpacked > most:
+            raise _Refused(_OUT_OF_PROPORTION)
+    opened.seek(0)
+    in_file_format = opened.read(len(ARROW_FILE)) == ARROW_FILE
     opened.seek(0)
     if in_file_format:
         reader = ipc.open_file(opened)
@@ -114,8 +125,54 @@ def _arrow_batches(opened: BinaryIO) -> "Iterator[pyarrow.RecordBatch]":
     else:
         batches = iter(ipc.open_stream(opened))
     for batch in batches:
-        for start in range(0, batch.num_rows, _ROWS):
-            yield batch.slice(start, _ROWS)
+        batch.validate()
+        yield batch
+
+
+def _parts(
+    batches: "Iterator[pyarrow.RecordBatch]", most: int, offsets_checked: bool
+) -> "Iterator[pyarrow.RecordBatch]":
+    """Yields batches in parts of _ROWS at most, and of _BYTES where that is more than a row.
+
+    Args:
+      most: bytes that all rows may take.
+      offsets_checked: whether Arrow made them, and did not find them in the file.
+
+    Raises:
+      _Refused: the rows so far take more.
+    """
+    unpacked, repeats = 0.0, None
+    for batch in batches:
+        repeats = may_repeat(batch.schema) if repeats is None else repeats
+        unpacked += batch.num_rows + (0 if repeats else batch.nbytes)
+        sizes = row_bytes(batch) if repeats and unpacked <= most else np.zeros(0)
+        unpacked += float(sizes.sum())
+        if not unpacked <= most:  # NaN too
+            raise _Refused(_OUT_OF_PROPORTION)
+        if not offsets_checked:  # now, since it reads a text as often as it occurs
+            check_offsets(batch)
+        start = 0
+        while start < batch.num_rows:
+            until = np.cumsum(sizes[start : start + _ROWS])
+            count = max(1, int(np.searchsorted(until, _BYTES, side="right"))) if repeats else _ROWS
+            part = batch.slice(start, count)
+            yield _plain(part) if repeats else part
+            start += count
+
+
+def _plain(batch: "pyarrow.RecordBatch") -> "pyarrow.RecordBatch":
+    """Returns a batch without dictionaries in lists, whose values Arrow takes out slowly."""
+    import pyarrow
+
+    form = pyarrow.schema(
+        [
+            field.with_type(without_dictionaries(field.type))
+            if pyarrow.types.is_nested(field.type)
+            else field
+            for field in batch.schema
+        ]
+    )
+    return batch if form.equals(batch.schema) else batch.cast(form)
 
 
 def _rows(batch: "pyarrow.RecordBatch", unreadable: Counter[str]) -> list[dict]:

@@ -1,13 +1,17 @@
 """Several real processes on this machine train as one does; one that is lost ends the others, and
 the next start goes on."""
 
+import fcntl
 import itertools
 import os
 import pathlib
+import pty
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -98,6 +102,41 @@ def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recip
         capfd.readouterr().err.count(said) == 1
         and small_run.steps_logged(run) == saved < small_run.STEPS
     )
+    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves_the_same_step_on_all(
+    whole_run, small_recipe, tmp_path, repository
+):
+    """The launcher is what a user started in the terminal, of which nothing is left to write to."""
+    run, (terminal, inside) = tmp_path / "run", pty.openpty()
+    command = [sys.executable, "-m", "scripts.launch_local", "--processes", "2"]
+    flags = ["--config", str(small_recipe), "--run_dir", str(run)]
+    launcher = subprocess.Popen(
+        [*command, *flags],
+        cwd=repository,
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(inside, termios.TIOCSCTTY, 0),
+    )
+    os.close(inside)
+    try:
+        while small_run.steps_logged(run) < 2:
+            assert launcher.poll() is None
+            if select.select([terminal], [], [], 0.02)[0]:
+                os.read(terminal, 1 << 12)
+        training = children(launcher.pid)
+        assert len(training) == 2
+    finally:
+        os.close(terminal)
+    assert launcher.wait(60) == 128 + signal.SIGHUP
+    assert not any(pathlib.Path(f"/proc/{process}").exists() for process in training)
+    saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
+    assert 2 <= saved == small_run.steps_logged(run) < small_run.STEPS
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
 

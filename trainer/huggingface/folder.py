@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import fnmatch
 import hashlib
 import math
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from data import hub
+from data.errors import UserError
 from data.paths import file_digest
 from data.tokenizer import TOOL_TEMPLATE
 from data.within import check_within, file_within, read_json
@@ -88,16 +91,22 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
             f"{path}: no such folder (a model of the hub is named org/name or org/name@revision)"
         )
     files = (*SMALL_FILES, *(_WEIGHTS if weights else ()))
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        cached = Path(
-            snapshot_download(
-                name, revision=revision or None, local_files_only=True, allow_patterns=list(files)
+        cached = hub.cached_model(name, revision or None, files)
+        removed = [
+            name
+            for name in sorted(os.listdir(cached))
+            if any(fnmatch.fnmatch(name, form) for form in files) and not (cached / name).exists()
+        ]
+        if removed and hub.is_offline():
+            raise UserError(
+                f"{path}: {removed[0]} is no longer in the local Hugging Face cache, and downloads "
+                "are forbidden (HF_HUB_OFFLINE or --no-download); the same command with downloads "
+                "gets it again"
             )
-        )
-        if hub.is_offline() or _is_whole(cached, weights):
+        if not removed and (hub.is_offline() or _is_whole(cached, weights)):
             return cached
     except HFValidationError:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Models by their name on the hub, from a hub on this machine: what is downloaded, when it is not,
 and what is refused."""
 
+import hashlib
 import http.server
 import json
 import os
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from data import hub as data_hub
+from data.arrivals import checked
 from data.errors import UserError
 from scripts import inspect_data, plan, prepare
 from tests.conftest import REPOSITORY
@@ -55,7 +57,8 @@ class Hub(HubHandler):
             }
             return self.answer(200, json.dumps(about).encode(), {}, body)
         name = path.partition("/resolve/")[2].partition("/")[2]
-        headers = {"ETag": f'"{name}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+        mark = hashlib.sha256(files[name]).hexdigest() if self.server.has_digests else name
+        headers = {"ETag": f'"{mark}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
         if body and name in self.server.refused:
             return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"}, body)
         if body:
@@ -72,6 +75,7 @@ def hub(monkeypatch, tmp_path, hf_model):
     empty cache."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.sent, server.requests, server.refused = [], [], set()
+        server.has_digests = False
         server.sending, server.stalled = threading.Event(), threading.Event()
         server.stalled.set()
         server.content = {
@@ -171,6 +175,28 @@ def test_parts_that_a_killed_download_left_are_removed(hub):
         os.utime(blobs / name, (time.time() - age,) * 2)
     resolve_model_path("me/tiny")
     assert [path.name for path in blobs.glob("*.incomplete")] == ["b.2.incomplete"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])
+def test_a_file_that_a_killed_download_left_damaged_is_downloaded_again(hub, capsys, name):
+    hub.has_digests = True
+    folder = resolve_model_path("me/tiny")
+    blob = (folder / name).resolve()
+    whole = blob.read_bytes()
+    blob.unlink()
+    with pytest.raises(KeyboardInterrupt), checked(blob.parents[1]):
+        blob.write_bytes(whole[:-1])
+        raise KeyboardInterrupt  # which leaves what a kill leaves
+    hub.sent.clear()
+    assert (resolve_model_path("me/tiny") / name).read_bytes() == whole
+    assert hub.sent == [name]
+    with pytest.raises(KeyboardInterrupt), checked(blob.parents[1]):
+        blob.unlink()
+        raise KeyboardInterrupt
+    data_hub.no_downloads()
+    with pytest.raises(UserError, match=f"me/tiny: {name} is no longer in the local"):
+        resolve_model_path("me/tiny")
+    assert f"{blob}: had other contents" in capsys.readouterr().err
 
 
 def test_an_adapter_is_downloaded_by_its_name(hub, hf_model):

@@ -1,0 +1,174 @@
+"""Files that a hub sends into its cache: kept if their contents are those of the hub's digests.
+
+While a download is under way a note in the cache names the files that were there before. Where the
+process was killed the next start finds the note, whose lock has gone with its process, and checks
+what has arrived since.
+"""
+
+import concurrent.futures
+import contextlib
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from data.errors import UserError
+from data.printable import printable
+
+_DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")
+_PART = 1 << 20  # bytes
+
+
+@contextlib.contextmanager
+def checked(repository: Path) -> Iterator[None]:
+    """Checks the files that arrive within the context, also where it ends with an error.
+
+    It does not where the process is interrupted: the next start does.
+
+    Args:
+      repository: its folder in the hub's cache, with `blobs` in it.
+
+    Raises:
+      UserError: a file has other contents than its digest tells; it was removed.
+    """
+    before = _blobs(repository)
+    with _note(repository, before) as note:
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        damaged = _damaged(_blobs(repository) - before)
+        for blob in damaged:
+            blob.unlink()
+        note.remove()
+    if damaged:
+        raise UserError(
+            f"{damaged[0]}: arrived with other contents than the hub's digest tells, and was "
+            "removed; the same command downloads it again"
+        )
+    if failure is not None:
+        raise failure
+
+
+def remove_damaged(repository: Path) -> None:
+    """Removes what killed downloads have left in a repository of the cache with other contents than
+    its digests tell, and says so."""
+    for path in repository.parent.glob(f"{glob.escape(_prefix(repository))}*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if not _lock(file):
+                continue  # its download goes on
+            before = _names(file)
+            for blob in _damaged(_blobs(repository) - {repository / "blobs" / x for x in before}):
+                blob.unlink()
+                print(
+                    printable(
+                        f"{blob}: had other contents than the hub's digest tells, since its "
+                        "download was killed, and was removed"
+                    ),
+                    file=sys.stderr,
+                    flush=True,
+                )
+            path.unlink()
+
+
+class _Note:
+    """A file that exists while a download is under way."""
+
+    def __init__(self, path: Path | None):
+        self._path = path
+
+    def remove(self) -> None:
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+
+def _prefix(repository: Path) -> str:
+    return f".longstripe-{repository.name}.arriving-"
+
+
+@contextlib.contextmanager
+def _note(repository: Path, before: set[Path]) -> Iterator[_Note]:
+    """Writes which files are there; its lock is held within the context, and by no process after.
+
+    Where the cache cannot be written, or its disk is full, there is none: nothing arrives either.
+    """
+    name = secrets.token_hex(8)
+    whole = repository.parent / f"{_prefix(repository)}{name}"
+    part = repository.parent / f".longstripe-{name}.part"
+    with contextlib.ExitStack() as stack:
+        try:
+            # Locked before it has its name, so that nobody takes it for one of a killed process.
+            file = stack.enter_context(part.open("wb"))
+            _lock(file)
+            file.write(json.dumps(sorted(blob.name for blob in before)).encode())
+            file.flush()
+            os.rename(part, whole)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            yield _Note(None)
+            return
+        yield _Note(whole)
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Returns False where another process holds a file's lock, if the file system has locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _names(file: BinaryIO) -> list[str]:
+    """Returns the files that a note names; none, and so all are checked, where it is damaged."""
+    try:
+        names = json.loads(file.read(1 << 26))
+    except (ValueError, RecursionError):
+        return []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _blobs(repository: Path) -> set[Path]:
+    return set((repository / "blobs").glob("*"))
+
+
+def _damaged(blobs: Iterable[Path]) -> list[Path]:
+    """Returns the files whose contents are not those of their names."""
+    ordered = sorted(blobs)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return [
+            blob
+            for blob, damaged in zip(ordered, pool.map(_is_damaged, ordered), strict=True)
+            if damaged
+        ]
+
+
+def _is_damaged(blob: Path) -> bool:
+    """Returns whether a file's contents are other than its name tells.
+
+    Names are SHA-256 of large files and git's SHA-1 of small ones; of another length they are the
+    mark of a mirror, of which nothing can be told but that some give a plain SHA-1.
+    """
+    digest = blob.name.lower()
+    if not _DIGEST.fullmatch(digest):
+        return False
+    with blob.open("rb") as file:
+        if len(digest) == 64:
+            return hashlib.file_digest(file, "sha256").hexdigest() != digest
+        plain, git = hashlib.sha1(), hashlib.sha1(b"blob %d\0" % blob.stat().st_size)
+        while part := file.read(_PART):
+            plain.update(part)
+            git.update(part)
+        return digest not in (plain.hexdigest(), git.hexdigest())

@@ -1,0 +1,115 @@
+"""What arrives in the hub's cache is kept if it is what the hub's digests tell, also after kills."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from data.arrivals import checked, remove_damaged
+from data.errors import UserError
+from tests.conftest import REPOSITORY
+
+WHOLE = b"weights" * 1000
+SHA256 = hashlib.sha256(WHOLE).hexdigest()
+GIT = hashlib.sha1(b"blob %d\0" % len(WHOLE) + WHOLE).hexdigest()
+PLAIN = hashlib.sha1(WHOLE).hexdigest()
+KILLED = """
+import os, pathlib, signal, sys
+from data.arrivals import checked
+repository = pathlib.Path(sys.argv[1])
+with checked(repository):
+    for name, content in zip(sys.argv[2::2], sys.argv[3::2]):
+        (repository / "blobs" / name).write_text(content)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def repository(tmp_path):
+    folder = tmp_path / "models--me--tiny"
+    (folder / "blobs").mkdir(parents=True)
+    return folder
+
+
+def notes(repository):
+    return [path.name for path in repository.parent.iterdir() if path.name.startswith(".")]
+
+
+def killed(repository, **arrived):
+    """Runs a process that is killed after files have arrived."""
+    arguments = [word for name, content in arrived.items() for word in (name, content)]
+    code = subprocess.run(
+        [sys.executable, "-c", KILLED, str(repository), *arguments], cwd=REPOSITORY, check=False
+    ).returncode
+    assert code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("digest", [SHA256, GIT, PLAIN, SHA256.upper()])
+def test_what_a_killed_download_has_left_is_checked_by_the_next(repository, capsys, digest):
+    killed(repository, **{digest: WHOLE.decode()[:-1], "of-a-mirror": "x"})
+    (repository / "blobs" / "of-a-mirror").chmod(0o400)
+    assert len(notes(repository)) == 1
+    remove_damaged(repository)
+    assert [blob.name for blob in (repository / "blobs").iterdir()] == ["of-a-mirror"]
+    assert capsys.readouterr().err.count(f"{digest}: had other contents") == 1
+    assert notes(repository) == []
+
+
+def test_a_whole_file_stays_and_one_that_was_there_before_is_not_read_again(repository):
+    before = repository / "blobs" / ("a" * 64)
+    before.write_bytes(b"of another kind: an earlier download checked it")
+    killed(repository, **{SHA256: WHOLE.decode()})
+    remove_damaged(repository)
+    assert {blob.name for blob in (repository / "blobs").iterdir()} == {SHA256, before.name}
+
+
+def test_a_note_without_an_end_has_all_files_checked(repository):
+    killed(repository)
+    (note,) = notes(repository)
+    (repository.parent / note).write_bytes(b'["' + SHA256.encode())
+    (repository / "blobs" / SHA256).write_bytes(WHOLE[1:])
+    remove_damaged(repository)
+    assert not list((repository / "blobs").iterdir())
+
+
+def test_a_download_that_goes_on_is_left_alone(repository):
+    with checked(repository):
+        blob = repository / "blobs" / SHA256
+        blob.write_bytes(b"not all of it yet")
+        remove_damaged(repository)
+        assert blob.exists()
+        assert len(notes(repository)) == 1
+        blob.write_bytes(WHOLE)
+    assert notes(repository) == []
+
+
+@pytest.mark.parametrize("error", [None, OSError])
+def test_what_arrives_damaged_is_removed_with_the_error(repository, error):
+    arrived = pytest.raises(UserError, match=f"{SHA256}: arrived with other contents")
+    with arrived, checked(repository):
+        (repository / "blobs" / SHA256).write_bytes(WHOLE[1:])
+        if error:
+            raise error("the connection broke off")
+    assert not list((repository / "blobs").iterdir())
+    assert notes(repository) == []
+
+
+def test_an_interruption_does_not_wait_and_leaves_its_note(repository):
+    blob = repository / "blobs" / SHA256
+    with pytest.raises(KeyboardInterrupt), checked(repository):
+        blob.write_bytes(WHOLE[1:])
+        raise KeyboardInterrupt
+    assert blob.exists()
+    remove_damaged(repository)
+    assert not blob.exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_that_cannot_be_written_is_used_as_it_is(repository):
+    repository.parent.chmod(0o500)
+    with checked(repository):
+        pass
+    repository.parent.chmod(0o700)
