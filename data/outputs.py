@@ -1,11 +1,13 @@
 """Where commands write: folders that can be written to, and files that are their own."""
 
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from data.errors import UserError
 from data.paths import on_this_machine
+from data.within import check_within
 
 
 def output_folder(path: str | Path) -> Path:
@@ -40,9 +42,14 @@ def check_own(path: str | Path, marker: bytes) -> None:
         hardly anything else.
 
     Raises:
-      UserError: it is something else.
+      UserError: it is something else, or a link to nothing.
     """
     path = Path(path)
+    if path.is_symlink() and not path.exists():
+        raise UserError(
+            f"{path}: is a link to {os.readlink(path)}, which does not exist and is not made "
+            "through it; name another file, or remove it"
+        )
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -95,10 +102,12 @@ def output_files(path: str | Path, markers: Mapping[str, bytes]) -> Path:
         which a file of its own is known; see `check_own`.
 
     Raises:
-      UserError: it cannot be made or written to, or has such a file that another wrote.
+      UserError: it cannot be made or written to, or has such a file that another wrote or that is
+        a link out of it.
     """
     folder = output_folder(path)
     for name, marker in markers.items():
+        check_within(folder, folder / name)
         check_own(folder / name, marker)
     return folder
 

@@ -46,6 +46,24 @@ def test_only_what_a_command_wrote_is_overwritten(tmp_path):
         outputs.results_folder(tmp_path)
 
 
+def test_nothing_is_written_through_a_link_that_a_stranger_left(tmp_path):
+    """A run's folder, an evaluation's: the link makes a file elsewhere, or replaces one there."""
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere.json"
+    folder.mkdir()
+    (folder / "results.json").symlink_to(elsewhere)
+    with pytest.raises(UserError, match=r"results\.json: leads to .*, outside of its folder"):
+        outputs.results_folder(folder)
+    with pytest.raises(UserError, match=r"results\.json: is a link to .*, which does not exist"):
+        outputs.output_file(folder / "results.json", b'"about"')
+    elsewhere.write_text('{"about": {}}')
+    with pytest.raises(UserError, match=r"results\.json: leads to .*, outside of its folder"):
+        outputs.results_folder(folder)
+    linked = tmp_path / "linked"
+    linked.symlink_to(folder)
+    (folder / "results.json").unlink()
+    assert outputs.results_folder(linked) == linked
+
+
 def test_a_picture_of_others_is_not_overwritten_and_an_evaluations_is(tmp_path):
     from matplotlib.figure import Figure
 

@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import numpy as np
 import pytest
+from huggingface_hub import _tree_cache
 
 from data import hub as data_hub
 from data.arrivals import checked
@@ -194,6 +196,10 @@ def test_a_file_that_a_killed_download_left_damaged_is_downloaded_again(hub, cap
         blob.unlink()
         raise KeyboardInterrupt
     data_hub.no_downloads()
+    with pytest.raises(ValueError, match="me/tiny: neither a folder nor in the local"):
+        resolve_model_path("me/tiny")
+    shutil.rmtree(blob.parents[1] / "trees")  # as the hub's library of before left it
+    _tree_cache._IN_MEMORY_TREE_CACHE.clear()
     with pytest.raises(UserError, match=f"me/tiny: {name} is no longer in the local"):
         resolve_model_path("me/tiny")
     assert f"{blob}: had other contents" in capsys.readouterr().err
