@@ -388,7 +388,7 @@ def _answered(answer: str) -> UserError:
     try:
         code, message = parse_json(answer)
         return error_with(int(code), printable(str(message)))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):  # also of infinity
         return UserError(
             f"distributed.coordinator: another program answers there ({printable(answer)[:100]})"
         )

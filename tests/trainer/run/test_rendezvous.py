@@ -325,7 +325,9 @@ def test_while_processes_gather_the_first_says_who_is_absent(address, monkeypatc
     assert said[-1].startswith("process 0: processes 1, 3 of 4 not here yet; waiting for up to")
 
 
-@pytest.mark.parametrize("answer", ["[" * 4000, "go away", "[2]", "\x1b[2J"])
+@pytest.mark.parametrize(
+    "answer", ["[" * 4000, "go away", "[2]", "\x1b[2J", '[Infinity, "x"]', "[1e999, 2]"]
+)
 def test_what_another_program_answers_is_one_printable_line(answer):
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
 
